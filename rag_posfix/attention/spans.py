@@ -1,0 +1,86 @@
+"""Where each part of a prompt stands, in tokens. Knows nothing of text, tokenizers or tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rag_posfix.errors import ConfigError
+
+__all__ = ["Layout", "Span"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens ``start`` to ``stop``, the last one excluded."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ConfigError(f"span [{self.start}, {self.stop}) must satisfy 0 <= start <= stop")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def slice(self) -> slice:
+        """The span as a slice."""
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tokenised prompt and where its parts stand.
+
+    The prompt is prefix, passages, suffix, without gaps: ``prefix`` starts at 0, each passage starts where the
+    one before it ends, and ``suffix`` ends with the prompt. A passage's segment holds its heading, its text and
+    the separator after it; ``texts`` gives the text alone.
+
+    Attributes:
+        token_ids: The whole prompt.
+        prefix: Chat template and instructions before the passages.
+        passages: One segment per passage, in the order of the prompt.
+        texts: The document text inside each segment: decoding it gives back the document.
+        suffix: Question, end of the turn, and the opening of the answer. Never empty.
+        question: The question inside the suffix.
+        keys: A content hash of each passage; equal text, equal key. Methods that do not depend on order sort by it.
+        relevance: One score in (0, 1] per passage, or None where nothing scored them.
+    """
+
+    token_ids: tuple[int, ...]
+    prefix: Span
+    passages: tuple[Span, ...]
+    texts: tuple[Span, ...]
+    suffix: Span
+    question: Span
+    keys: tuple[str, ...]
+    relevance: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        bounds = [self.prefix, *self.passages, self.suffix]
+        at = 0
+        for span in bounds:
+            if span.start != at:
+                raise ConfigError(f"layout segments must touch: expected a start of {at}, got {span}")
+            at = span.stop
+        if at != len(self.token_ids) or not len(self.suffix):
+            raise ConfigError(f"layout must cover its {len(self.token_ids)} tokens and end in a suffix, got {at}")
+        counts = {len(self.passages), len(self.texts), len(self.keys)}
+        if self.relevance is not None:
+            counts.add(len(self.relevance))
+        if len(counts) != 1:
+            raise ConfigError(f"layout needs one text, key and relevance per passage, got counts {sorted(counts)}")
+
+    @property
+    def n_passages(self) -> int:
+        """How many passages the prompt holds."""
+        return len(self.passages)
+
+    def tokens(self, span: Span) -> tuple[int, ...]:
+        """Return the token ids of ``span``."""
+        return self.token_ids[span.slice]
+
+    def canonical_order(self) -> tuple[int, ...]:
+        """Return passage indices in an order that depends on their content alone, never on the prompt's order."""
+        return tuple(sorted(range(self.n_passages), key=lambda i: (self.keys[i], self.tokens(self.passages[i]))))

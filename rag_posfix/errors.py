@@ -1,0 +1,99 @@
+"""Every error that rag_posfix raises on purpose.
+
+    RagPosfixError
+    ├── ConfigError                a setting, parameter or argument is outside of what is allowed
+    │   └── UnknownNameError       a name that no registry holds (with "did you mean")
+    ├── UnsupportedModelError      a model that the seam, or one method, cannot serve
+    ├── PlanConflictError          a plan that the engine cannot run, or two plans that exclude each other
+    ├── PromptTooLongError         the prompt and the tokens to generate exceed the context window
+    ├── RetrievalError             reading documents, building, saving, loading or searching an index
+    ├── RerankingError             scoring documents
+    ├── GenerationError            the generator failed
+    │   └── GenerationCancelled    the caller went away
+    ├── CacheError                 a cache was configured wrongly (a failing cache never raises)
+    ├── EvaluationError            data to evaluate on is missing or malformed
+    └── OverloadedError            no capacity now; try again later
+
+A message says what is wrong, the value, what is allowed and what to do, on one line.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheError",
+    "ConfigError",
+    "EvaluationError",
+    "GenerationCancelled",
+    "GenerationError",
+    "OverloadedError",
+    "PlanConflictError",
+    "PromptTooLongError",
+    "RagPosfixError",
+    "RerankingError",
+    "RetrievalError",
+    "UnknownNameError",
+    "UnsupportedModelError",
+    "missing_extra",
+]
+
+
+class RagPosfixError(Exception):
+    """Base of every error that rag_posfix raises on purpose."""
+
+
+class ConfigError(RagPosfixError, ValueError):
+    """A setting, parameter or argument is outside of what is allowed."""
+
+
+class UnknownNameError(ConfigError):
+    """A name that no registry holds."""
+
+
+class UnsupportedModelError(RagPosfixError):
+    """A model that the seam, or one method, cannot serve."""
+
+
+class PlanConflictError(RagPosfixError):
+    """A plan that the engine cannot run, or two plans that exclude each other."""
+
+
+class PromptTooLongError(RagPosfixError):
+    """The prompt and the tokens to generate exceed the model's context window."""
+
+
+class RetrievalError(RagPosfixError):
+    """Documents could not be read, or an index could not be built, saved, loaded or searched."""
+
+
+class RerankingError(RagPosfixError):
+    """Documents could not be scored."""
+
+
+class GenerationError(RagPosfixError):
+    """The generator failed."""
+
+
+class GenerationCancelled(GenerationError):
+    """The caller went away before the answer was complete."""
+
+
+class CacheError(RagPosfixError):
+    """A cache was configured wrongly. A cache that fails at run time never raises."""
+
+
+class EvaluationError(RagPosfixError):
+    """Data to evaluate on is missing or malformed."""
+
+
+class OverloadedError(RagPosfixError):
+    """There is no capacity now; the caller may try again later."""
+
+
+def missing_extra(package: str, extra: str) -> ConfigError:
+    """Return the error for an optional dependency that is not installed.
+
+    Args:
+        package: The import name that failed.
+        extra: The extra of rag-posfix that installs it.
+    """
+    return ConfigError(f"{package} is not installed; install it with: pip install 'rag-posfix[{extra}]'")
