@@ -1,0 +1,1 @@
+"""Assembly: documents in, an ordered and tokenised prompt with an exact layout out."""

@@ -1,0 +1,1 @@
+"""Offline evaluation: how much answers depend on the order of the passages."""

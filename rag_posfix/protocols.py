@@ -1,0 +1,105 @@
+"""The roles that a pipeline is put together from. Implementations know these; a pipeline knows nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+from langchain_core.documents import Document
+
+from rag_posfix.generation.request import Chunk, Generation, GenerationRequest
+
+__all__ = ["AnswerCache", "ChatMessage", "Generator", "Reranker", "Retriever", "TokenEncoder"]
+
+ChatMessage = Mapping[str, str]
+"""``{"role": "system" | "user" | "assistant", "content": text}``."""
+
+
+@runtime_checkable
+class Retriever(Protocol):
+    """Finds candidates: Documents with ``id`` and ``metadata["relevance_score"]`` in [0, 1], best first."""
+
+    def retrieve(self, question: str, k: int) -> list[Document]:
+        """Return at most ``k`` documents for ``question``, best first."""
+        ...
+
+
+@runtime_checkable
+class Reranker(Protocol):
+    """Scores documents for a question (a langchain ``BaseDocumentCompressor`` has this method)."""
+
+    def compress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Any = None
+    ) -> Sequence[Document]:
+        """Return copies, best first, with ``metadata["relevance_score"]`` in [0, 1]; ties keep their order."""
+        ...
+
+
+class TokenEncoder(Protocol):
+    """What assembly needs of a generator's tokenizer (``generation.tokenizer.Tokenizer`` implements it)."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the tokens of ``text``; control tokens written in it become ordinary text."""
+        ...
+
+    def encode_template(self, text: str) -> list[int]:
+        """Return the tokens of a piece of chat template, control tokens included. Adds none of its own."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the exact text of ``token_ids``, control tokens included."""
+        ...
+
+    def render_chat(self, messages: Sequence[ChatMessage], *, open_answer: bool = True) -> str:
+        """Return the chat template filled with ``messages``; ``open_answer`` opens the assistant's turn."""
+        ...
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """Answers prompts. The engine and the deterministic fake implement it."""
+
+    @property
+    def model_id(self) -> str:
+        """Name of the model, for responses and cache keys."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of weights and dtype, for cache keys."""
+        ...
+
+    @property
+    def context_window(self) -> int:
+        """Most tokens that prompt and answer may have together."""
+        ...
+
+    @property
+    def encoder(self) -> TokenEncoder:
+        """The tokenizer that prompts must be counted and encoded with."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> Generation:
+        """Return the whole answer."""
+        ...
+
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        """Yield the answer piece by piece; closing the iterator stops the computation within one step."""
+        ...
+
+
+class AnswerCache(Protocol):
+    """Keeps finished answers. No method ever raises for a failing store: a failure is a miss, and counted."""
+
+    def get(self, key: str) -> Mapping[str, Any] | None:
+        """Return the stored answer (JSON types only), or None."""
+        ...
+
+    def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
+        """Store an answer; ``document_ids`` are the documents it was made from."""
+        ...
+
+    def single_flight(self, key: str) -> AbstractContextManager[None]:
+        """Hold while computing ``key``: equal keys wait, then find the answer in the cache."""
+        ...

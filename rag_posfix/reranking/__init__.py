@@ -1,0 +1,1 @@
+"""Reranking: one scorer per file, each a langchain ``BaseDocumentCompressor``."""

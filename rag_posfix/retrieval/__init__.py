@@ -1,0 +1,1 @@
+"""Retrieval: files to documents, documents to an index, a question to the best passages."""

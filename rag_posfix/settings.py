@@ -1,0 +1,74 @@
+"""Settings of a process, the only reader of environment variables (prefix ``RAG_POSFIX_``); import reads nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+__all__ = ["CacheSettings", "Settings", "default_cache_dir"]
+
+
+def default_cache_dir() -> Path:
+    """Return the folder for converted weights and cached answers: ``~/.cache/rag_posfix``."""
+    return Path.home() / ".cache" / "rag_posfix"
+
+
+class CacheSettings(BaseSettings):
+    """The answer cache.
+
+    Attributes:
+        enabled: Whether answers are cached at all.
+        memory_entries: Entries kept in memory.
+        disk_bytes: Size bound of the disk tier; 0 turns it off.
+        redis_url: ``redis://``, ``rediss://`` or ``unix://``; None turns the shared tier off.
+        redis_timeout_seconds: Bound of one Redis operation, connecting included.
+        ttl_seconds: How long an answer is kept.
+        max_entry_bytes: Larger answers are not cached.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_CACHE_", frozen=True, extra="forbid")
+
+    enabled: bool = True
+    memory_entries: int = Field(default=1024, ge=0)
+    disk_bytes: int = Field(default=256 * 1024**2, ge=0)
+    redis_url: SecretStr | None = None
+    redis_timeout_seconds: float = Field(default=0.02, gt=0, le=5)
+    ttl_seconds: float = Field(default=24 * 3600.0, gt=0)
+    max_entry_bytes: int = Field(default=1024**2, ge=1)
+
+
+class Settings(BaseSettings):
+    """What one process runs with.
+
+    Attributes:
+        model: ``smollm2`` (the packaged demo model), a model id, or a folder.
+        embedding_model: ``minilm`` (the packaged embeddings), a model id, or a folder.
+        dtype: ``auto`` picks bfloat16 where it is fast, float32 elsewhere.
+        device: ``auto``, ``cpu``, ``cuda``, ...
+        index: Folder of a served index, or None.
+        mitigation: Used where a request names none.
+        order: Used where a request names none.
+        k: Passages per question where a request names none.
+        cache_dir: Converted weights and the disk tier of the answer cache.
+        max_tokens: New tokens per answer where a request names none.
+        tenant: Salt of every cache key.
+        cache: The answer cache.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_", frozen=True, extra="forbid")
+
+    model: str = "smollm2"
+    embedding_model: str = "minilm"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device: str = "auto"
+    index: Path | None = None
+    mitigation: str = "context_experts"
+    order: str = "relevance"
+    k: int = Field(default=10, ge=1)
+    max_tokens: int = Field(default=128, ge=1)
+    cache_dir: Path = Field(default_factory=default_cache_dir)
+    tenant: str = ""
+    cache: CacheSettings = Field(default_factory=CacheSettings)

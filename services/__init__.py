@@ -1,0 +1,1 @@
+"""Services that run rag_posfix over the network."""
