@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rag_posfix.errors import ConfigError
@@ -80,6 +81,35 @@ class Layout:
     def tokens(self, span: Span) -> tuple[int, ...]:
         """Return the token ids of ``span``."""
         return self.token_ids[span.slice]
+
+    def select(self, passages: Sequence[int]) -> Layout:
+        """Return the layout of the same prompt with only ``passages``, in the order given.
+
+        Raises:
+            ConfigError: an index is outside of the layout or given twice.
+        """
+        if len(set(passages)) != len(passages) or not set(passages) <= set(range(self.n_passages)):
+            raise ConfigError(f"passages {tuple(passages)} must be distinct and within 0..{self.n_passages - 1}")
+        ids = list(self.tokens(self.prefix))
+        segments, texts = [], []
+        for index in passages:
+            segment, text = self.passages[index], self.texts[index]
+            shift = len(ids) - segment.start
+            segments.append(Span(segment.start + shift, segment.stop + shift))
+            texts.append(Span(text.start + shift, text.stop + shift))
+            ids.extend(self.tokens(segment))
+        shift = len(ids) - self.suffix.start
+        ids.extend(self.tokens(self.suffix))
+        return Layout(
+            token_ids=tuple(ids),
+            prefix=self.prefix,
+            passages=tuple(segments),
+            texts=tuple(texts),
+            suffix=Span(self.suffix.start + shift, self.suffix.stop + shift),
+            question=Span(self.question.start + shift, self.question.stop + shift),
+            keys=tuple(self.keys[i] for i in passages),
+            relevance=None if self.relevance is None else tuple(self.relevance[i] for i in passages),
+        )
 
     def canonical_order(self) -> tuple[int, ...]:
         """Return passage indices in an order that depends on their content alone, never on the prompt's order."""

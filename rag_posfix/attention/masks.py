@@ -1,0 +1,46 @@
+"""Masks as predicates over (query index, key index). A ``..._mask`` is complete; nothing else needs to be added."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rag_posfix.attention.plan import MaskFunction
+from rag_posfix.attention.spans import Layout
+
+__all__ = ["causal_mask", "independent_passages_mask", "materialize", "segment_ids"]
+
+
+def causal_mask(query: Tensor, key: Tensor) -> Tensor:
+    """Let each token see itself and all tokens before it."""
+    return key <= query
+
+
+def segment_ids(layout: Layout) -> Tensor:
+    """Return which segment each token belongs to: 0 prefix, 1..N passages, N + 1 suffix. Shape (T,)."""
+    lengths = [len(layout.prefix), *(len(span) for span in layout.passages), len(layout.suffix)]
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def independent_passages_mask(layout: Layout) -> MaskFunction:
+    """Let a passage see the prefix and itself; suffix and generated tokens see everything before them.
+
+    Source: Ratner et al. (2023), Parallel Context Windows, section 3, https://arxiv.org/abs/2212.10947
+    """
+    segments = segment_ids(layout)
+    suffix = layout.n_passages + 1
+
+    def mask(query: Tensor, key: Tensor) -> Tensor:
+        last = segments.shape[0] - 1
+        of_query = segments.to(query.device)[query.clamp(max=last)]  # generated tokens belong to the suffix
+        of_key = segments.to(key.device)[key.clamp(max=last)]
+        return (key <= query) & ((of_query == suffix) | (of_key == 0) | (of_key == of_query))
+
+    return mask
+
+
+def materialize(mask: MaskFunction, n_query: int, n_key: int, device: torch.device | None = None) -> Tensor:
+    """Return ``mask`` as a matrix for the last ``n_query`` of ``n_key`` tokens. Shape (n_query, n_key), bool."""
+    query = torch.arange(n_key - n_query, n_key, device=device)[:, None]
+    key = torch.arange(n_key, device=device)[None, :]
+    return mask(query, key)

@@ -1,0 +1,40 @@
+"""What a mitigation may know of the model it plans for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Capability", "ModelShape"]
+
+
+class Capability(StrEnum):
+    """What a model lets a plan change. A mitigation names what it needs; a model that lacks it is refused."""
+
+    POSITIONS = "positions"
+    """Positions of tokens may be set, the same for all heads."""
+    FULL_CACHE = "full_cache"
+    """Every layer keeps the keys of all tokens: masks and joined passages mean what they say."""
+    ROTATION = "rotation"
+    """Queries and keys can be had unrotated, so that positions may differ between heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes and capabilities of a model.
+
+    Attributes:
+        n_layers: Decoder layers.
+        n_heads: Query heads, Hq.
+        n_kv_heads: Key/value heads, Hkv.
+        head_dim: D.
+        context_window: Most positions that the model was trained for.
+        capabilities: What a plan may change.
+    """
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    context_window: int
+    capabilities: frozenset[Capability]

@@ -1,0 +1,87 @@
+"""What every mitigation is: a small frozen dataclass whose one job is to make a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from rag_posfix.attention.plan import Plan
+from rag_posfix.attention.shape import Capability, ModelShape
+from rag_posfix.attention.spans import Layout
+from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.registry import Registry
+
+__all__ = ["MITIGATIONS", "Mitigation", "create"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mitigation(ABC):
+    """A published correction, with its parameters as dataclass fields.
+
+    Attributes:
+        name: Registry name, equal to the file's name.
+        paper: Where it comes from: authors, year, title, URL. Empty for the baseline.
+        deviations: Where it departs from the paper, one sentence each.
+        order_invariant: Whether the answer is the same for every order of the passages.
+        needs_calibration: Whether something must be measured on the model first.
+        training_free: Whether it works on stock weights.
+        requires: What the model must let a plan change.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    deviations: ClassVar[tuple[str, ...]] = ()
+    order_invariant: ClassVar[bool] = False
+    needs_calibration: ClassVar[bool] = False
+    training_free: ClassVar[bool] = True
+    requires: ClassVar[frozenset[Capability]] = frozenset()
+
+    @abstractmethod
+    def plan(self, layout: Layout, model: ModelShape) -> Plan:
+        """Return what a generation over ``layout`` does differently on ``model``. Pure: same input, same plan."""
+
+    def fingerprint(self) -> str:
+        """Return a digest that changes with the method and with every parameter; part of every cache key."""
+        fields = json.dumps(dataclasses.asdict(self), sort_keys=True, default=str)
+        return hashlib.blake2b(f"{self.name}:{fields}".encode(), digest_size=16).hexdigest()
+
+    def refusal(self, model: ModelShape) -> str | None:
+        """Return why ``model`` cannot be served, or None if it can."""
+        missing = sorted(self.requires - model.capabilities)
+        return f"{self.name} needs {', '.join(missing)}, which this model does not offer" if missing else None
+
+    def checked_plan(self, layout: Layout, model: ModelShape) -> Plan:
+        """Return the plan, or refuse the model.
+
+        Raises:
+            UnsupportedModelError: the model lacks what the method needs.
+        """
+        reason = self.refusal(model)
+        if reason is not None:
+            raise UnsupportedModelError(f"{reason}; rag-posfix verify lists the methods that it supports")
+        return self.plan(layout, model)
+
+
+MITIGATIONS: Registry[type[Mitigation]] = Registry("mitigation")
+
+
+def create(name: str, parameters: Mapping[str, Any] | None = None) -> Mitigation:
+    """Return the mitigation called ``name`` with ``parameters``.
+
+    Raises:
+        UnknownNameError: no such mitigation.
+        ConfigError: an unknown parameter, or a value outside of what is allowed.
+    """
+    cls = MITIGATIONS.get(name)
+    allowed = [field.name for field in dataclasses.fields(cls)]
+    for key in parameters or {}:
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{name} has no parameter {key!r}.{hint} It takes: {', '.join(allowed) or 'none'}")
+    return cls(**(parameters or {}))

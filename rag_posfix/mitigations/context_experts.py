@@ -1,0 +1,130 @@
+"""Context experts: each passage is read alone by one expert, and the experts decide the next token together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from rag_posfix.attention.plan import Combine, Plan, RowPlan, RowScores
+from rag_posfix.attention.shape import ModelShape
+from rag_posfix.attention.spans import Layout
+from rag_posfix.errors import ConfigError
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+
+__all__ = ["ContextExperts"]
+
+RELEVANCE_FLOOR = 0.01
+
+
+@MITIGATIONS.register("context_experts")
+@dataclass(frozen=True)
+class ContextExperts(Mitigation):
+    """Ask the question once per passage, and once without any, and merge what the rows say at every step.
+
+    Passages never share a sequence, so none has a place: the answer cannot depend on their order.
+
+    Source: PCED, Parallel Context-of-Experts Decoding (2026), https://arxiv.org/abs/2601.08670
+    Formula: s_k = log-softmax of expert k, s_0 that of the row without passages, r_k the passage's relevance:
+        pool="max" (the paper): score(t) = max_k [(1 + contrast) s_k(t) - contrast s_0(t) + relevance_weight log r_k]
+        pool="mixture": score(t) = logsumexp_k [log w_k + (1 + contrast) s_k(t) - contrast s_0(t)],
+            w = softmax_k(relevance_weight log r_k + hold * sum of expert k's log-probabilities of the answer so far).
+        Both are normalised over the vocabulary. With hold=1 and contrast=0 the mixture is exactly the answer's
+        probability under "one passage holds it, which one is unknown": sum_k w_k p(answer | passage k).
+    Differs from the paper: contrast is 0 by default, because any contrast breaks the text of small models; experts
+        can be pooled as a mixture and held over tokens, because switching the expert at every token writes broken
+        text; relevance is one score per passage, clipped from below at 0.01.
+    Cost: N + 1 rows of prefix + passage + question; the passages are encoded once, in one batch. Each decode step
+        runs N + 1 rows. ``experts`` bounds N.
+    Limits: every model, those with sliding windows included. An answer that needs two passages at once is out of
+        reach.
+
+    Args:
+        contrast: How far to move away from the model without passages, 0 to 2.
+        relevance_weight: Weight of the passages' relevance, 0 to 20. Paper's implementation: 2.5.
+        relevance: ``given`` uses the scores that came with the passages (none: all alike); ``question`` uses how
+            likely each passage makes the question, exp of the mean log-probability of its tokens.
+        pool: ``mixture`` or ``max``.
+        hold: How much an expert's share grows with how well it predicted the answer so far, 0 (the expert may change
+            at every token) to 1 (the exact posterior). Mixture only.
+        experts: Keep only this many passages, the most relevant; None keeps all.
+    """
+
+    name: ClassVar[str] = "context_experts"
+    paper: ClassVar[str] = "PCED, Parallel Context-of-Experts Decoding (2026), https://arxiv.org/abs/2601.08670"
+    deviations: ClassVar[tuple[str, ...]] = (
+        "No contrast by default: it breaks the text of small models.",
+        "Experts may be pooled as a mixture that is held over tokens instead of switched at every token.",
+        "Relevance is one score per passage, or the likelihood of the question given the passage.",
+    )
+    order_invariant: ClassVar[bool] = True
+
+    contrast: float = 0.0
+    relevance_weight: float = 2.5
+    relevance: Literal["given", "question"] = "given"
+    pool: Literal["mixture", "max"] = "mixture"
+    hold: float = 1.0
+    experts: int | None = None
+
+    def __post_init__(self) -> None:
+        for field, top in (("contrast", 2.0), ("relevance_weight", 20.0), ("hold", 1.0)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= top:
+                raise ConfigError(f"context_experts: {field}={value!r} must be a number between 0 and {top:g}")
+        for field, names in (("relevance", ("given", "question")), ("pool", ("mixture", "max"))):
+            if getattr(self, field) not in names:
+                raise ConfigError(f"context_experts: {field}={getattr(self, field)!r} must be one of {names}")
+        count = self.experts
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ConfigError(f"context_experts: experts={count!r} must be a whole number >= 1, or None for all")
+
+    def plan(self, layout: Layout, model: ModelShape) -> Plan:
+        """Return one row per passage in a content-given order, then the row without passages."""
+        chosen = self._chosen(layout)
+        if not chosen:
+            return Plan()
+        rows = (*(RowPlan(passages=(index,)) for index in chosen), RowPlan(passages=()))
+        given = torch.tensor([layout.relevance[i] if layout.relevance else 1.0 for i in chosen])
+        return Plan(
+            rows=rows,
+            combine=self._combine(given.clamp(min=RELEVANCE_FLOOR).log()),
+            independent_passages=True,
+            score_question=self.relevance == "question",
+        )
+
+    def _chosen(self, layout: Layout) -> tuple[int, ...]:
+        """Return the passages that get an expert, in canonical order, whatever order they came in."""
+        order = layout.canonical_order()
+        if self.experts is None or self.experts >= len(order):
+            return order
+        if layout.relevance is None:
+            raise ConfigError(
+                f"context_experts: experts={self.experts} keeps the most relevant of {len(order)} passages, but they "
+                "carry no relevance; rerank them first or leave experts out"
+            )
+        relevance = layout.relevance
+        best = sorted(order, key=lambda i: -relevance[i])[: self.experts]  # stable: ties stay in canonical order
+        return tuple(i for i in order if i in best)
+
+    def _combine(self, given: Tensor) -> Combine:
+        """Return the pooling rule. Shape of ``given``: (N,), log relevance."""
+
+        def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
+            experts, amateur = scores.log_probs[:-1], scores.log_probs[-1]  # (N, V), (V,)
+            log_relevance = scores.question[:-1] if self.relevance == "question" else given.to(experts.device)
+            weights = self.relevance_weight * log_relevance  # (N,)
+            if self.contrast:
+                experts = (1 + self.contrast) * experts - self.contrast * amateur
+            if self.pool == "max":
+                pooled, speaker = (experts + weights[:, None]).max(dim=0)
+                share = torch.zeros(len(weights) + 1, device=pooled.device)
+                share[speaker[pooled.argmax()]] = 1.0
+            else:
+                weights = (weights + self.hold * scores.answer[:-1]).log_softmax(dim=0)
+                pooled = (experts + weights[:, None]).logsumexp(dim=0)
+                share = torch.cat((weights.exp(), weights.new_zeros(1)))
+            return pooled - pooled.logsumexp(dim=0), share
+
+        return combine

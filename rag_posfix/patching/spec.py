@@ -1,0 +1,46 @@
+"""What patching learned of a model. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from rag_posfix.attention.shape import ModelShape
+
+__all__ = ["Family", "ModelSpec", "Rotation"]
+
+Rotation = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one family of models handles positions.
+
+    Attributes:
+        model_type: ``config.model_type``.
+        rotation: How it pairs channels when it rotates queries and keys.
+    """
+
+    model_type: str
+    rotation: Rotation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelSpec:
+    """A model that carries the seam.
+
+    Attributes:
+        family: Its row in the table of families.
+        shape: Sizes and capabilities.
+        angles: (states, (1 | Hq, T) positions) -> (cos, sin), each (1 | Hq, T, rotated), from the model's own rotary
+            module, in the dtype of ``states``; None where the model has no single rotary module.
+        handle: The hook that the seam put on the model.
+    """
+
+    family: Family
+    shape: ModelShape
+    angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
+    handle: Any

@@ -1,0 +1,84 @@
+"""Checks, on the loaded model itself, that the seam computes what the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rag_posfix.attention.shape import Capability
+from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.patching.install import SEAM
+from rag_posfix.patching.seam import SeamCall, active
+from rag_posfix.patching.spec import ModelSpec
+
+__all__ = ["Verification", "verify"]
+
+PROBE_TOKENS = 32
+# Largest difference between native and seam logits, as a share of the spread of the logits. The seam runs the same
+# kernels on the same numbers, so it is 0 on every supported family; a wrong rotation is off by 1e-3 and more.
+TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What the check found.
+
+    Attributes:
+        idle_difference: Largest logit difference, native against idle seam; 0 on a sound model.
+        rotation_difference: The same with the rotation done in the seam; None where the model does not offer it.
+    """
+
+    idle_difference: float
+    rotation_difference: float | None
+
+    @property
+    def max_logit_difference(self) -> float:
+        """The larger of the two."""
+        return max(self.idle_difference, self.rotation_difference or 0.0)
+
+
+@torch.inference_mode()
+def verify(model: Any, spec: ModelSpec) -> Verification:
+    """Compare a short prompt native and through the seam. Not for a model that is serving: it switches attention.
+
+    Raises:
+        UnsupportedModelError: they differ by more than rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=generator).to(model.device)
+    idle = _logits(model, ids)
+    model.set_attn_implementation("sdpa")
+    try:
+        native = _logits(model, ids)
+    finally:
+        model.set_attn_implementation(SEAM)
+    rotated = None
+    if Capability.ROTATION in spec.shape.capabilities:
+        positions = torch.arange(PROBE_TOKENS, device=ids.device, dtype=torch.float32)[None]
+        with active(SeamCall(positions=positions, angles=spec.angles)):
+            rotated = _logits(model, ids)
+    found = Verification(
+        idle_difference=_difference(idle, native),
+        rotation_difference=None if rotated is None else _difference(rotated, native),
+    )
+    allowed = TOLERANCE.get(native.dtype, 1e-5) * float(native.float().std())
+    if not found.max_logit_difference <= allowed:  # NaN differs too
+        raise UnsupportedModelError(
+            f"{type(model).__name__} differs from native by {found.max_logit_difference:.1e} through the seam "
+            f"(allowed: {allowed:.1e}); it cannot be patched safely"
+        )
+    return found
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=True).logits
+    return logits
+
+
+def _difference(left: Tensor, right: Tensor) -> float:
+    return float((left.float() - right.float()).abs().max())
