@@ -1,0 +1,151 @@
+"""The engine: runs any plan on one patched model. Knows plans, never methods by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from rag_posfix.generation.tokenizer import Tokenizer
+from torch import Tensor
+
+from rag_posfix.attention.plan import Plan
+from rag_posfix.attention.spans import Layout
+from rag_posfix.errors import GenerationError, PromptTooLongError
+from rag_posfix.generation.forward import LoadedModel
+from rag_posfix.generation.request import Chunk, FinishReason, Generation, GenerationRequest, MitigationChoice, Usage
+from rag_posfix.generation.sampling import Sampler
+from rag_posfix.generation.session import Session
+from rag_posfix.generation.text_stream import TextStream
+from rag_posfix.mitigations import create
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Answers prompts with a patched model. Implements ``protocols.Generator``.
+
+    Several threads may call it; each answer keeps its own state.
+
+    Args:
+        loaded: The model with the seam on it.
+        encoder: Its tokenizer.
+        model_id: Name for responses and cache keys.
+        fingerprint: Identity of weights and dtype.
+    """
+
+    def __init__(self, loaded: LoadedModel, encoder: Tokenizer, model_id: str, fingerprint: str) -> None:
+        self._loaded = loaded
+        self._encoder = encoder
+        self._model_id = model_id
+        self._fingerprint = fingerprint
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model with the seam on it."""
+        return self._loaded
+
+    @property
+    def model_id(self) -> str:
+        """Name of the model."""
+        return self._model_id
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of weights and dtype."""
+        return self._fingerprint
+
+    @property
+    def context_window(self) -> int:
+        """Most tokens that prompt and answer may have together."""
+        return self._loaded.spec.shape.context_window
+
+    @property
+    def encoder(self) -> Tokenizer:
+        """The tokenizer that prompts must be counted and encoded with."""
+        return self._encoder
+
+    def open(self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1) -> Session:
+        """Read a prompt and return the session that continues it.
+
+        Raises:
+            ConfigError: unknown mitigation or parameter.
+            UnsupportedModelError: the model cannot be served by the mitigation.
+            PromptTooLongError: prompt and ``max_tokens`` exceed the context window; raised before any work.
+        """
+        choice = mitigation or MitigationChoice()
+        plan = create(choice.name, choice.parameters).checked_plan(layout, self._loaded.spec.shape)
+        self._check_length(layout, plan, max_tokens)
+        return Session(self._loaded, layout, plan)
+
+    def next_log_probs(self, layout: Layout, mitigation: MitigationChoice | None = None) -> Tensor:
+        """Return the log-probabilities of the first token of the answer, (V,) float32."""
+        return self.open(layout, mitigation).next_log_probs()
+
+    def score(self, layout: Layout, answer: Sequence[int], mitigation: MitigationChoice | None = None) -> float:
+        """Return the mean log-probability per token of a given answer."""
+        return sum(self.open(layout, mitigation, len(answer)).score(answer)) / len(answer)
+
+    def generate(self, request: GenerationRequest) -> Generation:
+        """Return the whole answer. Errors as those of ``open``."""
+        for chunk in self.stream(request):
+            if chunk.generation is not None:
+                return chunk.generation
+        raise GenerationError("the stream ended without its generation; please report this")
+
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        """Yield the answer piece by piece; the last chunk carries the whole.
+
+        Closing the iterator stops the computation: no step runs unless its text is asked for.
+        """
+        session = self.open(request.layout, request.mitigation, request.sampling.max_tokens)
+        yield from self.resume(session, request)
+
+    def resume(self, session: Session, request: GenerationRequest) -> Iterator[Chunk]:
+        """Decode from a session that has read the request's prompt; as ``stream`` otherwise."""
+        attention = session.attention()
+        started = time.perf_counter()
+        sampler = Sampler(request.sampling)
+        text = TextStream(self._encoder.decode_answer, request.sampling.stop)
+        ids: list[int] = []
+        finish: FinishReason = "length"
+        while len(ids) < request.sampling.max_tokens:
+            token = sampler.choose(session.next_log_probs())
+            ids.append(token)
+            if token in self._encoder.eos_ids:
+                finish = "stop"
+                break
+            if new := text.push(token):
+                yield Chunk(new)
+            if text.stopped:
+                finish = "stop"
+                break
+            if len(ids) < request.sampling.max_tokens:
+                session.advance(token)
+        rest = text.finish()
+        yield Chunk(
+            rest,
+            Generation(
+                text=text.text,
+                token_ids=tuple(ids),
+                finish_reason=finish,
+                usage=Usage(prompt_tokens=len(request.layout.token_ids), completion_tokens=len(ids)),
+                attention=attention,
+                timings={"prefill": session.prefill_seconds, "decode": time.perf_counter() - started},
+            ),
+        )
+
+    def _check_length(self, layout: Layout, plan: Plan, max_tokens: int) -> None:
+        """Refuse a plan whose longest row would leave the positions that the model was trained for."""
+        window = self.context_window
+        for row in plan.rows:
+            if row.positions is not None:
+                needed = int(row.positions.max()) + 1
+            elif row.passages is not None:
+                needed = len(layout.select(row.passages).token_ids)
+            else:
+                needed = len(layout.token_ids)
+            if needed + max_tokens > window:
+                raise PromptTooLongError(
+                    f"the prompt takes {needed} tokens and max_tokens={max_tokens} more, but the context window is "
+                    f"{window}; use fewer or shorter passages, or lower max_tokens"
+                )

