@@ -1,0 +1,185 @@
+"""From a question and documents to a prompt: dedupe, token budget, order, layout. Knows no model and no method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from langchain_core.documents import Document
+
+from rag_posfix.assembly.budget import choose, truncate
+from rag_posfix.assembly.documents import Candidate, Dropped, rank, read_document, unique
+from rag_posfix.assembly.layout import Frame, Passage, encode_passage, open_frame
+from rag_posfix.assembly.orders import ORDERS, permute
+from rag_posfix.assembly.prompt import PromptTemplate, merge_messages
+from rag_posfix.attention.spans import Layout
+from rag_posfix.errors import ConfigError, PromptTooLongError
+from rag_posfix.protocols import ChatMessage, TokenEncoder
+from rag_posfix.text import clean_text, content_hash
+
+__all__ = ["Assembled", "Assembler"]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A prompt and what became of the documents.
+
+    Attributes:
+        layout: The tokenised prompt.
+        documents: Copies of the documents in the prompt, in its order, with their whole text.
+        ids: Their ids, in the same order.
+        dropped: The documents that are not in the prompt, as (id, reason): first duplicates and empty ones, then
+            those beyond the budget.
+        truncated: Ids of the documents whose text was cut to fit.
+        order: Name of the order.
+    """
+
+    layout: Layout
+    documents: tuple[Document, ...]
+    ids: tuple[str, ...]
+    dropped: tuple[Dropped, ...]
+    truncated: tuple[str, ...]
+    order: str
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self.layout.token_ids)
+
+
+class Assembler:
+    """Makes prompts for one generator. Holds no state between calls; safe to share between threads.
+
+    Args:
+        encoder: The generator's tokenizer.
+        context_window: Most tokens that prompt and answer may have together.
+        template: The words of the prompt; the default ones if None.
+
+    Raises:
+        ConfigError: ``context_window`` is below 1.
+    """
+
+    def __init__(self, encoder: TokenEncoder, context_window: int, template: PromptTemplate | None = None) -> None:
+        if context_window < 1:
+            raise ConfigError(f"context_window={context_window} must be >= 1; give the model's number of positions")
+        self.encoder = encoder
+        self.context_window = context_window
+        self.template = template or PromptTemplate()
+
+    def assemble(
+        self,
+        question: str,
+        documents: Sequence[Document] = (),
+        *,
+        order: str = "relevance",
+        seed: int = 0,
+        max_new_tokens: int = 128,
+        budget_tokens: int | None = None,
+        history: Sequence[ChatMessage] = (),
+    ) -> Assembled:
+        """Return the prompt that asks ``question`` about ``documents``.
+
+        Args:
+            question: What is asked.
+            documents: Candidates with ``metadata["relevance_score"]`` or without, in any order; never changed.
+            order: Name of the order that the passages stand in.
+            seed: For orders that draw.
+            max_new_tokens: Room to leave for the answer.
+            budget_tokens: Most tokens that the passages may take, headings and separators included; all that the
+                context window leaves if None.
+            history: Earlier messages; a system message among them moves to the front.
+
+        Raises:
+            ConfigError: the question is empty, a document or message is malformed, or a number is out of range.
+            UnknownNameError: no order has this name.
+            PromptTooLongError: the question leaves no room, or the budget is too small for any passage.
+        """
+        _check(question, order, max_new_tokens, budget_tokens)
+        candidates, dropped = unique([read_document(document, i) for i, document in enumerate(documents)])
+        frame = open_frame(self.encoder, self.template, question, history=history, with_passages=bool(candidates))
+        room = self._room(frame, max_new_tokens)
+        passages, truncated = self._fill(candidates, room if budget_tokens is None else min(budget_tokens, room))
+        given = sorted(passages)
+        kept = [given[i] for i in permute(order, [candidates[index].relevance for index in given], seed)]
+        left_out = (Dropped(one.id, "budget") for index, one in enumerate(candidates) if index not in passages)
+        return Assembled(
+            layout=frame.around([passages[index] for index in kept]),
+            documents=tuple(_copy(candidates[index].document) for index in kept),
+            ids=tuple(candidates[index].id for index in kept),
+            dropped=(*dropped, *left_out),
+            truncated=tuple(candidates[index].id for index in truncated),
+            order=order,
+        )
+
+    def fingerprint(
+        self,
+        *,
+        order: str = "relevance",
+        seed: int = 0,
+        max_new_tokens: int = 128,
+        budget_tokens: int | None = None,
+        history: Sequence[ChatMessage] = (),
+    ) -> str:
+        """Return a hash of all that shapes a prompt apart from question and documents; part of every cache key.
+
+        Args:
+            order: As in ``assemble``.
+            seed: As in ``assemble``.
+            max_new_tokens: As in ``assemble``.
+            budget_tokens: As in ``assemble``.
+            history: As in ``assemble``.
+        """
+        messages = [part for message in merge_messages(history) for part in (message["role"], message["content"])]
+        settings = (self.context_window, order, seed, max_new_tokens, budget_tokens)
+        chat_template = self.encoder.render_chat([{"role": "user", "content": ""}])
+        return content_hash("assembly", self.template.fingerprint(), chat_template, *map(str, settings), *messages)
+
+    def _room(self, frame: Frame, max_new_tokens: int) -> int:
+        room = self.context_window - len(frame) - max_new_tokens
+        if room < 0:
+            raise PromptTooLongError(
+                f"question, history and template take {len(frame)} tokens and max_new_tokens={max_new_tokens} more, "
+                f"but the context window has {self.context_window}; shorten the question or lower max_new_tokens"
+            )
+        return room
+
+    def _fill(self, candidates: Sequence[Candidate], budget: int) -> tuple[dict[int, Passage], tuple[int, ...]]:
+        """Return the passages that fit, by index of their candidate, and the indices of those that were cut."""
+        ranked = rank(candidates)
+        encoded: list[Passage] = []
+
+        def sizes() -> Iterator[int]:
+            for index in ranked:
+                encoded.append(self._encode(candidates[index]))
+                yield len(encoded[-1])
+
+        smallest = len(self.encoder.encode_text(self.template.separator)) + 1
+        selection = choose(sizes(), budget, smallest)
+        if selection.cut:
+            best = ranked[0]
+            return {best: self._cut(candidates[best], encoded[0], budget)}, (best,)
+        return {ranked[position]: encoded[position] for position in selection.kept}, ()
+
+    def _encode(self, candidate: Candidate) -> Passage:
+        return encode_passage(
+            self.encoder, self.template, candidate.text, title=candidate.title, relevance=candidate.relevance
+        )
+
+    def _cut(self, candidate: Candidate, passage: Passage, budget: int) -> Passage:
+        limit = budget - len(passage.heading) - len(passage.separator)
+        text = truncate(passage.text, limit, self.encoder.decode)
+        return replace(passage, text=text, key=content_hash(candidate.title, self.encoder.decode(text)))
+
+
+def _check(question: str, order: str, max_new_tokens: int, budget_tokens: int | None) -> None:
+    if not isinstance(question, str) or not clean_text(question).strip():
+        raise ConfigError(f"question={question!r} must be a string with at least one visible character")
+    ORDERS.get(order)
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must be >= 1; leave room for the answer")
+    if budget_tokens is not None and budget_tokens < 1:
+        raise ConfigError(f"budget_tokens={budget_tokens} must be >= 1; leave it out to use the whole context window")
+
+
+def _copy(document: Document) -> Document:
+    return document.model_copy(update={"metadata": dict(document.metadata)})

@@ -1,0 +1,46 @@
+"""A byte-level tokenizer with a ChatML template: deterministic, exact for any text, no weights, no dependencies.
+
+Token 0 to 255 are bytes; control tokens follow. One token per byte makes every expected number easy to work out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rag_posfix.protocols import ChatMessage
+from rag_posfix.text import clean_text
+
+CONTROL_TOKENS = {"<|im_start|>": 256, "<|im_end|>": 257, "<|endoftext|>": 258}
+
+
+class ToyEncoder:
+    """Implements ``TokenEncoder``. Counts what it encodes in ``encoded``, so that tests can see repeated work."""
+
+    vocab_size = 259
+    eos_ids = frozenset({257})
+    control_ids = frozenset(CONTROL_TOKENS.values())
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode_text(self, text: str) -> list[int]:
+        self.encoded.append(text)
+        return list(clean_text(text).encode())
+
+    def encode_template(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in re.split("(" + "|".join(map(re.escape, CONTROL_TOKENS)) + ")", text):
+            ids += [CONTROL_TOKENS[piece]] if piece in CONTROL_TOKENS else list(piece.encode())
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        names = {number: name.encode() for name, number in CONTROL_TOKENS.items()}
+        return b"".join(names.get(token) or bytes([token]) for token in token_ids).decode("utf-8", "replace")
+
+    def decode_answer(self, token_ids: Sequence[int]) -> str:
+        return self.decode([token for token in token_ids if token < 256])
+
+    def render_chat(self, messages: Sequence[ChatMessage], *, open_answer: bool = True) -> str:
+        turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
+        return "".join(turns) + ("<|im_start|>assistant\n" if open_answer else "")
