@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from langchain_core.documents import Document
 
-from rag_posfix.generation.request import Chunk, Generation, GenerationRequest
+from rag_posfix.generation.request import (
+    Chunk,
+    Generation,
+    GenerationRequest,
+    MitigationChoice,
+    MitigationInfo,
+)
 
-__all__ = ["AnswerCache", "ChatMessage", "Generator", "Reranker", "Retriever", "TokenEncoder"]
+if TYPE_CHECKING:  # assembly implements these roles and imports this module
+    from rag_posfix.assembly.assembler import Assembled
+    from rag_posfix.assembly.prompt import PromptTemplate
+
+__all__ = ["AnswerCache", "ChatMessage", "Generator", "PromptAssembler", "Reranker", "Retriever", "TokenEncoder"]
 
 ChatMessage = Mapping[str, str]
 """``{"role": "system" | "user" | "assistant", "content": text}``."""
@@ -80,12 +90,39 @@ class Generator(Protocol):
         """The tokenizer that prompts must be counted and encoded with."""
         ...
 
+    def describe(self, choice: MitigationChoice) -> MitigationInfo:
+        """Check a mitigation and its parameters and return what caching needs to know of it."""
+        ...
+
     def generate(self, request: GenerationRequest) -> Generation:
         """Return the whole answer."""
         ...
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; closing the iterator stops the computation within one step."""
+        ...
+
+
+class PromptAssembler(Protocol):
+    """Makes prompts from questions and documents."""
+
+    @property
+    def template(self) -> PromptTemplate:
+        """The words of the prompt."""
+        ...
+
+    def assemble(
+        self,
+        question: str,
+        documents: Sequence[Document] = (),
+        *,
+        order: str = "relevance",
+        seed: int = 0,
+        max_new_tokens: int = 128,
+        budget_tokens: int | None = None,
+        history: Sequence[ChatMessage] = (),
+    ) -> Assembled:
+        """Return the prompt that asks ``question`` about ``documents``."""
         ...
 
 

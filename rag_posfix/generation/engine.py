@@ -5,17 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from rag_posfix.generation.tokenizer import Tokenizer
 from torch import Tensor
 
 from rag_posfix.attention.plan import Plan
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import GenerationError, PromptTooLongError
 from rag_posfix.generation.forward import LoadedModel
-from rag_posfix.generation.request import Chunk, FinishReason, Generation, GenerationRequest, MitigationChoice, Usage
+from rag_posfix.generation.request import (
+    Chunk,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    MitigationChoice,
+    MitigationInfo,
+    Usage,
+)
 from rag_posfix.generation.sampling import Sampler
 from rag_posfix.generation.session import Session
 from rag_posfix.generation.text_stream import TextStream
+from rag_posfix.generation.tokenizer import Tokenizer
 from rag_posfix.mitigations import create
 
 __all__ = ["Engine"]
@@ -76,6 +84,11 @@ class Engine:
         plan = create(choice.name, choice.parameters).checked_plan(layout, self._loaded.spec.shape)
         self._check_length(layout, plan, max_tokens)
         return Session(self._loaded, layout, plan)
+
+    def describe(self, choice: MitigationChoice) -> MitigationInfo:
+        """Check a mitigation and its parameters and return what caching needs to know of it."""
+        method = create(choice.name, choice.parameters)
+        return MitigationInfo(method.name, method.fingerprint(), method.order_invariant)
 
     def next_log_probs(self, layout: Layout, mitigation: MitigationChoice | None = None) -> Tensor:
         """Return the log-probabilities of the first token of the answer, (V,) float32."""

@@ -13,11 +13,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.generation.tokenizer import Tokenizer
-
 from rag_posfix.errors import ConfigError, missing_extra
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.forward import LoadedModel
+from rag_posfix.generation.tokenizer import Tokenizer
 from rag_posfix.patching.install import install
 from rag_posfix.patching.verify import verify
 from rag_posfix.settings import default_cache_dir

@@ -12,7 +12,16 @@ from typing import Any, Literal
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
 
-__all__ = ["Chunk", "FinishReason", "Generation", "GenerationRequest", "MitigationChoice", "Sampling", "Usage"]
+__all__ = [
+    "Chunk",
+    "FinishReason",
+    "Generation",
+    "GenerationRequest",
+    "MitigationChoice",
+    "MitigationInfo",
+    "Sampling",
+    "Usage",
+]
 
 FinishReason = Literal["stop", "length"]
 
@@ -61,6 +70,21 @@ class MitigationChoice:
 
     name: str = "none"
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MitigationInfo:
+    """What is known of a checked mitigation without running it.
+
+    Attributes:
+        name: Registry name.
+        fingerprint: Changes with the method and every parameter.
+        order_invariant: Whether the answer is the same for every order of the passages.
+    """
+
+    name: str
+    fingerprint: str
+    order_invariant: bool
 
 
 @dataclass(frozen=True, slots=True)

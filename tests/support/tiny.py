@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
+
 from rag_posfix.attention.spans import Layout, Span
 from rag_posfix.generation.forward import LoadedModel
 from rag_posfix.patching.install import install

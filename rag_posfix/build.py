@@ -1,0 +1,60 @@
+"""Puts a pipeline together from settings. The one place where concrete parts are chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rag_posfix.caching.build import build_answer_cache
+from rag_posfix.reranking.embedding import EmbeddingReranker
+from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from rag_posfix.retrieval.retriever import PassageRetriever
+
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.generation.models import load_engine
+from rag_posfix.generation.request import MitigationChoice, Sampling
+from rag_posfix.pipeline import Defaults, Pipeline
+from rag_posfix.protocols import Generator
+from rag_posfix.settings import Settings
+
+__all__ = ["build_pipeline"]
+
+
+def build_pipeline(
+    settings: Settings | None = None, *, index: str | Path | None = None, generator: Generator | None = None
+) -> Pipeline:
+    """Return a pipeline: model, embeddings, index, reranker and cache as ``settings`` say.
+
+    Args:
+        settings: What to run with; read from the environment if None.
+        index: Folder of an index, in place of ``settings.index``. Without either, questions bring their documents.
+        generator: Used in place of loading ``settings.model``.
+
+    Raises:
+        ConfigError: the model or a setting is at fault.
+        RetrievalError: the index is damaged, foreign, or was built with other embeddings.
+        UnsupportedModelError: the model cannot carry the seam.
+    """
+    chosen = settings or Settings()
+    embeddings = SentenceEmbeddings(chosen.embedding_model)
+    folder = index if index is not None else chosen.index
+    retriever = None
+    if folder is not None:  # before the model: a wrong path is told at once
+        retriever = PassageRetriever(store=FaissVectorStore.load(Path(folder), embeddings), k=chosen.k)
+    engine = generator or load_engine(
+        chosen.model, dtype=chosen.dtype, device=chosen.device, cache_dir=chosen.cache_dir
+    )
+    return Pipeline(
+        engine,
+        Assembler(engine.encoder, engine.context_window),
+        retriever=retriever,
+        reranker=EmbeddingReranker(embeddings=embeddings),
+        cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
+        defaults=Defaults(
+            mitigation=MitigationChoice(chosen.mitigation),
+            order=chosen.order,
+            k=chosen.k,
+            sampling=Sampling(max_tokens=chosen.max_tokens),
+            tenant=chosen.tenant,
+        ),
+    )

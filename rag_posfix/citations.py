@@ -1,0 +1,54 @@
+"""Finds which passages an answer quotes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Quote", "find_quotes"]
+
+_WORD = re.compile(r"\w+")
+MIN_WORDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """A stretch of the answer that stands word for word in passages.
+
+    Attributes:
+        start: First character in the answer.
+        end: Character after the last.
+        passages: Indices of the passages that hold it.
+    """
+
+    start: int
+    end: int
+    passages: tuple[int, ...]
+
+
+def find_quotes(answer: str, passages: Sequence[str]) -> list[Quote]:
+    """Return the longest stretches of at least three words of ``answer`` that stand in ``passages``, left to right.
+
+    Case and punctuation do not count. An answer of fewer than three words is one stretch.
+
+    Cost: words of the answer squared at worst, times the passages.
+    """
+    words = list(_WORD.finditer(answer))
+    texts = [" ".join(["", *_WORD.findall(passage.lower()), ""]) for passage in passages]
+    least = min(MIN_WORDS, len(words))
+    quotes: list[Quote] = []
+    at = 0
+    while least and at + least <= len(words):
+        best: tuple[int, tuple[int, ...]] = (0, ())
+        for size in range(least, len(words) - at + 1):
+            phrase = " " + " ".join(word.group().lower() for word in words[at : at + size]) + " "
+            holders = tuple(i for i, text in enumerate(texts) if phrase in text)
+            if not holders:
+                break
+            best = (size, holders)
+        size, holders = best
+        if size:
+            quotes.append(Quote(words[at].start(), words[at + size - 1].end(), holders))
+        at += max(size, 1)
+    return quotes
