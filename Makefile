@@ -84,7 +84,7 @@ ifndef SETUP_LOCKED
 $(DEMO_STAMP) $(DEV_STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) found; install Python 3.11 or newer" >&2; exit 1; }
 	@$(PYTHON) -c '$(CHECK_PYTHON)'
-	@+$(PYTHON) -c '$(LOCK_AND_RUN)' $(MAKE) --no-print-directory SETUP_LOCKED=1 $@
+	@+$(PYTHON) -c '$(LOCK_AND_RUN)' $(MAKE) --silent --no-print-directory SETUP_LOCKED=1 $@
 
 else
 
