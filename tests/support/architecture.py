@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ class Source:
     """One file: its path from the root of the repository, with slashes, and its text."""
 
     path: str
-    text: str
+    text: str = field(repr=False)
 
     @cached_property
     def tree(self) -> ast.Module:
