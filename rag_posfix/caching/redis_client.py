@@ -6,6 +6,7 @@ cannot undo the timeouts, and RESP 2 is spoken: a connection then costs no HELLO
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,11 @@ def redis_target(url: str, timeout_seconds: float) -> RedisTarget:
         "protocol": 2,
         "decode_responses": False,
     }
+    # Else every connection begins with two CLIENT SETINFO, and the first one with reading redis-py's metadata.
+    if "driver_info" in inspect.signature(redis.Redis).parameters:
+        options["driver_info"] = None
+    else:
+        options |= {"lib_name": None, "lib_version": None}
     scheme = url.partition("://")[0]
     try:
         if scheme in _DEFAULT_PORTS:
