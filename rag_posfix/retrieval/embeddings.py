@@ -72,7 +72,8 @@ class SentenceEmbeddings(Embeddings):
         with self._lock:
             if self._identity is None:
                 name = _PACKAGED_NAME if self.model == _PACKAGED else Path(self.model).name
-                self._identity = f"{name}:{_weights_identity(self._load())}"
+                dimension = len(self.embed_query("dimension"))
+                self._identity = f"{name}:{dimension}:{_weights_hash(self._load())}"
             return self._identity
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
@@ -141,7 +142,7 @@ def _packaged_folder() -> Path:
     return folder
 
 
-def _weights_identity(model: Any) -> str:
+def _weights_hash(model: Any) -> str:
     """Hash a sample of every tensor, without names: those differ between releases of sentence-transformers."""
     digests = []
     for tensor in model.state_dict().values():
@@ -151,5 +152,4 @@ def _weights_identity(model: Any) -> str:
     digest = hashlib.blake2b(str(model.max_seq_length).encode(), digest_size=8)
     for part in sorted(digests):
         digest.update(part)
-    dimension = model.get_sentence_embedding_dimension()
-    return f"{dimension}:{digest.hexdigest()}"
+    return digest.hexdigest()

@@ -44,8 +44,8 @@ def build_index(
     check_writable(folder)
     documents = read_documents(paths, size=size)
     store = FaissVectorStore(embeddings)
-    # Neighbours of one length share a batch, which spares padding; the sort is stable, hence reproducible.
-    documents.sort(key=lambda document: len(document.page_content))
+    # Texts of like length share a batch, which spares padding; with the id, batches do not depend on the paths' order.
+    documents.sort(key=lambda document: (len(document.page_content), str(document.id)))
     for start in range(0, len(documents), _DOCUMENTS_PER_REPORT):
         store.add_documents(documents[start : start + _DOCUMENTS_PER_REPORT])
         if progress is not None:

@@ -56,16 +56,16 @@ def read_documents(paths: Iterable[str | Path], *, size: PassageSize | None = No
         RetrievalError: a path is missing or unreadable, a suffix is not supported, a line is malformed, one id
             stands for different contents, or there is no document at all.
     """
-    paths = [Path(path) for path in paths]
+    places = [Path(path) for path in paths]
     found: dict[str, _Found] = {}
-    for file in (file for path in paths for file in _files(path)):
+    for file in (file for place in places for file in _files(place)):
         try:
             for item in _read_file(file, size):
                 _add(found, item)
         except OSError as error:
             raise RetrievalError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
     if not found:
-        names = ", ".join(repr(str(path)) for path in paths) or "no path"
+        names = ", ".join(repr(str(place)) for place in places) or "no path"
         raise RetrievalError(f"no documents in {names}; give files with text, ending in {', '.join(SUFFIXES)}")
     return [item.document for item in found.values()]
 
@@ -153,7 +153,7 @@ def _parse_line(line: str, source: str, place: str) -> Document:
         raise RetrievalError(f"{place}: not JSON ({error}); each line must be one JSON object") from error
     if not isinstance(record, dict):
         raise RetrievalError(f"{place}: a {type(record).__name__}, expected a JSON object with 'text'")
-    text = next((record[field] for field in _TEXT_FIELDS if field in record), None)
+    text = next((record[field] for field in _TEXT_FIELDS if record.get(field) is not None), None)
     if not isinstance(text, str):
         raise RetrievalError(f"{place}: no text; the object needs a string in one of {', '.join(_TEXT_FIELDS)}")
     metadata = {"source": source, **_metadata(record, place)}
@@ -170,7 +170,7 @@ def _metadata(record: dict[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(metadata, dict):
         raise RetrievalError(f"{place}: metadata is a {type(metadata).__name__}, expected an object")
     title = record.get("title")
-    if title is None:
+    if title is None or title == "":
         return metadata
     if not isinstance(title, str):
         raise RetrievalError(f"{place}: title {title!r} must be a string")
