@@ -214,16 +214,26 @@ def _publish(staging: Path, folder: Path) -> None:
         staging.replace(folder)
         _sync(folder.parent)
         return
-    old = read_manifest(folder).files.values() if (folder / _MANIFEST).exists() else ()
-    # The manifest goes last: until then the folder is the old index, from then on the new one.
-    for path in sorted(staging.iterdir(), key=lambda path: path.name == _MANIFEST):
-        if path.name == _MANIFEST:
-            _sync(folder)
-        path.replace(folder / path.name)
-    _sync(folder)
-    # Only what the replaced manifest named: another process may be saving into this folder too.
-    for file in old:
-        (folder / file.name).unlink(missing_ok=True)
+    before = _live_files(folder)
+    manifest = staging / _MANIFEST
+    data = [path for path in staging.iterdir() if path != manifest]
+    try:
+        # The manifest goes last: until then the folder is the old index, from then on the new one.
+        for path in data:
+            path.replace(folder / path.name)
+        _sync(folder)
+        manifest.replace(folder / _MANIFEST)
+        _sync(folder)
+    finally:
+        # Of the old and the new files one half is not named any more. Others may belong to a save beside this one.
+        for name in (before | {path.name for path in data}) - _live_files(folder):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _live_files(folder: Path) -> set[str]:
+    if not (folder / _MANIFEST).exists():
+        return set()
+    return {file.name for file in read_manifest(folder).files.values()}
 
 
 def _sync(path: Path) -> None:

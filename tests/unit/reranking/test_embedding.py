@@ -9,7 +9,6 @@ from rag_posfix.protocols import Reranker
 from rag_posfix.reranking import RERANKERS, EmbeddingReranker
 from rag_posfix.reranking.base import ranked_copies
 
-
 TABLE = {"same": [2.0, 0.0], "near": [3.0, 4.0], "opposite": [-1.0, 0.0], "zero": [0.0, 0.0], "\ufffd": [1.0, 1.0]}
 
 

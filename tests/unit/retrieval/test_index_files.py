@@ -192,6 +192,7 @@ def test_a_save_that_is_interrupted_leaves_the_old_index(folder, embeddings, mon
             bigger.save(folder)
     assert len(FaissVectorStore.load(folder, embeddings)) == 3
     assert [path.name for path in folder.parent.iterdir()] == ["index"]
+    assert len(list(folder.iterdir())) == 3
     bigger.save(folder)
     assert len(FaissVectorStore.load(folder, embeddings)) == 4
 
