@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from langchain_core.documents import Document
@@ -14,12 +15,13 @@ from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.datasets import PositionExample
 from rag_posfix.evaluation.metrics import best_subspan_em, first_line
+from rag_posfix.evaluation.record import environment, file_digest
 from rag_posfix.evaluation.statistics import bootstrap_interval, mean
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.request import Generation, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.protocols import Reranker
 
-__all__ = ["Outcome", "answer_and_score", "label", "summarize", "sweep_positions"]
+__all__ = ["Outcome", "answer_and_score", "label", "position_record", "summarize", "sweep_positions"]
 
 CLOSED_BOOK = "closed_book"
 GOLD_ONLY = "gold_only"
@@ -162,6 +164,34 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         CLOSED_BOOK: _floor(outcomes, CLOSED_BOOK),
         GOLD_ONLY: _floor(outcomes, GOLD_ONLY),
         "n": len({o.question for o in outcomes}),
+    }
+
+
+def position_record(
+    engine: Engine,
+    choices: Sequence[MitigationChoice],
+    data: Path,
+    outcomes: Sequence[Outcome],
+    summary: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the record of a sweep: what ran, on what, with what, and every answer."""
+    return {
+        "kind": "positions",
+        **environment(),
+        "model": engine.model_id,
+        "model_fingerprint": engine.fingerprint,
+        "dtype": str(engine.loaded.model.dtype).removeprefix("torch."),
+        "device": str(engine.loaded.device),
+        "data": {"name": data.name, "sha256": file_digest(data)},
+        "template": Assembler(engine.encoder, engine.context_window).template.fingerprint(),
+        "mitigations": {
+            label(choice): {"parameters": choice.parameters, "fingerprint": engine.describe(choice).fingerprint}
+            for choice in choices
+        },
+        "settings": settings,
+        "summary": summary,
+        "rows": [asdict(outcome) for outcome in outcomes],
     }
 
 
