@@ -94,7 +94,8 @@ class DeadlineRunner:
             if future.set_running_or_notify_cancel():
                 self._run_one(future, operation)
             del task, future, operation  # do not keep a value alive until the next task
-            idle.release()
+            if tasks.empty():  # else it goes on with a task that already counts on this thread
+                idle.release()
 
     def _run_one(self, future: Future[Any], operation: Callable[[], Any]) -> None:
         with self._lock:

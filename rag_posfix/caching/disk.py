@@ -139,7 +139,7 @@ class DiskCache:
         if row is None:
             return None
         sealed, expires_at, used_at = row
-        value = unseal(key, sealed)
+        value = unseal(key, sealed) if isinstance(expires_at, float) and isinstance(used_at, float) else None
         if value is None:
             self._counters.add("corrupt")
         if value is None or expires_at <= now:

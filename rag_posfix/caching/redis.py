@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from rag_posfix.caching.base import SEAL_BYTES, Counters, TierStats, seal, unseal
+from rag_posfix.caching.base import Counters, TierStats, seal, unseal
 from rag_posfix.caching.breaker import CircuitBreaker
 from rag_posfix.caching.deadline import DeadlineRunner
 from rag_posfix.caching.health import Health
@@ -24,7 +24,8 @@ __all__ = ["RedisCache"]
 
 _ENTRY_PREFIX = "rag_posfix:answer:"
 _TAG_PREFIX = "rag_posfix:tag:"
-_SWEEP_SECONDS = 30.0  # dropping entries is rare and worth waiting for
+_SWEEP_SECONDS = 10.0  # dropping entries is rare, and worth waiting for and trying again
+_SWEEP_ATTEMPTS = 3
 _SWEEP_BATCH = 500
 _CLOCK_SKEW_SECONDS = 60.0
 _T = TypeVar("_T")
@@ -86,16 +87,16 @@ class RedisCache:
         sealed = self._call(lambda client: client.get(_ENTRY_PREFIX + key), self._reads, self._timeout)
         value = unseal(key, sealed)
         if value is None and sealed is not None:
-            # Damaged, or the reply to another request: start with fresh connections.
+            # Damaged, or the reply to another request: do not use the connection again. It is idle by now.
             self._counters.add("corrupt")
-            self._disconnect()
+            self._disconnect(in_use=False)
         self._counters.add("misses" if value is None else "hits")
         return value
 
     def set(self, key: str, value: bytes, ttl_seconds: float, tags: Sequence[str] = ()) -> None:
         """Keep ``value`` for ``ttl_seconds``, unless it is larger than ``max_entry_bytes``."""
         milliseconds = int(ttl_seconds * 1000)
-        if milliseconds < 1 or len(value) > self._max_entry_bytes + SEAL_BYTES:
+        if milliseconds < 1 or len(value) > self._max_entry_bytes:
             return
         sealed, now = seal(key, value), self._clock()
 
@@ -133,7 +134,7 @@ class RedisCache:
 
     def close(self) -> None:
         """Close the connections and end the threads."""
-        self._disconnect()
+        self._disconnect(in_use=True)
         self._runner.close()
         with self._client_lock:
             client, self._client = self._client, None
@@ -141,10 +142,12 @@ class RedisCache:
             client.close()
 
     def _sweep(self, operation: Callable[[Any], int]) -> int:
-        count = self._call(operation, self._writes, _SWEEP_SECONDS, insist=True)
-        if count is None:
-            _logger.warning("answer cache: %s could not drop entries; they stay until they expire", self._target.label)
-        return count or 0
+        for _ in range(_SWEEP_ATTEMPTS):
+            count = self._call(operation, self._writes, _SWEEP_SECONDS, insist=True)
+            if count is not None:
+                return count
+        _logger.warning("answer cache: %s could not drop entries; they stay until they expire", self._target.label)
+        return 0
 
     def _call(
         self, operation: Callable[[Any], _T], health: Health, seconds: float, *, insist: bool = False
@@ -156,7 +159,7 @@ class RedisCache:
         if not (self._breaker.allow() or insist):
             return None
         if trial and self._runner.running:
-            self._disconnect()  # frees threads that a dripping server still holds
+            self._disconnect(in_use=True)  # frees threads that a dripping server still holds
         try:
             result = self._runner.run(lambda: operation(self._connected()), seconds)
         except Exception as error:
@@ -177,22 +180,23 @@ class RedisCache:
                 self._client = self._target.connect()
             return self._client
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, *, in_use: bool) -> None:
         if not self._client_lock.acquire(blocking=False):
             return  # somebody is connecting right now: there is nothing to disconnect
         try:
-            if self._client is not None:
-                _disconnect(self._client)
+            for pool in _pools(self._client):
+                pool.disconnect(inuse_connections=in_use)
         finally:
             self._client_lock.release()
 
 
-def _disconnect(client: Any) -> None:
-    pool = getattr(client, "connection_pool", None)
-    if pool is None:  # a cluster has a pool per node
-        client.disconnect_connection_pools()
-    else:
-        pool.disconnect()
+def _pools(client: Any) -> list[Any]:
+    if client is None:
+        return []
+    if hasattr(client, "connection_pool"):
+        return [client.connection_pool]
+    connections = [node.redis_connection for node in client.get_nodes()]  # a cluster has a pool per node, once used
+    return [connection.connection_pool for connection in connections if connection is not None]
 
 
 def _add_tags(client: Any, key: str, tags: Sequence[str], now: float, ttl_seconds: float) -> None:

@@ -103,6 +103,7 @@ class SqliteFile:
         connection = sqlite3.connect(
             self._path, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False
         )
+        connection.text_factory = bytes  # damaged text then is a wrong value, not an error while fetching the row
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose the last answers, nothing else

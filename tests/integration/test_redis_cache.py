@@ -1,5 +1,6 @@
 """The Redis tier against a real redis-server."""
 
+import threading
 import time
 from contextlib import closing
 
@@ -65,6 +66,23 @@ def test_a_damaged_entry_is_a_miss_and_counted(cache, redis_server, damage):
     assert cache.stats().corrupt == 1
     cache.set("key", b"fresh", 60)
     assert cache.get("key") == b"fresh"
+
+
+def test_a_damaged_entry_does_not_disturb_other_requests(cache, redis_server):
+    redis_server.command("SET", "rag_posfix:answer:bad", "nonsense")
+    cache.set("good", b"answer", 60)
+    found = []
+
+    def read(key):
+        found.extend(cache.get(key) for _ in range(50))
+
+    threads = [threading.Thread(target=read, args=(key,)) for key in ("bad", "good", "good")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found.count(b"answer") == 100
+    assert cache.stats().errors == 0
 
 
 def test_the_value_of_another_key_is_a_miss(cache, redis_server):
@@ -137,6 +155,9 @@ def test_a_cluster_is_one_more_redis():
             cache.set("key", b"answer", 60, ["a"])
             assert cache.clear() == 1
             assert cache.get("key") is None
+            server.command("SET", "rag_posfix:answer:key", "nonsense")
+            assert cache.get("key") is None
+            assert cache.stats().corrupt == 1
             assert cache.stats().errors == 0
 
 

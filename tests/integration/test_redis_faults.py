@@ -229,7 +229,9 @@ def test_a_closed_cache_only_misses():
 @contextmanager
 def warm(server, timeout_seconds=0.02):
     clock = Clock()
-    with closing(RedisCache(server.url, timeout_seconds=timeout_seconds, breaker=CircuitBreaker(clock=clock))) as cache:
+    with closing(
+        RedisCache(server.url, timeout_seconds=timeout_seconds, breaker=CircuitBreaker(clock=clock))
+    ) as cache:
         yield warm_up(cache, clock)
 
 
