@@ -29,3 +29,11 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.upper().startswith("RAG_POSFIX_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def engine():
+    """The packaged SmolLM2, converted into the user's cache on first use, with the seam on it."""
+    from rag_posfix.generation.models import load_engine
+
+    return load_engine()
