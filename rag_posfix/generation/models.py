@@ -143,8 +143,8 @@ def _packaged(cache_dir: Path, *, again: bool = False) -> Path:
             _convert(gguf, target)
         except OSError as error:
             raise ConfigError(
-                f"the model cannot be kept in {target}: {error.strerror or error}; set RAG_POSFIX_CACHE_DIR to a folder "
-                "that can be written and has 300 MB free"
+                f"the model cannot be kept in {target}: {error.strerror or error}; set RAG_POSFIX_CACHE_DIR to a "
+                "folder that can be written and has 300 MB free"
             ) from error
     return target
 
