@@ -83,6 +83,11 @@ class Pipeline:
         self.assembler = assembler
         self.defaults = defaults or Defaults()
 
+    def close(self) -> None:
+        """Close the cache; later questions are answered without it."""
+        if self.cache is not None:
+            self.cache.close()
+
     def ask(self, question: Question | str) -> Answer:
         """Return the answer. Equal questions at the same time compute once.
 

@@ -390,6 +390,13 @@ class TestCache:
         assert sorted(answer.cached for answer in answers) == [False] + [True] * 7
         assert {tuple(ids(answer)) for answer in answers} == {("rome", "bread"), ("bread", "rome")}
 
+    def test_a_closed_pipeline_answers_without_its_cache(self):
+        made = pipeline(cache=memory_cache())
+        made.ask(Question(QUESTION, [ROME]))
+        made.close()
+        assert made.ask(Question(QUESTION, [ROME])).cached is False
+        pipeline().close()
+
     def test_a_failing_answer_is_not_kept_and_does_not_block_the_next(self):
         made = pipeline(cache=memory_cache())
         sound, made.generator._answer = made.generator._answer, lambda request: 1 / 0
