@@ -88,7 +88,7 @@ class RagPosfixChatModel(BaseChatModel):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = LangSmithParams(
             ls_provider="rag_posfix",
-            ls_model_name=self.model_name,
+            ls_model_name=kwargs.get("model", self.model_name),
             ls_model_type="chat",
             ls_temperature=kwargs.get("temperature", self.temperature),
             ls_max_tokens=kwargs.get("max_tokens", self.max_tokens),

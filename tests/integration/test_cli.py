@@ -418,6 +418,7 @@ class TestEvalPositions:
 
 @pytest.mark.weights
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 class TestDemo:
     def test_json_holds_every_answer(self, run):
         found = run("demo", "--questions", "1", "--json").json
