@@ -71,7 +71,10 @@ class ListRetriever:
         self.texts = texts
 
     def retrieve(self, question: str, k: int) -> list[Document]:
-        found = [Document(page_content=t, id=f"r{i}", metadata={"relevance_score": 1 - i / 10}) for i, t in enumerate(self.texts)]
+        found = [
+            Document(page_content=t, id=f"r{i}", metadata={"relevance_score": 1 - i / 10})
+            for i, t in enumerate(self.texts)
+        ]
         return found[:k]
 
 

@@ -275,7 +275,9 @@ def test_lone_surrogates_in_any_place_become_replacement_characters():
 
 
 def test_a_stream_has_the_chunks_of_openais_format():
-    response = client_for().post(URL, json=chat(documents=[BRIDGE], stream=True, stream_options={"include_usage": True}))
+    response = client_for().post(
+        URL, json=chat(documents=[BRIDGE], stream=True, stream_options={"include_usage": True})
+    )
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert "content-length" not in response.headers
     *chunks, end = events(response.text)
