@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rag_posfix.caching.build import build_answer_cache
-from rag_posfix.reranking.embedding import EmbeddingReranker
-from rag_posfix.retrieval.embeddings import SentenceEmbeddings
-from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.retriever import PassageRetriever
-
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.caching.build import build_answer_cache
 from rag_posfix.generation.models import load_engine
 from rag_posfix.generation.request import MitigationChoice, Sampling
 from rag_posfix.pipeline import Defaults, Pipeline
 from rag_posfix.protocols import Generator
+from rag_posfix.reranking.embedding import EmbeddingReranker
+from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from rag_posfix.retrieval.retriever import PassageRetriever
 from rag_posfix.settings import Settings
 
 __all__ = ["build_pipeline"]

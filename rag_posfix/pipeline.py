@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
-from rag_posfix.caching.keys import AnswerKey
 
 from rag_posfix.answer import Answer, AnswerChunk, AnswerDocument, Citation, Question
+from rag_posfix.caching.keys import AnswerKey
 from rag_posfix.citations import find_quotes
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.request import GenerationRequest, MitigationChoice, MitigationInfo, Sampling, Usage

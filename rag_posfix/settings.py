@@ -22,8 +22,9 @@ class CacheSettings(BaseSettings):
     Attributes:
         enabled: Whether answers are cached at all.
         memory_entries: Entries kept in memory.
-        disk_bytes: Size bound of the disk tier; 0 turns it off.
-        redis_url: ``redis://``, ``rediss://`` or ``unix://``; None turns the shared tier off.
+        disk_bytes: Size bound of the disk tier, at least 131072; 0 turns it off.
+        redis_url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``; None turns the
+            shared tier off.
         redis_timeout_seconds: Bound of one Redis operation, connecting included.
         ttl_seconds: How long an answer is kept.
         max_entry_bytes: Larger answers are not cached.

@@ -48,7 +48,7 @@ class Tokenizer:
         # Two copies of the backend: whether control tokens are recognised is state of a backend, so that one backend
         # for both, or one shared with other users, would let threads change each other's encoding.
         self._template, self._text, self._controls = _backends(backend)
-        self._control_ids = frozenset(self._controls.values()) - {tokenizer.unk_token_id}
+        self._control_ids = frozenset(self._controls.values())
         self._unwritable = _unwritable(self._text)
         self._eos = self._find_eos(eos_ids)
 
@@ -177,6 +177,10 @@ def _backends(backend: Any) -> tuple[Any, Any, dict[str, int]]:
         token["special"] = bool(token["content"].strip())
         if token["special"]:
             controls[token["content"]] = token["id"]
+    # What a vocabulary writes for text that it lacks is no control token, although it is listed as special.
+    model = state["model"]
+    controls = {name: number for name, number in controls.items() if name != model.get("unk_token")}
+    controls = {name: number for name, number in controls.items() if number != model.get("unk_id")}
     text = type(backend).from_str(json.dumps(state))
     template.encode_special_tokens = False
     text.encode_special_tokens = True

@@ -1,0 +1,1 @@
+"""What several tests share: builders, fakes and checkers. Holds no tests."""

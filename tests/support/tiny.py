@@ -62,6 +62,7 @@ def loaded_model(family: str = "llama", **overrides) -> LoadedModel:
 
 def toy_layout(lengths=(7, 4, 9, 6), prefix=5, suffix=8, seed=0, relevance=None) -> Layout:
     """Return a layout of random tokens; passage i holds the same tokens whatever the other lengths are."""
+
     def draw(count, salt):
         generator = torch.Generator().manual_seed(1000 * seed + salt)
         return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()

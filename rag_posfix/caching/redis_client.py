@@ -1,0 +1,140 @@
+"""From the URL of a Redis to a client that never waits long, retries nothing and shows no password.
+
+``redis://`` ``rediss://`` ``unix://`` one server · ``redis-cluster://`` · ``redis-sentinel://``. The options of a URL
+cannot undo the timeouts, and RESP 2 is spoken: a connection then costs no HELLO and Redis 5 understands it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from rag_posfix.errors import CacheError, missing_extra
+
+__all__ = ["RedisTarget", "redis_target"]
+
+_ALLOWED = (
+    "redis://[[user]:password@]host[:port][/db], rediss:// (TLS), unix://[[user]:password@]/path, "
+    "redis-cluster://[[user]:password@]host:port[,host:port...] or "
+    "redis-sentinel://[[user]:password@]host:port[,host:port...]/service[/db]"
+)
+_DEFAULT_PORTS = {"redis-cluster": 6379, "redis-sentinel": 26379}
+
+
+@dataclass(frozen=True, slots=True)
+class RedisTarget:
+    """A Redis that is not connected yet.
+
+    Attributes:
+        label: Where it is, without user and password.
+        connect: Returns a client. May block: a cluster is asked for its nodes.
+    """
+
+    label: str
+    connect: Callable[[], Any] = field(repr=False)
+
+
+def redis_target(url: str, timeout_seconds: float) -> RedisTarget:
+    """Return the Redis that ``url`` names.
+
+    Args:
+        url: Where Redis is.
+        timeout_seconds: Bound of connecting and of each read and write.
+
+    Raises:
+        CacheError: The URL is not one of ours. The message never holds more of it than its scheme.
+        ConfigError: redis-py is not installed.
+    """
+    try:
+        import redis
+    except ImportError:
+        raise missing_extra("redis", "redis") from None
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    options: dict[str, Any] = {
+        "socket_connect_timeout": timeout_seconds,
+        "socket_timeout": timeout_seconds,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+        "decode_responses": False,
+    }
+    # Else every connection begins with two CLIENT SETINFO, and the first one with reading redis-py's metadata.
+    if "driver_info" in inspect.signature(redis.Redis).parameters:
+        options["driver_info"] = None
+    else:
+        options |= {"lib_name": None, "lib_version": None}
+    scheme = url.partition("://")[0]
+    try:
+        if scheme in _DEFAULT_PORTS:
+            return _several_hosts(redis, url, scheme, options)
+        return _one_server(redis, url, options)
+    except (ValueError, TypeError, redis.RedisError):
+        known = scheme in {"redis", "rediss", "unix", *_DEFAULT_PORTS}
+        shown = f"the {scheme}:// URL" if known else "the URL"
+        # Not chained: the cause may quote the password.
+        raise CacheError(
+            f"redis cache: {shown} is not valid; allowed: {_ALLOWED}; percent-encode special characters in a password"
+        ) from None
+
+
+def _one_server(redis: Any, url: str, options: dict[str, Any]) -> RedisTarget:
+    parts = urlsplit(url)
+    if parts.scheme != "unix":
+        if not parts.hostname:
+            raise ValueError("no host")
+        int(parts.path.strip("/") or 0)  # redis-py would quietly take database 0
+    parsed = redis.connection.parse_url(url)
+    for name in ("retry_on_timeout", "retry_on_error", "health_check_interval"):
+        parsed.pop(name, None)
+    pool_options = {**parsed, **options}
+    redis.ConnectionPool(**pool_options).make_connection()  # does not connect, but refuses unknown options
+    where = parsed.get("path") or f"{parsed['host']}:{parsed.get('port', 6379)}/{parsed.get('db', 0)}"
+
+    def connect() -> Any:
+        client = redis.Redis(connection_pool=redis.ConnectionPool(**pool_options))
+        client.auto_close_connection_pool = True
+        return client
+
+    return RedisTarget(f"{parts.scheme}://{where}", connect)
+
+
+def _several_hosts(redis: Any, url: str, scheme: str, options: dict[str, Any]) -> RedisTarget:
+    # Split by hand: urlsplit knows one host only.
+    rest, _, query = url.partition("://")[2].partition("?")
+    if query or "#" in rest:
+        raise ValueError("no options are understood")
+    authority, _, path = rest.partition("/")
+    credentials, _, hosts = authority.rpartition("@")
+    user, _, password = credentials.partition(":")
+    nodes = [_host_and_port(host, _DEFAULT_PORTS[scheme]) for host in hosts.split(",")]
+    login = {name: unquote(text) for name, text in (("username", user), ("password", password)) if text}
+    options = {**options, **login}
+    if scheme == "redis-cluster":
+        if path.strip("/"):
+            raise ValueError("a cluster has no databases")
+        return RedisTarget(f"{scheme}://{hosts}", lambda: _cluster(redis, nodes, options))
+    service, _, database = path.partition("/")
+    if not service:
+        raise ValueError("no service")
+    options["db"] = int(database or 0)
+    return RedisTarget(f"{scheme}://{hosts}/{path}", lambda: _sentinel(redis, nodes, service, options))
+
+
+def _host_and_port(text: str, default_port: int) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or parts.path or parts.username is not None:
+        raise ValueError("no host")
+    return parts.hostname, parts.port or default_port
+
+
+def _cluster(redis: Any, nodes: list[tuple[str, int]], options: dict[str, Any]) -> Any:
+    return redis.RedisCluster(startup_nodes=[redis.cluster.ClusterNode(host, port) for host, port in nodes], **options)
+
+
+def _sentinel(redis: Any, nodes: list[tuple[str, int]], service: str, options: dict[str, Any]) -> Any:
+    timeouts = {name: options[name] for name in ("socket_connect_timeout", "socket_timeout", "retry", "protocol")}
+    return redis.Sentinel(nodes, sentinel_kwargs=timeouts, **options).master_for(service)

@@ -1,0 +1,80 @@
+"""``rag-posfix ask``: one question over an index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rag_posfix.cli.options import AsJson, ModelName, parse_choice, settings_from
+from rag_posfix.cli.output import emit_json, out, status
+from rag_posfix.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rag_posfix.answer import Answer
+    from rag_posfix.pipeline import Pipeline, Question
+
+__all__ = ["ask"]
+
+
+def ask(
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    index: Annotated[Path, typer.Option("--index", help="Folder that `rag-posfix index` wrote.")],
+    mitigation: Annotated[
+        str | None, typer.Option("--mitigation", help="Name, or name:parameter=value; see `rag-posfix methods`.")
+    ] = None,
+    order: Annotated[str | None, typer.Option("--order", help="Order of the passages in the prompt.")] = None,
+    k: Annotated[int | None, typer.Option("--k", min=1, help="Passages to retrieve.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="New tokens at most.")] = None,
+    model: ModelName = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it is written.")] = False,
+    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use the answer cache.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Answer a question from an index, with its sources."""
+    if stream and as_json:
+        raise ConfigError("--stream and --json exclude each other; --json prints one object at the end")
+    settings = settings_from(model=model, max_tokens=max_tokens, order=order, k=k)
+    choice = parse_choice(mitigation) if mitigation else None
+    with status("loading the model"):
+        from rag_posfix.build import build_pipeline
+        from rag_posfix.pipeline import Question
+
+        pipeline = build_pipeline(settings, index=index)
+    asked = Question(question, mitigation=choice, use_cache=cache)
+    if as_json:
+        emit_json(pipeline.ask(asked).to_dict())
+    elif stream:
+        _show_sources(_print_stream(pipeline, asked))
+    else:
+        answer = pipeline.ask(asked)
+        out().print(answer.text, markup=False, highlight=False)
+        _show_sources(answer)
+
+
+def _print_stream(pipeline: Pipeline, asked: Question) -> Answer | None:
+    answer = None
+    for chunk in pipeline.stream(asked):
+        typer.echo(chunk.text, nl=False)
+        answer = chunk.answer or answer
+    typer.echo()
+    return answer
+
+
+def _show_sources(answer: Answer | None) -> None:
+    if answer is None or not answer.documents:
+        return
+    from rich.table import Table
+
+    table = Table("passage", "relevance", "attention", title=f"{answer.mitigation}, order {answer.order}")
+    for document in sorted(answer.documents, key=lambda d: -d.attention)[:5]:
+        score = "-" if document.score is None else f"{document.score:.2f}"
+        table.add_row(document.id, score, f"{document.attention:.0%}")
+    out().print(table)
+    usage = answer.usage
+    seconds = sum(answer.timings.values())
+    note = ", from the answer cache" if answer.cached else ""
+    out().print(
+        f"{usage.prompt_tokens} tokens read, {usage.completion_tokens} written, {seconds:.1f} s{note}", highlight=False
+    )

@@ -1,0 +1,204 @@
+"""``rag-posfix demo``: a real model's answer changes with the order of the passages - and stops changing."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rag_posfix.cli.options import AsJson, ModelName, parse_choice, settings_from
+from rag_posfix.cli.output import emit_json, err, out, progress_bar, status
+
+if TYPE_CHECKING:
+    from langchain_core.documents import Document
+
+    from rag_posfix.demo_data import DemoQuestion
+    from rag_posfix.generation.engine import Engine
+    from rag_posfix.retrieval.retriever import PassageRetriever
+    from rag_posfix.settings import Settings
+
+__all__ = ["demo"]
+
+PASSAGES = 10
+PLACES = {"first": 0, "middle": 5, "last": PASSAGES - 1}
+ANSWER_TOKENS = 20
+
+NEXT = """\
+Where to go next:
+  rag-posfix index YOUR_FILES --out my.index       index .txt, .md or .jsonl files
+  rag-posfix ask "Your question?" --index my.index   ask them, with sources
+  rag-posfix serve --index my.index                the same behind an OpenAI-compatible API
+  rag-posfix methods                               every method, with its paper and parameters"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One answer: with which method, with the gold passage where."""
+
+    question: str
+    expected: str
+    mitigation: str
+    gold: str
+    answer: str
+    right: bool
+    log_probability: float
+
+
+def demo(
+    questions: Annotated[int, typer.Option("--questions", min=1, max=24, help="How many questions to ask.")] = 3,
+    mitigation: Annotated[str, typer.Option("--mitigation", help="Method to compare.")] = "context_experts",
+    model: ModelName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Index the shipped corpus, ask, move the right passage about, and compare the model with the corrected one."""
+    settings = settings_from(model=model)
+    started = time.perf_counter()
+    with status("loading the model (converted to bfloat16 on the first start) and the embeddings"):
+        engine = _load_engine(settings)
+    with tempfile.TemporaryDirectory(prefix="rag-posfix-demo-") as folder:
+        retriever, indexed = _index(Path(folder) / "demo.index", settings)
+        cells = _compare(engine, retriever, questions, mitigation)
+    seconds = time.perf_counter() - started
+    if as_json:
+        emit_json(
+            {
+                "model": engine.model_id,
+                "passages": indexed,
+                "rows": [asdict(cell) for cell in cells],
+                "seconds": seconds,
+            }
+        )
+        return
+    _show(cells, engine.model_id, indexed, mitigation)
+    out().print(f"\n{NEXT}\n\nTook {seconds:.0f} s.", highlight=False, markup=False)
+
+
+def _load_engine(settings: Settings) -> Engine:
+    from rag_posfix.generation.models import load_engine
+
+    return load_engine(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
+
+
+def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
+    """Embed and save the corpus, then load the index back, as `index` and `ask` do."""
+    from rag_posfix.demo_data import load_passages
+    from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+    from rag_posfix.retrieval.faiss_store import FaissVectorStore
+    from rag_posfix.retrieval.retriever import PassageRetriever
+
+    passages = load_passages()
+    with status(f"indexing {len(passages)} passages"):
+        embeddings = SentenceEmbeddings(settings.embedding_model)
+        store = FaissVectorStore(embeddings)
+        store.add_documents(passages)
+        store.save(folder)
+        return PassageRetriever(store=FaissVectorStore.load(folder, embeddings), k=PASSAGES), len(passages)
+
+
+def _compare(engine: Engine, retriever: PassageRetriever, count: int, mitigation: str) -> list[_Cell]:
+    from rag_posfix.assembly.assembler import Assembler
+    from rag_posfix.demo_data import load_questions
+
+    assembler = Assembler(engine.encoder, engine.context_window)
+    engine.describe(parse_choice(mitigation))
+    asked = load_questions()[:count]
+    cells: list[_Cell] = []
+    total = len(asked) * len(PLACES) * 2
+    with progress_bar("answering") as progress:
+        for question in asked:
+            found = retriever.retrieve(question.question, PASSAGES)
+            for name in ("none", mitigation):
+                for where, place in PLACES.items():
+                    documents = _with_gold_at(found, question, place)
+                    cells.append(_answer(engine, assembler.assemble, question, documents, name, where))
+                    progress(len(cells), total)
+                    if not err().is_terminal:
+                        err().print(f"answered {len(cells)} of {total}", highlight=False)
+    return cells
+
+
+def _with_gold_at(found: list[Document], question: DemoQuestion, place: int) -> list[Document]:
+    """Return the retrieved passages with the right one moved to ``place``; it replaces the last if it was missed."""
+    from rag_posfix.demo_data import load_passages
+
+    gold = next((document for document in found if document.id == question.gold), None)
+    others = [document for document in found if document.id != question.gold][: PASSAGES - 1]
+    if gold is None:
+        gold = next(passage for passage in load_passages() if passage.id == question.gold)
+        gold.metadata["relevance_score"] = others[-1].metadata["relevance_score"]
+    return [*others[:place], gold, *others[place:]]
+
+
+def _answer(
+    engine: Engine,
+    assemble: Callable[..., Any],
+    question: DemoQuestion,
+    documents: list[Document],
+    mitigation: str,
+    where: str,
+) -> _Cell:
+    from rag_posfix.evaluation.metrics import best_subspan_em
+    from rag_posfix.evaluation.positions import answer_and_score
+
+    layout = assemble(question.question, documents, order="original", max_new_tokens=ANSWER_TOKENS).layout
+    choice = parse_choice(mitigation)
+    generation, score = answer_and_score(engine, layout, choice, question.answer, ANSWER_TOKENS)
+    text = " ".join(generation.text.split())
+    right = bool(best_subspan_em(text, question.answers))
+    return _Cell(question.question, question.answer, mitigation, where, text, right, score)
+
+
+def _show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = out()
+    console.print(
+        f"\n{model} answers from {PASSAGES} of {indexed} passages. Only the place of the right passage changes.\n",
+        highlight=False,
+    )
+    names = ("none", mitigation)
+    for question in dict.fromkeys(cell.question for cell in cells):
+        rows = [cell for cell in cells if cell.question == question]
+        title = f"{escape(question)}  [dim]({escape(rows[0].expected)})[/dim]"
+        table = Table("right passage", *_headings(names), title=title, title_justify="left")
+        for where in PLACES:
+            found = [next(c for c in rows if c.mitigation == name and c.gold == where) for name in names]
+            table.add_row(where, *(part for cell in found for part in (_mark(cell), f"{cell.log_probability:.2f}")))
+        console.print(table)
+    for name in names:
+        console.print(_verdict([cell for cell in cells if cell.mitigation == name], name), highlight=False)
+
+
+def _headings(names: tuple[str, ...]) -> list[str]:
+    shown = {"none": "unmodified"}
+    return [heading for name in names for heading in (shown.get(name, name), "log p")]
+
+
+def _mark(cell: _Cell) -> str:
+    from rich.markup import escape
+
+    text = cell.answer if len(cell.answer) <= 60 else cell.answer[:57] + "..."
+    return f"[green]{escape(text)}[/green]" if cell.right else f"[red]{escape(text)}[/red]"
+
+
+def _verdict(cells: list[_Cell], name: str) -> str:
+    """Return one line: how many answers were right, how many changed, and how far the probability moved."""
+    by_question: dict[str, list[_Cell]] = {}
+    for cell in cells:
+        by_question.setdefault(cell.question, []).append(cell)
+    changed = sum(len({cell.answer for cell in rows}) > 1 for rows in by_question.values())
+    spread = max(
+        max(cell.log_probability for cell in rows) - min(cell.log_probability for cell in rows)
+        for rows in by_question.values()
+    )
+    right = sum(cell.right for cell in cells)
+    return (
+        f"{'unmodified' if name == 'none' else name}: {right} of {len(cells)} answers right; the answer changes with "
+        f"the order in {changed} of {len(by_question)} questions; log p moves by up to {spread:.2f}"
+    )

@@ -1,0 +1,79 @@
+"""``rag-posfix``: the entry point, its commands, and how their errors look."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from rag_posfix import __version__
+from rag_posfix.cli import ask, cache, demo, evaluate, index, methods, serve, verify
+from rag_posfix.cli.output import emit_json, err
+from rag_posfix.errors import RagPosfixError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="rag-posfix",
+    help="Retrieval-augmented generation whose answers do not depend on the order of the passages.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+app.command("demo")(demo.demo)
+app.command("index")(index.index)
+app.command("ask")(ask.ask)
+app.command("methods")(methods.methods)
+app.command("verify")(verify.verify)
+app.command("serve")(serve.serve)
+app.add_typer(evaluate.app, name="eval")
+app.add_typer(cache.app, name="cache")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens, to stderr."),
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    """Retrieval-augmented generation whose answers do not depend on the order of the passages."""
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+
+    A failure that rag_posfix foresaw is one line on stderr; with ``--json`` it is also ``{"error": {"type",
+    "message"}}`` on stdout.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        app(args=given)
+    except RagPosfixError as error:
+        message = " ".join(str(error).split())
+        if "--json" in given:
+            emit_json({"error": {"type": type(error).__name__, "message": message}})
+        err().print(f"[bold red]error:[/bold red] {_escape(message)}", highlight=False, soft_wrap=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        err().print("interrupted", highlight=False)
+        raise SystemExit(130) from None
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.generation.request import MitigationChoice
+from rag_posfix.settings import Settings
+
+__all__ = ["AsJson", "ModelName", "parse_choice", "settings_from"]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, a model id, or a folder.")]
+
+
+def parse_choice(text: str) -> MitigationChoice:
+    """Read ``name`` or ``name:parameter=value:parameter=value``; values are JSON where they parse as JSON.
+
+    Raises:
+        ConfigError: a parameter without a value.
+    """
+    name, *pairs = text.strip().split(":")
+    parameters: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{pair!r} in mitigation {text!r} must be parameter=value, for example experts=5")
+        try:
+            parameters[key] = json.loads(value)
+        except json.JSONDecodeError:
+            parameters[key] = value
+    return MitigationChoice(name, parameters)
+
+
+def settings_from(**changes: Any) -> Settings:
+    """Return the settings of the environment with what the command line gave.
+
+    Raises:
+        ConfigError: a value is outside of what is allowed.
+    """
+    from pydantic import ValidationError
+
+    given = {key: str(value) if isinstance(value, Path) else value for key, value in changes.items()}
+    try:
+        options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        return Settings(**options)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"setting {where}: {first['msg']}, got {first.get('input')!r}") from error

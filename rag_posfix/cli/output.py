@@ -1,0 +1,54 @@
+"""What commands print: one JSON object on stdout, or tables and text; progress and logs on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+__all__ = ["emit_json", "err", "out", "progress_bar", "status"]
+
+
+def out() -> Console:
+    """Return the console for results (stdout)."""
+    return Console()
+
+
+def err() -> Console:
+    """Return the console for progress and messages (stderr)."""
+    return Console(stderr=True)
+
+
+def emit_json(data: Mapping[str, Any]) -> None:
+    """Write one JSON object and a line break to stdout. Text that is no valid Unicode was replaced long before."""
+    sys.stdout.buffer.write(orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+@contextmanager
+def status(message: str) -> Iterator[None]:
+    """Show ``message`` with a spinner on a terminal, and as a plain line elsewhere, while the block runs."""
+    console = err()
+    if console.is_terminal:
+        with console.status(message):
+            yield
+    else:
+        console.print(message, highlight=False)
+        yield
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function (done, total) that moves a progress bar on a terminal; silent elsewhere."""
+    console = err()
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(description, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,28 @@
+"""``rag-posfix serve``: the HTTP service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rag_posfix.cli.options import ModelName, settings_from
+from rag_posfix.errors import missing_extra
+
+__all__ = ["serve"]
+
+
+def serve(
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = None,
+    index: Annotated[Path | None, typer.Option("--index", help="Index to answer from.")] = None,
+    model: ModelName = None,
+    mitigation: Annotated[str | None, typer.Option("--mitigation", help="Where a request names none.")] = None,
+) -> None:
+    """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz and /metrics."""
+    try:
+        from services.api.server import run
+    except ImportError as error:
+        raise missing_extra(error.name or "fastapi", "server") from error
+    run(settings_from(model=model, index=index, mitigation=mitigation), host=host, port=port)

@@ -1,0 +1,45 @@
+"""``rag-posfix verify``: the seam on a model, and what the model supports."""
+
+from __future__ import annotations
+
+from rag_posfix.cli.options import AsJson, ModelName, settings_from
+from rag_posfix.cli.output import emit_json, out, status
+
+__all__ = ["verify"]
+
+
+def verify(model: ModelName = None, as_json: AsJson = False) -> None:
+    """Check that the patched model computes what the stock one computes, and list the methods it supports."""
+    settings = settings_from(model=model)
+    with status("loading the model"):
+        from rag_posfix.generation.models import load_engine
+        from rag_posfix.mitigations import MITIGATIONS
+        from rag_posfix.patching.verify import verify as compare
+
+        engine = load_engine(
+            settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
+        )
+    loaded = engine.loaded
+    found = compare(loaded.model, loaded.spec)
+    reasons = {name: cls().refusal(loaded.spec.shape) for name, cls in MITIGATIONS.items()}
+    supported = [name for name, reason in reasons.items() if reason is None]
+    refused = {name: reason for name, reason in reasons.items() if reason is not None}
+    if as_json:
+        emit_json(
+            {
+                "model": engine.model_id,
+                "family": loaded.spec.family.model_type,
+                "dtype": str(loaded.model.dtype).removeprefix("torch."),
+                "device": str(loaded.device),
+                "max_logit_difference": found.max_logit_difference,
+                "supported": supported,
+                "refused": refused,
+            }
+        )
+        return
+    console = out()
+    console.print(f"{engine.model_id} ({loaded.spec.family.model_type}, {loaded.model.dtype})", highlight=False)
+    console.print(f"largest logit difference through the seam: {found.max_logit_difference:g}", highlight=False)
+    console.print(f"supported: {', '.join(supported)}", highlight=False)
+    for name, reason in refused.items():
+        console.print(f"refused: {name}: {reason}", highlight=False)

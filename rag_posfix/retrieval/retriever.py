@@ -1,0 +1,88 @@
+"""A question to scored passages, over any langchain vector store.
+
+One class plays both roles: the pipeline's ``Retriever`` (``retrieve``) and langchain's (``invoke``, ``ainvoke``).
+Knows nothing of how passages are stored or embedded.
+"""
+
+from __future__ import annotations
+
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.vectorstores import VectorStore
+from pydantic import Field
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.retrieval.records import document_id
+from rag_posfix.retrieval.vectors import cosine_relevance
+from rag_posfix.text import clean_text
+
+__all__ = ["PassageRetriever"]
+
+
+class PassageRetriever(BaseRetriever):
+    """Returns passages with ``id`` and ``metadata["relevance_score"]`` in [0, 1], best first, ties by id.
+
+    With ``FaissVectorStore`` the score is the cosine, negative values as 0 (see ``vectors.cosine_relevance``).
+
+    Attributes:
+        store: Where the passages are.
+        k: How many passages ``invoke`` returns where the call names no ``k``.
+    """
+
+    store: VectorStore
+    k: int = Field(default=10, ge=1)
+
+    def retrieve(self, question: str, k: int) -> list[Document]:
+        """Return at most ``k`` documents for ``question``, best first.
+
+        Args:
+            question: Must hold a visible character.
+            k: How many at most.
+
+        Raises:
+            ConfigError: the question is empty, or ``k`` is below 1.
+            RetrievalError: the store cannot be searched.
+        """
+        question = _checked(question, k)
+        return _scored(self.store.similarity_search_with_relevance_scores(question, k))
+
+    async def aretrieve(self, question: str, k: int) -> list[Document]:
+        """Do what ``retrieve`` does without blocking the event loop.
+
+        Args:
+            question: Must hold a visible character.
+            k: How many at most.
+        """
+        question = _checked(question, k)
+        return _scored(await self.store.asimilarity_search_with_relevance_scores(question, k))
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
+    ) -> list[Document]:
+        return self.retrieve(query, self.k if k is None else k)
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
+    ) -> list[Document]:
+        return await self.aretrieve(query, self.k if k is None else k)
+
+
+def _checked(question: str, k: int) -> str:
+    if not question.strip():
+        raise ConfigError(f"the question is empty ({question!r}); pass a question with at least one visible character")
+    if not isinstance(k, int) or k < 1:
+        raise ConfigError(f"k={k!r} must be an integer >= 1")
+    return clean_text(question)
+
+
+def _scored(found: list[tuple[Document, float]]) -> list[Document]:
+    documents = [
+        Document(
+            id=document_id(document),
+            page_content=document.page_content,
+            metadata={**document.metadata, "relevance_score": cosine_relevance(score)},
+        )
+        for document, score in found
+    ]
+    return sorted(documents, key=lambda document: (-document.metadata["relevance_score"], str(document.id)))

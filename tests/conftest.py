@@ -1,0 +1,39 @@
+"""Settings of the whole test run. Weights are found without the network; nothing here loads a model."""
+
+import os
+
+# Read by their libraries at import, so before anything imports them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# No deadline: the first example of a test pays for imports. On a CI machine examples are the same in every run.
+settings.register_profile("default", deadline=None, max_examples=50)
+settings.register_profile(
+    "ci",
+    deadline=None,
+    max_examples=50,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer's own RAG_POSFIX_ variables change no test."""
+    for name in list(os.environ):
+        if name.upper().startswith("RAG_POSFIX_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def engine():
+    """The packaged SmolLM2, converted into the user's cache on first use, with the seam on it."""
+    from rag_posfix.generation.models import load_engine
+
+    return load_engine()

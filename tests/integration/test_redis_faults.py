@@ -1,0 +1,246 @@
+"""Whatever happens to Redis, a request is answered as if it were not there, and almost as fast."""
+
+import statistics
+import threading
+import time
+from contextlib import closing, contextmanager
+
+import pytest
+
+from rag_posfix.caching.breaker import CircuitBreaker
+from rag_posfix.caching.redis import RedisCache
+from rag_posfix.caching.tiered import TieredAnswerCache
+from rag_posfix.settings import CacheSettings
+from tests.support import faulty_server as faulty
+from tests.support.clock import Clock
+from tests.support.redis_server import RedisServer
+
+BOUND_SECONDS = 0.050
+PAIRS = 5
+ATTEMPTS = 3  # the machine may be busy; the bound stays
+
+REPLIES = {
+    "http": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "binary": bytes(range(128, 256)) * 4,
+    "nothing but a newline": b"\r\n",
+    "a number": b":1\r\n",
+    "ok": b"+OK\r\n",
+    "a foreign value": b"$5\r\nhello\r\n",
+    "an error": b"-ERR something\r\n",
+    "a huge length": b"$999999999999\r\n",
+    "nested": b"*1\r\n" * 2000,
+}
+
+
+def open_cache(url, breaker=None):
+    """The Redis tier alone, with the default time limit."""
+    timeout = CacheSettings.model_fields["redis_timeout_seconds"].default
+    return RedisCache(url, timeout_seconds=timeout, breaker=breaker)
+
+
+def seconds_of_a_pair(cache):
+    answers = TieredAnswerCache([cache])
+    start = time.perf_counter()
+    found = answers.get("key")
+    answers.put("key", {"text": "answer"}, ["document"])
+    seconds = time.perf_counter() - start
+    assert found is None
+    return seconds
+
+
+def assert_pairs_are_fast_misses(url):
+    """Each pair is the first of a new cache, so that none profits from a breaker that is open already."""
+    for _ in range(ATTEMPTS):
+        seconds = []
+        for _ in range(PAIRS):
+            with closing(open_cache(url)) as cache:
+                seconds.append(seconds_of_a_pair(cache))
+        if statistics.median(seconds) < BOUND_SECONDS:
+            return
+    pytest.fail(f"get and put took {seconds} s, the median must be under {BOUND_SECONDS} s")
+
+
+def test_stopped():
+    with RedisServer() as server:
+        server.stop()
+        assert_pairs_are_fast_misses(server.url)
+
+
+def test_a_name_that_does_not_resolve(monkeypatch):
+    hanging = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_args, **_kwargs: hanging.wait(5) and [])
+    try:
+        assert_pairs_are_fast_misses("redis://redis.invalid:6379")
+    finally:
+        hanging.set()
+
+
+def test_black_holed_while_connecting():
+    with faulty.full_backlog() as url:
+        assert_pairs_are_fast_misses(url)
+
+
+def test_accepts_and_never_answers():
+    with faulty.faulty_server(faulty.never_answers) as url:
+        assert_pairs_are_fast_misses(url)
+
+
+def test_sends_one_byte_at_a_time():
+    with faulty.faulty_server(faulty.sends_one_byte_at_a_time) as url:
+        assert_pairs_are_fast_misses(url)
+
+
+def test_dies_in_the_middle_of_a_reply():
+    with faulty.faulty_server(faulty.dies_in_the_middle_of_the_reply) as url:
+        assert_pairs_are_fast_misses(url)
+
+
+@pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES.keys())
+def test_answers_garbage(reply):
+    with faulty.faulty_server(faulty.answers_to_each_request(reply)) as url:
+        assert_pairs_are_fast_misses(url)
+
+
+def test_wrong_password():
+    with RedisServer(password="right") as server:
+        assert_pairs_are_fast_misses(server.url.replace("right", "wrong"))
+        assert_pairs_are_fast_misses(server.url.replace(":right@", ""))
+
+
+def test_paused():
+    with RedisServer() as server:
+        server.pause()
+        assert_pairs_are_fast_misses(server.url)
+
+
+def test_paused_while_connected():
+    with RedisServer() as server, warm(server) as cache:
+        server.pause()
+        assert seconds_of_a_pair(cache) < BOUND_SECONDS
+        assert not cache.stats().available
+
+
+def test_killed_in_the_middle_of_a_request():
+    with RedisServer() as server, warm(server, timeout_seconds=2) as cache:
+        server.pause()  # so that the request is certainly under way
+        killer = threading.Timer(0.01, server.kill)
+        killer.start()
+        assert seconds_of_a_pair(cache) < BOUND_SECONDS
+        killer.join()
+
+
+def test_full_redis_refuses_writes_and_serves_reads(caplog):
+    with RedisServer(maxmemory="1", **{"maxmemory-policy": "noeviction"}) as server:
+        assert_pairs_are_fast_misses(server.url)
+        with warm(server, timeout_seconds=2) as cache:
+            errors = cache.stats().errors
+            caplog.clear()
+            seconds = [seconds_of_a_pair(cache) for _ in range(PAIRS)]
+            assert statistics.median(seconds) < BOUND_SECONDS
+            assert cache.stats().available
+            assert cache.stats().errors == errors + PAIRS
+        assert not caplog.records
+
+
+def test_loses_its_connections_and_goes_on():
+    with RedisServer() as server, warm(server, timeout_seconds=2) as cache:
+        cache.set("other", b"answer", 60)
+        server.command("CLIENT", "KILL", "TYPE", "normal")
+        assert cache.get("other") == b"answer"
+
+
+def test_recovers_by_itself_after_a_restart(caplog):
+    clock = Clock()
+    with RedisServer() as server, closing(open_cache(server.url, CircuitBreaker(clock=clock))) as cache:
+        warm_up(cache, clock)
+        server.kill()
+        assert seconds_of_a_pair(cache) < BOUND_SECONDS
+        server.start()
+        cache.set("key", b"answer", 60)
+        assert cache.get("key") is None, "the breaker must still give it a rest"
+        assert warm_up(cache, clock).get("warm") == b"up"
+        assert cache.stats().available
+    assert "works again" in caplog.text
+
+
+def test_recovers_by_itself_after_a_pause():
+    clock = Clock()
+    with RedisServer() as server, closing(open_cache(server.url, CircuitBreaker(clock=clock))) as cache:
+        warm_up(cache, clock)
+        server.pause()
+        for _ in range(3):
+            assert seconds_of_a_pair(cache) < BOUND_SECONDS
+            clock.advance(31)
+        server.resume()
+        assert warm_up(cache, clock).get("warm") == b"up"
+
+
+def test_recovers_from_a_server_that_drips():
+    clock = Clock()
+    with (
+        faulty.faulty_server(faulty.sends_one_byte_at_a_time) as url,
+        closing(open_cache(url, CircuitBreaker(clock=clock))) as cache,
+    ):
+        for _ in range(8):  # more than there are threads
+            cache.get("key")
+            clock.advance(31)
+        time.sleep(0.05)
+        assert cache._runner.running <= 1
+
+
+def test_an_outage_is_paid_once_not_per_request():
+    with faulty.faulty_server(faulty.never_answers) as url, closing(open_cache(url)) as cache:
+        cache.get("key")
+        start = time.perf_counter()
+        for _ in range(200):
+            seconds_of_a_pair(cache)
+        assert time.perf_counter() - start < 0.2
+        assert cache.stats().errors == 1
+
+
+def test_an_outage_is_one_line_in_the_log(caplog):
+    with faulty.faulty_server(faulty.answers_to_each_request(b"secret garbage\r\n")) as url:
+        clock = Clock()
+        with closing(open_cache(url, CircuitBreaker(clock=clock))) as cache:
+            for _ in range(4):
+                cache.get("key")
+                clock.advance(31)
+    assert len(caplog.records) == 1
+    assert "secret" not in caplog.text
+
+
+def test_dropping_entries_says_so_when_it_fails(caplog):
+    with RedisServer() as server:
+        server.kill()
+        with closing(open_cache(server.url)) as cache:
+            assert cache.delete_tags(["tag"]) == 0
+            assert cache.clear() == 0
+    assert caplog.text.count("could not drop entries") == 2
+
+
+def test_a_closed_cache_only_misses():
+    with RedisServer() as server:
+        cache = open_cache(server.url)
+        cache.close()
+        assert cache.get("key") is None
+        cache.close()
+
+
+@contextmanager
+def warm(server, timeout_seconds=0.02):
+    clock = Clock()
+    with closing(
+        RedisCache(server.url, timeout_seconds=timeout_seconds, breaker=CircuitBreaker(clock=clock))
+    ) as cache:
+        yield warm_up(cache, clock)
+
+
+def warm_up(cache, clock):
+    """Return ``cache`` once it is connected and its breaker closed, however busy the machine is."""
+    for _ in range(100):
+        clock.advance(31)
+        cache.set("warm", b"up", 60)
+        cache.get("warm")
+        if cache.stats().available:
+            return cache
+    raise AssertionError("Redis never answered in time")

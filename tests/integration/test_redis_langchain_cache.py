@@ -1,0 +1,28 @@
+"""langchain's own cache tests on a real Redis."""
+
+from contextlib import closing
+
+import pytest
+from langchain_tests.integration_tests.cache import AsyncCacheTestSuite, SyncCacheTestSuite
+
+from rag_posfix.caching.langchain_cache import RagPosfixCache
+from rag_posfix.caching.redis import RedisCache
+from rag_posfix.caching.tiered import TieredAnswerCache
+
+
+@pytest.fixture
+def cache(redis_server):
+    with closing(TieredAnswerCache([RedisCache(redis_server.url, timeout_seconds=2)])) as tiers:
+        yield RagPosfixCache(tiers)
+
+
+class TestRedisSync(SyncCacheTestSuite):
+    @pytest.fixture
+    def cache(self, cache):
+        return cache
+
+
+class TestRedisAsync(AsyncCacheTestSuite):
+    @pytest.fixture
+    async def cache(self, cache):
+        return cache

@@ -1,0 +1,90 @@
+"""Servers on loopback that break the Redis protocol in one way each."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+
+@contextmanager
+def faulty_server(serve: Callable[[socket.socket, threading.Event], None]) -> Iterator[str]:
+    """Yield the URL of a server that handles each connection with ``serve`` until the event is set."""
+    over = threading.Event()
+    threads: list[threading.Thread] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(0.05)
+
+    def handle(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.settimeout(0.05)
+            serve(connection, over)
+
+    def accept() -> None:
+        while not over.is_set():
+            with suppress(TimeoutError):
+                connection, _ = listener.accept()
+                threads.append(threading.Thread(target=handle, args=(connection,)))
+                threads[-1].start()
+
+    acceptor = threading.Thread(target=accept)
+    acceptor.start()
+    try:
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
+    finally:
+        over.set()
+        acceptor.join()
+        for thread in threads:
+            thread.join()
+        listener.close()
+
+
+def never_answers(connection: socket.socket, over: threading.Event) -> None:
+    over.wait()
+
+
+def answers_to_each_request(reply: bytes) -> Callable[[socket.socket, threading.Event], None]:
+    def serve(connection: socket.socket, over: threading.Event) -> None:
+        while not over.is_set():
+            with suppress(TimeoutError):
+                if not connection.recv(65536):
+                    return
+                connection.sendall(reply)
+
+    return serve
+
+
+def dies_in_the_middle_of_the_reply(connection: socket.socket, over: threading.Event) -> None:
+    connection.settimeout(5)
+    connection.recv(65536)
+    connection.sendall(b"$1000\r\nhalf")
+
+
+def sends_one_byte_at_a_time(connection: socket.socket, over: threading.Event) -> None:
+    """Every byte comes within the socket timeout, the reply never ends."""
+    connection.settimeout(5)
+    connection.recv(65536)
+    connection.sendall(b"$100000\r\n")
+    while not over.wait(0.005):
+        connection.sendall(b"x")
+
+
+@contextmanager
+def full_backlog() -> Iterator[str]:
+    """Yield the URL of a listener that accepts nothing and whose queue is full: connecting hangs."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        waiting = []
+        try:
+            for _ in range(8):
+                client = socket.socket()
+                client.setblocking(False)
+                waiting.append(client)
+                with suppress(BlockingIOError):
+                    client.connect(listener.getsockname())
+            yield f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
+        finally:
+            for client in waiting:
+                client.close()

@@ -1,0 +1,91 @@
+"""What `import rag_posfix` gives, and what it costs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import rag_posfix
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("torch", "transformers", "langchain_core", "pydantic", "numpy", "faiss", "sentence_transformers", "fastapi")
+
+
+def is_written(module: str) -> bool:
+    path = ROOT.joinpath(*module.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+@pytest.mark.parametrize(("name", "module"), rag_posfix._EXPORTS.items())
+def test_every_public_name_is_that_of_its_module(name: str, module: str) -> None:
+    if not is_written(module):
+        pytest.skip(f"{module} is not written yet")
+    home = import_module(module)
+    assert getattr(rag_posfix, name) is getattr(home, name)
+    assert name in home.__all__
+
+
+def test_the_public_names_are_listed_once_and_sorted_without_regard_to_case() -> None:
+    assert set(rag_posfix.__all__) == set(rag_posfix._EXPORTS)
+    assert rag_posfix.__all__ == sorted(set(rag_posfix.__all__), key=str.casefold)
+
+
+def test_type_checkers_see_the_public_names_in_the_same_modules() -> None:
+    tree = ast.parse(Path(rag_posfix.__file__).read_text("utf-8"))
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imported = {
+        alias.name: node.module
+        for block in blocks
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == rag_posfix._EXPORTS
+
+
+def test_dir_lists_names_that_were_not_used_yet() -> None:
+    listed = run_python("import rag_posfix; print(json.dumps(dir(rag_posfix)))")
+    assert set(rag_posfix.__all__) | {"__version__"} <= set(listed)
+
+
+def test_a_name_is_kept_once_it_was_looked_up() -> None:
+    code = "import rag_posfix; rag_posfix.RagPosfixError; print(json.dumps('RagPosfixError' in vars(rag_posfix)))"
+    assert run_python(code) is True
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="module 'rag_posfix' has no attribute 'Pipelin'"):
+        rag_posfix.Pipelin  # noqa: B018
+    assert not hasattr(rag_posfix, "torch")
+
+
+def test_the_version_is_the_one_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert rag_posfix.__version__ == project["version"]
+
+
+def test_importing_loads_no_heavy_library_and_changes_no_environment() -> None:
+    code = (
+        "import os; before = dict(os.environ); import rag_posfix; "
+        f"print(json.dumps([[m for m in {HEAVY} if m in sys.modules], before == dict(os.environ)]))"
+    )
+    assert run_python(code) == [[], True]
+
+
+def test_importing_takes_less_than_a_fifth_of_a_second() -> None:
+    code = "import time; t = time.perf_counter(); import rag_posfix; print(json.dumps(time.perf_counter() - t))"
+    assert min(run_python(code) for _ in range(3)) < 0.2
+
+
+def run_python(code: str):
+    """Run ``code`` in a fresh interpreter and return the JSON that it prints."""
+    command = [sys.executable, "-c", f"import json, sys; {code}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(done.stdout)

@@ -1,0 +1,68 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from langchain_core.documents import Document
+
+from rag_posfix.assembly.documents import document_id, rank, read_document, unique
+from rag_posfix.text import content_hash
+from tests.support.texts import texts
+
+
+def read(text, score=None, **metadata):
+    return read_document(Document(page_content=text, metadata={"relevance_score": score, **metadata}))
+
+
+def test_the_id_is_given_or_the_hash_of_the_content():
+    assert document_id(Document(page_content="a", id="x", metadata={"id": "y"})) == "x"
+    assert document_id(Document(page_content="a", metadata={"id": 7})) == "7"
+    assert document_id(Document(page_content="a", metadata={"id": None})) == content_hash("a")
+
+
+def test_only_a_string_makes_a_title_and_it_is_one_line():
+    assert read("a", title=" Two\n lines ").title == "Two lines"
+    assert read("a", title=float("nan")).title == read("a", title=None).title == read("a").title == ""
+
+
+def test_numbers_of_any_kind_are_scores():
+    numpy = pytest.importorskip("numpy")
+    assert read("a", numpy.float32(0.5)).relevance == 0.5
+    assert read("a", 1).relevance == 1.0
+    assert read("a", None).relevance is None
+
+
+def test_rank_is_by_score_then_content_and_missing_scores_come_last():
+    candidates = [read("none"), read("low", 0.1), read("x", 0.5), read("y", 0.5), read("z", 0.5)]
+    ranked = [candidates[i].text for i in rank(candidates)]
+    assert ranked[3:] == ["low", "none"]
+    assert ranked[:3] == sorted("xyz", key=lambda text: content_hash("", text))
+
+
+def test_of_duplicates_the_best_scored_stays_in_its_place():
+    candidates = [read("same text", 0.2, id="a"), read("other", 0.5, id="b"), read(" same\n text", 0.7, id="c")]
+    kept, dropped = unique(candidates)
+    assert [candidate.id for candidate in kept] == ["b", "c"]
+    assert dropped == (("a", "duplicate"),)
+
+
+def test_of_equal_duplicates_the_earliest_stays():
+    kept, dropped = unique([read("same", id="a"), read("same ", id="b"), read("same", id="c")])
+    assert [candidate.id for candidate in kept] == ["a"]
+    assert dropped == (("b", "duplicate"), ("c", "duplicate"))
+    kept, _ = unique([read("same", 0.5, id="a"), read("same", 0.5, id="b")])
+    assert [candidate.id for candidate in kept] == ["a"]
+
+
+def test_each_empty_document_is_counted():
+    kept, dropped = unique([read("", id="a"), read(" \n", id="b"), read("x", id="c")])
+    assert [candidate.id for candidate in kept] == ["c"]
+    assert dropped == (("a", "empty"), ("b", "empty"))
+
+
+@given(st.lists(st.tuples(texts(3), st.none() | st.sampled_from([0.1, 0.9])), max_size=8))
+def test_no_two_kept_documents_say_the_same_and_none_is_lost(rows):
+    candidates = [read(text, score) for text, score in rows]
+    kept, dropped = unique(candidates)
+    assert len({candidate.folded for candidate in kept}) == len(kept)
+    assert len(kept) + len(dropped) == len(rows)
+    expected = {candidate.folded for candidate in candidates if candidate.text.strip()}
+    assert {candidate.folded for candidate in kept} == expected

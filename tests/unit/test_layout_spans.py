@@ -1,0 +1,106 @@
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rag_posfix.attention.spans import Layout, Span
+from rag_posfix.errors import ConfigError
+
+
+def layout_of(passages: list[tuple[str, list[int]]], **changes) -> Layout:
+    """Lay out passages of (key, tokens) between a prefix of two tokens and a suffix of three."""
+    token_ids, spans = [1, 2], []
+    for _, tokens in passages:
+        spans.append(Span(len(token_ids), len(token_ids) + len(tokens)))
+        token_ids.extend(tokens)
+    end = len(token_ids)
+    fields = {
+        "token_ids": (*token_ids, 7, 8, 9),
+        "prefix": Span(0, 2),
+        "passages": tuple(spans),
+        "texts": tuple(spans),
+        "suffix": Span(end, end + 3),
+        "question": Span(end, end + 1),
+        "keys": tuple(key for key, _ in passages),
+    }
+    return Layout(**{**fields, **changes})
+
+
+@pytest.fixture
+def layout() -> Layout:
+    return layout_of([("b", [10, 11]), ("a", [20, 21, 22])])
+
+
+def test_a_span_counts_and_slices_its_tokens():
+    span = Span(2, 5)
+    assert len(span) == 3
+    assert list(range(10))[span.slice] == [2, 3, 4]
+    assert len(Span(4, 4)) == 0
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2)])
+def test_a_span_must_run_forwards_from_zero(start, stop):
+    with pytest.raises(ConfigError, match=rf"span \[{start}, {stop}\) must satisfy"):
+        Span(start, stop)
+
+
+def test_spans_compare_by_value_and_cannot_change():
+    assert Span(1, 2) == Span(1, 2)
+    assert len({Span(1, 2), Span(1, 2)}) == 1
+    with pytest.raises(FrozenInstanceError):
+        Span(1, 2).start = 0
+
+
+def test_tokens_of_each_part_together_are_the_prompt(layout):
+    parts = [layout.prefix, *layout.passages, layout.suffix]
+    assert [layout.tokens(part) for part in parts] == [(1, 2), (10, 11), (20, 21, 22), (7, 8, 9)]
+    assert sum(map(layout.tokens, parts), ()) == layout.token_ids
+    assert layout.n_passages == 2
+
+
+def test_a_prompt_without_passages_or_prefix_is_a_layout():
+    bare = Layout((5,), Span(0, 0), (), (), Span(0, 1), Span(0, 1), ())
+    assert bare.n_passages == 0
+    assert bare.canonical_order() == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prefix": Span(1, 2)}, "expected a start of 0"),
+        ({"passages": (Span(2, 4), Span(5, 7))}, "expected a start of 4"),
+        ({"passages": (Span(2, 5), Span(4, 7))}, "expected a start of 5"),
+        ({"passages": (Span(4, 7), Span(2, 4))}, "expected a start of 2"),
+        ({"suffix": Span(7, 9)}, "cover its 10 tokens"),
+        ({"suffix": Span(7, 11)}, "cover its 10 tokens"),
+        ({"token_ids": tuple(range(7)), "suffix": Span(7, 7)}, "end in a suffix"),
+        ({"texts": (Span(2, 4),)}, "one text, key and relevance per passage"),
+        ({"keys": ("a", "b", "c")}, "one text, key and relevance per passage"),
+        ({"relevance": (0.5,)}, "one text, key and relevance per passage"),
+    ],
+)
+def test_parts_must_touch_cover_the_prompt_and_agree_in_number(layout, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(layout, **changes)
+
+
+def test_relevance_has_one_score_per_passage(layout):
+    assert replace(layout, relevance=(0.5, 0.9)).relevance == (0.5, 0.9)
+
+
+def test_the_canonical_order_sorts_by_key(layout):
+    assert layout.canonical_order() == (1, 0)
+
+
+passages = st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 3), min_size=1, max_size=4)), max_size=6)
+
+
+@given(passages.flatmap(lambda some: st.tuples(st.just(some), st.permutations(some))))
+def test_the_canonical_order_gives_the_same_passages_for_every_order_of_the_prompt(orders):
+    def in_canonical_order(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
+        return [(layout.keys[i], layout.tokens(layout.passages[i])) for i in layout.canonical_order()]
+
+    first, second = map(layout_of, orders)
+    assert in_canonical_order(first) == in_canonical_order(second)
+    assert sorted(first.canonical_order()) == list(range(first.n_passages))

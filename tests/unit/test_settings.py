@@ -1,0 +1,99 @@
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from rag_posfix.settings import CacheSettings, Settings, default_cache_dir
+
+
+def test_defaults_need_no_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings = Settings()
+    assert settings.model == "smollm2"
+    assert settings.mitigation == "context_experts"
+    assert settings.index is None
+    assert settings.cache_dir == tmp_path / ".cache" / "rag_posfix" == default_cache_dir()
+    assert settings.cache == CacheSettings()
+
+
+def test_making_settings_creates_no_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Settings()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_variables_with_the_prefix_are_read_when_settings_are_made(monkeypatch):
+    before = Settings()
+    monkeypatch.setenv("RAG_POSFIX_MODEL", "/models/llama")
+    monkeypatch.setenv("RAG_POSFIX_K", "3")
+    monkeypatch.setenv("RAG_POSFIX_INDEX", "/data/index")
+    monkeypatch.setenv("MODEL", "not ours")
+    after = Settings()
+    assert (after.model, after.k, after.index) == ("/models/llama", 3, Path("/data/index"))
+    assert before.model == "smollm2"
+
+
+def test_arguments_win_over_variables(monkeypatch):
+    monkeypatch.setenv("RAG_POSFIX_K", "3")
+    assert Settings(k=7).k == 7
+
+
+def test_the_cache_has_variables_of_its_own(monkeypatch):
+    monkeypatch.setenv("RAG_POSFIX_CACHE_ENABLED", "false")
+    monkeypatch.setenv("RAG_POSFIX_CACHE_REDIS_URL", "redis://127.0.0.1:6379/0")
+    monkeypatch.setenv("RAG_POSFIX_CACHE_TTL_SECONDS", "60")
+    cache = Settings().cache
+    assert cache.enabled is False
+    assert cache.redis_url.get_secret_value() == "redis://127.0.0.1:6379/0"
+    assert cache.ttl_seconds == 60
+
+
+def test_the_folder_of_the_cache_is_no_setting_of_the_answer_cache(monkeypatch):
+    """RAG_POSFIX_CACHE_DIR starts with both prefixes."""
+    monkeypatch.setenv("RAG_POSFIX_CACHE_DIR", "/var/cache/x")
+    settings = Settings()
+    assert settings.cache_dir == Path("/var/cache/x")
+    assert settings.cache == CacheSettings()
+
+
+def test_a_password_in_the_redis_url_is_not_shown():
+    settings = Settings(cache=CacheSettings(redis_url="redis://:hunter2@127.0.0.1/0"))
+    assert "hunter2" not in f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()}"
+
+
+@pytest.mark.parametrize("cls", [Settings, CacheSettings])
+def test_settings_are_frozen_and_refuse_unknown_names(cls):
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(cls(), next(iter(cls.model_fields)), "other")
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        cls(modell="a")
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value"),
+    [
+        (Settings, "k", 0),
+        (Settings, "max_tokens", 0),
+        (Settings, "dtype", "int3"),
+        (CacheSettings, "memory_entries", -1),
+        (CacheSettings, "disk_bytes", -1),
+        (CacheSettings, "redis_timeout_seconds", 0),
+        (CacheSettings, "redis_timeout_seconds", 6),
+        (CacheSettings, "ttl_seconds", 0),
+        (CacheSettings, "max_entry_bytes", 0),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(cls, name, value):
+    with pytest.raises(ValidationError, match=name):
+        cls(**{name: value})
+
+
+def test_zero_turns_a_tier_off():
+    cache = CacheSettings(memory_entries=0, disk_bytes=0)
+    assert (cache.memory_entries, cache.disk_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("cls", [Settings, CacheSettings])
+def test_every_setting_is_described(cls):
+    for name in cls.model_fields:
+        assert f"    {name}: " in cls.__doc__
