@@ -23,7 +23,7 @@ async def list_models(service: ReadyService) -> ModelList:
     "/v1/models/{model:path}",  # ids of the form owner/name hold a slash
     operation_id="retrieve_model",
     response_model=ModelObject,
-    responses=errors(401, 404, 500, 503),
+    responses=errors(401, 404, 422, 500, 503),
 )
 async def retrieve_model(model: str, service: ReadyService) -> ModelObject:
     """Describe the served model."""
