@@ -18,10 +18,10 @@ def shape():
     return loaded_model().spec.shape
 
 
-def pooled(shape, relevance, experts, amateur=(0.5, 0.5), answer=None, question=None, **parameters):
+def pooled(shape, given, experts, amateur=(0.5, 0.5), answer=None, question=None, **parameters):
     """Pool two experts over a vocabulary of two tokens."""
-    layout = toy_layout((3, 4), relevance=relevance)
-    plan = create("context_experts", parameters).plan(layout, shape)
+    layout = toy_layout((3, 4), relevance=given)
+    plan = create("context_experts", {"relevance": "given", **parameters}).plan(layout, shape)
     order = [row.passages[0] for row in plan.rows[:-1]]
     rows = torch.tensor([experts[i] for i in order] + [amateur]).log()
     zeros = [0.0, 0.0]
