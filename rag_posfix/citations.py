@@ -35,7 +35,8 @@ def find_quotes(answer: str, passages: Sequence[str]) -> list[Quote]:
     Cost: words of the answer squared at worst, times the passages.
     """
     words = list(_WORD.finditer(answer))
-    texts = [" ".join(["", *_WORD.findall(passage.lower()), ""]) for passage in passages]
+    # Lower case comes after the split: some capitals become two characters, of which one is no part of a word.
+    texts = [" ".join(["", *map(str.lower, _WORD.findall(passage)), ""]) for passage in passages]
     least = min(MIN_WORDS, len(words))
     quotes: list[Quote] = []
     at = 0

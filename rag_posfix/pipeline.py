@@ -14,7 +14,7 @@ from rag_posfix.answer import Answer, AnswerChunk, AnswerDocument, Citation, Que
 from rag_posfix.caching.keys import AnswerKey
 from rag_posfix.citations import find_quotes
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.request import GenerationRequest, MitigationChoice, MitigationInfo, Sampling, Usage
+from rag_posfix.generation.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling, Usage
 from rag_posfix.protocols import AnswerCache, Generator, PromptAssembler, Reranker, Retriever
 from rag_posfix.text import content_hash
 
@@ -83,6 +83,11 @@ class Pipeline:
         self.assembler = assembler
         self.defaults = defaults or Defaults()
 
+    def close(self) -> None:
+        """Close the cache; later questions are answered without it."""
+        if self.cache is not None:
+            self.cache.close()
+
     def ask(self, question: Question | str) -> Answer:
         """Return the answer. Equal questions at the same time compute once.
 
@@ -107,14 +112,13 @@ class Pipeline:
         iterator stops the computation.
         """
         prepared = self._prepare(question)
-        return self._stream(prepared)
-
-    def _stream(self, prepared: _Prepared) -> Iterator[AnswerChunk]:
         stored = self._look_up(prepared)
         if stored is not None:
-            yield AnswerChunk(stored["text"], self._finish(prepared, stored, cached=True))
-            return
-        for chunk in self.generator.stream(prepared.request):
+            return iter([AnswerChunk(stored["text"], self._finish(prepared, stored, cached=True))])
+        return self._stream(prepared, self.generator.stream(prepared.request))
+
+    def _stream(self, prepared: _Prepared, chunks: Iterator[Chunk]) -> Iterator[AnswerChunk]:
+        for chunk in chunks:
             if chunk.generation is None:
                 yield AnswerChunk(chunk.text)
                 continue
@@ -153,6 +157,8 @@ class Pipeline:
             with _timed(timings, "retrieve"):
                 return self.retriever.retrieve(asked.text, self.defaults.k if asked.k is None else asked.k)
         documents = list(asked.documents)
+        if not all(isinstance(d, Document) for d in documents):
+            return documents  # assembly says which one is not
         if self.reranker is None or all("relevance_score" in d.metadata for d in documents):
             return documents
         with _timed(timings, "rerank"):
@@ -237,14 +243,16 @@ def _to_store(prepared: _Prepared, generation: Any) -> dict[str, Any]:
     }
 
 
-def _readable(stored: Mapping[str, Any]) -> bool:
+def _readable(stored: Any) -> bool:
     """Return whether a stored answer has the fields and types of ``_to_store``; anything else is a miss."""
     numbers = ("prompt_tokens", "completion_tokens", "cached_tokens")
     return (
-        isinstance(stored.get("text"), str)
+        isinstance(stored, Mapping)
+        and isinstance(stored.get("text"), str)
         and stored.get("finish_reason") in ("stop", "length")
         and all(isinstance(stored.get(name), int) for name in numbers)
         and isinstance(stored.get("attention"), dict)
+        and all(isinstance(share, int | float) for share in stored["attention"].values())
     )
 
 

@@ -140,3 +140,7 @@ class AnswerCache(Protocol):
     def single_flight(self, key: str) -> AbstractContextManager[None]:
         """Hold while computing ``key``: equal keys wait, then find the answer in the cache."""
         ...
+
+    def close(self) -> None:
+        """Let go of files and connections; later calls are misses."""
+        ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,14 +44,15 @@ def ask(
 
         pipeline = build_pipeline(settings, index=index)
     asked = Question(question, mitigation=choice, use_cache=cache)
-    if as_json:
-        emit_json(pipeline.ask(asked).to_dict())
-    elif stream:
-        _show_sources(_print_stream(pipeline, asked))
-    else:
-        answer = pipeline.ask(asked)
-        out().print(answer.text, markup=False, highlight=False)
-        _show_sources(answer)
+    with closing(pipeline):
+        if as_json:
+            emit_json(pipeline.ask(asked).to_dict())
+        elif stream:
+            _show_sources(_print_stream(pipeline, asked))
+        else:
+            answer = pipeline.ask(asked)
+            out().print(answer.text, markup=False, highlight=False)
+            _show_sources(answer)
 
 
 def _print_stream(pipeline: Pipeline, asked: Question) -> Answer | None:

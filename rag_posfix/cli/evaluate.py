@@ -43,6 +43,9 @@ def positions(
     examples = load_examples(data, limit=limit, skip=skip)
     choices = [parse_choice(text) for text in mitigation.split(",")]
     places = _split(gold_positions, int, "--gold-positions")
+    for example in examples:  # before the model: too few distractors are told at once
+        for place in places:
+            example.documents(documents, place)
     settings = settings_from(model=model)
     with status("loading the model and the embeddings"):
         from rag_posfix.evaluation.positions import position_record, summarize, sweep_positions

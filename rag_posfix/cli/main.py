@@ -12,6 +12,7 @@ from rag_posfix import __version__
 from rag_posfix.cli import ask, cache, demo, evaluate, index, methods, serve, verify
 from rag_posfix.cli.output import emit_json, err
 from rag_posfix.errors import RagPosfixError
+from rag_posfix.text import clean_text
 
 __all__ = ["app", "main"]
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=given)
     except RagPosfixError as error:
-        message = " ".join(str(error).split())
+        message = clean_text(" ".join(str(error).split()))  # names of files need not be Unicode
         if "--json" in given:
             emit_json({"error": {"type": type(error).__name__, "message": message}})
         err().print(f"[bold red]error:[/bold red] {_escape(message)}", highlight=False, soft_wrap=True)

@@ -44,6 +44,7 @@ def settings_from(**changes: Any) -> Settings:
         ConfigError: a value is outside of what is allowed.
     """
     from pydantic import ValidationError
+    from pydantic_settings import SettingsError
 
     given = {key: str(value) if isinstance(value, Path) else value for key, value in changes.items()}
     try:
@@ -53,3 +54,5 @@ def settings_from(**changes: Any) -> Settings:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"setting {where}: {first['msg']}, got {first.get('input')!r}") from error
+    except SettingsError as error:
+        raise ConfigError(f"an environment variable RAG_POSFIX_... cannot be read: {error}") from error

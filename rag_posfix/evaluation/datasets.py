@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,25 +65,40 @@ def load_examples(path: Path, limit: int | None = None, skip: int = 0) -> list[P
     if not path.is_file():
         raise EvaluationError(f"{path} is not a file; give the path of a .jsonl or .jsonl.gz file")
     examples: list[PositionExample] = []
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            if number < skip:
-                continue
-            if limit is not None and len(examples) >= limit:
-                break
-            try:
-                examples.append(_example(json.loads(line), number))
-            except (KeyError, ValueError, TypeError, StopIteration) as error:
-                raise EvaluationError(
-                    f"{path}:{number + 1} is not a Lost-in-the-Middle row ({type(error).__name__}: {error}); it needs "
-                    "question, answers and ctxs with one isgold"
-                ) from error
+    for number, line in enumerate(_lines(path)):
+        if limit is not None and len(examples) >= limit:
+            break
+        if number < skip or not line.strip():
+            continue
+        try:
+            examples.append(_example(json.loads(line), number))
+        except (AttributeError, KeyError, ValueError, TypeError, StopIteration) as error:
+            raise EvaluationError(
+                f"{path}:{number + 1} is not a Lost-in-the-Middle row ({type(error).__name__}: {error}); it needs "
+                "question, answers and ctxs with one isgold"
+            ) from error
     if not examples:
         raise EvaluationError(f"{path} holds no rows after the first {skip}; lower skip or choose another file")
     return examples
 
 
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            yield from lines
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise EvaluationError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); it must be UTF-8 text, compressed where its "
+            "name ends in .gz"
+        ) from error
+
+
 def _example(row: dict[str, Any], number: int) -> PositionExample:
+    question, answers = row["question"], row["answers"]
+    if not _visible(question):
+        raise ValueError(f"question is {question!r}, must be text")
+    if not isinstance(answers, list) or not answers or not all(map(_visible, answers)):
+        raise ValueError(f"answers is {answers!r}, must be a list of one text or more")
     contexts: Sequence[dict[str, Any]] = row["ctxs"]
     documents = [
         Document(page_content=c["text"], metadata={"title": c.get("title", "")}, id=f"{number}-{i}")
@@ -91,8 +107,12 @@ def _example(row: dict[str, Any], number: int) -> PositionExample:
     gold = next(i for i, context in enumerate(contexts) if context.get("isgold"))
     return PositionExample(
         id=str(number),
-        question=row["question"],
-        answers=tuple(row["answers"]),
+        question=question,
+        answers=tuple(answers),
         gold=documents[gold],
         distractors=tuple(d for i, d in enumerate(documents) if i != gold),
     )
+
+
+def _visible(text: object) -> bool:
+    return isinstance(text, str) and bool(text.strip())

@@ -52,12 +52,13 @@ def write_record(folder: Path, kind: str, data: Mapping[str, Any]) -> Path:
     Raises:
         EvaluationError: the folder cannot be written.
     """
+    content = orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
     path = folder / f"{kind}-{stamp}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{kind}-", delete=False) as scratch:
-            scratch.write(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
+            scratch.write(content)
         Path(scratch.name).replace(path)
     except OSError as error:
         raise EvaluationError(f"cannot write a record to {folder}: {error.strerror}; choose another --out") from error

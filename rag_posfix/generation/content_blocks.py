@@ -117,6 +117,10 @@ def _document(block: Mapping[str, Any]) -> Document:
     if data is not None:
         fields = {**fields, **data}
     elif isinstance(source, Mapping):
+        if source.get("type", "text") != "text":
+            raise ConfigError(
+                f"a document's source is of type {source['type']!r}; it must be 'text', with the text as data"
+            )
         fields = {**fields, "text": source.get("data")}
     text = fields.get("text", fields.get("snippet"))
     if not isinstance(text, str):

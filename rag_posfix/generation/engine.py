@@ -80,10 +80,7 @@ class Engine:
             UnsupportedModelError: the model cannot be served by the mitigation.
             PromptTooLongError: prompt and ``max_tokens`` exceed the context window; raised before any work.
         """
-        choice = mitigation or MitigationChoice()
-        plan = create(choice.name, choice.parameters).checked_plan(layout, self._loaded.spec.shape)
-        self._check_length(layout, plan, max_tokens)
-        return Session(self._loaded, layout, plan)
+        return Session(self._loaded, layout, self._plan(layout, mitigation or MitigationChoice(), max_tokens))
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters and return what caching needs to know of it."""
@@ -108,10 +105,13 @@ class Engine:
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; the last chunk carries the whole.
 
-        Closing the iterator stops the computation: no step runs unless its text is asked for.
+        Errors as those of ``open``; they raise here, before the first piece is asked for. Closing the iterator stops
+        the computation: no step runs unless its text is asked for.
         """
-        session = self.open(request.layout, request.mitigation, request.sampling.max_tokens)
-        yield from self.resume(session, request)
+        return self._stream(request, self._plan(request.layout, request.mitigation, request.sampling.max_tokens))
+
+    def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:
+        yield from self.resume(Session(self._loaded, request.layout, plan), request)
 
     def resume(self, session: Session, request: GenerationRequest) -> Iterator[Chunk]:
         """Decode from a session that has read the request's prompt; as ``stream`` otherwise."""
@@ -130,11 +130,12 @@ class Engine:
             if new := text.push(token):
                 yield Chunk(new)
             if text.stopped:
-                finish = "stop"
                 break
             if len(ids) < request.sampling.max_tokens:
                 session.advance(token)
         rest = text.finish()
+        if text.stopped:  # a stop string may stand in what was held back
+            finish = "stop"
         yield Chunk(
             rest,
             Generation(
@@ -146,6 +147,11 @@ class Engine:
                 timings={"prefill": session.prefill_seconds, "decode": time.perf_counter() - started},
             ),
         )
+
+    def _plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
+        plan = create(choice.name, choice.parameters).checked_plan(layout, self._loaded.spec.shape)
+        self._check_length(layout, plan, max_tokens)
+        return plan
 
     def _check_length(self, layout: Layout, plan: Plan, max_tokens: int) -> None:
         """Refuse a plan whose longest row would leave the positions that the model was trained for."""

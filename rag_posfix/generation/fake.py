@@ -19,6 +19,8 @@ from rag_posfix.protocols import TokenEncoder
 
 __all__ = ["FakeGenerator"]
 
+_WORDS = re.compile(r"\s*\S+\s*")
+
 
 class FakeGenerator:
     """Answers with the first sentence of the passage that shares the most words with the question.
@@ -71,7 +73,7 @@ class FakeGenerator:
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer word by word."""
         generation = self._answer(request)
-        for word in re.findall(r"\S+\s*", generation.text):
+        for word in _WORDS.findall(generation.text):
             yield Chunk(word)
         yield Chunk("", generation)
 
@@ -91,7 +93,7 @@ class FakeGenerator:
         finish: FinishReason = "stop"
         for stop in sampling.stop:
             text = text.split(stop)[0]
-        words = re.findall(r"\S+\s*", text)
+        words = _WORDS.findall(text)
         if len(words) > sampling.max_tokens:
             text, finish = "".join(words[: sampling.max_tokens]), "length"
         total = sum(shared) or len(shared)

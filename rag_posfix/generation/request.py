@@ -35,7 +35,7 @@ class Sampling:
         temperature: 0 is greedy; above, scores are divided by it, at most 5.
         top_p: Keep the most likely tokens up to this probability, in (0, 1].
         top_k: Keep this many tokens; 0 keeps all.
-        seed: Seeds sampling; None draws a fresh one.
+        seed: Seeds sampling, of 64 bits; None draws a fresh one.
         stop: Strings that end the answer; the answer is cut before the first of them.
     """
 
@@ -55,6 +55,8 @@ class Sampling:
             raise ConfigError(f"top_p={self.top_p} must be above 0 and at most 1")
         if self.top_k < 0:
             raise ConfigError(f"top_k={self.top_k} must be >= 0 (0 keeps all tokens)")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ConfigError(f"seed={self.seed} must be between -2**63 and 2**64 - 1")
         if any(not stop for stop in self.stop):
             raise ConfigError("stop holds an empty string; leave it out or give at least one character")
 

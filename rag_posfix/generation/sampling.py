@@ -33,14 +33,17 @@ class Sampler:
         """
         if self._sampling.temperature == 0.0:
             return int(log_probs.argmax())
-        probabilities = self._filtered(log_probs.cpu() / self._sampling.temperature)
+        scores = log_probs.cpu().double()
+        # The best score becomes 0: divided by a temperature close to 0 it stays finite.
+        probabilities = self._filtered((scores - scores.max()) / self._sampling.temperature)
         return int(torch.multinomial(probabilities, 1, generator=self._random))
 
     def _filtered(self, scores: Tensor) -> Tensor:
         """Return probabilities with everything outside of top-k and top-p at 0."""
         top_k, top_p = self._sampling.top_k, self._sampling.top_p
         if 0 < top_k < scores.shape[0]:
-            scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], float("-inf"))
+            dropped = scores.sort(descending=True, stable=True).indices[top_k:]
+            scores = scores.index_fill(0, dropped, float("-inf"))
         probabilities = scores.softmax(dim=-1)
         if top_p < 1.0:
             ordered, index = probabilities.sort(descending=True, stable=True)

@@ -1,0 +1,435 @@
+"""The command line as users and programs see it: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rag_posfix.cli import main as cli
+from rag_posfix.settings import default_cache_dir
+
+ROOT = Path(__file__).resolve().parents[2]
+QUESTION = "Who designed the Maravel lighthouse?"
+PASSAGES = {
+    "facts.jsonl": json.dumps(
+        {"id": "lighthouse", "text": "The Maravel lighthouse was designed by Ilse Korvanth and was first lit in 1868."}
+    ),
+    "bridge.md": "# Bridges\n\nThe Ostrel bridge crosses the river Venn and is 210 metres long.",
+    "bread.txt": "Rye bread from Tull is baked for nine hours in clay ovens.",
+}
+
+
+class Result:
+    def __init__(self, code, out, err):
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self):
+        """The one object on stdout."""
+        (line,) = self.out.splitlines()
+        return json.loads(line)
+
+    @property
+    def error(self):
+        assert self.code == 1
+        assert list(self.json) == ["error"]
+        assert set(self.json["error"]) == {"type", "message"}
+        assert "Traceback" not in self.err
+        assert "\n" not in self.json["error"]["message"]
+        return self.json["error"]
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path_factory, monkeypatch):
+    """Answers go to a folder of the test; converted weights stay where they are."""
+    folder = tmp_path_factory.mktemp("cache")
+    models = default_cache_dir() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    (folder / "models").symlink_to(models)
+    monkeypatch.setenv("RAG_POSFIX_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def run(capsysbinary):
+    def call(*arguments):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsysbinary.readouterr()
+        return Result(exit_.value.code or 0, captured.out.decode(), captured.err.decode())
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    for name, text in PASSAGES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def index(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("index") / "my.index"
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["index", str(files), "--out", str(folder)])
+    assert not exit_.value.code
+    return folder
+
+
+class TestMethods:
+    def test_json_lists_everything_that_can_be_chosen(self, run):
+        found = run("methods", "--json").json
+        assert set(found) == {"mitigations", "orders", "rerankers"}
+        by_name = {one["name"]: one for one in found["mitigations"]}
+        assert {"none", "context_experts", "parallel_windows"} <= set(by_name)
+        assert {"ends_first", "original", "random", "relevance", "reverse"} <= set(found["orders"])
+        for one in by_name.values():
+            assert {"paper", "order_invariant", "needs_calibration", "training_free", "parameters"} <= set(one)
+        experts = by_name["context_experts"]
+        assert experts["order_invariant"] is True
+        assert by_name["none"]["order_invariant"] is False
+        assert experts["parameters"]["hold"]["default"] == 1.0
+
+    def test_without_json_it_is_a_table(self, run):
+        result = run("methods")
+        assert result.code == 0
+        assert "context_experts" in result.out
+        assert "orders: ends_first, original, random, relevance, reverse" in result.out
+
+    def test_one_method_is_shown_in_full(self, run):
+        result = run("methods", "context_experts")
+        assert result.code == 0
+        for part in ("Source:", "Formula:", "Differs from the paper:", "Cost:", "Limits:"):
+            assert part in result.out
+        (one,) = run("methods", "context_experts", "--json").json["mitigations"]
+        assert one["name"] == "context_experts"
+
+    def test_an_unknown_name_suggests_the_nearest(self, run):
+        result = run("methods", "context_expert")
+        assert (result.code, result.out) == (1, "")
+        assert result.err.startswith("error: unknown mitigation 'context_expert'. Did you mean 'context_experts'?")
+        assert len(result.err.splitlines()) == 1
+        error = run("methods", "nope", "--json").error
+        assert error["type"] == "UnknownNameError"
+        assert error["message"].startswith("unknown mitigation 'nope'. ")
+        assert "Available: context_experts, none, parallel_windows" in error["message"]
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["nope"],
+            ["ask"],
+            ["ask", "x"],
+            ["index", "x"],
+            ["methods", "--nope"],
+            ["ask", "x", "--index", "y", "--k", "0"],
+            ["ask", "x", "--index", "y", "--k", "many"],
+            ["demo", "--questions", "0"],
+            ["eval", "positions", "--data", "x"],
+            ["serve", "--port", "70000"],
+        ],
+    )
+    def test_wrong_usage_exits_with_2_and_says_so_on_stderr(self, run, arguments):
+        result = run(*arguments)
+        assert (result.code, result.out) == (2, "")
+        assert "Usage:" in result.err
+
+    def test_help_and_version(self, run):
+        result = run("--help")
+        assert result.code == 0
+        for command in ("demo", "index", "ask", "methods", "verify", "serve", "eval", "cache"):
+            assert f" {command} " in result.out
+        assert run("--version").out == "0.1.0\n"
+
+    def test_json_and_stream_exclude_each_other(self, run):
+        assert run("ask", "x", "--index", "y", "--stream", "--json").error["type"] == "ConfigError"
+
+    def test_names_that_are_no_unicode_are_reported_in_valid_json(self, run):
+        # What Python makes of the byte 0xff in a name.
+        error = run("eval", "positions", "--data", "x\udcff.jsonl", "--out", "y", "--json").error
+        assert error["type"] == "EvaluationError"
+        assert error["message"].startswith("x\ufffd.jsonl is not a file")
+
+    @pytest.mark.parametrize(
+        ("name", "value", "part"),
+        [
+            ("RAG_POSFIX_K", "0", "setting k"),
+            ("RAG_POSFIX_DTYPE", "int3", "setting dtype"),
+            ("RAG_POSFIX_CACHE_TTL_SECONDS", "soon", "setting ttl_seconds"),
+            ("RAG_POSFIX_CACHE", "{", "cache"),
+        ],
+    )
+    def test_a_setting_that_cannot_be_read_is_one_line(self, run, monkeypatch, name, value, part):
+        monkeypatch.setenv(name, value)
+        error = run("cache", "stats", "--json").error
+        assert error["type"] == "ConfigError"
+        assert part in error["message"]
+
+    def test_an_interrupt_exits_with_130(self, run, monkeypatch):
+        def interrupted(*_arguments, **_options):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("rag_posfix.mitigations.MITIGATIONS.names", interrupted)
+        assert run("methods").code == 130
+
+    def test_help_takes_less_than_a_second(self):
+        command = [sys.executable, "-m", "rag_posfix.cli.main", "--help"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        wall, processor = [], []
+        for _ in range(5):
+            before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            wall.append(time.perf_counter() - started)
+            processor.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert "Usage:" in done.stdout
+        assert min(processor) < 1.0
+        assert min(wall) < 1.0
+
+
+@pytest.mark.weights
+class TestIndex:
+    def test_json_says_what_was_indexed(self, run, files, tmp_path):
+        found = run("index", files, "--out", tmp_path / "new.index", "--json").json
+        assert found["index"] == str(tmp_path / "new.index")
+        assert (found["passages"], found["dimension"]) == (3, 384)
+        assert found["seconds"] > 0
+        assert (tmp_path / "new.index").is_dir()
+
+    def test_without_json_it_is_one_line(self, run, files, tmp_path):
+        result = run("index", files / "bread.txt", "--out", tmp_path / "new.index")
+        assert result.out.startswith("indexed 1 passages in ")
+
+    def test_an_empty_folder_is_refused_and_nothing_is_written(self, run, tmp_path):
+        (tmp_path / "empty").mkdir()
+        error = run("index", tmp_path / "empty", "--out", tmp_path / "new.index", "--json").error
+        assert error["type"] == "RetrievalError"
+        assert str(tmp_path / "empty") in error["message"]
+        assert not (tmp_path / "new.index").exists()
+
+    def test_a_file_that_is_missing_is_named(self, run, tmp_path):
+        error = run("index", tmp_path / "missing.txt", "--out", tmp_path / "new.index", "--json").error
+        assert str(tmp_path / "missing.txt") in error["message"]
+
+    def test_an_unknown_embedding_model_is_named(self, run, files, tmp_path):
+        error = run(
+            "index", files, "--out", tmp_path / "i", "--embedding-model", tmp_path / "none", "--json"
+        ).error  # fmt: skip
+        assert str(tmp_path / "none") in error["message"]
+
+
+@pytest.mark.weights
+class TestAsk:
+    def test_json_holds_the_answer_and_where_it_comes_from(self, run, index):
+        result = run("ask", QUESTION, "--index", index, "--max-tokens", "16", "--json")
+        assert result.code == 0
+        found = result.json
+        assert {"answer", "documents", "citations", "usage", "cached", "mitigation", "order", "timings"} <= set(found)
+        assert "Ilse Korvanth" in found["answer"]
+        assert (found["mitigation"], found["order"], found["cached"]) == ("context_experts", "relevance", False)
+        assert [document["position"] for document in found["documents"]] == [0, 1, 2]
+        assert set(found["documents"][0]) == {"id", "score", "position", "attention"}
+        assert found["documents"][0]["id"] == "lighthouse"
+        assert found["documents"][0]["attention"] > 0.5
+        assert found["citations"][0]["document_ids"] == ["lighthouse"]
+        assert set(found["usage"]) == {"prompt_tokens", "completion_tokens", "cached_tokens"}
+        assert {"retrieve", "assemble", "cache", "prefill", "decode"} == set(found["timings"])
+
+    def test_the_second_time_the_answer_comes_from_the_cache_unless_told_otherwise(self, run, index):
+        arguments = ["ask", QUESTION, "--index", index, "--max-tokens", "4", "--json"]
+        assert run(*arguments).json["cached"] is False
+        assert run(*arguments).json["cached"] is True
+        assert run(*arguments, "--no-cache").json["cached"] is False
+
+    def test_the_options_choose_method_order_and_number(self, run, index):
+        found = run(
+            "ask", QUESTION, "--index", index, "--mitigation", "context_experts:experts=1:pool=max", "--order",
+            "reverse", "--k", "2", "--max-tokens", "1", "--json",
+        ).json  # fmt: skip
+        assert (found["order"], len(found["documents"])) == ("reverse", 2)
+        assert found["documents"][0]["score"] < found["documents"][1]["score"]
+        assert found["usage"]["completion_tokens"] == 1
+
+    def test_without_json_answer_and_sources_are_printed(self, run, index):
+        plain = run("ask", QUESTION, "--index", index, "--max-tokens", "16")
+        streamed = run("ask", QUESTION, "--index", index, "--max-tokens", "16", "--stream", "--no-cache")
+        for result in (plain, streamed):
+            assert result.code == 0
+            assert "Ilse Korvanth" in result.out
+            assert "│ lighthouse " in result.out
+            assert "tokens read" in result.out
+        assert plain.out.splitlines()[0] == streamed.out.splitlines()[0]
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "part"),
+        [
+            (["--mitigation", "pine"], "UnknownNameError", "unknown mitigation 'pine'. "),
+            (["--mitigation", "none:x=1"], "ConfigError", "none has no parameter 'x'. It takes: none"),
+            (["--mitigation", "none:x"], "ConfigError", "'x' in mitigation 'none:x' must be parameter=value"),
+            (["--order", "revers"], "UnknownNameError", "Did you mean 'reverse'"),
+            (["--model", "/no/such/model"], "ConfigError", "model '/no/such/model' cannot be loaded"),
+        ],
+    )
+    def test_what_cannot_be_done_is_one_line(self, run, index, options, kind, part):
+        error = run("ask", QUESTION, "--index", index, *options, "--json").error
+        assert error["type"] == kind
+        assert part in error["message"]
+
+    def test_an_empty_question_is_refused(self, run, index):
+        assert run("ask", " ", "--index", index, "--json").error["type"] == "ConfigError"
+
+    def test_a_folder_that_is_no_index_is_refused(self, run, tmp_path):
+        for folder in (tmp_path, tmp_path / "missing"):
+            error = run("ask", QUESTION, "--index", folder, "--json").error
+            assert error["type"] == "RetrievalError"
+            assert str(folder) in error["message"]
+
+    def test_a_truncated_index_is_refused_whichever_file_was_cut(self, run, index, tmp_path):
+        names = [path.name for path in index.iterdir()]
+        assert len(names) >= 3
+        for name in names:
+            copy = tmp_path / name / "copy.index"
+            copy.mkdir(parents=True)
+            for path in index.iterdir():
+                data = path.read_bytes()
+                (copy / path.name).write_bytes(data[: len(data) // 2] if path.name == name else data)
+            error = run("ask", QUESTION, "--index", copy, "--json").error
+            assert error["type"] == "RetrievalError", name
+
+
+class TestCache:
+    def test_an_empty_cache_holds_nothing(self, run):
+        found = run("cache", "stats", "--json").json
+        assert [tier["name"] for tier in found["tiers"]] == ["memory", "disk"]
+        assert [tier["entries"] for tier in found["tiers"]] == [0, 0]
+        assert run("cache", "clear", "--json").json == {"cleared": 0}
+
+    def test_answers_are_counted_and_cleared(self, run, cache_dir):
+        from rag_posfix.caching.build import build_answer_cache
+        from rag_posfix.settings import CacheSettings
+
+        cache = build_answer_cache(CacheSettings(), cache_dir)
+        cache.put("one", {"text": "1"})
+        cache.put("two", {"text": "2"})
+        cache.close()
+        assert run("cache", "stats", "--json").json["tiers"][1]["entries"] == 2
+        assert "disk" in run("cache", "stats").out
+        assert run("cache", "clear").out == "dropped 2 answers\n"
+        assert run("cache", "stats", "--json").json["tiers"][1]["entries"] == 0
+
+    def test_a_cache_that_is_turned_off_is_an_error(self, run, monkeypatch):
+        monkeypatch.setenv("RAG_POSFIX_CACHE_ENABLED", "false")
+        assert run("cache", "stats", "--json").error["type"] == "CacheError"
+
+
+@pytest.mark.weights
+class TestVerify:
+    def test_json_says_how_exact_the_seam_is_and_what_is_supported(self, run):
+        found = run("verify", "--json").json
+        assert (found["model"], found["family"]) == ("SmolLM2-135M-Instruct", "llama")
+        assert found["max_logit_difference"] < 0.02
+        assert {"none", "context_experts"} <= set(found["supported"])
+        assert isinstance(found["refused"], dict)
+
+    def test_without_json_it_is_text(self, run):
+        result = run("verify")
+        assert result.code == 0
+        assert "supported: " in result.out
+
+    def test_a_model_that_cannot_be_loaded_is_one_line(self, run, tmp_path):
+        assert run("verify", "--model", tmp_path, "--json").error["type"] == "ConfigError"
+
+
+def write_rows(folder):
+    rows = [
+        {
+            "question": f"what is the capital of {country}",
+            "answers": [capital],
+            "ctxs": [
+                {"title": name, "text": f"{city} is the capital of {name}.", "isgold": name == country}
+                for name, city in (("Ostrel", "Venna"), ("Maravel", "Tull"), ("Sorrin", "Korva"))
+            ],
+        }
+        for country, capital in (("Ostrel", "Venna"), ("Maravel", "Tull"))
+    ]
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+@pytest.mark.weights
+class TestEvalPositions:
+    def test_json_is_the_summary_and_the_record_holds_every_row(self, run, tmp_path):
+        found = run(
+            "eval", "positions", "--data", write_rows(tmp_path), "--mitigation", "none,context_experts",
+            "--gold-positions", "0,2", "--documents", "3", "--max-tokens", "6", "--out", tmp_path / "out", "--json",
+        ).json  # fmt: skip
+        assert {"mitigations", "closed_book", "gold_only", "n", "record"} <= set(found)
+        assert found["n"] == 2
+        assert list(found["mitigations"]) == ["none", "context_experts"]
+        for one in found["mitigations"].values():
+            assert list(one["positions"]) == ["0", "2"]
+            assert {"accuracy", "log_probability"} <= set(one["positions"]["0"])
+            assert {"worst", "mean", "spread", "ci95"} <= set(one)
+        assert found["mitigations"]["context_experts"]["spread_log_probability"] < 0.05
+        assert found["gold_only"]["log_probability"] > found["closed_book"]["log_probability"]
+        record = json.loads(Path(found["record"]).read_text("utf-8"))
+        assert len(record["rows"]) == 2 * (2 + 2 * 2)
+        assert {"versions", "git", "model", "dtype", "device", "data", "template", "mitigations"} <= set(record)
+
+    def test_without_json_it_is_a_table(self, run, tmp_path):
+        result = run(
+            "eval", "positions", "--data", write_rows(tmp_path), "--gold-positions", "0", "--documents", "2",
+            "--limit", "1", "--max-tokens", "2", "--out", tmp_path / "out",
+        )  # fmt: skip
+        assert result.code == 0
+        assert "gold at 0" in result.out
+        assert "closed_book: " in result.out
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "part"),
+        [
+            (["--gold-positions", "0,x"], "ConfigError", "--gold-positions '0,x' must be numbers separated by commas"),
+            (["--mitigation", "none,pine"], "UnknownNameError", "unknown mitigation 'pine'"),
+            (["--documents", "9"], "EvaluationError", "documents=9 must be between 1 and 3"),
+            (["--skip", "2"], "EvaluationError", "holds no rows after the first 2"),
+        ],
+    )
+    def test_what_cannot_be_done_is_one_line(self, run, tmp_path, options, kind, part):
+        error = run(
+            "eval", "positions", "--data", write_rows(tmp_path), "--out", tmp_path / "out", "--documents", "3",
+            "--gold-positions", "0", *options, "--max-tokens", "2", "--json",
+        ).error  # fmt: skip
+        assert error["type"] == kind
+        assert part in error["message"]
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+class TestDemo:
+    def test_json_holds_every_answer(self, run):
+        found = run("demo", "--questions", "1", "--json").json
+        assert found["model"] == "SmolLM2-135M-Instruct"
+        assert found["passages"] > 30
+        assert [(row["mitigation"], row["gold"]) for row in found["rows"]] == [
+            (name, place) for name in ("none", "context_experts") for place in ("first", "middle", "last")
+        ]
+        corrected = [row for row in found["rows"] if row["mitigation"] == "context_experts"]
+        assert len({row["answer"] for row in corrected}) == 1
+        logs = [row["log_probability"] for row in corrected]
+        assert max(logs) - min(logs) < 0.05
+
+    def test_an_unknown_method_is_one_line(self, run):
+        assert run("demo", "--mitigation", "pine", "--json").error["type"] == "UnknownNameError"

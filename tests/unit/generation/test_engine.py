@@ -1,0 +1,249 @@
+import pytest
+import torch
+
+from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError, UnsupportedModelError
+from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.request import GenerationRequest, MitigationChoice, Sampling
+from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.protocols import Generator
+from tests.support.tiny import loaded_model, stock_model, toy_layout
+
+RELEVANCE = (0.9, 0.2, 0.5, 0.4)
+
+
+class Letters:
+    """Writes token n as "n,"; ``eos_ids`` end an answer."""
+
+    def __init__(self, eos_ids=()):
+        self.eos_ids = frozenset(eos_ids)
+
+    def decode_answer(self, token_ids):
+        return "".join(f"{token}," for token in token_ids if token not in self.eos_ids)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return loaded_model()
+
+
+@pytest.fixture
+def forwards(loaded):
+    """The number of tokens of each forward pass."""
+    seen = []
+    handle = loaded.model.register_forward_pre_hook(
+        lambda module, arguments, keywords: seen.append(keywords["input_ids"].shape[1]), with_kwargs=True
+    )
+    yield seen
+    handle.remove()
+
+
+def engine_of(loaded, **options):
+    return Engine(loaded, Letters(**options), "tiny", "print")
+
+
+def request(mitigation="none", layout=None, parameters=None, **sampling):
+    layout = layout or toy_layout(relevance=RELEVANCE)
+    return GenerationRequest(layout, MitigationChoice(mitigation, parameters or {}), Sampling(**sampling))
+
+
+def greedy(loaded, count=8, mitigation="none"):
+    """The first greedy tokens, with no end."""
+    return engine_of(loaded).generate(request(mitigation, max_tokens=count)).token_ids
+
+
+def test_it_follows_the_protocol(loaded):
+    engine = engine_of(loaded)
+    assert isinstance(engine, Generator)
+    assert (engine.model_id, engine.fingerprint, engine.context_window) == ("tiny", "print", 512)
+
+
+def test_the_unmodified_answer_is_that_of_the_stock_model(loaded):
+    layout = toy_layout()
+    ids = torch.tensor([layout.token_ids])
+    expected = stock_model().generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    generation = engine_of(loaded).generate(request(layout=layout, max_tokens=12))
+    assert generation.token_ids == tuple(expected[0, len(layout.token_ids) :].tolist())
+
+
+def test_max_tokens_end_an_answer(loaded):
+    generation = engine_of(loaded).generate(request(max_tokens=3))
+    assert generation.finish_reason == "length"
+    assert len(generation.token_ids) == 3
+    assert generation.text == "".join(f"{token}," for token in generation.token_ids)
+    assert (generation.usage.prompt_tokens, generation.usage.completion_tokens) == (39, 3)
+    assert generation.usage.cached_tokens == 0
+    assert set(generation.timings) == {"prefill", "decode"}
+
+
+def test_an_end_token_ends_an_answer_and_is_counted_but_not_shown(loaded):
+    tokens = greedy(loaded)
+    end = next(i for i, token in enumerate(tokens) if i and token not in tokens[:i])
+    generation = engine_of(loaded, eos_ids={tokens[end]}).generate(request(max_tokens=8))
+    assert generation.token_ids == tokens[: end + 1]
+    assert generation.finish_reason == "stop"
+    assert generation.text == "".join(f"{token}," for token in tokens[:end])
+    assert generation.usage.completion_tokens == end + 1
+
+
+def test_a_stop_string_over_two_tokens_ends_an_answer(loaded):
+    tokens = greedy(loaded)
+    whole = "".join(f"{token}," for token in tokens)
+    stop = f",{str(tokens[2])[0]}"
+    generation = engine_of(loaded).generate(request(max_tokens=8, stop=(stop,)))
+    assert generation.finish_reason == "stop"
+    assert generation.text == whole[: whole.index(stop)]
+    assert len(generation.token_ids) <= 3
+
+
+def test_a_stop_string_that_shows_only_at_the_end_is_a_stop(loaded):
+    class Halves(Letters):
+        def decode_answer(self, token_ids):
+            return "".join("a.\ufffd" for _ in token_ids)
+
+    generation = Engine(loaded, Halves(), "tiny", "print").generate(request(max_tokens=1, stop=(".",)))
+    assert (generation.text, generation.finish_reason) == ("a", "stop")
+
+
+@pytest.mark.parametrize("mitigation", MITIGATIONS.names())
+def test_the_stream_is_the_answer_in_pieces(loaded, mitigation):
+    engine = engine_of(loaded)
+    chunks = list(engine.stream(request(mitigation, max_tokens=6)))
+    assert [chunk.generation for chunk in chunks[:-1]] == [None] * 6
+    whole = engine.generate(request(mitigation, max_tokens=6))
+    assert "".join(chunk.text for chunk in chunks) == chunks[-1].generation.text == whole.text
+    assert chunks[-1].generation.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("mitigation", MITIGATIONS.names())
+def test_attention_to_the_passages_sums_to_one(loaded, mitigation):
+    attention = engine_of(loaded).generate(request(mitigation, max_tokens=1)).attention
+    assert len(attention) == 4
+    assert sum(attention) == pytest.approx(1, abs=1e-5)
+    assert min(attention) >= 0
+
+
+@pytest.mark.parametrize("mitigation", MITIGATIONS.names())
+def test_a_prompt_without_passages_is_answered(loaded, mitigation):
+    generation = engine_of(loaded).generate(request(mitigation, layout=toy_layout(()), max_tokens=3))
+    assert len(generation.token_ids) == 3
+    assert generation.attention == ()
+
+
+def test_no_step_runs_before_its_text_is_asked_for(loaded, forwards):
+    stream = engine_of(loaded).stream(request(max_tokens=6))
+    assert forwards == []
+    next(stream)
+    assert forwards == [39]
+    next(stream)
+    assert forwards == [39, 1]
+    stream.close()
+    assert forwards == [39, 1]
+
+
+def test_the_last_token_is_not_read(loaded, forwards):
+    engine_of(loaded).generate(request(max_tokens=3))
+    assert forwards == [39, 1, 1]
+
+
+def test_seeded_sampling_repeats_and_differs_from_other_seeds(loaded):
+    engine = engine_of(loaded)
+
+    def answer(seed):
+        return engine.generate(request(max_tokens=12, temperature=5.0, seed=seed)).token_ids
+
+    assert answer(1) == answer(1)
+    assert answer(1) != answer(2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "fits"), [((7, 4, 9, 6), 473, True), ((7, 4, 9, 6), 474, False), ((600,), 1, False)]
+)
+def test_a_prompt_beyond_the_context_window_is_refused_before_any_work(loaded, forwards, lengths, max_tokens, fits):
+    engine = engine_of(loaded)
+    asked = request(layout=toy_layout(lengths), max_tokens=max_tokens)
+    if fits:
+        assert engine.stream(asked)
+    else:
+        for entry in (engine.generate, engine.stream):
+            with pytest.raises(PromptTooLongError, match=rf"max_tokens={max_tokens} more, but .* window is 512"):
+                entry(asked)
+    assert forwards == []
+
+
+def test_experts_read_alone_may_be_longer_together_than_the_window(loaded):
+    layout = toy_layout((200, 200, 200))
+    assert len(layout.token_ids) == 613
+    assert len(engine_of(loaded).generate(request("context_experts", layout, max_tokens=2)).token_ids) == 2
+
+
+def test_bad_requests_raise_when_a_stream_is_opened(loaded, forwards):
+    engine = engine_of(loaded)
+    unscored = toy_layout()
+    for error, message, asked in (
+        (UnknownNameError, "Did you mean 'context_experts'", request("context_expert")),
+        (
+            ConfigError,
+            "has no parameter 'expert'. Did you mean 'experts'",
+            request(parameters={"expert": 1}, mitigation="context_experts"),
+        ),
+        (ConfigError, "none has no parameter 'x'. It takes: none", request(parameters={"x": 1})),
+        (ConfigError, "carry no relevance", request("context_experts", unscored, {"experts": 2})),
+    ):
+        with pytest.raises(error) as caught:
+            engine.stream(asked)
+        assert message in str(caught.value)
+    assert forwards == []
+
+
+def test_a_model_that_lacks_what_a_method_needs_is_refused_before_any_work(loaded, forwards, monkeypatch):
+    method = MITIGATIONS.get("context_experts")
+    monkeypatch.setattr(method, "requires", frozenset({"a miracle"}))
+    with pytest.raises(UnsupportedModelError, match="context_experts needs a miracle"):
+        engine_of(loaded).stream(request("context_experts"))
+    assert forwards == []
+
+
+def test_describe_checks_a_mitigation_without_running_it(loaded, forwards):
+    engine = engine_of(loaded)
+    info = engine.describe(MitigationChoice("context_experts", {"hold": 0.5}))
+    assert (info.name, info.order_invariant) == ("context_experts", True)
+    assert info.fingerprint != engine.describe(MitigationChoice("context_experts")).fingerprint
+    assert engine.describe(MitigationChoice()).order_invariant is False
+    with pytest.raises(ConfigError, match="hold=2 must be a number between 0 and 1"):
+        engine.describe(MitigationChoice("context_experts", {"hold": 2}))
+    assert forwards == []
+
+
+@pytest.mark.parametrize("mitigation", MITIGATIONS.names())
+def test_the_score_of_an_answer_is_the_mean_of_its_steps(loaded, mitigation):
+    engine = engine_of(loaded)
+    layout = toy_layout(relevance=RELEVANCE)
+    answer = [17, 99, 3, 17]
+    session = engine.open(layout, MitigationChoice(mitigation), 4)
+    steps = []
+    for token in answer:
+        steps.append(float(session.next_log_probs()[token]))
+        session.advance(token)
+    assert engine.score(layout, answer, MitigationChoice(mitigation)) == pytest.approx(sum(steps) / 4, abs=1e-4)
+
+
+def test_scoring_leaves_the_session_where_it_is(loaded):
+    session = engine_of(loaded).open(toy_layout(), max_tokens=4)
+    before = session.next_log_probs()
+    session.score([5, 6, 7])
+    assert torch.equal(session.next_log_probs(), before)
+    assert session.score([5, 6, 7]) == session.score([5, 6, 7])
+
+
+def test_an_empty_answer_has_no_score(loaded):
+    with pytest.raises(ConfigError, match="cannot score an empty continuation"):
+        engine_of(loaded).score(toy_layout(), [])
+
+
+@pytest.mark.parametrize("mitigation", MITIGATIONS.names())
+def test_the_next_token_has_probabilities_that_sum_to_one(loaded, mitigation):
+    log_probs = engine_of(loaded).next_log_probs(toy_layout(relevance=RELEVANCE), MitigationChoice(mitigation))
+    assert log_probs.dtype == torch.float32
+    assert float(log_probs.exp().sum()) == pytest.approx(1, abs=1e-4)
