@@ -1,6 +1,6 @@
 """What the seam costs a model that is not using it: prefill and decode, patched / stock, in one process.
 
-    make bench            prints one JSON object; ratios are medians of paired runs, 1.0 is "costs nothing"
+make bench            prints one JSON object; ratios are medians of paired runs, 1.0 is "costs nothing"
 """
 
 from __future__ import annotations

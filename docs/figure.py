@@ -1,6 +1,6 @@
 """Draws docs/images/positions.svg from a result record of ``rag-posfix eval positions``.
 
-    python -m docs.figure benchmarks/results/positions-litm-10.json
+python -m docs.figure benchmarks/results/positions-litm-10.json
 """
 
 from __future__ import annotations
@@ -10,11 +10,7 @@ import sys
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "rag_posfix"  # the same record gives the same file
-
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 OUT = Path(__file__).parent / "images" / "positions.svg"
 COLORS = {"none": "#b3382c", "context_experts": "#1f6f54", "parallel_windows": "#8a8a8a"}
@@ -24,7 +20,9 @@ NAMES = {"none": "unmodified model"}
 def draw(record: Path) -> None:
     data = json.loads(record.read_text("utf-8"))
     summary = data["summary"]
-    figure, axes = pyplot.subplots(figsize=(7.2, 3.4), layout="constrained")
+    matplotlib.rcParams["svg.hashsalt"] = "rag_posfix"  # the same record gives the same file
+    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
+    axes = figure.subplots()
     for name, found in summary["mitigations"].items():
         places = [int(place) + 1 for place in found["positions"]]
         values = [scores["log_probability"] for scores in found["positions"].values()]
@@ -43,7 +41,6 @@ def draw(record: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     OUT.parent.mkdir(exist_ok=True)
     figure.savefig(OUT, metadata={"Date": None})
-    figure.savefig(OUT.with_suffix(".png"), dpi=110) if "--png" in sys.argv else None
 
 
 if __name__ == "__main__":
