@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-__all__ = ["CacheSettings", "Settings", "default_cache_dir"]
+__all__ = ["CacheSettings", "ServiceSettings", "Settings", "default_cache_dir"]
 
 
 def default_cache_dir() -> Path:
@@ -73,3 +73,33 @@ class Settings(BaseSettings):
     cache_dir: Path = Field(default_factory=default_cache_dir)
     tenant: str = ""
     cache: CacheSettings = Field(default_factory=CacheSettings)
+
+
+class ServiceSettings(BaseSettings):
+    """The HTTP service.
+
+    Attributes:
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        max_concurrent: Answers that the model works on at the same time.
+        max_queue: Requests that may wait behind them; more are refused with 429.
+        queue_timeout_seconds: How long a request waits for the model before it is refused with 429.
+        request_timeout_seconds: How long one answer may take before it is stopped with 504.
+        shutdown_timeout_seconds: How long open answers may run on after a signal to stop.
+        api_key: Every request must bring it as ``Authorization: Bearer``; None lets everybody in.
+        max_body_bytes: Larger requests are refused with 413.
+        max_documents: Most documents that one request may bring.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_SERVICE_", frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    max_concurrent: int = Field(default=1, ge=1)
+    max_queue: int = Field(default=32, ge=0)
+    queue_timeout_seconds: float = Field(default=60.0, gt=0)
+    request_timeout_seconds: float = Field(default=300.0, gt=0)
+    shutdown_timeout_seconds: int = Field(default=30, ge=0)
+    api_key: SecretStr | None = Field(default=None, min_length=1)
+    max_body_bytes: int = Field(default=8 * 1024**2, ge=1)
+    max_documents: int = Field(default=1000, ge=1)

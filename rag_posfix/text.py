@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-__all__ = ["clean_text", "content_hash"]
+__all__ = ["clean_text", "content_hash", "titled_text"]
 
 _UNENCODABLE = re.compile("[\ud800-\udfff\x00]")
 
@@ -23,6 +23,11 @@ def clean_text(text: str) -> str:
         return text
     joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return _UNENCODABLE.sub("\ufffd", joined)
+
+
+def titled_text(title: object, text: str) -> str:
+    """Return the text that stands for a document in an embedding: its title, if it has one, and its text."""
+    return f"{title}\n{text}" if isinstance(title, str) and title.strip() else text
 
 
 def content_hash(*parts: str) -> str:

@@ -15,7 +15,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from rag_posfix.assembly.assembler import Assembled, Assembler
-from rag_posfix.errors import GenerationError
+from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.generation.content_blocks import read_conversation
 from rag_posfix.generation.request import Generation, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.protocols import Generator
@@ -113,6 +113,10 @@ class RagPosfixChatModel(BaseChatModel):
         self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, options: Mapping[str, Any]
     ) -> tuple[Generator, Assembled, GenerationRequest]:
         generator = self._load()
+        if options.get("model", self.model_name) not in (self.model_name, generator.model_id):
+            raise ConfigError(
+                f"this chat model serves {self.model_name!r}, not {options['model']!r}; make another for that model"
+            )
         conversation = read_conversation(messages)
         sampling = Sampling(
             max_tokens=options.get("max_tokens", self.max_tokens),

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 
 from rag_posfix.errors import ConfigError, RerankingError
 from rag_posfix.reranking.base import RERANKERS, ranked_copies
-from rag_posfix.text import clean_text
+from rag_posfix.text import clean_text, titled_text
 
 __all__ = ["EmbeddingReranker"]
 
@@ -93,12 +93,12 @@ def _checked(query: str) -> str:
 
 def _text(document: Document) -> str:
     # Built without validation, a Document may hold None.
-    return clean_text(document.page_content or "")
+    return clean_text(titled_text(document.metadata.get("title"), document.page_content or ""))
 
 
 def _distinct_texts(documents: Sequence[Document]) -> list[str]:
-    """Return each text once, so that equal texts get equal scores whatever batch they would fall into."""
-    return [text for text in dict.fromkeys(map(_text, documents)) if text.strip()]
+    """Return each text once, sorted: batches, and with them the last digits of scores, depend on content alone."""
+    return sorted({text for text in map(_text, documents) if text.strip()})
 
 
 def _relevance(query: list[float], vector: list[float]) -> float:

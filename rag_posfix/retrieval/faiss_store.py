@@ -22,6 +22,7 @@ from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.index_files import IndexContents, IndexManifest, read_index, write_index
 from rag_posfix.retrieval.records import clean_json, document_id
 from rag_posfix.retrieval.vectors import cosine_relevance, unit_rows
+from rag_posfix.text import titled_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,7 +86,7 @@ class FaissVectorStore(VectorStore):
             names.append(str(owned.id))
             added[str(owned.id)] = owned
         if added:
-            rows = self._embed([document.page_content for document in added.values()])
+            rows = self._embed([titled_text(d.metadata.get("title"), d.page_content) for d in added.values()])
             with self._lock:
                 self._replace(added, rows)
         return names

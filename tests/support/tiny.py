@@ -78,5 +78,6 @@ def toy_layout(lengths=(7, 4, 9, 6), prefix=5, suffix=8, seed=0, relevance=None)
     ids += draw(suffix, 2)
     return Layout(
         token_ids=tuple(ids), prefix=Span(0, prefix), passages=tuple(passages), texts=tuple(passages),
-        suffix=Span(start, len(ids)), question=Span(start + 2, len(ids) - 2), keys=tuple(keys), relevance=relevance,
+        suffix=Span(start, len(ids)), question=Span(start + suffix // 4, len(ids) - suffix // 4),
+        keys=tuple(keys), relevance=relevance,
     )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Benchmarks: ratios against the unmodified model, both in one run. Never asserted in tests."""

@@ -1,0 +1,72 @@
+"""The numbers at ``/metrics``. One registry per app; labels come from short closed lists, never from a client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+
+__all__ = ["Metrics"]
+
+_REQUEST_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_STAGE_BUCKETS = (0.001, 0.0025, 0.005, *_REQUEST_BUCKETS)
+
+
+class Metrics:
+    """What one app counts.
+
+    Args:
+        in_flight: Returns how many requests are being answered or waiting.
+        is_ready: Returns whether the model is loaded.
+    """
+
+    def __init__(self, in_flight: Callable[[], int], is_ready: Callable[[], bool]) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._requests = Histogram(
+            "rag_posfix_request_duration_seconds",
+            "From the first byte of a request to the last of its response.",
+            ["route", "status"],
+            buckets=_REQUEST_BUCKETS,
+            registry=self.registry,
+        )
+        self._stages = Histogram(
+            "rag_posfix_stage_duration_seconds",
+            "One stage of one answer.",
+            ["stage"],
+            buckets=_STAGE_BUCKETS,
+            registry=self.registry,
+        )
+        self._tokens = Counter("rag_posfix_tokens", "Tokens read and written.", ["kind"], registry=self.registry)
+        self._cache = Counter(
+            "rag_posfix_cache_requests", "Look-ups in the answer cache.", ["result"], registry=self.registry
+        )
+        self._info = Info("rag_posfix", "What is served.", registry=self.registry)
+        Gauge(
+            "rag_posfix_in_flight_requests", "Requests being answered or waiting.", registry=self.registry
+        ).set_function(in_flight)
+        Gauge("rag_posfix_ready", "1 once the model is loaded and verified.", registry=self.registry).set_function(
+            is_ready
+        )
+
+    def served(self, version: str, model: str) -> None:
+        """Tell what is served."""
+        self._info.info({"version": version, "model": model})
+
+    def request(self, route: str, status: int, seconds: float) -> None:
+        """Count one request; ``route`` is the template of its path."""
+        self._requests.labels(route, str(status)).observe(seconds)
+
+    def answer(self, timings: Mapping[str, float], tokens: Mapping[str, int], cache: str) -> None:
+        """Count one answer.
+
+        Args:
+            timings: Seconds by stage.
+            tokens: Tokens by kind.
+            cache: ``hit``, ``miss`` or ``off``.
+        """
+        for stage, seconds in timings.items():
+            self._stages.labels(stage).observe(seconds)
+        for kind, count in tokens.items():
+            self._tokens.labels(kind).inc(count)
+        self._cache.labels(cache).inc()

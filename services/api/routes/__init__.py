@@ -1,0 +1,1 @@
+"""The routes: each translates between a wire format and the pipeline, and nothing else."""

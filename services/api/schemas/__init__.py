@@ -1,0 +1,1 @@
+"""The wire formats: what requests may hold, what responses hold."""

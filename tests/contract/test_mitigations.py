@@ -1,0 +1,249 @@
+"""What every registered mitigation gets tested for free. A new method needs no line here."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+
+import pytest
+import torch
+
+from rag_posfix.attention.masks import materialize
+from rag_posfix.attention.shape import Capability
+from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.generation.session import Session
+from rag_posfix.mitigations import MITIGATIONS, create
+from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
+
+METHODS = MITIGATIONS.names()
+INVARIANT = [name for name, cls in MITIGATIONS.items() if cls.order_invariant]
+RELEVANCE = (0.9, 0.2, 0.4, 0.3)
+FLOAT32 = 1e-5
+TOKENS = (5, 9, 11, 20)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return loaded_model()
+
+
+def layout():
+    return toy_layout(relevance=RELEVANCE)
+
+
+def session(loaded, name, prompt=None, **changes):
+    prompt = prompt or layout()
+    plan = create(name).checked_plan(prompt, loaded.spec.shape)
+    return Session(loaded, prompt, dataclasses.replace(plan, **changes))
+
+
+def stock_logits(model, ids):
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids]), use_cache=True).logits
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_model_is_bit_identical_to_the_stock_one_after_use(name, llama):
+    ids = list(layout().token_ids)
+    before = stock_logits(llama.model, ids)
+    used = session(llama, name)
+    used.advance(7)
+    assert torch.equal(stock_logits(llama.model, ids), before)
+    assert torch.equal(before, stock_logits(stock_model(), ids))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_model_is_bit_identical_to_the_stock_one_after_an_exception(name, llama):
+    ids = list(layout().token_ids)
+    before = stock_logits(llama.model, ids)
+    running = session(llama, name)
+    with pytest.raises((IndexError, RuntimeError)):
+        running.advance(10**6)
+    assert torch.equal(stock_logits(llama.model, ids), before)
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_order_of_four_passages_gives_the_same_log_probabilities(name, family):
+    loaded = loaded_model(family)
+    base = session(loaded, name).next_log_probs()
+    for order in itertools.permutations(range(4)):
+        found = session(loaded, name, layout().select(order)).next_log_probs()
+        assert float((found - base).abs().max()) < FLOAT32, order
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_every_order_gives_the_same_attention_to_each_passage(name, llama):
+    base = session(llama, name).attention()
+    for order in itertools.permutations(range(4)):
+        found = session(llama, name, layout().select(order)).attention()
+        assert [found[order.index(i)] for i in range(4)] == pytest.approx(base, abs=1e-6)
+
+
+def test_the_unmodified_model_does_depend_on_order(llama):
+    base = session(llama, "none").next_log_probs()
+    found = session(llama, "none", layout().select((3, 2, 1, 0))).next_log_probs()
+    assert float((found - base).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passage_by_passage_equals_reading_each_row_whole(name, family):
+    loaded = loaded_model(family)
+    fast = session(loaded, name)
+    plain = session(loaded, name, independent_passages=False)
+    for token in TOKENS:
+        assert float((fast.next_log_probs() - plain.next_log_probs()).abs().max()) < FLOAT32
+        fast.advance(token)
+        plain.advance(token)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_decoding_step_by_step_equals_scoring_at_once(name, llama):
+    running = session(llama, name)
+    at_once = running.score(TOKENS)
+    stepwise = []
+    for token in TOKENS:
+        stepwise.append(float(running.next_log_probs()[token]))
+        running.advance(token)
+    assert at_once == pytest.approx(stepwise, abs=FLOAT32)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_prefill_of_x_and_y_equals_prefill_of_x_then_step_y(name, llama):
+    short = layout()
+    longer = dataclasses.replace(
+        short,
+        token_ids=(*short.token_ids, *TOKENS),
+        suffix=dataclasses.replace(short.suffix, stop=short.suffix.stop + len(TOKENS)),
+    )
+    # What an expert said of the answer so far counts in decoding and not in a prompt: leave it out of the comparison.
+    parameters = {"hold": 0.0} if name == "context_experts" else {}
+    plans = [create(name, parameters).plan(prompt, llama.spec.shape) for prompt in (short, longer)]
+    stepped, whole = Session(llama, short, plans[0]), Session(llama, longer, plans[1])
+    for token in TOKENS:
+        stepped.advance(token)
+    assert float((stepped.next_log_probs() - whole.next_log_probs()).abs().max()) < FLOAT32
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_passage_equals_the_unmodified_model(name, llama):
+    one = toy_layout((7,), relevance=(0.8,))
+    found = session(llama, name, one).next_log_probs()
+    assert float((found - session(llama, "none", one).next_log_probs()).abs().max()) < FLOAT32
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_without_passages_it_is_the_unmodified_model(name, llama):
+    empty = toy_layout(())
+    assert torch.equal(session(llama, name, empty).next_log_probs(), session(llama, "none", empty).next_log_probs())
+    assert session(llama, name, empty).attention() == ()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_identical_passages_and_no_prefix_are_no_trouble(name, llama):
+    twins = toy_layout((6, 4), prefix=0, relevance=(0.5, 0.5)).select((0,))
+    assert torch.isfinite(session(llama, name, twins).next_log_probs()).all()
+    double = dataclasses.replace(toy_layout((6, 6), relevance=(0.5, 0.5)), keys=("same", "same"))
+    assert torch.isfinite(session(llama, name, double).next_log_probs()).all()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_grouped_query_heads_equal_expanded_ones(name):
+    grouped = loaded_model("llama")
+    expanded = loaded_model("llama", num_key_value_heads=8)
+    weights = grouped.model.state_dict()
+    for key in list(weights):
+        if "k_proj" in key or "v_proj" in key:
+            heads = weights[key].view(2, 8, -1)  # (Hkv, D, hidden)
+            weights[key] = heads.repeat_interleave(4, dim=0).reshape(64, -1)
+    expanded.model.load_state_dict(weights)
+    left, right = session(grouped, name), session(expanded, name)
+    left.advance(5)
+    right.advance(5)
+    assert float((left.next_log_probs() - right.next_log_probs()).abs().max()) < FLOAT32
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bfloat16_is_float32_within_rounding(name):
+    exact, rounded = loaded_model(), loaded_model()
+    rounded.model.to(torch.bfloat16)
+    left, right = session(exact, name).next_log_probs(), session(rounded, name).next_log_probs()
+    assert float((left.exp() - right.exp()).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_positions_are_finite_and_cover_the_row(name, llama):
+    prompt = layout()
+    for row in create(name).plan(prompt, llama.spec.shape).rows:
+        seen = prompt if row.passages is None else prompt.select(row.passages)
+        length = len(seen.token_ids)
+        if row.positions is not None:
+            assert row.positions.shape in {(1, length), (llama.spec.shape.n_heads, length)}
+            assert row.positions.dtype == torch.float32
+            assert torch.isfinite(row.positions).all()
+            assert (row.positions >= 0).all()
+        if row.mask is not None:
+            matrix = materialize(row.mask, length, length)
+            assert matrix.dtype == torch.bool
+            assert matrix.diagonal().all(), "every token sees itself"
+
+
+def test_threads_with_different_plans_do_not_disturb_each_other(llama):
+    alone = {name: session(llama, name).next_log_probs() for name in METHODS}
+    wrong: list[str] = []
+
+    def work(name):
+        for _ in range(8):
+            if not torch.equal(session(llama, name).next_log_probs(), alone[name]):
+                wrong.append(name)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in METHODS * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_fingerprint_changes_with_every_parameter(name):
+    base = create(name)
+    prints = {base.fingerprint()}
+    fields = dataclasses.fields(base)
+    for field in fields:
+        value = getattr(base, field.name)
+        other = {"given": "question", "mixture": "max", None: 3, "question": "given", "max": "mixture"}.get(value)
+        if other is None:
+            other = value / 2 if value else 0.5
+        prints.add(dataclasses.replace(base, **{field.name: other}).fingerprint())
+    assert len(prints) == 1 + len(fields)
+    assert create(name).fingerprint() == base.fingerprint()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_model_that_lacks_what_it_needs_is_refused_by_name(name, llama):
+    method = create(name)
+    bare = dataclasses.replace(llama.spec.shape, capabilities=frozenset())
+    if not method.requires:
+        assert method.refusal(bare) is None
+        return
+    with pytest.raises(UnsupportedModelError, match=f"{name} needs .*{min(method.requires)}"):
+        method.checked_plan(layout(), bare)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_it_is_described_by_its_registry_entry(name):
+    cls = MITIGATIONS.get(name)
+    assert cls.name == name
+    assert cls.__module__.rsplit(".", 1)[-1] == name, "file name = registry name"
+    assert name == "none" or "http" in cls.paper
+    for part in ("Source:", "Formula:", "Differs from the paper:", "Cost:", "Limits:"):
+        assert part in (cls.__doc__ or ""), part
+    assert cls.requires <= set(Capability)
+
+
+def test_an_unknown_parameter_is_refused_with_what_is_allowed():
+    with pytest.raises(ConfigError, match=r"context_experts has no parameter 'expert'\. Did you mean 'experts'\?"):
+        create("context_experts", {"expert": 3})

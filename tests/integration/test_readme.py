@@ -1,0 +1,145 @@
+"""Every command and every example of the README runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+BASH = [block.strip() for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)]
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line for block in BASH if not block.startswith("curl") for line in block.splitlines()]
+CURL = next(block for block in BASH if block.startswith("curl"))
+
+
+def run(command, folder, **options):
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, **options)
+
+
+def rag_posfix(line, **changes):
+    words = shlex.split(line)
+    assert words[0] == "rag-posfix"
+    return [sys.executable, "-m", "rag_posfix.cli.main", *(changes.get(word, word) for word in words[1:])]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder that looks like a clone to the README's commands."""
+    folder = tmp_path_factory.mktemp("readme")
+    for name in ("rag_posfix", "services"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def index(folder):
+    line = next(command for command in COMMANDS if command.startswith("rag-posfix index"))
+    done = run(rag_posfix(line), folder)
+    assert done.returncode == 0, done.stderr
+    assert "indexed 52 passages" in done.stdout
+    return folder / "demo.index"
+
+
+def test_every_command_of_the_readme_is_one_that_these_tests_run():
+    known = ("make demo", "make test", "pip install '.[local]'", "rag-posfix index ", "rag-posfix ask ",
+             "rag-posfix methods", "rag-posfix verify", "rag-posfix serve ")  # fmt: skip
+    assert [line for line in COMMANDS if not line.startswith(known)] == []
+    assert len([block for block in BASH if block.startswith("curl")]) == 1
+    assert len(PYTHON) == 1
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_the_make_targets_run_what_the_readme_says(target):
+    assert f"make {target}" in COMMANDS
+    planned = run(["make", "--dry-run", "--always-make", target], ROOT)
+    assert planned.returncode == 0, planned.stderr
+    expected = {"demo": "rag-posfix demo", "test": "python -m pytest"}[target]
+    assert expected in planned.stdout
+
+
+def test_the_install_command_names_an_extra_that_exists():
+    import tomllib
+
+    line = next(command for command in COMMANDS if command.startswith("pip"))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert re.findall(r"\[(\w+)\]", line) == ["local"]
+    for name in re.findall(r"^Extras: (.*?)\. On", README, re.DOTALL | re.MULTILINE)[0].split("`")[1::2]:
+        assert name in extras
+    done = run(
+        [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-index", "--no-build-isolation",
+         *shlex.split(line)[2:]],
+        ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.weights
+def test_the_library_example_answers_from_the_right_passage(folder):
+    done = run([sys.executable, "-W", "error::ResourceWarning", "-c", PYTHON[0]], folder)
+    assert done.returncode == 0, done.stderr
+    assert "Ilse Korvanth" in done.stdout
+    shares = json.loads(done.stdout.splitlines()[-1].replace("'", '"'))
+    assert shares["maravel"] > shares["torvane"]
+
+
+@pytest.mark.weights
+def test_asking_prints_the_answer_and_its_sources(folder, index):
+    line = next(command for command in COMMANDS if command.startswith("rag-posfix ask"))
+    done = run(rag_posfix(line), folder)
+    assert done.returncode == 0, done.stderr
+    assert "ferry-ostrilla" in done.stdout
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize(("command", "expected"), [("methods", "context_experts"), ("verify", "supported:")])
+def test_the_commands_without_input_run(folder, command, expected):
+    line = next(line for line in COMMANDS if line.startswith(f"rag-posfix {command}"))
+    done = run(rag_posfix(line), folder)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+@pytest.mark.weights
+def test_the_service_answers_the_curl_command(folder, index):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    line = next(command for command in COMMANDS if command.startswith("rag-posfix serve"))
+    with subprocess.Popen(rag_posfix(line, **{"8000": port}), cwd=folder, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_until_ready(server, port)
+            words = shlex.split(CURL.replace(":8000/", f":{port}/"))
+            if shutil.which("curl"):
+                answer = run([words[0], "--silent", *words[1:]], folder).stdout
+            else:
+                request = urllib.request.Request(words[1], words[5].encode(), {"Content-Type": "application/json"})
+                with urllib.request.urlopen(request, timeout=120) as response:
+                    answer = response.read()
+        finally:
+            server.terminate()
+            server.wait(timeout=60)
+    completion = json.loads(answer)
+    assert "Korvanth" in completion["choices"][0]["message"]["content"]
+    assert {document["id"] for document in completion["documents"]} == {"torvane", "maravel"}
+
+
+def wait_until_ready(server, port):
+    for _ in range(600):
+        assert server.poll() is None, "the server ended before it was ready"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=2):
+                return
+        except OSError:
+            time.sleep(0.2)
+    pytest.fail("the server did not become ready")

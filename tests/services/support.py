@@ -1,0 +1,175 @@
+"""Pipelines without weights, and a real server on a free loopback port."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from langchain_core.documents import Document
+
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.errors import RerankingError
+from rag_posfix.generation.fake import FakeGenerator
+from rag_posfix.generation.request import Chunk, GenerationRequest
+from rag_posfix.pipeline import Pipeline
+from rag_posfix.settings import ServiceSettings, Settings
+from services.api.server import bind, make_server
+from tests.support.toy_encoder import ToyEncoder
+
+BRIDGE = "The bridge of Arvo was built in 1911. It is made of steel."
+HARBOUR = "The harbour froze in 1963. Ships waited for weeks."
+QUESTION = "When was the bridge of Arvo built?"
+ANSWER = "The bridge of Arvo was built in 1911"
+
+
+def chat(question: str = QUESTION, **fields: Any) -> dict[str, Any]:
+    """A request body."""
+    return {"model": "fake", "messages": [{"role": "user", "content": question}], **fields}
+
+
+def make_pipeline(generator: FakeGenerator | None = None, window: int = 8192, **parts: Any) -> Pipeline:
+    encoder = ToyEncoder()
+    generator = generator or FakeGenerator(encoder, window)
+    return Pipeline(generator, Assembler(encoder, generator.context_window), **parts)
+
+
+def limits(**fields: Any) -> ServiceSettings:
+    return ServiceSettings(**{"port": 0, **fields})
+
+
+class WordReranker:
+    """Scores by the share of the question's words."""
+
+    def compress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Any = None
+    ) -> Sequence[Document]:
+        asked = set(query.lower().split())
+        scored = [
+            document.model_copy(
+                update={
+                    "metadata": {
+                        **document.metadata,
+                        "relevance_score": len(asked & set(document.page_content.lower().split())) / len(asked),
+                    }
+                }
+            )
+            for document in documents
+        ]
+        return sorted(scored, key=lambda d: -d.metadata["relevance_score"])
+
+
+class BrokenReranker:
+    def compress_documents(self, documents: Sequence[Document], query: str, callbacks: Any = None) -> Any:
+        raise RerankingError(f"no luck with {query}")
+
+
+class ListRetriever:
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+
+    def retrieve(self, question: str, k: int) -> list[Document]:
+        found = [
+            Document(page_content=t, id=f"r{i}", metadata={"relevance_score": 1 - i / 10})
+            for i, t in enumerate(self.texts)
+        ]
+        return found[:k]
+
+
+class DictCache:
+    """An answer cache in a dict."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Mapping[str, Any]] = {}
+
+    def get(self, key: str) -> Mapping[str, Any] | None:
+        return self.entries.get(key)
+
+    def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
+        self.entries[key] = value
+
+    def single_flight(self, key: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class GatedGenerator(FakeGenerator):
+    """Counts steps and waits before each one until the gate is open."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(ToyEncoder(), **options)
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.closed = threading.Event()
+        self.steps = 0
+        self.running = 0
+        self.most_running = 0
+
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        self.entered.set()
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            if not self.gate.wait(20):
+                raise TimeoutError("the test never opened the gate")
+            for chunk in super().stream(request):
+                self.steps += 1
+                yield chunk
+        finally:
+            self.running -= 1
+            self.closed.set()
+
+
+class EndlessGenerator(GatedGenerator):
+    """Streams until it is closed."""
+
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        self.entered.set()
+        try:
+            while True:
+                self.steps += 1
+                time.sleep(0.005)
+                yield Chunk("word ")
+        finally:
+            self.closed.set()
+
+
+class FailingGenerator(FakeGenerator):
+    """Fails before step ``at``."""
+
+    def __init__(self, at: int, error: Exception) -> None:
+        super().__init__(ToyEncoder())
+        self.at = at
+        self.error = error
+
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        for step, chunk in enumerate(super().stream(request)):
+            if step == self.at:
+                raise self.error
+            yield chunk
+
+
+@contextmanager
+def serving(pipeline: Pipeline | None, **fields: Any) -> Iterator[str]:
+    """Serve on a free port and yield the address."""
+    service = limits(shutdown_timeout_seconds=5, **fields)
+    listener = bind("127.0.0.1", 0)
+    server = make_server(Settings(), service, pipeline)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(15)
+        listener.close()
+        assert not thread.is_alive()
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition never became true"
+        time.sleep(0.01)

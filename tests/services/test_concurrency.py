@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import pytest
+
+from rag_posfix.errors import GenerationCancelled, GenerationError, OverloadedError
+from rag_posfix.generation.request import GenerationRequest
+from rag_posfix.settings import Settings
+from services.api.admission import Admission, Ticket
+from services.api.admitted import TICKET, AdmittedGenerator
+from services.api.app import create_app
+from services.api.errors import RequestTimeoutError
+from tests.services.support import (
+    BRIDGE,
+    DictCache,
+    EndlessGenerator,
+    FailingGenerator,
+    GatedGenerator,
+    chat,
+    limits,
+    make_pipeline,
+    serving,
+    wait_until,
+)
+
+CHAT = "/v1/chat/completions"
+
+
+def post(url: str, **fields: Any) -> httpx2.Response:
+    return httpx2.post(url + CHAT, json=chat(documents=[BRIDGE], **fields), timeout=20)
+
+
+def in_flight(url: str) -> float:
+    text = httpx2.get(url + "/metrics").text
+    (line,) = [line for line in text.splitlines() if line.startswith("rag_posfix_in_flight_requests ")]
+    return float(line.split()[-1])
+
+
+def test_one_answer_at_a_time_works_on_the_model_and_others_wait():
+    generator = GatedGenerator()
+    with serving(make_pipeline(generator)) as url, ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(post, url, stream=bool(i % 2)) for i in range(4)]
+        wait_until(lambda: in_flight(url) == 4)
+        generator.gate.set()
+        assert [answer.result().status_code for answer in answers] == [200] * 4
+        assert generator.most_running == 1
+        wait_until(lambda: in_flight(url) == 0)
+
+
+def test_beyond_the_queue_requests_are_refused_with_retry_after():
+    generator = GatedGenerator()
+    with serving(make_pipeline(generator), max_queue=1) as url, ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(post, url) for _ in range(2)]
+        wait_until(lambda: in_flight(url) == 2)
+        for stream in (False, True):
+            refused = post(url, stream=stream)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "overloaded"
+        assert httpx2.get(url + "/readyz").status_code == 200
+        generator.gate.set()
+        assert [answer.result().status_code for answer in answers] == [200, 200]
+
+
+def test_waiting_too_long_for_the_model_is_refused():
+    generator = GatedGenerator()
+    with serving(make_pipeline(generator), queue_timeout_seconds=0.2) as url, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, url)
+        assert generator.entered.wait(10)
+        refused = post(url)
+        assert refused.status_code == 429
+        assert "queue_timeout_seconds=0.2" in refused.json()["error"]["message"]
+        generator.gate.set()
+        assert answer.result().status_code == 200
+
+
+def test_a_stored_answer_does_not_wait_for_the_model():
+    generator = GatedGenerator()
+    generator.gate.set()
+    with serving(make_pipeline(generator, cache=DictCache())) as url, ThreadPoolExecutor(1) as pool:
+        assert post(url).json()["cached"] is False
+        generator.gate.clear()
+        generator.entered.clear()
+        slow = pool.submit(post, url, cache=False)
+        assert generator.entered.wait(10)
+        assert post(url).json()["cached"] is True
+        generator.gate.set()
+        assert slow.result().status_code == 200
+
+
+def test_an_answer_that_takes_too_long_is_stopped():
+    generator = EndlessGenerator()
+    with serving(make_pipeline(generator), request_timeout_seconds=0.3) as url:
+        late = post(url)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        assert generator.closed.wait(5)
+        streamed = post(url, stream=True)
+        assert streamed.status_code == 200
+        last = streamed.text.strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        wait_until(lambda: in_flight(url) == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_when_the_client_goes_away_the_computation_stops(stream: bool):
+    generator = EndlessGenerator()
+    with serving(make_pipeline(generator)) as url:
+        with httpx2.Client(timeout=1 if stream else 0.5) as client:
+            body = chat(documents=[BRIDGE], stream=stream)
+            if stream:
+                with client.stream("POST", url + CHAT, json=body) as response:
+                    assert next(response.iter_lines()).startswith("data: ")
+            else:
+                with pytest.raises(httpx2.TimeoutException):
+                    client.post(url + CHAT, json=body)
+        assert generator.closed.wait(5)
+        wait_until(lambda: in_flight(url) == 0)
+        steps = generator.steps
+        time.sleep(0.05)
+        assert generator.steps == steps
+
+
+def test_a_client_that_goes_away_while_it_waits_never_reaches_the_model():
+    generator = GatedGenerator()
+    with serving(make_pipeline(generator)) as url, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(post, url)
+        assert generator.entered.wait(10)
+        with httpx2.Client(timeout=0.3) as client, pytest.raises(httpx2.TimeoutException):
+            client.post(url + CHAT, json=chat(documents=[BRIDGE], stream=True))
+        wait_until(lambda: in_flight(url) == 1)
+        generator.gate.set()
+        assert first.result().status_code == 200
+        assert generator.most_running == 1
+        metrics = httpx2.get(url + "/metrics").text
+        assert 'rag_posfix_request_duration_seconds_count{route="/v1/chat/completions",status="499"} 1.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(GenerationError("secret state"), "generation_failed"), (ZeroDivisionError("secret"), "internal_error")],
+)
+def test_a_failure_in_the_middle_of_a_stream_is_told_in_the_stream(error: Exception, code: str):
+    with serving(make_pipeline(FailingGenerator(3, error))) as url:
+        response = post(url, stream=True)
+        assert response.status_code == 200
+        *_, last = response.text.strip().split("\n\n")
+        told = json.loads(last.removeprefix("data: "))["error"]
+        assert set(told) == {"message", "type", "param", "code"}
+        assert told["code"] == code
+        assert "secret" not in response.text
+        assert "[DONE]" not in response.text
+        wait_until(lambda: in_flight(url) == 0)
+
+
+def test_a_failure_before_the_first_piece_is_an_http_error():
+    with serving(make_pipeline(FailingGenerator(0, GenerationError("secret state")))) as url:
+        for stream in (False, True):
+            response = post(url, stream=stream)
+            assert (response.status_code, response.json()["error"]["code"]) == (500, "generation_failed")
+
+
+async def test_a_disconnect_reported_by_the_server_interface_closes_the_iterator():
+    """The same over bare ASGI: a server that tells of the client through ``receive`` alone."""
+    generator = EndlessGenerator()
+    app = create_app(Settings(), make_pipeline(generator), limits())
+    gone = asyncio.Event()
+    sent: list[Any] = []
+    body = json.dumps(chat(documents=[BRIDGE], stream=True)).encode()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Any:
+        message = next(messages, None)
+        if message is None:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+        return message
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) == 5:
+            gone.set()
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": CHAT,
+        "raw_path": CHAT.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json")],
+        "http_version": "1.1",
+    }
+    async with asyncio.timeout(10):
+        await app(scope, receive, send)
+    assert generator.closed.is_set()
+    assert sent[0]["status"] == 200
+    assert app.state.service.chat.admission.in_flight == 0
+
+
+def test_permits_are_given_first_come_first_served():
+    admission = Admission(1, 10, 10.0)
+    order: list[int] = []
+    holder = Ticket(10, time.monotonic())
+    admission.acquire(holder)
+
+    def work(number: int) -> None:
+        ticket = Ticket(10, time.monotonic())
+        admission.acquire(ticket)
+        order.append(number)
+        admission.release(ticket)
+
+    threads = []
+    for number in range(5):
+        thread = threading.Thread(target=work, args=(number,))
+        thread.start()
+        threads.append(thread)
+        wait_until(lambda: len(admission._waiting) == len(threads))
+    admission.release(holder)
+    for thread in threads:
+        thread.join(10)
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_a_ticket_that_is_cancelled_or_late_gets_no_permit():
+    admission = Admission(1, 10, 10.0)
+    admission.acquire(Ticket(10, time.monotonic()))
+    cancelled = Ticket(10, time.monotonic())
+    threading.Timer(0.05, admission.cancel, [cancelled]).start()
+    with pytest.raises(GenerationCancelled):
+        admission.acquire(cancelled)
+    with pytest.raises(RequestTimeoutError, match=r"request_timeout_seconds=0\.05"):
+        admission.acquire(Ticket(0.05, time.monotonic()))
+
+
+def test_no_more_tickets_than_capacity():
+    admission = Admission(1, 0, 1.0)
+    with admission.admit(1) as ticket:
+        admission.acquire(ticket)
+        with pytest.raises(OverloadedError, match="1 requests"), admission.admit(1):
+            pass
+    with admission.admit(1) as ticket:  # permit and ticket are back
+        admission.acquire(ticket)
+    assert admission.in_flight == 0
+
+
+def test_without_a_ticket_the_generator_is_passed_through():
+    generator = GatedGenerator()
+    generator.gate.set()
+    admitted = AdmittedGenerator(generator, Admission(1, 0, 1.0))
+    assert TICKET.get() is None
+    pipeline = make_pipeline(generator)
+    layout = pipeline.assembler.assemble("q", ()).layout
+    assert admitted.generate(GenerationRequest(layout)).text == generator.generate(GenerationRequest(layout)).text
+    assert (admitted.fingerprint, admitted.encoder) == (generator.fingerprint, generator.encoder)

@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from pydantic import ValidationError
+
+import services.api.service as service_module
+from rag_posfix.errors import ConfigError
+from rag_posfix.pipeline import Pipeline
+from rag_posfix.settings import ServiceSettings, Settings
+from services.api.app import create_app
+from services.api.observability import JsonFormatter
+from tests.services.support import (
+    BRIDGE,
+    HARBOUR,
+    QUESTION,
+    BrokenReranker,
+    DictCache,
+    FailingGenerator,
+    WordReranker,
+    chat,
+    limits,
+    make_pipeline,
+    wait_until,
+)
+
+CHAT = "/v1/chat/completions"
+
+
+def client_for(pipeline: Pipeline | None = None, **fields: Any) -> TestClient:
+    return TestClient(create_app(Settings(), pipeline or make_pipeline(), limits(**fields)))
+
+
+def error_of(response: Any) -> dict[str, Any]:
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return dict(body["error"])
+
+
+def test_a_given_pipeline_is_ready_at_once():
+    client = client_for()
+    for path in ("/readyz", "/health"):
+        assert client.get(path).json() == {"status": "ready"}
+    for path in ("/livez", "/healthz"):
+        assert client.get(path).json() == {"status": "live"}
+
+
+def test_while_the_model_loads_the_service_is_live_and_not_ready(monkeypatch: pytest.MonkeyPatch):
+    gate = threading.Event()
+
+    def build(settings: Settings) -> Pipeline:
+        assert gate.wait(20)
+        return make_pipeline()
+
+    monkeypatch.setattr(service_module, "_build", build)
+    with TestClient(create_app(Settings(), service=limits())) as client:
+        assert client.get("/livez").status_code == 200
+        for method, path in (("GET", "/readyz"), ("GET", "/health"), ("GET", "/v1/models"), ("POST", CHAT)):
+            response = client.request(method, path, json=chat() if method == "POST" else None)
+            assert response.status_code == 503
+            assert response.headers["retry-after"]
+            assert error_of(response)["code"] == "not_ready"
+        assert "rag_posfix_ready 0.0" in client.get("/metrics").text
+        gate.set()
+        wait_until(lambda: client.get("/readyz").status_code == 200)
+        assert client.post(CHAT, json=chat(documents=[BRIDGE])).status_code == 200
+        assert "rag_posfix_ready 1.0" in client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConfigError("model 'x' cannot be loaded:\n no such folder"), "model 'x' cannot be loaded: no such folder"),
+        (ZeroDivisionError("secret detail"), "ZeroDivisionError, see the server's log"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_leaves_a_live_service_with_a_reason(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def build(settings: Settings) -> Pipeline:
+        raise error
+
+    monkeypatch.setattr(service_module, "_build", build)
+    with caplog.at_level(logging.ERROR), TestClient(create_app(Settings(), service=limits())) as client:
+        wait_until(lambda: told in error_of(client.get("/readyz"))["message"])
+        assert "\n" not in error_of(client.get("/readyz"))["message"]
+        assert client.get("/livez").status_code == 200
+    assert [record for record in caplog.records if told in record.getMessage()]
+
+
+def test_shutting_down_does_not_wait_for_a_model_that_loads(monkeypatch: pytest.MonkeyPatch):
+    gate = threading.Event()
+    monkeypatch.setattr(service_module, "_build", lambda settings: gate.wait(20))
+    with TestClient(create_app(Settings(), service=limits())) as client:
+        assert client.get("/livez").status_code == 200
+    assert not gate.is_set()
+    gate.set()
+
+
+def test_loading_warms_the_model(monkeypatch: pytest.MonkeyPatch):
+    pipeline = make_pipeline(cache=DictCache())
+    asked: list[str] = []
+    ask = pipeline.ask
+    monkeypatch.setattr(pipeline, "ask", lambda question: (asked.append(question.text), ask(question))[1])
+    monkeypatch.setitem(__import__("sys").modules, "rag_posfix.build", _Module(build_pipeline=lambda s: pipeline))
+    assert service_module._build(Settings()) is pipeline
+    assert len(asked) == 1
+    assert pipeline.cache.entries == {}  # type: ignore[union-attr]
+
+
+class _Module:
+    def __init__(self, **names: Any) -> None:
+        self.__dict__.update(names)
+
+
+def test_models_are_listed_and_described():
+    client = client_for()
+    (model,) = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("fake", "model", 8192)
+    assert client.get("/v1/models/fake").json() == model
+    assert client.get("/v1/models/default").json()["id"] == "fake"
+    response = client.get("/v1/models/owner/name")
+    assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
+
+
+def test_unknown_paths_and_wrong_methods_have_the_same_shape():
+    client = client_for()
+    response = client.get("/v1/nothing")
+    assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
+    response = client.get(CHAT)
+    assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "part"),
+    [
+        (b"{", 400, "the body is no JSON"),
+        (b"", 422, "field required"),
+        (b"[]", 422, "body: input should be a valid dictionary"),
+        (b"\xff\xfe\xfd", 400, "parsing the body"),
+        (b"[" * 100_000, 400, "body"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 422, "temperature"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": 1e999}', 422, "temperature"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "seed": 1' + b"0" * 5000 + b"}", 400, "body"),
+    ],
+)
+def test_malformed_bodies_are_the_clients_fault(content: bytes, status: int, part: str):
+    response = client_for().post(CHAT, content=content, headers={"content-type": "application/json"})
+    assert (response.status_code, part in error_of(response)["message"]) == (status, True), response.text
+    assert "\n" not in error_of(response)["message"]
+
+
+def test_a_body_that_is_not_sent_as_json_is_refused():
+    response = client_for().post(CHAT, content=json.dumps(chat()), headers={"content-type": "text/plain"})
+    assert response.status_code == 422
+    assert "content-type: application/json" in error_of(response)["message"]
+
+
+def test_request_ids_are_echoed_or_made_on_every_response():
+    client = client_for(api_key="key")
+    for path in ("/livez", "/v1/models", "/nothing"):
+        assert client.get(path, headers={"x-request-id": "abc-1.2:3_4"}).headers["x-request-id"] == "abc-1.2:3_4"
+        made = {
+            client.get(path, headers={"x-request-id": bad}).headers["x-request-id"] for bad in ("a b", "x" * 200, "")
+        }
+        assert len(made) == 3
+        assert all(len(identity) == 32 for identity in made)
+
+
+def test_the_key_opens_everything_and_probes_are_open():
+    client = client_for(api_key="kéy")
+    for path in ("/livez", "/readyz", "/health", "/healthz", "/metrics"):
+        assert client.get(path).status_code == 200
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic kéy".encode()}):
+        for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("GET", "/nothing"), ("GET", "/openapi.json")):
+            response = client.request(method, path, headers=headers)  # type: ignore[arg-type]
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert error_of(response)["code"] == "invalid_api_key"
+    for scheme in ("Bearer", "bearer"):
+        assert client.get("/v1/models", headers={"authorization": f"{scheme} kéy".encode()}).status_code == 200
+
+
+def test_large_bodies_are_refused_with_and_without_their_length():
+    client = client_for(max_body_bytes=500)
+    body = json.dumps(chat("x" * 600)).encode()
+    headers = {"content-type": "application/json"}
+    for content in (body, iter([body[:300], body[300:]])):
+        response = client.post(CHAT, content=content, headers=headers)
+        assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
+        assert "500" in error_of(response)["message"]
+    assert client.post(CHAT, json=chat(documents=[BRIDGE])).status_code == 200
+
+
+def test_an_error_that_nothing_foresaw_is_a_500_without_its_text(caplog: pytest.LogCaptureFixture):
+    client = client_for(make_pipeline(FailingGenerator(0, ZeroDivisionError(f"secret {QUESTION}"))))
+    with caplog.at_level(logging.INFO):
+        response = client.post(CHAT, json=chat(documents=[BRIDGE]))
+    assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"]
+    lines = "\n".join(JsonFormatter().format(record) for record in caplog.records)
+    assert "ZeroDivisionError" in lines
+    assert "support.py" in lines
+    assert QUESTION not in lines
+
+
+def test_two_apps_in_one_process_count_apart():
+    first, second = client_for(), client_for()
+    first.post(CHAT, json=chat(documents=[BRIDGE]))
+    assert 'route="/v1/chat/completions"' in first.get("/metrics").text
+    assert 'route="/v1/chat/completions"' not in second.get("/metrics").text
+
+
+def test_metrics_count_requests_stages_tokens_and_the_cache():
+    client = client_for(make_pipeline(cache=DictCache()))
+    for _ in range(3):
+        client.post(CHAT, json=chat(documents=[BRIDGE]))
+    client.post(CHAT, json=chat(documents=[BRIDGE], cache=False, stream=True))
+    client.post(CHAT, json=chat(order="nothing"))
+    client.get("/private/path?name=secret")
+    text = client.get("/metrics").text
+    for line in (
+        'rag_posfix_request_duration_seconds_count{route="/v1/chat/completions",status="200"} 4.0',
+        'rag_posfix_request_duration_seconds_count{route="/v1/chat/completions",status="400"} 1.0',
+        'rag_posfix_request_duration_seconds_count{route="unmatched",status="404"} 1.0',
+        'rag_posfix_stage_duration_seconds_count{stage="decode"} 2.0',
+        'rag_posfix_cache_requests_total{result="hit"} 2.0',
+        'rag_posfix_cache_requests_total{result="miss"} 1.0',
+        'rag_posfix_cache_requests_total{result="off"} 1.0',
+        'rag_posfix_tokens_total{kind="completion"} 32.0',
+        "rag_posfix_in_flight_requests 0.0",
+        "rag_posfix_ready 1.0",
+        'model="fake"',
+    ):
+        assert line in text, line
+    assert "secret" not in text
+    openmetrics = client.get("/metrics", headers={"accept": "application/openmetrics-text"})
+    assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
+
+
+def test_a_request_leaves_one_json_line_without_any_text_of_client_or_model(caplog: pytest.LogCaptureFixture):
+    client = client_for()
+    with caplog.at_level(logging.DEBUG):
+        client.post(CHAT, json=chat(documents=[BRIDGE]), headers={"x-request-id": "r1"})
+        client.post(CHAT, json=chat(order="secret order"), headers={"x-request-id": "r2"})
+        client.get("/secret", headers={"x-request-id": "r3"})
+    lines = [JsonFormatter().format(record) for record in caplog.records if record.name.startswith("services.")]
+    answered, refused, unknown = map(json.loads, lines)
+    assert answered["request_id"] == "r1"
+    assert (answered["route"], answered["status"], answered["method"]) == (CHAT, 200, "POST")
+    assert (answered["mitigation"], answered["order"], answered["cache"]) == ("context_experts", "relevance", "off")
+    assert answered["prompt_tokens"] > answered["completion_tokens"] == 8
+    assert {"assemble", "queue", "prefill", "decode"} <= set(answered["stages_ms"])
+    assert (refused["status"], refused["error"]) == (400, "unknown_name")
+    assert (unknown["route"], unknown["status"]) == ("unmatched", 404)
+    everything = "\n".join(JsonFormatter().format(record) for record in caplog.records if "httpx" not in record.name)
+    for text in ("bridge", "Arvo", "secret"):
+        assert text not in everything
+
+
+def test_probes_are_not_in_the_log_at_info(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="services"):
+        client_for().get("/livez")
+    assert not [record for record in caplog.records if record.name.startswith("services")]
+
+
+def test_rerank_scores_best_first_and_keeps_the_order_of_equals():
+    client = client_for(make_pipeline(reranker=WordReranker()))
+    documents = [HARBOUR, {"text": BRIDGE}, "nothing", HARBOUR]
+    body = client.post(
+        "/v1/rerank", json={"model": "any", "query": "the bridge of Arvo", "documents": documents}
+    ).json()
+    assert [result["index"] for result in body["results"]] == [1, 0, 3, 2]
+    assert body["results"][0] == {"index": 1, "relevance_score": 1.0, "document": {"text": BRIDGE}}
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] > 0
+    request = {"query": "the bridge", "documents": documents, "top_n": 1, "return_documents": False}
+    assert client.post("/v1/rerank", json=request).json()["results"] == [{"index": 1, "relevance_score": 1.0}]
+    assert client.post("/v1/rerank", json={"query": "x", "documents": []}).json()["results"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"query": " "}, 400, "query"),
+        ({"query": None}, 422, "query"),
+        ({"top_n": 0}, 422, "top_n"),
+        ({"documents": [5]}, 422, "documents[0]"),
+        ({"documents": ["a"] * 4}, 413, "documents"),
+    ],
+)
+def test_rerank_tells_bad_input(fields: dict[str, Any], status: int, param: str):
+    client = client_for(make_pipeline(reranker=WordReranker()), max_documents=3)
+    response = client.post("/v1/rerank", json={"query": "q", "documents": ["a"], **fields})
+    assert (response.status_code, error_of(response)["param"]) == (status, param)
+
+
+def test_rerank_without_a_reranker_or_with_a_broken_one(caplog: pytest.LogCaptureFixture):
+    request = {"query": "my secret", "documents": ["a"]}
+    response = client_for().post("/v1/rerank", json=request)
+    assert (response.status_code, error_of(response)["code"]) == (400, "unsupported")
+    assert "no reranker" in error_of(response)["message"]
+    broken = client_for(make_pipeline(reranker=BrokenReranker()))
+    for response in (broken.post("/v1/rerank", json=request), broken.post(CHAT, json=chat(documents=["a"]))):
+        assert (response.status_code, error_of(response)["code"]) == (500, "reranking_failed")
+        assert "no luck" not in response.text
+    assert "no luck" not in caplog.text
+
+
+def test_service_settings_come_from_the_environment_and_are_checked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAG_POSFIX_SERVICE_PORT", "9000")
+    monkeypatch.setenv("RAG_POSFIX_SERVICE_API_KEY", "secret")
+    settings = ServiceSettings()
+    assert settings.port == 9000
+    assert "secret" not in repr(settings)
+    for fields in ({"port": 70000}, {"max_concurrent": 0}, {"api_key": ""}, {"unknown": 1}):
+        with pytest.raises(ValidationError):
+            ServiceSettings(**fields)  # type: ignore[arg-type]

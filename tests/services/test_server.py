@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import services.api.server as server
+from rag_posfix.errors import ConfigError
+from rag_posfix.settings import Settings
+from services.api.openapi import document, main
+from tests.services.support import limits, make_pipeline
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+from rag_posfix.settings import Settings
+from services.api.server import run
+from tests.services.support import make_pipeline
+run(Settings(), "127.0.0.1", 0, pipeline=make_pipeline())
+"""
+
+
+def test_a_busy_port_is_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server, "create_app", lambda *arguments: pytest.fail("loaded"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as refused:
+            server.run(Settings(), "127.0.0.1", port, service=limits())
+    assert str(refused.value) == f"port {port} on 127.0.0.1 is in use; choose another with --port"
+
+
+def test_an_address_that_is_not_ours_is_told():
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0 cannot be listened on"):
+        server.bind("192.0.2.1", 0)
+    with pytest.raises(ConfigError, match=r"host 'no host' cannot be resolved"):
+        server.bind("no host", 0)
+
+
+def test_the_server_runs_on_the_port_given_and_stops_on_a_signal():
+    """In a process of its own: signals, stderr and exit code are those of a user's terminal."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RAG_POSFIX_SERVICE_SHUTDOWN_TIMEOUT_SECONDS": "3"},
+    )
+    try:
+        assert process.stderr is not None
+        line = json.loads(process.stderr.readline())
+        assert line["message"].startswith("listening on http://127.0.0.1:")
+        port = int(line["message"].rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert connection.recv(20).startswith(b"HTTP/1.1 200")
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert out == ""
+    for rest in err.splitlines():
+        json.loads(rest)
+    assert "Finished server process" in err
+
+
+def test_logs_go_to_stderr_as_json(capsys: pytest.CaptureFixture[str]):
+    from services.api.observability import configure_logging
+
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    root.handlers.clear()
+    try:
+        configure_logging()
+        logging.getLogger("x").info("hello %s", "world", extra={"fields": {"n": 1}})
+        try:
+            1 / 0  # noqa: B018
+        except ZeroDivisionError:
+            logging.getLogger("x").exception("bad")
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    first, second = map(json.loads, captured.err.splitlines())
+    assert (first["message"], first["n"], first["level"]) == ("hello world", 1, "info")
+    assert "ZeroDivisionError" in second["traceback"]
+
+
+def test_the_openapi_document_is_current():
+    """Run ``python -m services.api.openapi docs/openapi.json`` after changing a route."""
+    assert (ROOT / "docs" / "openapi.json").read_text(encoding="utf-8") == document()
+
+
+def test_the_openapi_document_tells_every_error():
+    paths = json.loads(document())["paths"]
+    responses = paths["/v1/chat/completions"]["post"]["responses"]
+    assert set(responses) == {"200", "400", "401", "404", "413", "422", "429", "500", "503", "504"}
+    assert "HTTPValidationError" not in document()
+    assert {"/v1/rerank", "/v1/models", "/livez", "/readyz", "/health", "/healthz", "/metrics"} <= set(paths)
+
+
+def test_the_openapi_command_writes_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(tmp_path / "openapi.json")]) == 0
+    assert (tmp_path / "openapi.json").read_text(encoding="utf-8") == document()
+    assert main([]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_make_server_serves_the_pipeline():
+    assert server.make_server(Settings(), limits(), make_pipeline()).config.access_log is False

@@ -1,0 +1,50 @@
+"""Rotation against transformers' own, and the attention that is reported against a plain softmax."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from rag_posfix.attention.observe import last_query_attention
+from rag_posfix.attention.rope import rotate_half_split
+
+
+def test_rotating_a_quarter_turn_by_hand():
+    # D = 4 pairs channels (0, 2) and (1, 3). A quarter turn takes (x1, x2) to (-x2, x1).
+    states = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+    turned = rotate_half_split(states, torch.zeros(4), torch.ones(4))
+    assert turned.flatten().tolist() == [-3.0, -4.0, 1.0, 2.0]
+
+
+def test_it_is_the_rotation_of_llama():
+    query, key = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
+    angle = torch.rand(2, 5, 4).repeat(1, 1, 2)
+    expected, _ = apply_rotary_pos_emb(query, key, angle.cos(), angle.sin())
+    assert torch.equal(rotate_half_split(query, angle.cos()[:, None], angle.sin()[:, None]), expected)
+
+
+def test_channels_beyond_the_rotated_ones_pass():
+    states = torch.randn(1, 1, 2, 8)
+    turned = rotate_half_split(states, torch.zeros(4), torch.ones(4))
+    assert torch.equal(turned[..., 4:], states[..., 4:])
+
+
+def test_attention_of_the_last_query_by_hand():
+    # One head, two keys with scores 0 and ln 3: shares 1/4 and 3/4.
+    query = torch.tensor([[0.0, 0.0], [1.0, 0.0]]).view(1, 1, 2, 2)
+    key = torch.tensor([[0.0, 5.0], [math.log(3), -2.0]]).view(1, 1, 2, 2)
+    assert last_query_attention(query, key, None, 1.0).tolist() == [pytest.approx([0.25, 0.75])]
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_masked_key_gets_no_attention(additive):
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
+    mask = torch.ones(1, 1, 3, 5, dtype=torch.bool)
+    mask[..., 1] = False
+    given = torch.zeros(1, 1, 3, 5).masked_fill(~mask, float("-inf")) if additive else mask
+    found = last_query_attention(query, key, given, 8**-0.5)
+    assert found[0, 1] == 0
+    assert float(found.sum()) == pytest.approx(1.0)

@@ -1,0 +1,111 @@
+"""The pooling rules of context_experts, worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rag_posfix.attention.plan import RowScores
+from rag_posfix.errors import ConfigError
+from rag_posfix.mitigations import create
+from tests.support.tiny import loaded_model, toy_layout
+
+
+@pytest.fixture(scope="module")
+def shape():
+    return loaded_model().spec.shape
+
+
+def pooled(shape, given, experts, amateur=(0.5, 0.5), answer=None, question=None, **parameters):
+    """Pool two experts over a vocabulary of two tokens."""
+    layout = toy_layout((3, 4), relevance=given)
+    plan = create("context_experts", {"relevance": "given", **parameters}).plan(layout, shape)
+    order = [row.passages[0] for row in plan.rows[:-1]]
+    rows = torch.tensor([experts[i] for i in order] + [amateur]).log()
+    zeros = [0.0, 0.0]
+    scores = RowScores(
+        log_probs=rows,
+        question=torch.tensor([(question or zeros)[i] for i in order] + [0.0]),
+        answer=torch.tensor([(answer or zeros)[i] for i in order] + [0.0]),
+    )
+    log_probs, weights = plan.combine(scores)
+    return log_probs.exp().tolist(), {i: float(weights[place]) for place, i in enumerate(order)}
+
+
+def test_the_mixture_weights_experts_by_relevance_to_the_power_of_its_weight(shape):
+    # r = (0.8, 0.4), weight 1: shares 2/3 and 1/3. Token 0: 2/3 * 0.9 + 1/3 * 0.3 = 0.7.
+    probs, shares = pooled(shape, (0.8, 0.4), [(0.9, 0.1), (0.3, 0.7)], relevance_weight=1.0)
+    assert probs == pytest.approx([0.7, 0.3])
+    assert shares == pytest.approx({0: 2 / 3, 1: 1 / 3})
+
+
+def test_holding_makes_the_share_the_posterior_of_the_answer_so_far(shape):
+    # Equal relevance; expert 0 gave the answer so far probability 0.6, expert 1 0.2: posterior 3/4 and 1/4.
+    probs, shares = pooled(
+        shape, (0.5, 0.5), [(0.8, 0.2), (0.4, 0.6)], answer=[math.log(0.6), math.log(0.2)], hold=1.0
+    )
+    assert shares == pytest.approx({0: 0.75, 1: 0.25})
+    assert probs == pytest.approx([0.75 * 0.8 + 0.25 * 0.4, 0.75 * 0.2 + 0.25 * 0.6])
+
+
+def test_without_holding_the_answer_so_far_does_not_count(shape):
+    _, shares = pooled(shape, (0.5, 0.5), [(0.8, 0.2), (0.4, 0.6)], answer=[math.log(0.6), math.log(0.2)], hold=0.0)
+    assert shares == pytest.approx({0: 0.5, 1: 0.5})
+
+
+def test_max_takes_the_best_expert_at_each_token_as_the_paper_does(shape):
+    # weight 1: scores 0: max(0.9 * 0.8, 0.2 * 0.4) = 0.72; 1: max(0.1 * 0.8, 0.8 * 0.4) = 0.32; normalised by 1.04.
+    probs, shares = pooled(shape, (0.8, 0.4), [(0.9, 0.1), (0.2, 0.8)], relevance_weight=1.0, pool="max", hold=0.0)
+    assert probs == pytest.approx([0.72 / 1.04, 0.32 / 1.04])
+    assert shares == {0: 1.0, 1: 0.0}
+
+
+def test_contrast_moves_away_from_the_row_without_passages(shape):
+    # One half more of the expert, one half less of the amateur: 0.8^1.5 / 0.5^0.5 against 0.2^1.5 / 0.5^0.5.
+    probs, _ = pooled(shape, (0.5, 0.5), [(0.8, 0.2), (0.8, 0.2)], contrast=0.5)
+    assert probs == pytest.approx([0.8**1.5 / (0.8**1.5 + 0.2**1.5), 0.2**1.5 / (0.8**1.5 + 0.2**1.5)])
+
+
+def test_relevance_can_be_the_likelihood_of_the_question(shape):
+    # exp of the mean log-probability: 0.6 and 0.3, weight 1: shares 2/3 and 1/3, whatever the given scores say.
+    _, shares = pooled(
+        shape, (0.1, 0.9), [(0.9, 0.1), (0.3, 0.7)],
+        question=[math.log(0.6), math.log(0.3)], relevance="question", relevance_weight=1.0,
+    )  # fmt: skip
+    assert shares == pytest.approx({0: 2 / 3, 1: 1 / 3})
+
+
+def test_there_is_one_expert_per_passage_and_one_row_without_passages(shape):
+    plan = create("context_experts").plan(toy_layout((3, 4, 5)), shape)
+    assert sorted(row.passages for row in plan.rows) == [(), (0,), (1,), (2,)]
+    assert plan.rows[-1].passages == ()
+    assert plan.independent_passages
+
+
+def test_experts_keeps_the_most_relevant(shape):
+    plan = create("context_experts", {"experts": 2}).plan(toy_layout((3, 4, 5), relevance=(0.2, 0.9, 0.5)), shape)
+    assert sorted(row.passages for row in plan.rows) == [(), (1,), (2,)]
+
+
+def test_experts_without_relevance_says_what_to_do(shape):
+    with pytest.raises(ConfigError, match=r"experts=2 keeps the most relevant of 3 passages, .* rerank them"):
+        create("context_experts", {"experts": 2}).plan(toy_layout((3, 4, 5)), shape)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"contrast": -0.1}, "contrast=-0.1 must be a number between 0 and 2"),
+        ({"hold": 1.5}, "hold=1.5 must be a number between 0 and 1"),
+        ({"relevance_weight": "high"}, "relevance_weight='high' must be a number"),
+        ({"hold": True}, "hold=True must be a number"),
+        ({"experts": 0}, "experts=0 must be a whole number >= 1"),
+        ({"pool": "mean"}, "pool='mean' must be one of"),
+        ({"relevance": "guess"}, "relevance='guess' must be one of"),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused_with_its_value(parameters, message):
+    with pytest.raises(ConfigError, match=message):
+        create("context_experts", parameters)

@@ -1,0 +1,128 @@
+"""The seam: idle it is the stock model, active it does what the plan says, and wrong rotations are found out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+from rag_posfix.attention.plan import Plan, RowPlan
+from rag_posfix.attention.shape import Capability
+from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.generation.forward import LoadedModel
+from rag_posfix.generation.session import Session
+from rag_posfix.patching.families import keeps_all_keys
+from rag_posfix.patching.install import install, uninstall
+from rag_posfix.patching.verify import verify
+from tests.support.tiny import COMMON, FAMILIES, loaded_model, stock_model, toy_layout
+
+IDS = torch.tensor([toy_layout().token_ids])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_idle_the_model_is_bit_identical_with_and_without_padding(family, dtype):
+    stock, loaded = stock_model(family).to(dtype), loaded_model(family)
+    loaded.model.to(dtype)
+    padding = torch.ones_like(IDS)
+    padding[:, :3] = 0
+    with torch.inference_mode():
+        assert torch.equal(loaded.model(IDS).logits, stock(IDS).logits)
+        padded = [model(IDS, attention_mask=padding).logits for model in (loaded.model, stock)]
+    assert torch.equal(*padded)
+    assert set(loaded.model.state_dict()) == set(stock.state_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_idle_generation_is_token_identical(family):
+    stock, loaded = stock_model(family), loaded_model(family)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(loaded.model.generate(IDS, **options), stock.generate(IDS, **options))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verify_finds_no_difference_with_the_rotation_done_in_the_seam(family):
+    loaded = loaded_model(family)
+    found = verify(loaded.model, loaded.spec)
+    assert found.idle_difference == 0.0
+    assert found.rotation_difference == 0.0
+
+
+def test_verify_refuses_a_model_whose_rotation_is_not_what_the_table_says():
+    config = transformers.CohereConfig(**COMMON)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    spec = install(model)
+    assert Capability.ROTATION not in spec.shape.capabilities  # interleaved: the table knows
+    verify(model, spec)
+    lying = dataclasses.replace(
+        spec, shape=dataclasses.replace(spec.shape, capabilities=spec.shape.capabilities | {Capability.ROTATION})
+    )
+    with pytest.raises(UnsupportedModelError, match="CohereForCausalLM differs from native by"):
+        verify(model, lying)
+
+
+def test_positions_per_head_that_are_all_alike_change_nothing():
+    loaded, layout = loaded_model(), toy_layout()
+    positions = torch.arange(len(layout.token_ids)).float().expand(8, -1)
+    plain = Session(loaded, layout, Plan())
+    per_head = Session(loaded, layout, Plan(rows=(RowPlan(positions=positions),)))
+    for token in (5, 9, 11):
+        assert float((plain.next_log_probs() - per_head.next_log_probs()).abs().max()) < 1e-5
+        plain.advance(token)
+        per_head.advance(token)
+
+
+def test_positions_per_head_reach_their_heads():
+    loaded, layout = loaded_model(), toy_layout()
+    positions = torch.arange(len(layout.token_ids)).float().repeat(8, 1)
+    base = Session(loaded, layout, Plan(rows=(RowPlan(positions=positions),))).next_log_probs()
+    positions = positions.clone()
+    positions[3] /= 2
+    moved = Session(loaded, layout, Plan(rows=(RowPlan(positions=positions),))).next_log_probs()
+    assert float((base - moved).abs().max()) > 1e-4
+
+
+def test_an_unsupported_family_is_refused_by_name():
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
+    with pytest.raises(UnsupportedModelError, match="model type 'gpt2' is not supported; supported: cohere, "):
+        install(model)
+
+
+def test_installing_twice_is_refused():
+    loaded = loaded_model()
+    with pytest.raises(UnsupportedModelError, match="carries the seam already"):
+        install(loaded.model)
+
+
+def test_uninstalling_gives_the_stock_model_back():
+    model = stock_model()
+    spec = install(model)
+    uninstall(model, spec)
+    assert model.config._attn_implementation == "sdpa"
+    assert not model.model.rotary_emb._forward_hooks
+    assert install(model).shape == spec.shape
+
+
+def test_a_sliding_window_model_offers_row_level_methods_only():
+    config = transformers.MistralConfig(**{**COMMON, "sliding_window": 8})
+    assert not keeps_all_keys(config)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    spec = install(model)
+    verify(model, spec)
+    layout = toy_layout(relevance=(0.9, 0.2, 0.4, 0.3))
+    from rag_posfix.mitigations import create
+
+    assert create("parallel_windows").refusal(spec.shape) is not None
+    plan = create("context_experts").checked_plan(layout, spec.shape)
+    loaded = LoadedModel(model, spec)
+    found = Session(loaded, layout, plan)
+    scored = found.score([5, 9, 11])
+    stepwise = []
+    for token in (5, 9, 11):
+        stepwise.append(float(found.next_log_probs()[token]))
+        found.advance(token)
+    assert scored == pytest.approx(stepwise, abs=1e-5)
