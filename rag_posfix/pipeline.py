@@ -16,7 +16,7 @@ from rag_posfix.citations import find_quotes
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling, Usage
 from rag_posfix.protocols import AnswerCache, Generator, PromptAssembler, Reranker, Retriever
-from rag_posfix.text import content_hash
+from rag_posfix.text import clean_text, content_hash
 
 if TYPE_CHECKING:
     from rag_posfix.assembly.assembler import Assembled
@@ -204,8 +204,17 @@ class Pipeline:
         relevance = layout.relevance or (None,) * layout.n_passages
         attention = stored["attention"]
         documents = tuple(
-            AnswerDocument(identity, score, position, float(attention.get(key, 0.0)))
-            for position, (identity, score, key) in enumerate(zip(assembled.ids, relevance, layout.keys, strict=True))
+            AnswerDocument(
+                id=identity,
+                score=score,
+                position=position,
+                attention=float(attention.get(key, 0.0)),
+                title=_text_or_none(document.metadata.get("title")),
+                source=_text_or_none(document.metadata.get("source")),
+            )
+            for position, (identity, score, key, document) in enumerate(
+                zip(assembled.ids, relevance, layout.keys, assembled.documents, strict=True)
+            )
         )
         text = stored["text"]
         quotes = find_quotes(text, [document.page_content for document in assembled.documents])
@@ -266,6 +275,10 @@ def _score_in_place(reranker: Reranker, question: str, documents: Sequence[Docum
     for document in scored:
         del document.metadata["_place"]
     return scored
+
+
+def _text_or_none(value: object) -> str | None:
+    return clean_text(value) if isinstance(value, str) and value else None
 
 
 @contextmanager

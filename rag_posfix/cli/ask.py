@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, parse_choice, settings_from
+from rag_posfix.cli.options import AsJson, ModelName, checked_choice, settings_from
 from rag_posfix.cli.output import emit_json, out, status
 from rag_posfix.errors import ConfigError
 
@@ -37,7 +37,7 @@ def ask(
     if stream and as_json:
         raise ConfigError("--stream and --json exclude each other; --json prints one object at the end")
     settings = settings_from(model=model, max_tokens=max_tokens, order=order, k=k)
-    choice = parse_choice(mitigation) if mitigation else None
+    choice = checked_choice(mitigation) if mitigation else None
     with status("loading the model"):
         from rag_posfix.build import build_pipeline
         from rag_posfix.pipeline import Question
@@ -67,12 +67,15 @@ def _print_stream(pipeline: Pipeline, asked: Question) -> Answer | None:
 def _show_sources(answer: Answer | None) -> None:
     if answer is None or not answer.documents:
         return
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("passage", "relevance", "attention", title=f"{answer.mitigation}, order {answer.order}")
     for document in sorted(answer.documents, key=lambda d: -d.attention)[:5]:
         score = "-" if document.score is None else f"{document.score:.2f}"
-        table.add_row(document.id, score, f"{document.attention:.0%}")
+        name = document.title or document.source
+        shown = f"{document.id} ({name})" if name else document.id
+        table.add_row(escape(shown), score, f"{document.attention:.0%}")
     out().print(table)
     usage = answer.usage
     seconds = sum(answer.timings.values())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, parse_choice, settings_from
+from rag_posfix.cli.options import AsJson, ModelName, checked_choice, parse_choice, settings_from
 from rag_posfix.cli.output import emit_json, err, out, progress_bar, status
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Index the shipped corpus, ask, move the right passage about, and compare the model with the corrected one."""
+    checked_choice(mitigation)
     settings = settings_from(model=model)
     started = time.perf_counter()
     with status("loading the model (converted to bfloat16 on the first start) and the embeddings"):
@@ -87,6 +88,7 @@ def _load_engine(settings: Settings) -> Engine:
 def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
     """Embed and save the corpus, then load the index back, as `index` and `ask` do."""
     from rag_posfix.demo_data import load_passages
+    from rag_posfix.generation.models import quiet_loading
     from rag_posfix.retrieval.embeddings import SentenceEmbeddings
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
     from rag_posfix.retrieval.retriever import PassageRetriever
@@ -95,7 +97,8 @@ def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
     with status(f"indexing {len(passages)} passages"):
         embeddings = SentenceEmbeddings(settings.embedding_model)
         store = FaissVectorStore(embeddings)
-        store.add_documents(passages)
+        with quiet_loading():
+            store.add_documents(passages)
         store.save(folder)
         return PassageRetriever(store=FaissVectorStore.load(folder, embeddings), k=PASSAGES), len(passages)
 
@@ -105,7 +108,6 @@ def _compare(engine: Engine, retriever: PassageRetriever, count: int, mitigation
     from rag_posfix.demo_data import load_questions
 
     assembler = Assembler(engine.encoder, engine.context_window)
-    engine.describe(parse_choice(mitigation))
     asked = load_questions()[:count]
     cells: list[_Cell] = []
     total = len(asked) * len(PLACES) * 2

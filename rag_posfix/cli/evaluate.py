@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, parse_choice, settings_from
+from rag_posfix.cli.options import AsJson, ModelName, checked_choice, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar, status
 from rag_posfix.errors import ConfigError
 
@@ -41,7 +41,7 @@ def positions(
     from rag_posfix.evaluation.datasets import load_examples
 
     examples = load_examples(data, limit=limit, skip=skip)
-    choices = [parse_choice(text) for text in mitigation.split(",")]
+    choices = [checked_choice(text) for text in mitigation.split(",")]
     places = _split(gold_positions, int, "--gold-positions")
     for example in examples:  # before the model: too few distractors are told at once
         for place in places:

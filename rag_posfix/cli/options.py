@@ -12,7 +12,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.request import MitigationChoice
 from rag_posfix.settings import Settings
 
-__all__ = ["AsJson", "ModelName", "parse_choice", "settings_from"]
+__all__ = ["AsJson", "ModelName", "checked_choice", "parse_choice", "settings_from"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, a model id, or a folder.")]
@@ -35,6 +35,19 @@ def parse_choice(text: str) -> MitigationChoice:
         except json.JSONDecodeError:
             parameters[key] = value
     return MitigationChoice(name, parameters)
+
+
+def checked_choice(text: str) -> MitigationChoice:
+    """Read a mitigation and check it against the registry: a typing error is told before a model is loaded.
+
+    Raises:
+        ConfigError: an unknown mitigation or parameter, or a value outside of what is allowed.
+    """
+    from rag_posfix.mitigations import create
+
+    choice = parse_choice(text)
+    create(choice.name, choice.parameters)
+    return choice
 
 
 def settings_from(**changes: Any) -> Settings:

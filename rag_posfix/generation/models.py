@@ -21,7 +21,7 @@ from rag_posfix.patching.install import install
 from rag_posfix.patching.verify import verify
 from rag_posfix.settings import default_cache_dir
 
-__all__ = ["load_engine"]
+__all__ = ["load_engine", "quiet_loading"]
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def _dtype(dtype: str, device: str) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Keep transformers' progress bars off the terminal: ours belongs there."""
     from transformers.utils import logging as transformers_logging
 
@@ -108,7 +108,7 @@ def _load(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, An
     except ImportError as error:
         raise missing_extra("transformers", "local") from error
     try:
-        with _quiet():
+        with quiet_loading():
             tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **options)
     # Hub, configuration, tokenizer and weights come from different libraries, which raise what they like.
@@ -157,7 +157,7 @@ def _convert(gguf: Path, target: Path) -> None:
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         model, tokenizer = _load(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **_dense())
-        with _quiet():
+        with quiet_loading():
             model.save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
         (scratch / "complete").write_text("ok\n")

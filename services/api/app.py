@@ -64,5 +64,6 @@ def _lifespan(service: Service) -> Callable[[FastAPI], AbstractAsyncContextManag
             loading.cancel()
             with suppress(asyncio.CancelledError):
                 await loading
+            service.close()
 
     return lifespan

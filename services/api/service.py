@@ -45,6 +45,7 @@ class Service:
         self.rerank = self._jobs()
         self.metrics = Metrics(self._in_flight, lambda: self.is_ready)
         self._pipeline: Pipeline | None = None
+        self._loaded: Pipeline | None = None
         self._reason = "the model is being loaded; try again later"
 
     @property
@@ -87,8 +88,14 @@ class Service:
             self._reason = f"the model could not be loaded: {told}"
             _log.error("%s", self._reason, exc_info=None if known else error)
             return
+        self._loaded = pipeline
         self.adopt(pipeline)
         _log.info("serving %s, loaded in %.1f s", pipeline.generator.model_id, time.monotonic() - started)
+
+    def close(self) -> None:
+        """Close what ``load`` opened; a pipeline that was handed in belongs to its owner."""
+        if self._loaded is not None:
+            self._loaded.close()
 
     def check_model(self, name: str) -> None:
         """Check that ``name`` means the served model.
