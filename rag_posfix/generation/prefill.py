@@ -82,7 +82,7 @@ def _read_whole(loaded: LoadedModel, layout: Layout, row: _Row, score_question: 
     observer = Observer()
     ids = torch.tensor([row.layout.token_ids], device=loaded.device)
     logits = rows.forward(ids, row.positions, _logits_to_keep(row.layout, score_question), observer)
-    return _group(rows, logits, layout, [row], [row.layout.passages], observer)
+    return _group(rows, logits, layout, [row], observer)
 
 
 def _read_by_passage(loaded: LoadedModel, layout: Layout, rows: list[_Row], score_question: bool) -> PrefilledGroup:
@@ -92,7 +92,7 @@ def _read_by_passage(loaded: LoadedModel, layout: Layout, rows: list[_Row], scor
     ids: list[Sequence[int]] = []
     starts: list[Tensor] = []
     for row in rows:
-        for passage, span in zip(row.passages, row.layout.passages, strict=True):
+        for passage, span in _passages_of(row):
             at = row.positions[0, span.slice]
             if (passage, float(at[0])) not in jobs:
                 jobs[passage, float(at[0])] = len(ids)
@@ -107,7 +107,7 @@ def _read_by_passage(loaded: LoadedModel, layout: Layout, rows: list[_Row], scor
     positions = torch.cat([row.positions[:, row.layout.suffix.slice] for row in rows])
     observer = Observer()
     logits = batch.forward(suffix, positions, _logits_to_keep(layout, score_question), observer)
-    return _group(batch, logits, layout, rows, [row.layout.passages for row in rows], observer)
+    return _group(batch, logits, layout, rows, observer)
 
 
 def _passages_of(row: _Row) -> list[tuple[int, Span]]:
@@ -188,7 +188,6 @@ def _group(
     logits: Tensor,
     layout: Layout,
     read: list[_Row],
-    spans: list[tuple[Span, ...]],
     observer: Observer,
 ) -> PrefilledGroup:
     question = torch.zeros(len(read), device=logits.device)
@@ -200,7 +199,7 @@ def _group(
     attention = torch.zeros((len(read), layout.n_passages), device=logits.device)
     mass = observer.mean()
     for r, row in enumerate(read):
-        for passage, span in zip(row.passages, spans[r], strict=True):
+        for passage, span in _passages_of(row):
             attention[r, passage] = mass[r, span.slice].sum() if mass is not None else 0.0
     total = attention.sum(dim=1, keepdim=True)
     return PrefilledGroup(rows, logits, question, attention / total.where(total > 0, 1.0))
