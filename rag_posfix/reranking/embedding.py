@@ -92,8 +92,9 @@ def _checked(query: str) -> str:
 
 
 def _text(document: Document) -> str:
-    # Built without validation, a Document may hold None.
-    return clean_text(titled_text(document.metadata.get("title"), document.page_content or ""))
+    # Built without validation, a Document may hold None in either.
+    title = document.metadata.get("title") if document.metadata else None
+    return clean_text(titled_text(title, document.page_content or ""))
 
 
 def _distinct_texts(documents: Sequence[Document]) -> list[str]:

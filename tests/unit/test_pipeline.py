@@ -516,6 +516,12 @@ class TestAnswer:
             "decode",
         }
 
+    def test_documents_say_which_file_and_title_they_come_from(self):
+        metadata = {"title": "The capital", "source": "italy.md"}
+        document = Document(id="rome", page_content=ROME.page_content, metadata=metadata)
+        found = pipeline().ask(Question(QUESTION, [document])).documents[0]
+        assert (found.title, found.source) == ("The capital", "italy.md")
+
     def test_as_json_it_has_the_fields_of_the_command_line(self):
         data = pipeline().ask(Question(QUESTION, [ROME, ROME])).to_dict()
         assert set(data) == {
@@ -523,6 +529,8 @@ class TestAnswer:
             "timings",
         }  # fmt: skip
         assert data["answer"] == "Rome lies on the Tiber"
-        assert data["documents"] == ({"id": "rome", "score": None, "position": 0, "attention": 1.0},)
+        assert data["documents"] == (
+            {"id": "rome", "score": None, "position": 0, "attention": 1.0, "title": None, "source": None},
+        )
         assert set(data["usage"]) == {"prompt_tokens", "completion_tokens", "cached_tokens"}
         assert data["dropped"] == [{"id": "rome", "reason": "duplicate"}]
