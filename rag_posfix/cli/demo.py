@@ -30,10 +30,10 @@ ANSWER_TOKENS = 20
 
 NEXT = """\
 Where to go next:
-  rag-posfix index YOUR_FILES --out my.index       index .txt, .md or .jsonl files
-  rag-posfix ask "Your question?" --index my.index   ask them, with sources
-  rag-posfix serve --index my.index                the same behind an OpenAI-compatible API
-  rag-posfix methods                               every method, with its paper and parameters"""
+  rag-posfix index YOUR_FILES --out my.index         index .txt, .md, .jsonl files
+  rag-posfix ask "Your question?" --index my.index   answers with sources
+  rag-posfix serve --index my.index                  an OpenAI-compatible service
+  rag-posfix methods                                 every method and its paper"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def demo(
         )
         return
     _show(cells, engine.model_id, indexed, mitigation)
-    out().print(f"\n{NEXT}\n\nTook {seconds:.0f} s.", highlight=False, markup=False)
+    out().print(f"\n{NEXT}\n\nTook {seconds:.0f} s.", highlight=False, markup=False, soft_wrap=True)
 
 
 def _load_engine(settings: Settings) -> Engine:
