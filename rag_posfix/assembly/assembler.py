@@ -11,7 +11,7 @@ from rag_posfix.assembly.budget import choose, truncate
 from rag_posfix.assembly.documents import Candidate, Dropped, rank, read_document, unique
 from rag_posfix.assembly.layout import Frame, Passage, encode_passage, open_frame
 from rag_posfix.assembly.orders import ORDERS, permute
-from rag_posfix.assembly.prompt import PromptTemplate, merge_messages
+from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError, PromptTooLongError
 from rag_posfix.protocols import ChatMessage, TokenEncoder
@@ -110,29 +110,6 @@ class Assembler:
             truncated=tuple(candidates[index].id for index in truncated),
             order=order,
         )
-
-    def fingerprint(
-        self,
-        *,
-        order: str = "relevance",
-        seed: int = 0,
-        max_new_tokens: int = 128,
-        budget_tokens: int | None = None,
-        history: Sequence[ChatMessage] = (),
-    ) -> str:
-        """Return a hash of all that shapes a prompt apart from question and documents; part of every cache key.
-
-        Args:
-            order: As in ``assemble``.
-            seed: As in ``assemble``.
-            max_new_tokens: As in ``assemble``.
-            budget_tokens: As in ``assemble``.
-            history: As in ``assemble``.
-        """
-        messages = [part for message in merge_messages(history) for part in (message["role"], message["content"])]
-        settings = (self.context_window, order, seed, max_new_tokens, budget_tokens)
-        chat_template = self.encoder.render_chat([{"role": "user", "content": ""}])
-        return content_hash("assembly", self.template.fingerprint(), chat_template, *map(str, settings), *messages)
 
     def _room(self, frame: Frame, max_new_tokens: int) -> int:
         room = self.context_window - len(frame) - max_new_tokens

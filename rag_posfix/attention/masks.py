@@ -8,12 +8,7 @@ from torch import Tensor
 from rag_posfix.attention.plan import MaskFunction
 from rag_posfix.attention.spans import Layout
 
-__all__ = ["causal_mask", "independent_passages_mask", "materialize", "segment_ids"]
-
-
-def causal_mask(query: Tensor, key: Tensor) -> Tensor:
-    """Let each token see itself and all tokens before it."""
-    return key <= query
+__all__ = ["independent_passages_mask", "materialize", "segment_ids"]
 
 
 def segment_ids(layout: Layout) -> Tensor:

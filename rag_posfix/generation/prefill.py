@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.plan import Plan, RowPlan
+from rag_posfix.attention.shape import Capability
 from rag_posfix.attention.spans import Layout, Span
 from rag_posfix.generation.forward import LoadedModel, Rows, new_cache
 from rag_posfix.patching.seam import Observer
@@ -60,7 +61,9 @@ def prefill(loaded: LoadedModel, layout: Layout, plan: Plan) -> list[PrefilledGr
     each row as one sequence.
     """
     rows = [_spell_out(row, layout, loaded.device) for row in plan.rows]
-    joinable = "full_cache" in loaded.spec.shape.capabilities and all(row.positions.shape[0] == 1 for row in rows)
+    joinable = Capability.FULL_CACHE in loaded.spec.shape.capabilities and all(
+        row.positions.shape[0] == 1 for row in rows
+    )
     if plan.independent_passages and layout.n_passages and joinable:
         return [_read_by_passage(loaded, layout, rows, plan.score_question)]
     return [_read_whole(loaded, layout, row, plan.score_question) for row in rows]

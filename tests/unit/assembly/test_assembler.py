@@ -231,22 +231,6 @@ def test_documents_beyond_the_budget_are_not_even_encoded():
     assert sum(text.startswith("document") for text in encoder.encoded) == 1
 
 
-def test_fingerprint_changes_with_every_setting():
-    made = assembler()
-    variants = [
-        made.fingerprint(),
-        made.fingerprint(order="reverse"),
-        made.fingerprint(seed=1),
-        made.fingerprint(max_new_tokens=1),
-        made.fingerprint(budget_tokens=1),
-        made.fingerprint(history=[{"role": "user", "content": "Hi"}]),
-        assembler(99).fingerprint(),
-        assembler(template=PromptTemplate(answer_cue="\nA:")).fingerprint(),
-    ]
-    assert len(set(variants)) == len(variants)
-    assert made.fingerprint() == assembler().fingerprint()
-
-
 @settings(max_examples=200)
 @given(
     question=visible_texts(),

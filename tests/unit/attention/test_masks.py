@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rag_posfix.attention.masks import causal_mask, independent_passages_mask, materialize, segment_ids
+from rag_posfix.attention.masks import independent_passages_mask, materialize, segment_ids
 from rag_posfix.mitigations.parallel_windows import window_positions
 from tests.support.tiny import toy_layout
 
@@ -41,7 +41,3 @@ def test_generated_tokens_see_everything_before_them():
 def test_windows_share_their_start_and_the_suffix_follows_the_longest():
     # P = 1; both passages start at 1; the longest has 3 tokens, so the suffix starts at 1 + 3.
     assert window_positions(LAYOUT).tolist() == [[0, 1, 2, 1, 2, 3, 4, 5]]
-
-
-def test_causal_mask_is_the_lower_triangle():
-    assert torch.equal(materialize(causal_mask, 4, 4), torch.ones(4, 4, dtype=torch.bool).tril())

@@ -13,6 +13,7 @@ from rag_posfix.attention.shape import Capability
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.generation.forward import LoadedModel
 from rag_posfix.generation.session import Session
+from rag_posfix.mitigations import create
 from rag_posfix.patching.families import keeps_all_keys
 from rag_posfix.patching.install import install, uninstall
 from rag_posfix.patching.verify import verify
@@ -62,6 +63,32 @@ def test_verify_refuses_a_model_whose_rotation_is_not_what_the_table_says():
     )
     with pytest.raises(UnsupportedModelError, match="CohereForCausalLM differs from native by"):
         verify(model, lying)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "windows"),
+    [
+        ("Gemma3Text", {"head_dim": 16, "sliding_window": 8}, False),
+        ("Glm4", {"head_dim": 8}, True),
+        ("Cohere", {}, True),
+    ],
+)
+def test_families_whose_rotation_is_not_ours_run_the_methods_that_leave_it_alone(name, settings, windows):
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    spec = install(model)
+    assert verify(model, spec).idle_difference == 0.0
+    assert Capability.ROTATION not in spec.shape.capabilities
+    assert (create("parallel_windows").refusal(spec.shape) is None) is windows
+    layout = toy_layout(relevance=(0.9, 0.2, 0.4, 0.3))
+    for method in ("none", "context_experts", *(["parallel_windows"] if windows else [])):
+        running = Session(LoadedModel(model, spec), layout, create(method).checked_plan(layout, spec.shape))
+        at_once, stepwise = running.score([5, 9, 11]), []
+        for token in (5, 9, 11):
+            stepwise.append(float(running.next_log_probs()[token]))
+            running.advance(token)
+        assert at_once == pytest.approx(stepwise, abs=1e-5)
 
 
 def test_positions_per_head_that_are_all_alike_change_nothing():
@@ -114,8 +141,6 @@ def test_a_sliding_window_model_offers_row_level_methods_only():
     spec = install(model)
     verify(model, spec)
     layout = toy_layout(relevance=(0.9, 0.2, 0.4, 0.3))
-    from rag_posfix.mitigations import create
-
     assert create("parallel_windows").refusal(spec.shape) is not None
     plan = create("context_experts").checked_plan(layout, spec.shape)
     loaded = LoadedModel(model, spec)
