@@ -37,6 +37,7 @@ class Session:
         self._log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)  # (R, V)
         self._question = torch.cat([group.question for group in groups])
         self._answer = torch.zeros_like(self._question)
+        self._confidence = self._log_probs.amax(dim=-1)
         self._attention = torch.cat([group.attention for group in groups])  # (R, N)
         self.prefill_seconds = time.perf_counter() - started
 
@@ -91,4 +92,4 @@ class Session:
     def _combine(self, log_probs: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
         if self._plan.combine is None:
             return log_probs[0], log_probs.new_ones(1)
-        return self._plan.combine(RowScores(log_probs=log_probs, question=self._question, answer=answer))
+        return self._plan.combine(RowScores(log_probs, self._question, answer, self._confidence))
