@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
@@ -25,7 +24,7 @@ from rag_posfix.evaluation.positions import label
 from rag_posfix.evaluation.record import environment
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.request import MitigationChoice
-from rag_posfix.patching.install import SEAM
+from rag_posfix.patching.install import stock_twin
 from rag_posfix.protocols import TokenEncoder
 from rag_posfix.text import content_hash
 
@@ -115,8 +114,6 @@ def measure(
     progress: Callable[[int, int], None] | None = None,
 ) -> Bench:
     """Time the stock model and each method on one prompt, in turns, after one untimed round that measures memory.
-
-    Not for a model that is serving: it switches attention back and forth.
 
     Raises:
         EvaluationError: a number is out of range, or every method was refused.
@@ -241,21 +238,20 @@ def _short(run: Run) -> Callable[[], object]:
 
 def _stock(engine: Engine, layout: Layout) -> Run:
     """Return a run of transformers' own attention, its own cache and a plain loop. No mask, no plan, no observer."""
-    model = engine.loaded.model
+    model = stock_twin(engine.loaded.model, engine.loaded.spec)
     ids = torch.tensor([layout.token_ids], device=engine.loaded.device)
 
     @torch.inference_mode()
     def run(new_tokens: int) -> tuple[float, float]:
-        with _sdpa(model):
-            started = _now(ids.device)
-            output = model(ids, use_cache=True, logits_to_keep=1)
+        started = _now(ids.device)
+        output = model(ids, use_cache=True, logits_to_keep=1)
+        token = int(output.logits[0, -1].argmax())
+        first = _now(ids.device)
+        for _ in range(new_tokens):
+            step = torch.tensor([[token]], device=ids.device)
+            output = model(step, past_key_values=output.past_key_values, use_cache=True)
             token = int(output.logits[0, -1].argmax())
-            first = _now(ids.device)
-            for _ in range(new_tokens):
-                step = torch.tensor([[token]], device=ids.device)
-                output = model(step, past_key_values=output.past_key_values, use_cache=True)
-                token = int(output.logits[0, -1].argmax())
-            return first - started, _now(ids.device) - first
+        return first - started, _now(ids.device) - first
 
     return run
 
@@ -275,15 +271,6 @@ def _method(engine: Engine, layout: Layout, choice: MitigationChoice, longest: i
         return first - started, _now(device) - first
 
     return run
-
-
-@contextmanager
-def _sdpa(model: Any) -> Iterator[None]:
-    model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(SEAM)
 
 
 def _now(device: torch.device) -> float:

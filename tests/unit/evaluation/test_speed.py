@@ -95,18 +95,20 @@ class TestMeasure:
         assert set(found.memory) == {UNMODIFIED, "none", "context_experts"}
         assert seen == [(done, 14) for done in range(1, 15)]  # 2 + 2 methods once, then 2 rounds of 5
 
-    def test_the_model_carries_the_seam_again_afterwards(self, engine):
-        measure(engine, toy_layout(), [NONE], repeats=1, new_tokens=1)
-        assert engine.loaded.model.config._attn_implementation == SEAM
-
-    def test_the_stock_model_runs_without_the_seam(self, engine, monkeypatch):
+    def test_the_methods_run_through_the_seam_and_the_stock_model_does_not(self, engine, monkeypatch):
         used = []
-        set_attention = engine.loaded.model.set_attn_implementation
+        forward = type(engine.loaded.model).forward
         monkeypatch.setattr(
-            engine.loaded.model, "set_attn_implementation", lambda name: (used.append(name), set_attention(name))
+            type(engine.loaded.model),
+            "forward",
+            lambda self, *args, **options: (
+                used.append(self.config._attn_implementation),
+                forward(self, *args, **options),
+            )[1],
         )
         measure(engine, toy_layout(), [NONE], repeats=1, new_tokens=1)
-        assert used == ["sdpa", SEAM] * 4  # warm-up, memory, before and after the method
+        # Prompt and MEMORY_TOKENS = 4 steps to warm up, for the memory of both, then prompt and 1 step in turns.
+        assert used == ["sdpa"] * 10 + [SEAM] * 5 + ["sdpa"] * 2 + [SEAM] * 2 + ["sdpa"] * 2
 
     def test_a_method_that_is_refused_is_listed_with_its_reason(self, engine):
         few = MitigationChoice("context_experts", {"experts": 1})  # needs relevance, which this prompt lacks

@@ -15,7 +15,7 @@ from rag_posfix.generation.forward import LoadedModel
 from rag_posfix.generation.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.patching.families import keeps_all_keys
-from rag_posfix.patching.install import install, uninstall
+from rag_posfix.patching.install import SEAM, install, stock_twin, uninstall
 from rag_posfix.patching.verify import verify
 from tests.support.tiny import COMMON, FAMILIES, loaded_model, stock_model, toy_layout
 
@@ -154,6 +154,19 @@ def test_uninstalling_gives_the_stock_model_back():
     assert model.config._attn_implementation == "sdpa"
     assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
     assert install(model).shape == spec.shape
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stock_twin_shares_the_weights_and_has_neither_hooks_nor_the_seam(family):
+    loaded = loaded_model(family)
+    twin = stock_twin(loaded.model, loaded.spec)
+    assert (twin.config._attn_implementation, loaded.model.config._attn_implementation) == ("sdpa", SEAM)
+    assert not any(module._forward_pre_hooks for module in twin.modules())
+    assert all(layer.self_attn._forward_pre_hooks for layer in loaded.model.model.layers)
+    own = {parameter.data_ptr() for parameter in loaded.model.parameters()}
+    assert {parameter.data_ptr() for parameter in twin.parameters()} == own
+    with torch.inference_mode():
+        assert torch.equal(twin(IDS).logits, stock_model(family)(IDS).logits)
 
 
 def test_a_sliding_window_model_offers_row_level_methods_only():
