@@ -49,6 +49,12 @@ class ParallelWindows(Mitigation):
         their content, so that the caller's order never reaches the arithmetic.
     Cost: attention of each passage over itself and the prefix only: less than the unmodified model.
     Limits: models whose every layer keeps all keys and whose positions can be set.
+    Helps: with many short examples in the prompt, such as classification into more than six classes (7 points of
+        accuracy with LLaMA 65B in the paper), and where passages are to be encoded once and used again.
+    Hurts: when an instruct model writes an answer from passages. On Lost in the Middle, Llama-3.1-8B falls from
+        50-55 % to 12 % at 10 passages and to 4 % at 20 (measured in RoToR, 2025, https://arxiv.org/abs/2502.08662);
+        SmolLM2-135M is below the unmodified model's worst place (docs/results.md). And when passages have to be read
+        in the light of each other: bridge questions of HotpotQA lose 3 points in the paper.
     """
 
     name: ClassVar[str] = "parallel_windows"
