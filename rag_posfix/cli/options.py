@@ -15,7 +15,7 @@ from rag_posfix.settings import Settings
 __all__ = ["AsJson", "ModelName", "checked_choice", "parse_choice", "settings_from"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, a model id, or a folder.")]
+ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, gemma3-270m, a model id, or a folder.")]
 
 
 def parse_choice(text: str) -> MitigationChoice:
