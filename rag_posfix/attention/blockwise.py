@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["attend_stretches", "attend_with_lse", "last_row", "merge"]
+__all__ = ["attend_stretches", "attend_with_lse", "fused", "last_row", "merge"]
 
 QUERY_BLOCK = 256
 """Queries per block where no fused kernel returns the log-sum-exp: bounds the score tensor."""
@@ -37,12 +37,17 @@ def attend_with_lse(
                 attend_with_lse(query, key[:, :, past:], value[:, :, past:], scaling, causal=True),
             ]
         )
-    if query.device.type == "cpu":
+    if fused(query.device):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal and n_query > 1, scale=scaling
         )
         return out, lse
     return _in_blocks(query, key, value, scaling, causal)
+
+
+def fused(device: torch.device) -> bool:
+    """Return whether a fused kernel that returns the log-sum-exp is at hand."""
+    return device.type == "cpu"
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
