@@ -5,10 +5,20 @@ Importing this package registers every method. A new method is one file and one 
 
 from rag_posfix.mitigations import (
     context_experts,
+    head_scaling,
     layer_scaling,
     none,
     parallel_windows,
 )
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create
 
-__all__ = ["MITIGATIONS", "Mitigation", "context_experts", "create", "layer_scaling", "none", "parallel_windows"]
+__all__ = [
+    "MITIGATIONS",
+    "Mitigation",
+    "context_experts",
+    "create",
+    "head_scaling",
+    "layer_scaling",
+    "none",
+    "parallel_windows",
+]
