@@ -7,6 +7,7 @@ from rag_posfix.mitigations import (
     context_experts,
     head_scaling,
     layer_scaling,
+    multi_base,
     none,
     parallel_windows,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "create",
     "head_scaling",
     "layer_scaling",
+    "multi_base",
     "none",
     "parallel_windows",
 ]
