@@ -5,6 +5,9 @@ Importing this package registers every method. A new method is one file and one 
 
 from rag_posfix.mitigations import (  # noqa: F401
     context_experts,
+    head_scaling,
+    layer_scaling,
+    multi_base,
     none,
     parallel_encoding,
     parallel_windows,

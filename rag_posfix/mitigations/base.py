@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.registry import Registry
 
-__all__ = ["MITIGATIONS", "Mitigation", "create"]
+__all__ = ["MITIGATIONS", "Mitigation", "checked_number", "checked_numbers", "create"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Mitigation(ABC):
         neutral_is_identity: With the neutral parameters every prompt is, bit for bit.
         decides_at_prompt_end: Something is decided by the prompt's last token and kept for the whole generation, so
             that a prompt one token longer may decide otherwise.
+        tells_key_heads_apart: Key/value heads are treated differently by how they compare with each other, so that
+            the number of them matters.
+        example: Parameters to try it with where it needs some.
     """
 
     name: ClassVar[str]
@@ -48,6 +52,8 @@ class Mitigation(ABC):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     neutral_is_identity: ClassVar[bool] = False
     decides_at_prompt_end: ClassVar[bool] = False
+    tells_key_heads_apart: ClassVar[bool] = False
+    example: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     @abstractmethod
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
@@ -91,10 +97,45 @@ def create(name: str, parameters: Mapping[str, Any] | None = None) -> Mitigation
         ConfigError: an unknown parameter, or a value outside of what is allowed.
     """
     cls = MITIGATIONS.get(name)
-    allowed = [field.name for field in dataclasses.fields(cls)]
+    allowed = list(inspect.signature(cls).parameters)
     for key in parameters or {}:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{name} has no parameter {key!r}.{hint} It takes: {', '.join(allowed) or 'none'}")
     return cls(**(parameters or {}))
+
+
+def checked_number(method: str, field: str, value: Any, low: float, high: float) -> float:
+    """Return a parameter that is a number from ``low`` to ``high``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"{method}: {field}={value!r} must be a number between {low:g} and {high:g}")
+    return float(value)
+
+
+def checked_numbers(
+    method: str, field: str, value: Any, low: float, high: float, counts: tuple[int, int]
+) -> tuple[float, ...]:
+    """Return a parameter that is a list of numbers, as a tuple; JSON has lists only.
+
+    Args:
+        method: The name of the method.
+        field: The name of the parameter.
+        value: What was given.
+        low: The smallest number allowed.
+        high: The largest number allowed.
+        counts: The fewest and the most numbers allowed.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(value, list | tuple) or not counts[0] <= len(value) <= counts[1]:
+        raise ConfigError(
+            f"{method}: {field}={value!r} must be a list of {counts[0]} to {counts[1]} numbers between {low:g} and "
+            f"{high:g}"
+        )
+    return tuple(checked_number(method, f"{field}[{i}]", number, low, high) for i, number in enumerate(value))

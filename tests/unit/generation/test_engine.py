@@ -43,7 +43,13 @@ def engine_of(loaded, **options):
 
 def request(mitigation="none", layout=None, parameters=None, **sampling):
     layout = layout or toy_layout(relevance=RELEVANCE)
-    return GenerationRequest(layout, MitigationChoice(mitigation, parameters or {}), Sampling(**sampling))
+    return GenerationRequest(layout, choice(mitigation, parameters), Sampling(**sampling))
+
+
+def choice(mitigation, parameters=None):
+    """A method, with the parameters of its example where it needs some and is given none."""
+    example = MITIGATIONS.get(mitigation).example if mitigation in MITIGATIONS.names() else {}
+    return MitigationChoice(mitigation, {**example, **(parameters or {})})
 
 
 def greedy(loaded, count=8, mitigation="none"):
@@ -221,12 +227,12 @@ def test_the_score_of_an_answer_is_the_mean_of_its_steps(loaded, mitigation):
     engine = engine_of(loaded)
     layout = toy_layout(relevance=RELEVANCE)
     answer = [17, 99, 3, 17]
-    session = engine.open(layout, MitigationChoice(mitigation), 4)
+    session = engine.open(layout, choice(mitigation), 4)
     steps = []
     for token in answer:
         steps.append(float(session.next_log_probs()[token]))
         session.advance(token)
-    assert engine.score(layout, answer, MitigationChoice(mitigation)) == pytest.approx(sum(steps) / 4, abs=1e-4)
+    assert engine.score(layout, answer, choice(mitigation)) == pytest.approx(sum(steps) / 4, abs=1e-4)
 
 
 def test_scoring_leaves_the_session_where_it_is(loaded):
@@ -244,6 +250,6 @@ def test_an_empty_answer_has_no_score(loaded):
 
 @pytest.mark.parametrize("mitigation", MITIGATIONS.names())
 def test_the_next_token_has_probabilities_that_sum_to_one(loaded, mitigation):
-    log_probs = engine_of(loaded).next_log_probs(toy_layout(relevance=RELEVANCE), MitigationChoice(mitigation))
+    log_probs = engine_of(loaded).next_log_probs(toy_layout(relevance=RELEVANCE), choice(mitigation))
     assert log_probs.dtype == torch.float32
     assert float(log_probs.exp().sum()) == pytest.approx(1, abs=1e-4)
