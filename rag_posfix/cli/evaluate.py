@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, checked_choice, settings_from
+from rag_posfix.cli.options import AsJson, ModelName, checked_choices, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar, status
 from rag_posfix.errors import ConfigError
 
@@ -28,7 +28,9 @@ def group() -> None:
 def positions(
     data: Annotated[Path, typer.Option("--data", help="Lost-in-the-Middle rows, .jsonl or .jsonl.gz.")],
     output: Annotated[Path, typer.Option("--out", help="Folder for the result record.")],
-    mitigation: Annotated[str, typer.Option("--mitigation", help="Names, comma-separated.")] = "none,context_experts",
+    mitigation: Annotated[
+        str, typer.Option("--mitigation", help="Names, comma-separated; name:parameter=value, values in JSON.")
+    ] = "none,context_experts",
     gold_positions: Annotated[str, typer.Option("--gold-positions", help="Places, from 0.")] = "0,4,9",
     documents: Annotated[int, typer.Option("--documents", min=1, help="Passages per prompt.")] = 10,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions at most.")] = None,
@@ -41,7 +43,7 @@ def positions(
     from rag_posfix.evaluation.datasets import load_examples
 
     examples = load_examples(data, limit=limit, skip=skip)
-    choices = [checked_choice(text) for text in mitigation.split(",")]
+    choices = checked_choices(mitigation)
     places = _split(gold_positions, int, "--gold-positions")
     for example in examples:  # before the model: too few distractors are told at once
         for place in places:

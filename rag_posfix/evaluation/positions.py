@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -54,7 +56,18 @@ class Outcome:
 
 def label(choice: MitigationChoice) -> str:
     """Return a name for a mitigation and its parameters, in the form that the command line reads."""
-    return ":".join([choice.name, *(f"{key}={value}" for key, value in sorted(choice.parameters.items()))])
+    return ":".join([choice.name, *(f"{key}={_written(value)}" for key, value in sorted(choice.parameters.items()))])
+
+
+def _written(value: Any) -> str:
+    """Return a value as JSON; plain words without quotes."""
+    plain = isinstance(value, str) and re.fullmatch(r"[\w./-]+", value)
+    if plain:
+        try:
+            json.loads(value)
+        except ValueError:
+            return str(value)
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def answer_and_score(
