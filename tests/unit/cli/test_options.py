@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from rag_posfix.cli.options import checked_choices, parse_choice, split_outside
 from rag_posfix.errors import ConfigError, UnknownNameError
-from rag_posfix.evaluation.positions import label
+from rag_posfix.evaluation.labels import label
 from rag_posfix.generation.request import MitigationChoice
 
 
