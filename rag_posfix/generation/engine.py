@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -13,17 +12,14 @@ from rag_posfix.errors import GenerationError, PromptTooLongError
 from rag_posfix.generation.forward import LoadedModel
 from rag_posfix.generation.request import (
     Chunk,
-    FinishReason,
     Generation,
     GenerationRequest,
     MitigationChoice,
     MitigationInfo,
-    Usage,
 )
-from rag_posfix.generation.sampling import Sampler
 from rag_posfix.generation.session import Session
-from rag_posfix.generation.text_stream import TextStream
 from rag_posfix.generation.tokenizer import Tokenizer
+from rag_posfix.generation.writer import Writer
 from rag_posfix.mitigations import create
 
 __all__ = ["Engine"]
@@ -115,38 +111,13 @@ class Engine:
 
     def resume(self, session: Session, request: GenerationRequest) -> Iterator[Chunk]:
         """Decode from a session that has read the request's prompt; as ``stream`` otherwise."""
-        attention = session.attention()
-        started = time.perf_counter()
-        sampler = Sampler(request.sampling)
-        text = TextStream(self._encoder.decode_answer, request.sampling.stop)
-        ids: list[int] = []
-        finish: FinishReason = "length"
-        while len(ids) < request.sampling.max_tokens:
-            token = sampler.choose(session.next_log_probs())
-            ids.append(token)
-            if token in self._encoder.eos_ids:
-                finish = "stop"
-                break
-            if new := text.push(token):
+        writer = Writer(self._encoder, session, request)
+        while not writer.done:
+            if new := writer.write(session.next_log_probs()):
                 yield Chunk(new)
-            if text.stopped:
-                break
-            if len(ids) < request.sampling.max_tokens:
-                session.advance(token)
-        rest = text.finish()
-        if text.stopped:  # a stop string may stand in what was held back
-            finish = "stop"
-        yield Chunk(
-            rest,
-            Generation(
-                text=text.text,
-                token_ids=tuple(ids),
-                finish_reason=finish,
-                usage=Usage(prompt_tokens=len(request.layout.token_ids), completion_tokens=len(ids)),
-                attention=attention,
-                timings={"prefill": session.prefill_seconds, "decode": time.perf_counter() - started},
-            ),
-        )
+            if not writer.done:
+                session.advance(writer.last)
+        yield Chunk(*writer.end())
 
     def _plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
         plan = create(choice.name, choice.parameters).checked_plan(layout, self._loaded.spec.shape)
