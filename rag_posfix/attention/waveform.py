@@ -29,8 +29,8 @@ def waveform(head_dim: int, base: float, distances: Tensor) -> Tensor:
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=distances.device) / head_dim
     angles = distances.double()[:, None] * base**-exponents  # (M, d / 2)
-    total: Tensor = angles.cos().sum(dim=-1)
-    return total * (2 / head_dim**0.5)
+    total: Tensor = angles.cos().sum(dim=-1) * (2 / head_dim**0.5)
+    return total
 
 
 def trough_depth(envelope: Tensor) -> float:

@@ -159,7 +159,7 @@ def _n_rows(session: Session) -> int:
 def _plain(rows: Rows) -> bool:
     """Return whether rows decode as the model was trained to, from positions and padding alone."""
     full = Capability.FULL_CACHE in rows.loaded.spec.shape.capabilities
-    return full and rows.mask is None and not rows.per_head
+    return full and rows.plain
 
 
 def _merged(groups: Sequence[Rows]) -> Rows:

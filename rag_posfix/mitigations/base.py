@@ -64,6 +64,10 @@ class Mitigation(ABC):
         """Whether the answer is the same for every order of the passages, with these parameters."""
         return self.order_invariant
 
+    def needs(self) -> frozenset[Capability]:
+        """Return what the model must let a plan change, with these parameters."""
+        return self.requires
+
     def fingerprint(self) -> str:
         """Return a digest that changes with the method and with every parameter; part of every cache key."""
         fields = json.dumps(dataclasses.asdict(self), sort_keys=True, default=str)
@@ -71,7 +75,7 @@ class Mitigation(ABC):
 
     def refusal(self, model: ModelShape) -> str | None:
         """Return why ``model`` cannot be served, or None if it can."""
-        missing = sorted(self.requires - model.capabilities)
+        missing = sorted(self.needs() - model.capabilities)
         return f"{self.name} needs {', '.join(missing)}, which this model does not offer" if missing else None
 
     def checked_plan(self, layout: Layout, model: ModelShape) -> Plan:

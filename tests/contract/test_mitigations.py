@@ -245,7 +245,7 @@ def other(method, field):
     literals = [x for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is typing.Literal
                 for x in typing.get_args(part)]  # fmt: skip
     numbers = [value / 2, value + 1] if isinstance(value, int | float) and not isinstance(value, bool) else []
-    for candidate in (*literals, *numbers, 0.5, 3, True, False, (1.0, 1.5), (0.5, 0.3, 0.2, 0.1), "lexicographic"):
+    for candidate in (*literals, *numbers, 0.5, 3, True, False, (1.0, 1.5), (0.5, 0.3, 0.2, 0.1), ("none",)):
         if candidate != value:
             with contextlib.suppress(ConfigError):
                 return dataclasses.replace(method, **{field: candidate})
@@ -283,10 +283,10 @@ def test_what_it_was_given_is_not_changed_by_the_caller_later(name):
 def test_a_model_that_lacks_what_it_needs_is_refused_by_name(name, llama):
     method = create(name)
     bare = dataclasses.replace(llama.spec.shape, capabilities=frozenset())
-    if not method.requires:
+    if not method.needs():
         assert method.refusal(bare) is None
         return
-    with pytest.raises(UnsupportedModelError, match=f"{name} needs .*{min(method.requires)}"):
+    with pytest.raises(UnsupportedModelError, match=f"{name} needs .*{min(method.needs())}"):
         method.checked_plan(layout(), bare)
 
 
@@ -295,7 +295,7 @@ def test_it_is_described_by_its_registry_entry(name):
     cls = MITIGATIONS.get(name)
     assert cls.name == name
     assert cls.__module__.rsplit(".", 1)[-1] == name, "file name = registry name"
-    assert name == "none" or "http" in cls.paper
+    assert not cls.paper or "http" in cls.paper
     for part in ("Source:", "Formula:", "Differs from the paper:", "Cost:", "Limits:"):
         assert part in (cls.__doc__ or ""), part
     assert cls.requires <= set(Capability)

@@ -40,10 +40,9 @@ def open_all(engine, asked):
     return [engine.open(one.layout, one.mitigation, 16) for one in asked]
 
 
-def per_head(layout):
-    """A session whose rows cannot be merged: positions differ between heads."""
-    positions = torch.arange(len(layout.token_ids)).float() * torch.linspace(0.5, 1, 8)[:, None]
-    return Plan(rows=(RowPlan(positions=positions),))
+def per_head():
+    """Return a plan whose heads see positions of their own."""
+    return Plan(rows=(RowPlan(head_scale=lambda layer, query, key: torch.tensor([1.0, 2.0])),))
 
 
 @pytest.mark.parametrize("mitigations", [MIX, ["none"] * 5, *([name] * 5 for name in MITIGATIONS.names())])
@@ -105,7 +104,7 @@ def test_sessions_that_end_leave_and_the_others_go_on(loaded):
 def test_rows_that_cannot_be_merged_decode_on_their_own(loaded):
     def sessions():
         others = open_all(engine_of(loaded), requests()[:3])
-        return [others[0], Session(loaded, toy_layout(), per_head(toy_layout())), *others[1:]]
+        return [others[0], Session(loaded, toy_layout(), per_head()), *others[1:]]
 
     together, alone = sessions(), sessions()
     batch = Batch(together)
