@@ -45,6 +45,7 @@ class Stack(Mitigation):
     neutral: ClassVar[Mapping[str, Any]] = {"methods": ["none"]}
     neutral_is_identity: ClassVar[bool] = True
     decides_at_prompt_end: ClassVar[bool] = True
+    tells_key_heads_apart: ClassVar[bool] = True
 
     methods: tuple[Any, ...] = ("head_scaling", "sorted_inter_document")
 
