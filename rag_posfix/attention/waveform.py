@@ -5,6 +5,7 @@ It knows frequencies and distances; no model and no plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -28,9 +29,8 @@ def waveform(head_dim: int, base: float, distances: Tensor) -> Tensor:
         distances: (M,). returns: (M,) float64.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=distances.device) / head_dim
-    angles = distances.double()[:, None] * base**-exponents  # (M, d / 2)
-    total: Tensor = angles.cos().sum(dim=-1)
-    return total * (2 / head_dim**0.5)
+    frequencies = torch.pow(base, -exponents)  # (d / 2,)
+    return (distances.double()[:, None] * frequencies).cos().sum(dim=-1) * (2 / math.sqrt(head_dim))
 
 
 def trough_depth(envelope: Tensor) -> float:
