@@ -6,6 +6,7 @@ Importing this package registers every method. A new method is one file and one 
 from rag_posfix.mitigations import (  # noqa: F401
     context_experts,
     head_scaling,
+    hidden_scaling,
     layer_scaling,
     multi_base,
     none,

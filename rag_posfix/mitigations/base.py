@@ -18,7 +18,7 @@ from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.registry import Registry
 
-__all__ = ["MITIGATIONS", "Mitigation", "checked_number", "checked_numbers", "create"]
+__all__ = ["MITIGATIONS", "Mitigation", "checked_number", "checked_numbers", "create", "parameters_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +93,20 @@ class Mitigation(ABC):
 MITIGATIONS: Registry[type[Mitigation]] = Registry("mitigation")
 
 
+def parameters_of(cls: type[Mitigation]) -> dict[str, tuple[str, Any]]:
+    """Return type and default of what a mitigation is made with, by name.
+
+    These are its fields, and what it only reads to fill them (``InitVar``: the path of a file).
+    """
+    found = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        kind = str(parameter.annotation)
+        if kind.startswith("InitVar["):
+            kind = kind.removeprefix("InitVar[").removesuffix("]")
+        found[name] = (kind, parameter.default)
+    return found
+
+
 def create(name: str, parameters: Mapping[str, Any] | None = None) -> Mitigation:
     """Return the mitigation called ``name`` with ``parameters``.
 
@@ -101,7 +115,7 @@ def create(name: str, parameters: Mapping[str, Any] | None = None) -> Mitigation
         ConfigError: an unknown parameter, or a value outside of what is allowed.
     """
     cls = MITIGATIONS.get(name)
-    allowed = list(inspect.signature(cls).parameters)
+    allowed = list(parameters_of(cls))
     for key in parameters or {}:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)

@@ -70,6 +70,7 @@ def shape_of(config: Any, family: Family) -> ModelShape:
         n_heads=heads,
         n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden_size=config.hidden_size,
         context_window=config.max_position_embeddings,
         capabilities=frozenset(capabilities),
     )

@@ -30,10 +30,14 @@ def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tupl
     Angles of nothing (cos 1, sin 0) where the seam rotates by itself.
     """
     call = current()
-    if call is None or not (call.edits.holds_rotation or call.edits.sets_angles):
+    if call is None:
+        return None
+    states = given["hidden_states"]
+    if call.listener is not None:
+        call.listener(module.layer_idx, states)
+    if not (call.edits.holds_rotation or call.edits.sets_angles):
         return None
     spec, positions = _needed(call)
-    states = given["hidden_states"]
     hidden = call.edits.hidden_scale
     if hidden is not None and module.layer_idx in hidden.layers:
         call.scratch.channel[module.layer_idx] = states[..., hidden.channel]
