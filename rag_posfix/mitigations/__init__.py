@@ -14,6 +14,7 @@ from rag_posfix.mitigations import (  # noqa: F401
     parallel_windows,
     set_prompting,
     sorted_inter_document,
+    stable_mask,
     stack,
 )
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create

@@ -156,13 +156,15 @@ class _Layer:
         def plain() -> Tensor:
             return self._plain(*ordinary(), value).transpose(1, 2)
 
-        out, newest = attend(
-            AttendInput(query, key, value, positions, self.scaling, self.layer, rotate, plain)
-        )  # (B, Hq, Tq, D)
-        if newest is None:
+        observer = self.call.observer
+        given = AttendInput(
+            query, key, value, positions, self.scaling, self.layer, rotate, plain, observed=observer is not None
+        )
+        out, newest = attend(given)  # (B, Hq, Tq, D)
+        if observer is not None and newest is None:
             self._observe(*ordinary())
-        elif self.call.observer is not None:
-            self.call.observer.add(newest)
+        elif observer is not None and newest is not None:
+            observer.add(newest)
         return out.transpose(1, 2)
 
     def _in_layers(self) -> bool:
