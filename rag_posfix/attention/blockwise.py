@@ -7,11 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-__all__ = ["attend_stretches", "attend_with_lse", "fused", "last_row", "merge"]
-=======
-__all__ = ["attend_stretches", "attend_with_lse", "last_row", "merge", "scores", "weigh"]
->>>>>>> cal
+__all__ = ["attend_stretches", "attend_with_lse", "fused", "last_row", "merge", "scores", "weigh"]
 
 QUERY_BLOCK = 256
 """Queries per block where no fused kernel returns the log-sum-exp: bounds the score tensor."""

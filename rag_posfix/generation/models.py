@@ -13,10 +13,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.errors import ConfigError, missing_extra
+from rag_posfix.errors import ConfigError, UnsupportedModelError, missing_extra
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.forward import LoadedModel
 from rag_posfix.generation.tokenizer import Tokenizer
+from rag_posfix.patching.families import family_of
 from rag_posfix.patching.install import install
 from rag_posfix.patching.verify import verify
 from rag_posfix.settings import default_cache_dir
@@ -104,13 +105,17 @@ def quiet_loading() -> Iterator[None]:
 
 def _load(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, Any]:
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise missing_extra("transformers", "local") from error
     try:
         with quiet_loading():
+            if "gguf_file" not in options:  # a family that is refused is told before its weights are read
+                family_of(AutoConfig.from_pretrained(source).get_text_config())
             tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **options)
+    except UnsupportedModelError:
+        raise
     # Hub, configuration, tokenizer and weights come from different libraries, which raise what they like.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]

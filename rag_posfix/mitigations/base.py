@@ -76,7 +76,11 @@ class Mitigation(ABC):
     def refusal(self, model: ModelShape) -> str | None:
         """Return why ``model`` cannot be served, or None if it can."""
         missing = sorted(self.needs() - model.capabilities)
-        return f"{self.name} needs {', '.join(missing)}, which this model does not offer" if missing else None
+        if not missing:
+            return None
+        reasons = dict.fromkeys(model.lacks[capability] for capability in missing if capability in model.lacks)
+        why = f": {'; '.join(reasons)}" if reasons else ""
+        return f"{self.name} needs {', '.join(missing)}, which this model does not offer{why}"
 
     def checked_plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return the plan, or refuse the model.

@@ -42,6 +42,13 @@ class ContextExperts(Mitigation):
         runs N + 1 rows. ``experts`` bounds N.
     Limits: every model, those with sliding windows included. An answer that needs two passages at once is out of
         reach.
+    Helps: where one passage answers and says what it is about: on the shipped corpus all 24 answers are right at
+        every place, those of the unmodified model 15 to 24 times (docs/results.md). With many passages: no row is
+        longer than one of them. With models whose sliding windows rule other methods out.
+    Hurts: where the answer has to be put together from several passages, since no row sees two. Where many passages
+        are about the question's subject: a tempting wrong one is read as confidently as the right one, and on Lost in
+        the Middle the log-probability of the answer is .40 below that of the unmodified model at its best place. In
+        decoding: every step reads N + 1 caches.
 
     Args:
         contrast: How far to move away from the model without passages, 0 to 2.

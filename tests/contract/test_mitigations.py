@@ -296,7 +296,7 @@ def test_it_is_described_by_its_registry_entry(name):
     assert cls.name == name
     assert cls.__module__.rsplit(".", 1)[-1] == name, "file name = registry name"
     assert not cls.paper or "http" in cls.paper
-    for part in ("Source:", "Formula:", "Differs from the paper:", "Cost:", "Limits:"):
+    for part in ("Source:", "Formula:", "Differs from the paper:", "Helps:", "Hurts:", "Cost:", "Limits:"):
         assert part in (cls.__doc__ or ""), part
     assert cls.requires <= set(Capability)
 

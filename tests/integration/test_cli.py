@@ -148,7 +148,7 @@ class TestUsage:
     def test_help_and_version(self, run):
         result = run("--help")
         assert result.code == 0
-        for command in ("demo", "index", "ask", "methods", "verify", "serve", "eval", "cache"):
+        for command in ("demo", "index", "ask", "methods", "verify", "serve", "bench", "eval", "cache"):
             assert f" {command} " in result.out
         assert run("--version").out == "0.1.0\n"
 
@@ -414,6 +414,52 @@ class TestEvalPositions:
         assert error["type"] == kind
         assert part in error["message"]
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.weights
+class TestBench:
+    SMALL = ("--documents", "2", "--tokens", "20", "--repeats", "1", "--new-tokens", "1")
+
+    def test_json_holds_the_stock_model_and_the_ratios_of_every_method(self, run, tmp_path):
+        found = run("bench", *self.SMALL, "--out", tmp_path, "--json").json
+        assert set(found["unmodified"]) >= {"ttft_s", "decode_tokens_per_s", "peak_memory_bytes"}
+        assert found["unmodified"]["ttft_s"] > 0
+        assert found["unmodified"]["decode_tokens_per_s"] > 0
+        names = {"none", "parallel_windows", "context_experts"}
+        assert names <= set(found["methods"])
+        for ratios in found["methods"].values():
+            assert set(ratios) >= {"ttft_cold_ratio", "ttft_warm_ratio", "decode_ratio", "memory_ratio"}
+            assert ratios["ttft_cold_ratio"] > 0
+            assert ratios["decode_ratio"] > 0
+            assert ratios["ttft_warm_ratio"] is None
+        assert not set(found["methods"]) & set(found["refused"])
+        assert (found["device"], found["documents"], found["tokens_per_document"]) == ("cpu", 2, 20)
+        assert found["dtype"] in {"bfloat16", "float32"}
+        record = json.loads(Path(found["record"]).read_text("utf-8"))
+        assert record["summary"]["methods"] == found["methods"]
+        # One round: unmodified before, between and after the methods.
+        assert len(record["readings"]) == 2 * len(found["methods"]) + 1
+        assert {"versions", "git", "threads", "settings", "model_fingerprint"} <= set(record)
+
+    def test_without_json_it_is_a_table_of_the_methods_that_were_asked_for(self, run):
+        result = run("bench", *self.SMALL, "--mitigation", "context_experts:experts=1")
+        assert result.code == 0
+        assert "context_experts:experts=1" in result.out
+        assert "parallel_windows" not in result.out
+        assert "tokens/s" in result.out
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "part"),
+        [
+            (["--mitigation", "none,pine-apple"], "UnknownNameError", "unknown mitigation 'pine-apple'"),
+            (["--tokens", "1"], "EvaluationError", "documents=2 and tokens=1 must be at least 1 and 2"),
+            (["--documents", "9000"], "PromptTooLongError", "but the context window is 8192; use fewer documents"),
+        ],
+    )
+    def test_what_cannot_be_done_is_one_line(self, run, options, kind, part):
+        error = run("bench", *self.SMALL, *options, "--json").error
+        assert error["type"] == kind
+        assert part in error["message"]
 
 
 @pytest.mark.weights

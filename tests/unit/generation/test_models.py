@@ -102,6 +102,16 @@ def test_a_family_that_no_one_checked_is_refused(tmp_path):
         load_engine(str(folder), dtype="float32")
 
 
+def test_a_family_that_is_refused_is_told_before_its_weights_are_read(tmp_path):
+    # MPT has no sdpa attention: reading the weights would fail with transformers' own message.
+    config = transformers.MptConfig(n_layers=1, n_heads=2, d_model=8, vocab_size=VOCABULARY)
+    folder = save_tiny(tmp_path / "mpt")
+    config.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match="'mpt' is not supported: it has ALiBi biases"):
+        load_engine(str(folder), dtype="float32")
+
+
 @pytest.mark.parametrize("dtype", ["int8", "", "Float32", "bf16"])
 def test_an_unknown_dtype_is_refused_with_what_is_allowed(dtype):
     with pytest.raises(ConfigError) as caught:
