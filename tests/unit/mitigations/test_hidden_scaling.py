@@ -10,7 +10,7 @@ import torch
 from rag_posfix.attention.plan import HiddenScale, Plan, RowPlan
 from rag_posfix.attention.rope import rotate_half_split
 from rag_posfix.attention.shape import Capability
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.hidden_scaling import default_layers
@@ -231,3 +231,14 @@ def test_what_the_model_does_not_have_is_refused_when_planning(llama, parameters
 def test_a_parameter_out_of_range_is_refused_with_its_value(parameters, message):
     with pytest.raises(ConfigError, match=message):
         create("hidden_scaling", parameters)
+
+
+def test_weights_that_are_quantized_are_refused_instead_of_misread():
+    loaded, layout = loaded_model(), toy_layout()
+    projection = loaded.model.model.layers[1].self_attn.k_proj
+    whole = projection.weight
+    del projection.weight
+    projection.weight = whole.detach().to(torch.int8)
+    projection.forward = lambda states: torch.nn.functional.linear(states, whole)
+    with pytest.raises(UnsupportedModelError, match=r"holds its weights as torch.int8, .* without quantization"):
+        Session(loaded, layout, planned(layout, loaded.spec.shape))
