@@ -106,6 +106,10 @@ def _lacks(config: Any, family: Family) -> dict[Capability, str]:
     if name == "gemma3_text":
         lacks[Capability.ANGLES] = f"{name} rotates by two sets of angles, one for each kind of layer"
         lacks[Capability.ROTATION] = lacks[Capability.ANGLES]
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rope in ("dynamic", "longrope"):  # a position that a plan makes up would count as a longer prompt
+        lacks[Capability.ANGLES] = f"its {rope} rotary encoding changes its frequencies with the length of the prompt"
+        lacks.setdefault(Capability.ROTATION, lacks[Capability.ANGLES])
     if Capability.ROTATION in lacks:
         lacks[Capability.HIDDEN_CHANNEL] = lacks[Capability.ROTATION]
     elif not family.linear:

@@ -31,7 +31,7 @@ def layouts():
 def requests(mitigations=MIX, **sampling):
     settings = [Sampling(**{"max_tokens": 8, **sampling})] * len(LENGTHS)
     return [
-        GenerationRequest(layout, MitigationChoice(name), one)
+        GenerationRequest(layout, MitigationChoice(name, dict(MITIGATIONS.get(name).example)), one)
         for layout, name, one in zip(layouts(), mitigations, settings, strict=True)
     ]
 
