@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rag_posfix.errors import PlanConflictError
 
-__all__ = ["Combine", "MaskFunction", "Plan", "RowPlan", "RowScores"]
+__all__ = ["Choose", "Combine", "Draft", "Drafts", "MaskFunction", "Plan", "RowPlan", "RowScores"]
 
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
 """Complete mask: (query index, key index) -> bool, True = may attend. Both index tensors broadcast; indices count the
@@ -29,15 +29,59 @@ class RowScores:
         question: (R,) float32, mean log-probability of the question's tokens in each row; zeros unless the plan asks
             for it with ``score_question``.
         answer: (R,) float32, summed log-probability of the tokens generated so far in each row.
+        weights: (R,) float32, what the plan's draft chose; None without a draft.
     """
 
     log_probs: Tensor
     question: Tensor
     answer: Tensor
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafts:
+    """The short answer that each row wrote alone, and what every row says of every one.
+
+    Attributes:
+        tokens: One answer per row, without what ended it.
+
+    Shapes:
+        log_probs: (R, R) float32, [d, k] the summed log-probability of answer d in row k.
+        same: (R, R) bool, whether two answers say the same.
+        question: (R,) float32, as in ``RowScores``.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    log_probs: Tensor
+    same: Tensor
+    question: Tensor
 
 
 Combine = Callable[[RowScores], tuple[Tensor, Tensor]]
 """RowScores -> ((V,) log-probabilities of the next token, (R,) weights of the rows that sum to 1)."""
+
+
+Choose = Callable[[Drafts], Tensor]
+"""Drafts -> (R,) weights of the rows, none negative, that sum to 1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """Before the answer, every row writes a short one alone; what they wrote says how much each row counts.
+
+    The rows then continue from the prompt: a draft leaves no trace but ``RowScores.weights``.
+
+    Attributes:
+        max_tokens: Tokens per short answer at most; it also ends with its first line.
+        choose: Weighs the rows by what they wrote.
+    """
+
+    max_tokens: int
+    choose: Choose
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise PlanConflictError(f"a draft has max_tokens={self.max_tokens}; it needs at least 1")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,15 +110,19 @@ class Plan:
         independent_passages: No passage attends to another and no passage's positions depend on another, so the
             engine may encode each once and reuse it.
         score_question: Rows are asked how likely they find the question (``RowScores.question``).
+        draft: Lets the rows write short answers first, which decide their weights (``RowScores.weights``).
     """
 
     rows: tuple[RowPlan, ...] = (RowPlan(),)
     combine: Combine | None = None
     independent_passages: bool = False
     score_question: bool = False
+    draft: Draft | None = None
 
     def __post_init__(self) -> None:
         if not self.rows:
             raise PlanConflictError("a plan has 0 rows; it needs at least one")
         if len(self.rows) > 1 and self.combine is None:
             raise PlanConflictError(f"a plan has {len(self.rows)} rows and no combine; say how to merge them")
+        if self.draft is not None and self.combine is None:
+            raise PlanConflictError("a plan has a draft and no combine, so its weights would have no use; give both")
