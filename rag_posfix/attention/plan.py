@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rag_posfix.attention.attend import Attend
+from rag_posfix.attention.draft import Draft
 from rag_posfix.errors import PlanConflictError
 
-__all__ = ["Choose", "Combine", "Draft", "Drafts", "MaskFunction", "Plan", "RowPlan", "RowScores"]
+__all__ = ["Combine", "HeadScale", "HiddenScale", "MaskFunction", "Plan", "RowPlan", "RowScores"]
 
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
-"""Complete mask: (query index, key index) -> bool, True = may attend. Both index tensors broadcast; indices count the
-row's own tokens from 0, and tokens after the prompt are generated ones."""
+"""Complete mask of the prompt: (query index, key index) -> bool, True = may attend. Both index tensors broadcast and
+count the row's own tokens from 0. Generated tokens see everything before them, whatever the mask."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,59 +31,40 @@ class RowScores:
         question: (R,) float32, mean log-probability of the question's tokens in each row; zeros unless the plan asks
             for it with ``score_question``.
         answer: (R,) float32, summed log-probability of the tokens generated so far in each row.
-        weights: (R,) float32, what the plan's draft chose; None without a draft.
+        confidence: (R,) float32, log-probability of the likeliest first token of the answer in each row.
+        weights: (R,) float32, how much each row counts by the plan's draft; None without a draft.
     """
 
     log_probs: Tensor
     question: Tensor
     answer: Tensor
+    confidence: Tensor
     weights: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Drafts:
-    """The short answer that each row wrote alone, and what every row says of every one.
-
-    Attributes:
-        tokens: One answer per row, without what ended it.
-
-    Shapes:
-        log_probs: (R, R) float32, [d, k] the summed log-probability of answer d in row k.
-        same: (R, R) bool, whether two answers say the same.
-        question: (R,) float32, as in ``RowScores``.
-    """
-
-    tokens: tuple[tuple[int, ...], ...]
-    log_probs: Tensor
-    same: Tensor
-    question: Tensor
 
 
 Combine = Callable[[RowScores], tuple[Tensor, Tensor]]
 """RowScores -> ((V,) log-probabilities of the next token, (R,) weights of the rows that sum to 1)."""
 
 
-Choose = Callable[[Drafts], Tensor]
-"""Drafts -> (R,) weights of the rows, none negative, that sum to 1."""
+HeadScale = Callable[[int, Tensor, Tensor], Tensor | None]
+"""(layer, the prompt's last query unrotated (1, Hq, 1, D), all keys unrotated (1, Hkv, Tk, D)) -> position divisor of
+each key/value head (Hkv,) float32, or None to leave the layer alone. Asked once per layer when the prompt has been
+read; the answer holds for the whole generation. The query heads of a group share their key head's divisor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Draft:
-    """Before the answer, every row writes a short one alone; what they wrote says how much each row counts.
-
-    The rows then continue from the prompt: a draft leaves no trace but ``RowScores.weights``.
+class HiddenScale:
+    """Scale one channel of what the attention of the newest token sees, for queries and keys only.
 
     Attributes:
-        max_tokens: Tokens per short answer at most; it also ends with its first line.
-        choose: Weighs the rows by what they wrote.
+        channel: Which hidden channel.
+        factor: What it is multiplied by.
+        layers: In which layers.
     """
 
-    max_tokens: int
-    choose: Choose
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise PlanConflictError(f"a draft has max_tokens={self.max_tokens}; it needs at least 1")
+    channel: int
+    factor: float
+    layers: range
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,14 +73,24 @@ class RowPlan:
 
     Attributes:
         passages: Which passages it sees, in which order; None = all, in the order of the prompt.
-        positions: (1 | Hq, T) float32, the position of each of the row's tokens, may be fractional and may differ
-            between heads; None = 0, 1, 2, ... Generated tokens continue after the last one.
+        positions: (1, T) float32, the position of each of the row's tokens, may be fractional; None = 0, 1, 2, ...
+            Generated tokens continue after the last one.
         mask: Complete mask; None = causal.
+        rope_base_factor: What the model's own RoPE base is multiplied by.
+        layer_scale: (n_layers,) float32, what positions are divided by in each layer.
+        head_scale: What positions are divided by in each head, decided from the prompt.
+        hidden_scale: A hidden channel that is scaled for the newest token.
+        attend: Replaces softmax(QK^T)V.
     """
 
     passages: tuple[int, ...] | None = None
     positions: Tensor | None = None
     mask: MaskFunction | None = None
+    rope_base_factor: float | None = None
+    layer_scale: Tensor | None = None
+    head_scale: HeadScale | None = None
+    hidden_scale: HiddenScale | None = None
+    attend: Attend | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,11 @@ class Capability(StrEnum):
     FULL_CACHE = "full_cache"
     """Every layer keeps the keys of all tokens: masks and joined passages mean what they say."""
     ROTATION = "rotation"
-    """Queries and keys can be had unrotated, so that positions may differ between heads."""
+    """Queries and keys can be had unrotated, so that positions may differ between heads and between passages."""
+    ANGLES = "angles"
+    """The rotary encoding may turn by other angles: positions divided per layer, another base."""
+    HIDDEN_CHANNEL = "hidden_channel"
+    """Queries and keys are linear in the hidden state (no norm in between), so that one channel may be scaled."""
 
 
 @dataclass(frozen=True, slots=True)

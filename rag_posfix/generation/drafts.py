@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.plan import Drafts
+from rag_posfix.attention.draft import Drafts
 from rag_posfix.generation.forward import Rows
 
 __all__ = ["AnswerText", "draft_answers"]

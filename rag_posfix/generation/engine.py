@@ -86,7 +86,7 @@ class Engine:
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters and return what caching needs to know of it."""
         method = create(choice.name, choice.parameters)
-        return MitigationInfo(method.name, method.fingerprint(), method.order_invariant)
+        return MitigationInfo(method.name, method.fingerprint(), method.keeps_order_out)
 
     def next_log_probs(self, layout: Layout, mitigation: MitigationChoice | None = None) -> Tensor:
         """Return the log-probabilities of the first token of the answer, (V,) float32."""

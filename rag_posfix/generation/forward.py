@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from rag_posfix.attention.plan import MaskFunction
-from rag_posfix.patching.seam import Observer, SeamCall, active
+from rag_posfix.patching.call import Edits, Observer, Scratch, SeamCall, active
 from rag_posfix.patching.spec import ModelSpec
 
 __all__ = ["LoadedModel", "Rows", "new_cache"]
@@ -44,57 +43,60 @@ class Rows:
         loaded: The model.
         cache: Keys and values of all tokens so far.
         length: Tokens in the cache, padding included.
-        positions: (R, length) or (Hq, length) positions so far; (Hq, ...) only with one row whose heads differ.
+        positions: (R, length) float32, positions so far.
         padding: (R, length) bool, True for real tokens; None where no row is padded.
-        mask: Complete mask that replaces the causal one; one row only.
-        per_head: Whether positions differ between heads, so that the seam rotates.
+        edits: What the plan asks of the model. Rows with edits do not share a batch with rows that have others.
+        n_prompt: Tokens of the prompt; 0 until it has been read.
     """
 
     loaded: LoadedModel
     cache: Any
     positions: Tensor
     padding: Tensor | None = None
-    mask: MaskFunction | None = None
-    per_head: bool = False
+    edits: Edits = field(default_factory=Edits)
+    scratch: Scratch = field(default_factory=Scratch)
+    n_prompt: int = 0
     length: int = field(default=0)
 
     @property
     def n_rows(self) -> int:
         """How many sequences the batch holds."""
-        return 1 if self.per_head else self.positions.shape[0]
+        return self.positions.shape[0]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the next tokens are read as the unmodified model would read them, at the rows' positions."""
+        edits = self._edits_now()
+        return not (edits.holds_rotation or edits.sets_angles) and edits.attend is None
 
     def forward(self, token_ids: Tensor, positions: Tensor, keep: int, observer: Observer | None = None) -> Tensor:
         """Append tokens to every row and return the logits of the last ``keep`` of them.
 
         Shapes:
-            token_ids: (R, Tq). positions: (R | Hq, Tq) float32.
+            token_ids: (R, Tq). positions: (R, Tq) float32.
             returns: (R, keep, V), in the model's dtype.
         """
+        edits = self._edits_now()
         self.positions = torch.cat((self.positions, positions), dim=1)
         self.length += token_ids.shape[1]
         if self.padding is not None:
             self.padding = torch.cat((self.padding, self.padding.new_ones(token_ids.shape)), dim=1)
-        call = SeamCall(
-            mask=self.mask,
-            positions=self.positions if self.per_head else None,
-            angles=self.loaded.spec.angles,
-            observer=observer,
-        )
+        call = SeamCall(edits, self.positions, self.loaded.spec, self.scratch, self.n_prompt or self.length, observer)
         with active(call):
             output = self.loaded.model(
                 input_ids=token_ids,
-                # With per-head positions the seam rotates; the model still wants a list to build its masks from.
-                position_ids=None if self.per_head else _as_ids(positions),
+                position_ids=_as_ids(positions),
                 attention_mask=None if self.padding is None else self.padding.long(),
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=keep,
             )
+        self.n_prompt = self.n_prompt or self.length
         logits: Tensor = output.logits
         return logits
 
     def next_positions(self, count: int = 1) -> Tensor:
-        """Return the positions of the next ``count`` tokens: they continue after the last. (R | Hq, count)."""
+        """Return the positions of the next ``count`` tokens: they continue after the last. (R, count)."""
         steps = torch.arange(1, count + 1, device=self.positions.device)
         return self.positions[:, -1:] + steps
 
@@ -105,10 +107,21 @@ class Rows:
             cache=copy.deepcopy(self.cache),
             positions=self.positions,
             padding=self.padding,
-            mask=self.mask,
-            per_head=self.per_head,
+            edits=self.edits,
+            scratch=self.scratch.copy(),
+            n_prompt=self.n_prompt,
             length=self.length,
         )
+
+    def _edits_now(self) -> Edits:
+        """Return the edits of the next pass. What is plain from here on costs nothing any more."""
+        edits = self.edits
+        if self.n_prompt and edits.mask is not None:  # generated tokens see all before them
+            edits = replace(edits, mask=None)
+        attend = edits.attend
+        if attend is not None and attend.plain_from is not None and self.length >= attend.plain_from:
+            edits = replace(edits, attend=None)
+        return edits
 
 
 def _as_ids(positions: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Knows plans, layouts and rows; knows no method by name, no text and no sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ from rag_posfix.attention.plan import Plan, RowPlan
 from rag_posfix.attention.shape import Capability
 from rag_posfix.attention.spans import Layout, Span
 from rag_posfix.generation.forward import LoadedModel, Rows, new_cache
-from rag_posfix.patching.seam import Observer
+from rag_posfix.patching.call import Edits, Observer
 
 __all__ = ["PrefilledGroup", "prefill"]
 
@@ -46,12 +46,12 @@ class PrefilledGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
-    """A row plan with the layout of what it sees, and its positions spelled out."""
+    """A row of a plan: the layout of what it sees, its positions spelled out, and what it asks of the model."""
 
-    plan: RowPlan
     layout: Layout
     passages: tuple[int, ...]
     positions: Tensor
+    edits: Edits
 
 
 def prefill(loaded: LoadedModel, layout: Layout, plan: Plan) -> list[PrefilledGroup]:
@@ -61,12 +61,23 @@ def prefill(loaded: LoadedModel, layout: Layout, plan: Plan) -> list[PrefilledGr
     each row as one sequence.
     """
     rows = [_spell_out(row, layout, loaded.device) for row in plan.rows]
-    joinable = Capability.FULL_CACHE in loaded.spec.shape.capabilities and all(
-        row.positions.shape[0] == 1 for row in rows
-    )
+    joinable = Capability.FULL_CACHE in loaded.spec.shape.capabilities and _joinable(rows)
     if plan.independent_passages and layout.n_passages and joinable:
         return [_read_by_passage(loaded, layout, rows, plan.score_question)]
     return [_read_whole(loaded, layout, row, plan.score_question) for row in rows]
+
+
+def _joinable(rows: Sequence[_Row]) -> bool:
+    """Return whether the rows' passages may be encoded apart from the question, and the rows share a batch."""
+    first = rows[0].edits
+    return all(
+        row.edits.head_scale is None
+        and row.edits.hidden_scale is None
+        and row.edits.rope_base_factor == first.rope_base_factor
+        and row.edits.layer_scale == first.layer_scale
+        and (row.edits.attend is None or len(rows) == 1)
+        for row in rows
+    )
 
 
 def _spell_out(row: RowPlan, layout: Layout, device: torch.device) -> _Row:
@@ -75,13 +86,20 @@ def _spell_out(row: RowPlan, layout: Layout, device: torch.device) -> _Row:
     positions = row.positions
     if positions is None:
         positions = torch.arange(len(seen.token_ids), dtype=torch.float32)[None]
-    return _Row(row, seen, passages, positions.to(device))
+    edits = Edits(
+        mask=row.mask,
+        rope_base_factor=row.rope_base_factor,
+        layer_scale=None if row.layer_scale is None else tuple(row.layer_scale.tolist()),
+        head_scale=row.head_scale,
+        hidden_scale=row.hidden_scale,
+        attend=row.attend,
+    )
+    return _Row(seen, passages, positions.to(device), edits)
 
 
 def _read_whole(loaded: LoadedModel, layout: Layout, row: _Row, score_question: bool) -> PrefilledGroup:
     """Read one row as one sequence."""
-    per_head = row.positions.shape[0] > 1
-    rows = Rows(loaded, new_cache(loaded), row.positions[:, :0], mask=row.plan.mask, per_head=per_head)
+    rows = Rows(loaded, new_cache(loaded), row.positions[:, :0], edits=row.edits)
     observer = Observer()
     ids = torch.tensor([row.layout.token_ids], device=loaded.device)
     logits = rows.forward(ids, row.positions, _logits_to_keep(row.layout, score_question), observer)
@@ -90,7 +108,9 @@ def _read_whole(loaded: LoadedModel, layout: Layout, row: _Row, score_question: 
 
 def _read_by_passage(loaded: LoadedModel, layout: Layout, rows: list[_Row], score_question: bool) -> PrefilledGroup:
     """Encode prefix and passages once, join them per row, and read the suffix in all rows together."""
-    prefix = _encode(loaded, [layout.tokens(layout.prefix)], [rows[0].positions[0, layout.prefix.slice]], None)[0]
+    apart = replace(rows[0].edits, mask=None, attend=None)  # what passages are encoded with
+    start = [layout.tokens(layout.prefix)]
+    prefix = _encode(loaded, start, [rows[0].positions[0, layout.prefix.slice]], None, apart)[0]
     jobs: dict[tuple[int, float], int] = {}  # (passage, first position) -> its place in `encoded`
     ids: list[Sequence[int]] = []
     starts: list[Tensor] = []
@@ -101,11 +121,12 @@ def _read_by_passage(loaded: LoadedModel, layout: Layout, rows: list[_Row], scor
                 jobs[passage, float(at[0])] = len(ids)
                 ids.append(layout.tokens(layout.passages[passage]))
                 starts.append(at)
-    encoded = _encode(loaded, ids, starts, prefix)
+    encoded = _encode(loaded, ids, starts, prefix, apart)
     stretches = [
         [prefix, *(encoded[jobs[p, float(r.positions[0, s.start])]] for p, s in _passages_of(r))] for r in rows
     ]
     batch = _join(loaded, stretches, [r.positions[:, : r.layout.suffix.start] for r in rows])
+    batch.edits = replace(apart, attend=rows[0].edits.attend)
     suffix = torch.tensor([layout.tokens(layout.suffix)] * len(rows), device=loaded.device)
     positions = torch.cat([row.positions[:, row.layout.suffix.slice] for row in rows])
     observer = Observer()
@@ -118,7 +139,11 @@ def _passages_of(row: _Row) -> list[tuple[int, Span]]:
 
 
 def _encode(
-    loaded: LoadedModel, ids: Sequence[Sequence[int]], positions: Sequence[Tensor], prefix: LayerKV | None
+    loaded: LoadedModel,
+    ids: Sequence[Sequence[int]],
+    positions: Sequence[Tensor],
+    prefix: LayerKV | None,
+    edits: Edits,
 ) -> list[LayerKV]:
     """Return the keys and values of each sequence read after ``prefix`` alone; sequences do not see each other.
 
@@ -140,7 +165,7 @@ def _encode(
             tokens[row, : len(ids[i])] = torch.tensor(ids[i], device=loaded.device)
             at[row, : len(ids[i])] = positions[i]
             at[row, len(ids[i]) :] = positions[i][-1]
-        rows = Rows(loaded, cache, at[:, :0], length=before)
+        rows = Rows(loaded, cache, at[:, :0], edits=edits, length=before)
         rows.forward(tokens, at, keep=1)
         for row, i in enumerate(batch):
             span = slice(before, before + len(ids[i]))

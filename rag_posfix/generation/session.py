@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.plan import Draft, Plan, RowScores
+from rag_posfix.attention.draft import Draft
+from rag_posfix.attention.plan import Plan, RowScores
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.drafts import AnswerText, draft_answers
@@ -39,6 +40,7 @@ class Session:
         self._log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)  # (R, V)
         self._question = torch.cat([group.question for group in groups])
         self._answer = torch.zeros_like(self._question)
+        self._confidence = self._log_probs.amax(dim=-1)
         self._attention = torch.cat([group.attention for group in groups])  # (R, N)
         self._weights = self._draft(plan.draft, text or AnswerText()) if plan.draft else None
         self.prefill_seconds = time.perf_counter() - started
@@ -98,4 +100,4 @@ class Session:
     def _combine(self, log_probs: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
         if self._plan.combine is None:
             return log_probs[0], log_probs.new_ones(1)
-        return self._plan.combine(RowScores(log_probs, self._question, answer, self._weights))
+        return self._plan.combine(RowScores(log_probs, self._question, answer, self._confidence, self._weights))

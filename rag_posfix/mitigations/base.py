@@ -8,6 +8,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from rag_posfix.attention.plan import Plan
@@ -31,6 +32,10 @@ class Mitigation(ABC):
         needs_calibration: Whether something must be measured on the model first.
         training_free: Whether it works on stock weights.
         requires: What the model must let a plan change.
+        neutral: Parameters at which a prompt of one passage, or of none, is read as the unmodified model reads it.
+        neutral_is_identity: With the neutral parameters every prompt is, bit for bit.
+        decides_at_prompt_end: Something is decided by the prompt's last token and kept for the whole generation, so
+            that a prompt one token longer may decide otherwise.
     """
 
     name: ClassVar[str]
@@ -40,10 +45,18 @@ class Mitigation(ABC):
     needs_calibration: ClassVar[bool] = False
     training_free: ClassVar[bool] = True
     requires: ClassVar[frozenset[Capability]] = frozenset()
+    neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    neutral_is_identity: ClassVar[bool] = False
+    decides_at_prompt_end: ClassVar[bool] = False
 
     @abstractmethod
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return what a generation over ``layout`` does differently on ``model``. Pure: same input, same plan."""
+
+    @property
+    def keeps_order_out(self) -> bool:
+        """Whether the answer is the same for every order of the passages, with these parameters."""
+        return self.order_invariant
 
     def fingerprint(self) -> str:
         """Return a digest that changes with the method and with every parameter; part of every cache key."""

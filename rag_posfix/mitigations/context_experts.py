@@ -68,6 +68,7 @@ class ContextExperts(Mitigation):
         "Relevance is the likelihood of the question given the passage, or one given score per passage.",
     )
     order_invariant: ClassVar[bool] = True
+    decides_at_prompt_end: ClassVar[bool] = True  # what an expert said of the answer counts, of the prompt it does not
 
     contrast: float | Literal["divergence"] = 0.0
     relevance_weight: float = 5.0

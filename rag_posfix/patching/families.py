@@ -13,18 +13,18 @@ __all__ = ["FAMILIES", "family_of", "keeps_all_keys", "shape_of"]
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family("llama", "half"),
-        Family("mistral", "half"),
-        Family("qwen2", "half"),
-        Family("qwen3", "half"),
-        Family("phi3", "half"),
-        Family("gemma", "half"),
-        Family("gemma3_text", "half"),
-        Family("granite", "half"),
-        Family("smollm3", "half"),
-        Family("olmo2", "half"),
-        Family("cohere", "interleaved"),
-        Family("glm4", "interleaved"),
+        Family("llama", "half", linear=True),
+        Family("mistral", "half", linear=True),
+        Family("qwen2", "half", linear=True),
+        Family("qwen3", "half", linear=False),
+        Family("phi3", "half", linear=True),
+        Family("gemma", "half", linear=True),
+        Family("gemma3_text", "half", linear=False),
+        Family("granite", "half", linear=True),
+        Family("smollm3", "half", linear=True),
+        Family("olmo2", "half", linear=False),
+        Family("cohere", "interleaved", linear=False),
+        Family("glm4", "interleaved", linear=True),
     )
 }
 
@@ -59,8 +59,12 @@ def shape_of(config: Any, family: Family) -> ModelShape:
     if full:
         capabilities.add(Capability.FULL_CACHE)
     # Two rotary sets (one per layer type) cannot be driven by one list of positions.
-    if full and family.rotation == "half" and family.model_type != "gemma3_text":
-        capabilities.add(Capability.ROTATION)
+    if family.model_type != "gemma3_text":
+        capabilities.add(Capability.ANGLES)
+        if full and family.rotation == "half":
+            capabilities.add(Capability.ROTATION)
+            if family.linear:
+                capabilities.add(Capability.HIDDEN_CHANNEL)
     return ModelShape(
         n_layers=config.num_hidden_layers,
         n_heads=heads,

@@ -10,7 +10,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.families import family_of, shape_of
-from rag_posfix.patching.seam import hold_rotation, seam_attention, seam_mask
+from rag_posfix.patching.rotation import scaled_base_angles
+from rag_posfix.patching.seam import before_attention, seam_attention, seam_mask
 from rag_posfix.patching.spec import ModelSpec
 
 __all__ = ["SEAM", "install", "uninstall"]
@@ -23,7 +24,7 @@ def install(model: Any) -> ModelSpec:
 
     Idle, the model computes bit for bit what it computed before with ``sdpa`` attention. No class is subclassed,
     copied or monkey-patched: the attention and mask functions are registered under one name (that of this library)
-    and chosen for this model alone, and one forward hook is put on its rotary module.
+    and chosen for this model alone, and one hook is put in front of each of its attention modules.
 
     Args:
         model: A causal language model of transformers.
@@ -33,10 +34,13 @@ def install(model: Any) -> ModelSpec:
     """
     config = model.config.get_text_config()
     family = family_of(config)
-    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
-    if rotary is None:
+    decoder = getattr(model, "model", None)
+    rotary = getattr(decoder, "rotary_emb", None)
+    modules: list[Any] = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
+    if rotary is None or not modules or None in modules:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no model.rotary_emb; the seam needs a decoder with one rotary module"
+            f"{type(model).__name__} has no model.rotary_emb and model.layers[i].self_attn; the seam needs a decoder "
+            "with one rotary module and one attention module per layer"
         )
     if config._attn_implementation == SEAM:
         raise UnsupportedModelError(f"{type(model).__name__} carries the seam already; install it once, at load")
@@ -45,8 +49,9 @@ def install(model: Any) -> ModelSpec:
     model.set_attn_implementation(SEAM)
     forward = type(rotary).forward
 
-    def angles(states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        # The class's forward, not the module's call: the hook must not answer here.
+    def angles(states: Tensor, positions: Tensor, base_factor: float | None) -> tuple[Tensor, Tensor]:
+        if base_factor is not None and base_factor != 1.0:
+            return scaled_base_angles(rotary, states, positions, base_factor)
         cos, sin = forward(rotary, states, positions)
         return cos, sin
 
@@ -54,11 +59,12 @@ def install(model: Any) -> ModelSpec:
         family=family,
         shape=shape_of(config, family),
         angles=angles,
-        handle=rotary.register_forward_hook(hold_rotation),
+        handles=tuple(module.register_forward_pre_hook(before_attention, with_kwargs=True) for module in modules),
     )
 
 
 def uninstall(model: Any, spec: ModelSpec) -> None:
     """Take the seam off a model again: ``sdpa`` attention, no hook."""
-    spec.handle.remove()
+    for handle in spec.handles:
+        handle.remove()
     model.set_attn_implementation("sdpa")

@@ -1,15 +1,11 @@
-"""The seam: one attention function and one mask function that read what the running call asks for.
+"""The seam: one attention function, one mask function and one hook that read what the running call asks for.
 
-Idle, both are exactly transformers' own. A call is switched on in a ``ContextVar``, inside the thread that runs the
-model, so threads with different plans share one model. Nothing is stored on a module.
+Idle, all three are exactly transformers' own. A call is switched on in a ``ContextVar``, inside the thread that runs
+the model, so threads with different plans share one model. Nothing is stored on a module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,116 +13,172 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rag_posfix.attention.attend import AttendInput, Rotated
 from rag_posfix.attention.observe import last_query_attention
-from rag_posfix.attention.plan import MaskFunction
-from rag_posfix.attention.rope import rotate_half_split
+from rag_posfix.errors import GenerationError
+from rag_posfix.patching.call import SeamCall, current
+from rag_posfix.patching.hidden import attend_with_scaled_channel
+from rag_posfix.patching.rotation import LayerRotation, layer_rotation
+from rag_posfix.patching.spec import ModelSpec
 
-__all__ = ["Observer", "SeamCall", "active", "hold_rotation", "seam_attention", "seam_mask"]
+__all__ = ["before_attention", "seam_attention", "seam_mask"]
 
 
-@dataclass(slots=True)
-class Observer:
-    """Collects the attention of the newest query, averaged over layers.
+def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Hook in front of every attention module: hands it the angles that the call asks for.
 
-    Shapes:
-        total: (B, Tk) float32, summed over layers.
+    Angles of nothing (cos 1, sin 0) where the seam rotates by itself.
     """
-
-    total: Tensor | None = None
-    n_layers: int = 0
-
-    def add(self, attention: Tensor) -> None:
-        """Add one layer's (B, Tk)."""
-        self.total = attention if self.total is None else self.total + attention
-        self.n_layers += 1
-
-    def mean(self) -> Tensor | None:
-        """Return the mean over layers, (B, Tk), or None if no layer reported."""
-        return None if self.total is None else self.total / self.n_layers
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SeamCall:
-    """What one forward pass does differently.
-
-    Attributes:
-        mask: Complete mask that replaces the causal one.
-        positions: (1 | Hq, Tk) positions of every key so far; queries are the last of them. When set, the model hands
-            over unrotated queries and keys (and caches keys unrotated), and they are rotated here.
-        angles: The model's own cos and sin; needed with ``positions``.
-        observer: Receives the attention of the newest query.
-    """
-
-    mask: MaskFunction | None = None
-    positions: Tensor | None = None
-    angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    observer: Observer | None = field(default=None)
-
-
-_ACTIVE: ContextVar[SeamCall | None] = ContextVar("rag_posfix_seam_call", default=None)
-
-
-@contextmanager
-def active(call: SeamCall) -> Iterator[None]:
-    """Switch ``call`` on for the forward passes of this thread inside the block."""
-    token = _ACTIVE.set(call)
-    try:
-        yield
-    finally:
-        _ACTIVE.reset(token)
-
-
-def hold_rotation(module: Any, arguments: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Forward hook of the rotary module: rotate by nothing while a call wants to rotate by itself."""
-    call = _ACTIVE.get()
-    if call is None or call.positions is None:
-        return output
-    return torch.ones_like(output[0]), torch.zeros_like(output[1])
+    call = current()
+    if call is None or not (call.edits.holds_rotation or call.edits.sets_angles):
+        return None
+    spec, positions = _needed(call)
+    states = given["hidden_states"]
+    hidden = call.edits.hidden_scale
+    if hidden is not None and module.layer_idx in hidden.layers:
+        call.scratch.channel[module.layer_idx] = states[..., hidden.channel]
+    if call.edits.holds_rotation:
+        cos, sin = given["position_embeddings"]
+        cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+    else:
+        cos, sin = layer_rotation(call, spec, module).angles(states, positions[:, -states.shape[1] :])
+    return arguments, {**given, "position_embeddings": (cos, sin)}
 
 
 def seam_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> Tensor | None:
     """Mask function: transformers' own, or the active call's complete mask. Shape (B, 1, Tq, Tk), bool."""
-    call = _ACTIVE.get()
-    if call is None or call.mask is None:
-        result: Tensor | None = sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
-        return result
-    device = torch.device(kwargs.get("device", "cpu"))
-    key = torch.arange(kv_length, device=device)[None, :]
-    query = torch.arange(kv_length - q_length, kv_length, device=device)[:, None]
-    return call.mask(query, key).expand(batch_size, 1, q_length, kv_length)
+    call = current()
+    if call is not None:
+        attend = call.edits.attend
+        if attend is not None and attend.layers is None and not attend.needs_mask:
+            return None
+        if call.edits.mask is not None:
+            device = torch.device(kwargs.get("device", "cpu"))
+            key = torch.arange(kv_length, device=device)[None, :]
+            query = torch.arange(kv_length - q_length, kv_length, device=device)[:, None]
+            return call.edits.mask(query, key).expand(batch_size, 1, q_length, kv_length)
+    result: Tensor | None = sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
+    return result
 
 
 def seam_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention function: transformers' own SDPA, after rotating by the active call's positions.
+    """Attention function: transformers' own SDPA, or what the active call asks for.
 
     Shapes:
-        query: (B, Hq, Tq, D). key, value: (B, Hkv, Tk, D).
+        query: (B, Hq, Tq, D). key, value: (B, Hkv, Tk, D). returns: (B, Tq, Hq, D).
     """
-    call = _ACTIVE.get()
-    if call is not None and call.positions is not None and call.angles is not None:
-        query, key, value = _rotate(query, key, value, call.positions, call.angles)
-    if call is not None and call.observer is not None:
-        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        call.observer.add(last_query_attention(query, key, attention_mask, scaling, kwargs.get("softcap")))
-    result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return result
+    call = current()
+    if call is None:
+        stock: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return stock
+    return _Layer(module, call, attention_mask, kwargs).run(query, key, value), None
 
 
-def _rotate(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate queries and keys; keys are widened first where positions differ between the heads of a group."""
-    cos, sin = angles(query, positions[:, : key.shape[2]])  # (1 | Hq, Tk, rotated)
-    cos, sin = cos[None], sin[None]
-    n_query = query.shape[2]
-    if positions.shape[0] > 1:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    query = rotate_half_split(query, cos[:, :, -n_query:], sin[:, :, -n_query:])
-    return query, rotate_half_split(key, cos, sin), value
+class _Layer:
+    """One layer's attention under a call."""
+
+    def __init__(self, module: Any, call: SeamCall, mask: Tensor | None, options: dict[str, Any]) -> None:
+        self.module, self.call, self.mask, self.options = module, call, mask, options
+        self.layer: int = module.layer_idx
+        scaling = options.get("scaling")
+        self.scaling: float = module.head_dim**-0.5 if scaling is None else scaling
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        edits = self.call.edits
+        if edits.holds_rotation:
+            return self._rotating(query, key, value)
+        if edits.attend is not None and self._in_layers():
+            return self._attend(query, key, value, query, key, None)
+        self._observe(query, key)
+        return self._plain(query, key, value)
+
+    def _rotating(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Rotate here; keys in place, so that the cache holds them as the next pass needs them."""
+        edits, positions, n_query = self.call.edits, _needed(self.call)[1], query.shape[2]
+        rotation = self._rotation(query, key)
+        if edits.hidden_scale is not None and self.layer in edits.hidden_scale.layers:
+            out, turned = attend_with_scaled_channel(
+                self.module, self.call, edits.hidden_scale, rotation, query, key, positions,
+                lambda q, k: self._plain(q, k, value),
+            )  # fmt: skip
+            self._observe(turned, key)
+            return out
+        attend = edits.attend if self._in_layers() else None
+        rotated = Rotated.BOTH if attend is None else attend.rotated
+        if rotated is Rotated.NEITHER:
+            return self._attend(query, key, value, query, key, rotation)
+        fresh = key[:, :, -n_query:]
+        fresh.copy_(rotation(fresh, positions[:, -n_query:]))  # `key` is the cache's own tensor
+        if rotated is Rotated.KEYS:
+            return self._attend(query, key, value, query, key, rotation)
+        query = rotation(query, positions[:, -n_query:])
+        if attend is not None:
+            return self._attend(query, key, value, query, key, rotation)
+        self._observe(query, key)
+        return self._plain(query, key, value)
+
+    def _rotation(self, query: Tensor, key: Tensor) -> LayerRotation:
+        """Return the layer's rotation; the divisors of its heads are decided in the pass that reads the prompt."""
+        spec, _ = _needed(self.call)
+        rotation = layer_rotation(self.call, spec, self.module)
+        decide, ratios = self.call.edits.head_scale, self.call.scratch.head_ratios
+        if decide is None:
+            return rotation
+        if self.layer not in ratios:
+            ratios[self.layer] = decide(self.layer, query[:, :, -1:], key)
+        return LayerRotation(spec, rotation.rotates, rotation.base_factor, rotation.scale, ratios[self.layer])
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, plain_query: Tensor, plain_key: Tensor, rotation: Any
+    ) -> Tensor:
+        """Run the plan's own attention."""
+        attend, positions, n_query = self.call.edits.attend, self.call.positions, query.shape[2]
+        if attend is None or positions is None:
+            raise GenerationError("the seam was asked for an attention that the call does not hold; report this")
+        rotate = rotation or layer_rotation(self.call, _needed(self.call)[0], self.module)
+
+        def ordinary() -> tuple[Tensor, Tensor]:
+            q, k = plain_query, plain_key
+            if attend.rotated is not Rotated.BOTH:
+                q = rotate(q, positions[:, -n_query:])
+            if attend.rotated is Rotated.NEITHER:
+                k = rotate(k, positions)
+            return q, k
+
+        def plain() -> Tensor:
+            return self._plain(*ordinary(), value).transpose(1, 2)
+
+        out, newest = attend(
+            AttendInput(query, key, value, positions, self.scaling, self.layer, rotate, plain)
+        )  # (B, Hq, Tq, D)
+        if newest is None:
+            self._observe(*ordinary())
+        elif self.call.observer is not None:
+            self.call.observer.add(newest)
+        return out.transpose(1, 2)
+
+    def _in_layers(self) -> bool:
+        attend = self.call.edits.attend
+        return attend is not None and (attend.layers is None or self.layer in attend.layers)
+
+    def _plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = self.mask
+        if mask is not None and query.shape[2] < mask.shape[2]:
+            mask = mask[:, :, -query.shape[2] :]
+        out: Tensor = sdpa_attention_forward(self.module, query, key, value, mask, **self.options)[0]
+        return out
+
+    def _observe(self, query: Tensor, key: Tensor) -> None:
+        if self.call.observer is not None:
+            softcap = self.options.get("softcap")
+            self.call.observer.add(last_query_attention(query, key, self.mask, self.scaling, softcap))
+
+
+def _needed(call: SeamCall) -> tuple[ModelSpec, Tensor]:
+    if call.spec is None or call.positions is None:
+        raise GenerationError("the seam was asked to rotate without the model's angles and positions; report this")
+    return call.spec, call.positions

@@ -22,10 +22,12 @@ class Family:
     Attributes:
         model_type: ``config.model_type``.
         rotation: How it pairs channels when it rotates queries and keys.
+        linear: Whether queries and keys are linear in the normalised hidden state: no norm of their own.
     """
 
     model_type: str
     rotation: Rotation
+    linear: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,12 +37,12 @@ class ModelSpec:
     Attributes:
         family: Its row in the table of families.
         shape: Sizes and capabilities.
-        angles: (states, (1 | Hq, T) positions) -> (cos, sin), each (1 | Hq, T, rotated), from the model's own rotary
-            module, in the dtype of ``states``; None where the model has no single rotary module.
-        handle: The hook that the seam put on the model.
+        angles: (states, (B, T) positions, factor of the RoPE base or None) -> (cos, sin), each (B, T, rotated), from
+            the model's own rotary module, in the dtype of ``states``.
+        handles: The hooks that the seam put on the model.
     """
 
     family: Family
     shape: ModelShape
-    angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
-    handle: Any
+    angles: Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
+    handles: tuple[Any, ...]

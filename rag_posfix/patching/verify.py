@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rag_posfix.attention.shape import Capability
 from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.patching.call import Edits, SeamCall, active
 from rag_posfix.patching.install import SEAM
-from rag_posfix.patching.seam import SeamCall, active
 from rag_posfix.patching.spec import ModelSpec
 
 __all__ = ["Verification", "verify"]
@@ -60,7 +60,7 @@ def verify(model: Any, spec: ModelSpec) -> Verification:
     rotated = None
     if Capability.ROTATION in spec.shape.capabilities:
         positions = torch.arange(PROBE_TOKENS, device=ids.device, dtype=torch.float32)[None]
-        with active(SeamCall(positions=positions, angles=spec.angles)):
+        with active(SeamCall(Edits(head_scale=_undivided), positions, spec)):
             rotated = _logits(model, ids)
     found = Verification(
         idle_difference=_difference(idle, native),
@@ -73,6 +73,10 @@ def verify(model: Any, spec: ModelSpec) -> Verification:
             f"(allowed: {allowed:.1e}); it cannot be patched safely"
         )
     return found
+
+
+def _undivided(layer: int, query: Tensor, key: Tensor) -> None:
+    """Divide no head's positions: the seam rotates, as the model would."""
 
 
 def _logits(model: Any, ids: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ def pooled(shape, given, experts, amateur=(0.5, 0.5), answer=None, question=None
         log_probs=rows,
         question=torch.tensor([(question or zeros)[i] for i in order] + [0.0]),
         answer=torch.tensor([(answer or zeros)[i] for i in order] + [0.0]),
+        confidence=rows.amax(dim=-1),
     )
     log_probs, weights = plan.combine(scores)
     return log_probs.exp().tolist(), {i: float(weights[place]) for place, i in enumerate(order)}

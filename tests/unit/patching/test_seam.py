@@ -91,25 +91,48 @@ def test_families_whose_rotation_is_not_ours_run_the_methods_that_leave_it_alone
         assert at_once == pytest.approx(stepwise, abs=1e-5)
 
 
-def test_positions_per_head_that_are_all_alike_change_nothing():
-    loaded, layout = loaded_model(), toy_layout()
-    positions = torch.arange(len(layout.token_ids)).float().expand(8, -1)
-    plain = Session(loaded, layout, Plan())
-    per_head = Session(loaded, layout, Plan(rows=(RowPlan(positions=positions),)))
+def divide(heads):
+    """Return a head scale that divides the positions of each key head, the same in every layer."""
+    return lambda layer, query, key: torch.tensor(heads)
+
+
+def divided(heads):
+    return Session(loaded_model(), toy_layout(), Plan(rows=(RowPlan(head_scale=divide(heads)),)))
+
+
+def test_dividing_the_positions_of_all_heads_by_one_changes_nothing():
+    plain, ones = Session(loaded_model(), toy_layout(), Plan()), divided([1.0, 1.0])
     for token in (5, 9, 11):
-        assert float((plain.next_log_probs() - per_head.next_log_probs()).abs().max()) < 1e-5
+        assert torch.equal(plain.next_log_probs(), ones.next_log_probs())
         plain.advance(token)
-        per_head.advance(token)
+        ones.advance(token)
 
 
-def test_positions_per_head_reach_their_heads():
-    loaded, layout = loaded_model(), toy_layout()
-    positions = torch.arange(len(layout.token_ids)).float().repeat(8, 1)
-    base = Session(loaded, layout, Plan(rows=(RowPlan(positions=positions),))).next_log_probs()
-    positions = positions.clone()
-    positions[3] /= 2
-    moved = Session(loaded, layout, Plan(rows=(RowPlan(positions=positions),))).next_log_probs()
-    assert float((base - moved).abs().max()) > 1e-4
+def test_dividing_the_positions_of_all_heads_alike_is_dividing_all_positions():
+    layout = toy_layout()
+    positions = torch.arange(len(layout.token_ids)).float()[None] / 2
+    halves = Session(loaded_model(), layout, Plan(rows=(RowPlan(positions=positions),)))
+    twos = divided([2.0, 2.0])
+    assert float((halves.next_log_probs() - twos.next_log_probs()).abs().max()) < 1e-5
+
+
+def test_the_divisor_of_a_head_reaches_that_head():
+    base = divided([1.0, 1.0]).next_log_probs()
+    found = {tuple(heads): divided(heads).next_log_probs() for heads in ([1.0, 2.0], [2.0, 1.0])}
+    assert all(float((base - other).abs().max()) > 1e-4 for other in found.values())
+    assert float((found[1.0, 2.0] - found[2.0, 1.0]).abs().max()) > 1e-4
+
+
+def test_keys_are_rotated_once_and_kept_rotated():
+    running = divided([1.5, 2.0])
+    whole = Session(loaded_model(), toy_layout(), Plan(rows=(RowPlan(head_scale=divide([1.5, 2.0])),)))
+    assert running.score((5, 9, 11)) == pytest.approx([step(whole, token) for token in (5, 9, 11)], abs=1e-5)
+
+
+def step(session, token):
+    found = float(session.next_log_probs()[token])
+    session.advance(token)
+    return found
 
 
 def test_an_unsupported_family_is_refused_by_name():
@@ -129,7 +152,7 @@ def test_uninstalling_gives_the_stock_model_back():
     spec = install(model)
     uninstall(model, spec)
     assert model.config._attn_implementation == "sdpa"
-    assert not model.model.rotary_emb._forward_hooks
+    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
     assert install(model).shape == spec.shape
 
 

@@ -1,0 +1,85 @@
+"""What a plan puts in the place of softmax(QK^T)V. Data and pure functions: it never sees a module or a cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from torch import Tensor
+
+__all__ = ["Attend", "AttendInput", "Rotated", "Rotation"]
+
+Rotation = Callable[[Tensor, Tensor], Tensor]
+"""(states (B, H, T, D), positions (B | 1, T) or (B | 1, 1 | Hkv | Hq, T)) -> states rotated to these positions, with
+the layer's own frequencies and with whatever else the plan does to positions. The identity in layers without RoPE."""
+
+
+class Rotated(Enum):
+    """What an ``Attend`` is handed rotated to its own position. Keys that are handed over rotated are cached so."""
+
+    BOTH = "queries and keys"
+    KEYS = "keys"
+    NEITHER = "neither"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendInput:
+    """One layer's attention in one forward pass.
+
+    Shapes:
+        query: (B, Hq, Tq, D), the newest tokens. key, value: (B, Hkv, Tk, D), all tokens so far.
+        positions: (B | 1, Tk) float32, the plan's positions of all tokens so far.
+
+    Attributes:
+        scaling: What scores are multiplied by.
+        layer: Which layer, from 0.
+        rotate: Rotates states to positions.
+        plain: Returns what the model would compute with queries and keys rotated to ``positions``, (B, Hq, Tq, D).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    positions: Tensor
+    scaling: float
+    layer: int
+    rotate: Rotation
+    plain: Callable[[], Tensor]
+
+    @property
+    def start(self) -> int:
+        """The index of the first query among the keys."""
+        return self.key.shape[2] - self.query.shape[2]
+
+
+class Attend(ABC):
+    """Replaces softmax(QK^T)V in one row of a plan; the batch size is 1.
+
+    Attributes:
+        rotated: What arrives rotated.
+        needs_mask: Whether ``plain`` is called for more than one query, so that the model's mask must be built. Leave
+            it off where it can be: a mask is a T x T tensor.
+        layers: In which layers; None = all.
+        plain_from: Queries from this index on attend as the model was trained to; None = none do. Decoding is then
+            that of the unmodified model.
+    """
+
+    rotated: ClassVar[Rotated] = Rotated.BOTH
+    needs_mask: ClassVar[bool] = False
+    layers: range | None = None
+    plain_from: int | None = None
+
+    @abstractmethod
+    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+        """Return the output (B, Hq, Tq, D) and what the newest query attends to.
+
+        The second is (B, Tk) float32, the attention of the newest query averaged over heads, each row summing to 1;
+        None where that is the ordinary attention of the newest query at its own position.
+        """
+
+    def visible(self, n_tokens: int) -> Tensor | None:
+        """Return which token sees which in a prompt, (T, T) bool, for pictures and tests; None = causal."""
+        return None

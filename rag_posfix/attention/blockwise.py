@@ -1,0 +1,105 @@
+"""Attention over stretches of keys, merged by log-sum-exp: no T x T tensor anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["attend_stretches", "attend_with_lse", "last_row", "merge"]
+
+QUERY_BLOCK = 256
+"""Queries per block where no fused kernel returns the log-sum-exp: bounds the score tensor."""
+
+
+def attend_with_lse(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return softmax(QK^T scaling)V and the log-sum-exp of each query's scores.
+
+    Source: Dao et al. (2022), FlashAttention, section 3.1, https://arxiv.org/abs/2205.14135
+
+    Shapes:
+        query: (B, Hq, Tq, D). key, value: (B, Hkv, Tk, D); query head h reads key head h // (Hq / Hkv).
+        returns: (B, Hq, Tq, D) in the dtype of ``query``; (B, Hq, Tq) float32.
+
+    With ``causal``, query i sees keys 0..i + Tk - Tq: the queries are the newest tokens.
+
+    Cost: fused on CPUs; elsewhere a (B, Hq, 256, Tk) float32 score tensor at a time.
+    """
+    n_query, n_key = query.shape[2], key.shape[2]
+    if causal and n_query < n_key:  # the fused kernel aligns its diagonal with the first key
+        past = n_key - n_query
+        return merge(
+            [
+                attend_with_lse(query, key[:, :, :past], value[:, :, :past], scaling),
+                attend_with_lse(query, key[:, :, past:], value[:, :, past:], scaling, causal=True),
+            ]
+        )
+    if query.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal and n_query > 1, scale=scaling
+        )
+        return out, lse
+    return _in_blocks(query, key, value, scaling, causal)
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return attention over the union of disjoint stretches of keys.
+
+    Formula: w_g = softmax_g(lse_g); out = sum_g w_g out_g; lse = logsumexp_g(lse_g).
+
+    Shapes:
+        parts: (B, Hq, Tq, D) and (B, Hq, Tq) each.
+        returns: the same shapes, in the dtype of the first part.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    total = torch.stack([lse for _, lse in parts]).logsumexp(dim=0)
+    out = torch.zeros_like(parts[0][0], dtype=torch.float32)
+    for part, lse in parts:
+        out.addcmul_(part.float(), (lse - total).exp()[..., None])
+    return out.to(parts[0][0].dtype), total
+
+
+def attend_stretches(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, start: int, stretches: Iterable[tuple[int, int]]
+) -> tuple[Tensor, Tensor]:
+    """Return attention of the tokens ``start``.. over whole stretches of keys and, causally, over themselves.
+
+    ``stretches`` are (first, last excluded) of the keys that every query sees; empty ones are skipped.
+
+    Shapes:
+        query: (B, Hq, Tq, D), the tokens start..start + Tq - 1. key, value: (B, Hkv, Tk, D), from token 0.
+    """
+    stop = start + query.shape[2]
+    parts = [
+        attend_with_lse(query, key[:, :, first:last], value[:, :, first:last], scaling)
+        for first, last in stretches
+        if first < last
+    ]
+    parts.append(attend_with_lse(query, key[:, :, start:stop], value[:, :, start:stop], scaling, causal=True))
+    return merge(parts)
+
+
+def last_row(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Return the scores of the newest query, (B, Hq, 1, Tk) float32."""
+    groups = query.shape[1] // key.shape[1]
+    return query[:, :, -1:].float() @ key.repeat_interleave(groups, dim=1).float().transpose(-1, -2) * scaling
+
+
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the same as ``attend_with_lse``, spelled out."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(groups, dim=1).float() for states in (key, value))
+    outs, lses = [], []
+    for first in range(0, query.shape[2], QUERY_BLOCK):
+        block = query[:, :, first : first + QUERY_BLOCK].float()
+        scores = block @ key.transpose(-1, -2) * scaling  # (B, Hq, block, Tk)
+        if causal:
+            rows = torch.arange(first, first + block.shape[2], device=query.device)[:, None]
+            scores = scores.masked_fill(torch.arange(key.shape[2], device=query.device) > rows, float("-inf"))
+        lses.append(scores.logsumexp(dim=-1))
+        outs.append(scores.softmax(dim=-1) @ value)
+    return torch.cat(outs, dim=2).to(query.dtype), torch.cat(lses, dim=2)

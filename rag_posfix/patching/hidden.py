@@ -1,0 +1,70 @@
+"""One hidden channel scaled for the queries and keys of the newest token, by the rank-one identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rag_posfix.attention.plan import HiddenScale
+from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.patching.call import SeamCall
+from rag_posfix.patching.rotation import LayerRotation
+
+__all__ = ["attend_with_scaled_channel", "channel_columns"]
+
+
+def channel_columns(module: Any, channel: int) -> tuple[Tensor, Tensor]:
+    """Return what one hidden channel adds to queries and keys: (Hq, D) and (Hkv, D), a column of each weight.
+
+    Raises:
+        UnsupportedModelError: the module has no projections that it can be read from.
+    """
+    size = module.head_dim
+    if hasattr(module, "qkv_proj"):
+        column = module.qkv_proj.weight[:, channel]
+        n_query = module.config.num_attention_heads * size
+        n_key = module.config.num_key_value_heads * size
+        return column[:n_query].view(-1, size), column[n_query : n_query + n_key].view(-1, size)
+    if not hasattr(module, "q_proj") or not hasattr(module, "k_proj"):
+        raise UnsupportedModelError(f"{type(module).__name__} has no q_proj and k_proj; it cannot scale a channel")
+    return module.q_proj.weight[:, channel].view(-1, size), module.k_proj.weight[:, channel].view(-1, size)
+
+
+def attend_with_scaled_channel(
+    module: Any,
+    call: SeamCall,
+    scale: HiddenScale,
+    rotation: LayerRotation,
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    plain: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return the layer's output and its newest query, rotated; the cache keeps scaled keys.
+
+    Formula: W (x with x_p scaled by s) = W x + (s - 1) x_p W[:, p]. The newest tokens (the prompt's last and every
+        generated one) ask with scaled queries and scaled keys; the tokens before them with neither.
+
+    Shapes:
+        query: (B, Hq, Tq, D) and the last Tq of key (B, Hkv, Tk, D), unrotated. returns: (B, Tq, Hq, D),
+        (B, Hq, Tq', D).
+    """
+    n_query = query.shape[2]
+    first_newest = max(0, call.n_prompt - 1 - (key.shape[2] - n_query))
+    query_column, key_column = channel_columns(module, scale.channel)
+    amount = ((scale.factor - 1.0) * call.scratch.channel.pop(module.layer_idx))[:, None, :, None]  # (B, 1, Tq, 1)
+    at, fresh = positions[:, -n_query:], key[:, :, -n_query:]
+    raw = fresh.clone() if first_newest else None
+    fresh.copy_(rotation(fresh + amount * key_column[None, :, None], at))
+    newest = query[:, :, first_newest:] + amount[:, :, first_newest:] * query_column[None, :, None]
+    newest = rotation(newest, at[:, first_newest:])
+    out = plain(newest, key)
+    if raw is None:
+        return out, newest
+    # The tokens before the newest see unscaled keys. Those before this pass are scaled in the cache already: a prompt
+    # is read in one pass, so there are none.
+    before = plain(rotation(query, at), rotation(raw, at))[:, :first_newest]
+    return torch.cat((before, out), dim=1), newest

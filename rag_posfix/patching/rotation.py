@@ -1,0 +1,87 @@
+"""Rotation inside the seam: the model's own angles, at the positions that a plan asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rag_posfix.attention.rope import rotate_half_split
+from rag_posfix.patching.call import SeamCall
+from rag_posfix.patching.spec import ModelSpec
+
+__all__ = ["LayerRotation", "layer_rotation", "scaled_base_angles", "uses_rope"]
+
+
+def uses_rope(module: Any) -> bool:
+    """Return whether an attention module rotates at all: SmolLM3 leaves every fourth layer unrotated."""
+    return bool(getattr(module, "use_rope", True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRotation:
+    """Rotates states of one layer to given positions. A ``Rotation`` of ``attention.attend``.
+
+    Attributes:
+        spec: Whose angles.
+        rotates: Whether the layer has RoPE.
+        base_factor: What the RoPE base is multiplied by.
+        scale: What positions are divided by in this layer.
+        ratios: (Hkv,) what positions are divided by in each key head and its group of query heads.
+    """
+
+    spec: ModelSpec
+    rotates: bool = True
+    base_factor: float | None = None
+    scale: float | None = None
+    ratios: Tensor | None = None
+
+    def __call__(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Return (B, H, T, D) rotated; positions (B | 1, T) or (B | 1, h, T) with h in 1, Hkv, Hq."""
+        if not self.rotates:
+            return states
+        at = positions if positions.dim() == 3 else positions[:, None]  # (B | 1, h, T)
+        n_heads = states.shape[1]
+        if 1 < at.shape[1] < n_heads:
+            at = at.repeat_interleave(n_heads // at.shape[1], dim=1)
+        if self.ratios is not None:
+            at = at / self.ratios.repeat_interleave(n_heads // self.ratios.shape[0])[None, :, None]
+        cos, sin = self.angles(states, at.flatten(0, 1))
+        cos, sin = (part.view(*at.shape, -1) for part in (cos, sin))  # (B | 1, h, T, rotated)
+        return rotate_half_split(states, cos, sin).to(states.dtype)
+
+    def angles(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, (B, T, rotated), of positions (B, T) as this layer sees them."""
+        if self.scale is not None:
+            positions = positions / self.scale
+        return self.spec.angles(states, positions, self.base_factor)
+
+
+def layer_rotation(call: SeamCall, spec: ModelSpec, module: Any) -> LayerRotation:
+    """Return the rotation of one layer under a call, heads left out."""
+    scales = call.edits.layer_scale
+    return LayerRotation(
+        spec=spec,
+        rotates=uses_rope(module),
+        base_factor=call.edits.rope_base_factor,
+        scale=None if scales is None else scales[module.layer_idx],
+    )
+
+
+def scaled_base_angles(rotary: Any, states: Tensor, positions: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Return cos and sin with the RoPE base multiplied by ``factor``.
+
+    Formula: base^(-2i/d) -> (factor base)^(-2i/d) = base^(-2i/d) factor^(-2i/d): every one of the model's own inverse
+        frequencies, whatever scaling made it, is multiplied by factor^(-i / (d / 2)).
+
+    Shapes:
+        positions: (B, T). returns: (B, T, d) each, in the dtype of ``states``.
+    """
+    frequencies = rotary.inv_freq.float()  # (d / 2,)
+    exponent = torch.arange(frequencies.shape[0], device=frequencies.device) / frequencies.shape[0]
+    angle = positions[..., None].float() * (frequencies * factor**-exponent)
+    angle = torch.cat((angle, angle), dim=-1)
+    scaling = getattr(rotary, "attention_scaling", 1.0)
+    return (angle.cos() * scaling).to(states.dtype), (angle.sin() * scaling).to(states.dtype)
