@@ -7,7 +7,8 @@ from rag_posfix.mitigations import (
     context_experts,
     none,
     parallel_windows,
+    passage_answers,
 )
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create
 
-__all__ = ["MITIGATIONS", "Mitigation", "context_experts", "create", "none", "parallel_windows"]
+__all__ = ["MITIGATIONS", "Mitigation", "context_experts", "create", "none", "parallel_windows", "passage_answers"]
