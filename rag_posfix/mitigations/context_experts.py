@@ -53,7 +53,7 @@ class ContextExperts(Mitigation):
         relevance_weight: Weight of the passages' relevance, 0 to 20. A public implementation of the paper uses 2.5.
         relevance: ``question`` uses how likely each passage makes the question, exp of the mean log-probability of
             its tokens; ``given`` uses the scores that came with the passages, clipped from below at 0.01 (without
-            scores all are alike).
+            scores all are alike); ``both`` multiplies them.
         pool: ``mixture`` or ``max``.
         hold: How much an expert's share grows with how well it predicted the answer so far, 0 (the expert may change
             at every token) to 1 (the exact posterior). Mixture only.
@@ -72,7 +72,7 @@ class ContextExperts(Mitigation):
 
     contrast: float | Literal["divergence"] = 0.0
     relevance_weight: float = 5.0
-    relevance: Literal["question", "given"] = "question"
+    relevance: Literal["question", "given", "both"] = "question"
     pool: Literal["mixture", "max"] = "mixture"
     hold: float = 1.0
     experts: int | None = None
@@ -85,7 +85,7 @@ class ContextExperts(Mitigation):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= top:
                 other = f", or {DIVERGENCE!r}" if field == "contrast" else ""
                 raise ConfigError(f"context_experts: {field}={value!r} must be a number between 0 and {top:g}{other}")
-        for field, names in (("relevance", ("question", "given")), ("pool", ("mixture", "max"))):
+        for field, names in (("relevance", ("question", "given", "both")), ("pool", ("mixture", "max"))):
             if getattr(self, field) not in names:
                 raise ConfigError(f"context_experts: {field}={getattr(self, field)!r} must be one of {names}")
         count = self.experts
@@ -103,7 +103,7 @@ class ContextExperts(Mitigation):
             rows=rows,
             combine=self._combine(given.clamp(min=RELEVANCE_FLOOR).log()),
             independent_passages=True,
-            score_question=self.relevance == "question",
+            score_question=self.relevance != "given",
         )
 
     def _chosen(self, layout: Layout) -> tuple[int, ...]:
@@ -120,6 +120,13 @@ class ContextExperts(Mitigation):
         best = sorted(order, key=lambda i: -relevance[i])[: self.experts]  # stable: ties stay in canonical order
         return tuple(i for i in order if i in best)
 
+    def _relevance(self, scores: RowScores, given: Tensor) -> Tensor:
+        """Return the experts' log relevance, (N,)."""
+        if self.relevance == "given":
+            return given
+        question = scores.question[:-1]
+        return question if self.relevance == "question" else question + given
+
     def _strength(self, experts: Tensor, amateur: Tensor) -> Tensor | float:
         """Return the contrast of each expert, (N, 1), or of all."""
         if isinstance(self.contrast, str):
@@ -131,8 +138,7 @@ class ContextExperts(Mitigation):
 
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
             experts, amateur = scores.log_probs[:-1], scores.log_probs[-1]  # (N, V), (V,)
-            log_relevance = scores.question[:-1] if self.relevance == "question" else given.to(experts.device)
-            weights = self.relevance_weight * log_relevance  # (N,)
+            weights = self.relevance_weight * self._relevance(scores, given.to(experts.device))  # (N,)
             if self.contrast:
                 contrast = self._strength(experts, amateur)
                 experts = (1 + contrast) * experts - contrast * amateur

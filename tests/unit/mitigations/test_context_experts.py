@@ -94,6 +94,15 @@ def test_relevance_can_be_the_likelihood_of_the_question(shape):
     assert shares == pytest.approx({0: 2 / 3, 1: 1 / 3})
 
 
+def test_relevance_can_be_both_multiplied(shape):
+    # Question 0.6 : 0.3, given 0.2 : 0.8, weight 1: 0.12 : 0.24.
+    _, shares = pooled(
+        shape, (0.2, 0.8), [(0.9, 0.1), (0.3, 0.7)],
+        question=[math.log(0.6), math.log(0.3)], relevance="both", relevance_weight=1.0,
+    )  # fmt: skip
+    assert shares == pytest.approx({0: 1 / 3, 1: 2 / 3})
+
+
 def test_there_is_one_expert_per_passage_and_one_row_without_passages(shape):
     plan = create("context_experts").plan(toy_layout((3, 4, 5)), shape)
     assert sorted(row.passages for row in plan.rows) == [(), (0,), (1,), (2,)]
