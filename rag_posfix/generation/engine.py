@@ -9,6 +9,7 @@ from torch import Tensor
 from rag_posfix.attention.plan import Plan
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import GenerationError, PromptTooLongError
+from rag_posfix.generation.drafts import AnswerText
 from rag_posfix.generation.forward import LoadedModel
 from rag_posfix.generation.request import (
     Chunk,
@@ -76,7 +77,7 @@ class Engine:
             UnsupportedModelError: the model cannot be served by the mitigation.
             PromptTooLongError: prompt and ``max_tokens`` exceed the context window; raised before any work.
         """
-        return Session(self._loaded, layout, self._plan(layout, mitigation or MitigationChoice(), max_tokens))
+        return self._session(layout, self._plan(layout, mitigation or MitigationChoice(), max_tokens))
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters and return what caching needs to know of it."""
@@ -107,7 +108,7 @@ class Engine:
         return self._stream(request, self._plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
     def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:
-        yield from self.resume(Session(self._loaded, request.layout, plan), request)
+        yield from self.resume(self._session(request.layout, plan), request)
 
     def resume(self, session: Session, request: GenerationRequest) -> Iterator[Chunk]:
         """Decode from a session that has read the request's prompt; as ``stream`` otherwise."""
@@ -119,6 +120,9 @@ class Engine:
                 session.advance(writer.last)
         yield Chunk(*writer.end())
 
+    def _session(self, layout: Layout, plan: Plan) -> Session:
+        return Session(self._loaded, layout, plan, AnswerText(self._encoder.eos_ids, self._encoder.decode_answer))
+
     def _plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
         plan = create(choice.name, choice.parameters).checked_plan(layout, self._loaded.spec.shape)
         self._check_length(layout, plan, max_tokens)
@@ -127,6 +131,8 @@ class Engine:
     def _check_length(self, layout: Layout, plan: Plan, max_tokens: int) -> None:
         """Refuse a plan whose longest row would leave the positions that the model was trained for."""
         window = self.context_window
+        if plan.draft is not None:
+            max_tokens = max(max_tokens, plan.draft.max_tokens)
         for row in plan.rows:
             if row.positions is not None:
                 needed = int(row.positions.max()) + 1

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rag_posfix.attention.draft import Draft
 from rag_posfix.attention.plan import Plan, RowScores
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.drafts import AnswerText, draft_answers
 from rag_posfix.generation.forward import LoadedModel, Rows
 from rag_posfix.generation.prefill import prefill
 
@@ -26,10 +28,11 @@ class Session:
         loaded: The model.
         layout: The prompt.
         plan: What is done differently.
+        text: What ends an answer; used where the plan drafts.
     """
 
     @torch.inference_mode()
-    def __init__(self, loaded: LoadedModel, layout: Layout, plan: Plan) -> None:
+    def __init__(self, loaded: LoadedModel, layout: Layout, plan: Plan, text: AnswerText | None = None) -> None:
         started = time.perf_counter()
         groups = prefill(loaded, layout, plan)
         self._plan = plan
@@ -39,6 +42,7 @@ class Session:
         self._answer = torch.zeros_like(self._question)
         self._confidence = self._log_probs.amax(dim=-1)
         self._attention = torch.cat([group.attention for group in groups])  # (R, N)
+        self._weights = self._draft(plan.draft, text or AnswerText()) if plan.draft else None
         self.prefill_seconds = time.perf_counter() - started
 
     @property
@@ -116,7 +120,11 @@ class Session:
             answer = answer + log_probs[:, token]
         return tuple(scores)
 
+    def _draft(self, draft: Draft, text: AnswerText) -> Tensor:
+        """Return the weights of the rows that their short answers give, (R,)."""
+        return draft.choose(draft_answers(self._groups, self._log_probs, self._question, draft.max_tokens, text))
+
     def _combine(self, log_probs: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
         if self._plan.combine is None:
             return log_probs[0], log_probs.new_ones(1)
-        return self._plan.combine(RowScores(log_probs, self._question, answer, self._confidence))
+        return self._plan.combine(RowScores(log_probs, self._question, answer, self._confidence, self._weights))

@@ -12,6 +12,7 @@ from rag_posfix.mitigations import (  # noqa: F401
     none,
     parallel_encoding,
     parallel_windows,
+    passage_answers,
     set_prompting,
     sorted_inter_document,
     stable_mask,

@@ -178,6 +178,32 @@ def test_a_prompt_beyond_the_context_window_is_refused_before_any_work(loaded, f
     assert forwards == []
 
 
+def test_short_answers_need_room_in_the_context_window_too(loaded, forwards):
+    # 5 + 480 + 8 tokens leave 19: enough for an answer of 3, too few for short answers of 24.
+    asked = request("passage_answers", toy_layout((480,)), max_tokens=3)
+    with pytest.raises(PromptTooLongError, match="max_tokens=24 more"):
+        engine_of(loaded).generate(asked)
+    assert forwards == []
+    assert engine_of(loaded).stream(request("passage_answers", toy_layout((480,)), {"answer_tokens": 3}, max_tokens=3))
+
+
+def test_the_chosen_passage_answers_as_if_it_were_the_only_one(loaded):
+    layout = toy_layout(relevance=RELEVANCE)
+    generation = engine_of(loaded).generate(request("passage_answers", layout, max_tokens=6))
+    speaker = generation.attention.index(1.0)
+    alone = engine_of(loaded).generate(request("none", layout.select((speaker,)), max_tokens=6))
+    assert generation.token_ids == alone.token_ids
+
+
+def test_the_end_tokens_and_the_text_reach_the_short_answers(loaded, monkeypatch):
+    seen = []
+    monkeypatch.setattr("rag_posfix.generation.session.draft_answers", lambda *given: seen.append(given[-1]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine_of(loaded, eos_ids={7}).generate(request("passage_answers", max_tokens=2))
+    assert seen[0].eos_ids == {7}
+    assert seen[0].decode([3, 7]) == "3,"
+
+
 def test_experts_read_alone_may_be_longer_together_than_the_window(loaded):
     layout = toy_layout((200, 200, 200))
     assert len(layout.token_ids) == 613
