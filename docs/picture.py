@@ -67,9 +67,15 @@ def toy_layout() -> Layout:
 def toy_plan(name: str) -> Plan | None:
     """Return the method's plan of the toy prompt, or None where it cannot be made without measuring a model first."""
     shape = ModelShape(
-        n_layers=8, n_heads=4, n_kv_heads=2, head_dim=8, context_window=512, capabilities=frozenset(Capability)
+        n_layers=8,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        hidden_size=32,
+        context_window=512,
+        capabilities=frozenset(Capability),
     )
-    for parameters in ({}, MITIGATIONS.get(name).neutral):
+    for parameters in ({}, MITIGATIONS.get(name).example):
         try:
             return create(name, parameters).plan(toy_layout(), shape)
         except RagPosfixError:
@@ -115,7 +121,7 @@ def _panel(row: RowPlan, index: int, count: int) -> Panel:
     length = len(seen.token_ids)
     chosen = range(layout.n_passages) if row.passages is None else row.passages
     colours = [0, *(passage + 1 for passage in chosen), len(COLOURS) - 1]
-    segments = tuple(colours[segment] for segment in segment_ids(seen).tolist())
+    segments = tuple(colours[segment] for segment in segment_ids(seen, seen.passages).tolist())
     title = "" if count == 1 else f"row {index + 1} of {count}"
     return Panel(title, segments, _visible(row, length), _positions(row, length))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rag_posfix.attention.attend import Attend
+from rag_posfix.attention.draft import Draft
 from rag_posfix.errors import PlanConflictError
 
 __all__ = ["Combine", "HeadScale", "HiddenScale", "MaskFunction", "Plan", "RowPlan", "RowScores"]
@@ -31,12 +32,14 @@ class RowScores:
             for it with ``score_question``.
         answer: (R,) float32, summed log-probability of the tokens generated so far in each row.
         confidence: (R,) float32, log-probability of the likeliest first token of the answer in each row.
+        weights: (R,) float32, how much each row counts by the plan's draft; None without a draft.
     """
 
     log_probs: Tensor
     question: Tensor
     answer: Tensor
     confidence: Tensor
+    weights: Tensor | None = None
 
 
 Combine = Callable[[RowScores], tuple[Tensor, Tensor]]
@@ -100,15 +103,19 @@ class Plan:
         independent_passages: No passage attends to another and no passage's positions depend on another, so the
             engine may encode each once and reuse it.
         score_question: Rows are asked how likely they find the question (``RowScores.question``).
+        draft: Lets the rows write short answers first, which decide their weights (``RowScores.weights``).
     """
 
     rows: tuple[RowPlan, ...] = (RowPlan(),)
     combine: Combine | None = None
     independent_passages: bool = False
     score_question: bool = False
+    draft: Draft | None = None
 
     def __post_init__(self) -> None:
         if not self.rows:
             raise PlanConflictError("a plan has 0 rows; it needs at least one")
         if len(self.rows) > 1 and self.combine is None:
             raise PlanConflictError(f"a plan has {len(self.rows)} rows and no combine; say how to merge them")
+        if self.draft is not None and self.combine is None:
+            raise PlanConflictError("a plan has a draft and no combine, so its weights would have no use; give both")

@@ -19,8 +19,8 @@ from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.attention.spans import Layout
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.errors import EvaluationError, PromptTooLongError, RagPosfixError
+from rag_posfix.evaluation.labels import label
 from rag_posfix.evaluation.memory import PeakMemory, peak_memory
-from rag_posfix.evaluation.positions import label
 from rag_posfix.evaluation.record import environment
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.request import MitigationChoice

@@ -3,11 +3,21 @@
 Importing this package registers every method. A new method is one file and one line here.
 """
 
-from rag_posfix.mitigations import (
+from rag_posfix.mitigations import (  # noqa: F401
     context_experts,
+    head_scaling,
+    hidden_scaling,
+    layer_scaling,
+    multi_base,
     none,
+    parallel_encoding,
     parallel_windows,
+    passage_answers,
+    set_prompting,
+    sorted_inter_document,
+    stable_mask,
+    stack,
 )
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create
 
-__all__ = ["MITIGATIONS", "Mitigation", "context_experts", "create", "none", "parallel_windows"]
+__all__ = ["MITIGATIONS", "Mitigation", "create"]

@@ -85,6 +85,7 @@ def shape_of(config: Any, family: Family) -> ModelShape:
         n_heads=heads,
         n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden_size=config.hidden_size,
         context_window=config.max_position_embeddings,
         capabilities=frozenset(Capability) - lacks.keys(),
         lacks=lacks,
@@ -105,6 +106,10 @@ def _lacks(config: Any, family: Family) -> dict[Capability, str]:
     if name == "gemma3_text":
         lacks[Capability.ANGLES] = f"{name} rotates by two sets of angles, one for each kind of layer"
         lacks[Capability.ROTATION] = lacks[Capability.ANGLES]
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rope in ("dynamic", "longrope"):  # a position that a plan makes up would count as a longer prompt
+        lacks[Capability.ANGLES] = f"its {rope} rotary encoding changes its frequencies with the length of the prompt"
+        lacks.setdefault(Capability.ROTATION, lacks[Capability.ANGLES])
     if Capability.ROTATION in lacks:
         lacks[Capability.HIDDEN_CHANNEL] = lacks[Capability.ROTATION]
     elif not family.linear:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.cli import main as cli
+from rag_posfix.mitigations import create
 from rag_posfix.settings import default_cache_dir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +122,7 @@ class TestMethods:
         error = run("methods", "nope", "--json").error
         assert error["type"] == "UnknownNameError"
         assert error["message"].startswith("unknown mitigation 'nope'. ")
-        assert "Available: context_experts, none, parallel_windows" in error["message"]
+        assert "Available: context_experts, " in error["message"]
 
 
 class TestUsage:
@@ -349,6 +350,26 @@ class TestVerify:
 
     def test_a_model_that_cannot_be_loaded_is_one_line(self, run, tmp_path):
         assert run("verify", "--model", tmp_path, "--json").error["type"] == "ConfigError"
+
+
+class TestProbe:
+    @pytest.mark.weights
+    def test_positional_dimensions_writes_a_profile_that_hidden_scaling_reads(self, run, tmp_path):
+        found = run(
+            "probe", "positional-dimensions", "--out", tmp_path, "--strings", 3, "--tokens", 128, "--json"
+        ).json
+        assert set(found) == {"profile", "channel", "factor", "layers", "candidates"}
+        assert found["candidates"][0]["channel"] == found["channel"]
+        assert found["layers"] == [9, 23]
+        written = json.loads(Path(found["profile"]).read_text())
+        assert written["model"] == "SmolLM2-135M-Instruct"
+        assert written["settings"] == {"strings": 3, "tokens": 128, "seed": 0}
+        method = create("hidden_scaling", {"profile": found["profile"]})
+        assert (method.channel, method.factor, method.last_layer) == (found["channel"], 0.0, 23)
+
+    def test_a_factor_out_of_range_is_told_before_a_model_is_loaded(self, run, tmp_path):
+        error = run("probe", "positional-dimensions", "--out", tmp_path, "--factor", 99, "--json").error
+        assert error["message"] == "hidden_scaling: factor=99.0 must be a number between -10 and 10"
 
 
 def write_rows(folder):

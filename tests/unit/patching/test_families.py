@@ -150,3 +150,16 @@ def test_a_refusal_names_the_method_what_it_needs_and_each_reason_once():
         "needy needs hidden_channel, rotation, which this model does not offer"
     )
     assert Needy().refusal(shape("Llama")) is None
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_frequencies_that_change_with_the_length_are_left_alone(rope_type):
+    # Phi-3's longrope and dynamic NTK look at the largest position: one that a plan makes up would switch them over.
+    half = COMMON["hidden_size"] // COMMON["num_attention_heads"] // 2
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * half, "long_factor": [2.0] * half}
+    shape = shape_of(transformers.LlamaConfig(**{**COMMON, "rope_parameters": rope}), FAMILIES["llama"])
+    assert shape.capabilities == {Capability.POSITIONS, Capability.FULL_CACHE}
+    assert f"its {rope_type} rotary encoding changes" in create("sorted_inter_document").refusal(shape)
+    assert create("parallel_encoding").refusal(shape) is None
