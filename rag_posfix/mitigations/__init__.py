@@ -7,8 +7,18 @@ from rag_posfix.mitigations import (
     context_experts,
     none,
     parallel_windows,
+    shifted_rotary,
     stable_mask,
 )
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create
 
-__all__ = ["MITIGATIONS", "Mitigation", "context_experts", "create", "none", "parallel_windows", "stable_mask"]
+__all__ = [
+    "MITIGATIONS",
+    "Mitigation",
+    "context_experts",
+    "create",
+    "none",
+    "parallel_windows",
+    "shifted_rotary",
+    "stable_mask",
+]
