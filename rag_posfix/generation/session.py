@@ -12,7 +12,7 @@ from rag_posfix.attention.plan import Plan, RowScores
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.forward import LoadedModel
-from rag_posfix.generation.prefill import prefill
+from rag_posfix.generation.survey import read
 
 __all__ = ["Session"]
 
@@ -31,8 +31,7 @@ class Session:
     @torch.inference_mode()
     def __init__(self, loaded: LoadedModel, layout: Layout, plan: Plan) -> None:
         started = time.perf_counter()
-        groups = prefill(loaded, layout, plan)
-        self._plan = plan
+        self._plan, groups = read(loaded, layout, plan)
         self._groups = [group.rows for group in groups]
         self._log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)  # (R, V)
         self._question = torch.cat([group.question for group in groups])

@@ -4,6 +4,7 @@ Importing this package registers every method. A new method is one file and one 
 """
 
 from rag_posfix.mitigations import (
+    calibrated_attention,
     context_experts,
     none,
     parallel_windows,
@@ -15,6 +16,7 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create
 __all__ = [
     "MITIGATIONS",
     "Mitigation",
+    "calibrated_attention",
     "context_experts",
     "create",
     "none",
