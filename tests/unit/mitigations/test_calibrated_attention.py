@@ -12,7 +12,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.calibrated_attention import _Calibrated, passage_weights, redistribute, slot_bias
-from tests.support.attending import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states
+from tests.support.attend_states import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout
 
 LAYOUT = toy_layout()

@@ -9,7 +9,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.shifted_rotary import attend_band
-from tests.support.attending import FREQUENCIES, HEAD_DIM, States, distances, random_states
+from tests.support.attend_states import FREQUENCIES, HEAD_DIM, States, distances, random_states
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout
 
 LAYOUT = toy_layout((9, 12, 8, 10))
