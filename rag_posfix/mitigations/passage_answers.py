@@ -44,6 +44,12 @@ class PassageAnswers(Mitigation):
         which for many passages is more than reading them. Each decode step runs N + 1 rows.
     Limits: every model, those with sliding windows included. An answer that needs two passages at once is out of
         reach. The short answers are greedy, whatever the sampling.
+    Helps: where one passage holds the answer and others, about the same subject, do not: their answers are those that
+        the model would give anyway, so they are believed less. With models whose sliding windows rule other methods
+        out, and with many passages: no row is longer than one of them.
+    Hurts: where the answer has to be put together from several passages, since no row sees two. Where the first token
+        has to come soon: all short answers are written and compared before it. Where a wrong passage names something
+        that no other could: its answer tells the passage just as surely.
 
     Args:
         relevance: ``question`` uses how likely each passage makes the question, exp of the mean log-probability of

@@ -9,21 +9,9 @@ from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation import models
 from rag_posfix.generation.models import load_engine
 from rag_posfix.generation.packaged import PACKAGED
-from tests.support.tiny import VOCABULARY, stock_model, toy_layout
+from tests.support.tiny import VOCABULARY, save_tiny, toy_layout
 
-tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
-
-
-def save_tiny(folder, **overrides):
-    """Write a tiny model and a tokenizer of letters, as a folder that from_pretrained reads."""
-    letters = {chr(code): code for code in range(VOCABULARY)}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])), eos_token="\x02"
-    )
-    stock_model(**overrides).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def truncate(file):
