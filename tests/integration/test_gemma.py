@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.evaluation.positions import answer_and_score
+from rag_posfix.evaluation.answers import answer_and_score
 from rag_posfix.generation.packaged import PACKAGED
 from rag_posfix.generation.request import MitigationChoice
 from rag_posfix.mitigations import MITIGATIONS
@@ -56,9 +57,12 @@ def test_methods_that_need_what_it_lacks_are_refused_with_the_reason(gemma):
     prompt = lay_out(gemma)
     lacking = [name for name, cls in MITIGATIONS.items() if cls.requires - gemma.loaded.spec.shape.capabilities]
     assert "parallel_windows" in lacking
+    reason = "gemma3_text (has sliding|rotates by two)"
     for name in lacking:
-        with pytest.raises(UnsupportedModelError, match=f"{name} needs .*: gemma3_text (has sliding|rotates by two)"):
-            gemma.open(prompt, MitigationChoice(name))
+        method = MITIGATIONS.get(name)()
+        assert re.search(f"{name} needs .*: {reason}", method.refusal(gemma.loaded.spec.shape) or ""), name
+    with pytest.raises(UnsupportedModelError, match=f"parallel_windows needs full_cache, .*: {reason}"):
+        gemma.open(prompt, MitigationChoice("parallel_windows"))
 
 
 def test_none_answers_as_the_stock_generate_does_beyond_the_sliding_window(gemma):
