@@ -44,6 +44,12 @@ class PassageAnswers(Mitigation):
         which for many passages is more than reading them. Each decode step runs N + 1 rows.
     Limits: every model, those with sliding windows included. An answer that needs two passages at once is out of
         reach. The short answers are greedy, whatever the sampling.
+    Helps: where one passage answers and the reader gets it right from that passage alone: on the questions that its
+        settings were chosen on it came nearer to that ceiling than context_experts did (docs/results.md). Where the
+        answer has to be exact text of one passage: one row speaks, nothing is mixed in.
+    Hurts: where the wrong passage is chosen: nothing of the right one is left, so that the log-probability of the
+        right answer is lower than under ``pool="mixture"``. Where the answer has to be put together from several
+        passages. In time to the first token: the short answers come before it.
 
     Args:
         relevance: ``question`` uses how likely each passage makes the question, exp of the mean log-probability of
@@ -61,7 +67,7 @@ class PassageAnswers(Mitigation):
     decides_at_prompt_end: ClassVar[bool] = True
 
     relevance: Literal["both", "question", "given"] = "both"
-    relevance_weight: float = 5.0
+    relevance_weight: float = 2.5
     lift_weight: float = 1.0
     answer_tokens: int = 24
     pool: Literal["chosen", "mixture"] = "chosen"
