@@ -146,17 +146,19 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"The plan has {len(plan.rows)} rows; the first {MOST_ROWS} are drawn."
     if plan.combine is not None:
         yield f"The next token is decided by all {len(plan.rows)} rows together."
-    said = []
-    for row in plan.rows:
+    by_note: dict[str, list[int]] = {}
+    for number, row in enumerate(plan.rows, start=1):
         for note in _row_notes(row):
-            if note not in said:
-                said.append(note)
-    yield from said
+            by_note.setdefault(note, []).append(number)
+    for note, numbers in by_note.items():
+        where = "" if len(numbers) == len(plan.rows) else f"Row {', '.join(map(str, numbers))}: "
+        yield where + note
 
 
 def _row_notes(row: RowPlan) -> Iterator[str]:
     if row.attend is not None:
-        yield f"Who sees whom is drawn; what is made of it is up to {type(row.attend).__name__}{_where(row.attend)}."
+        name = type(row.attend).__name__.strip("_")
+        yield f"Attention among what is seen is computed by {name}{_where(row.attend)}, not by a plain softmax."
     if row.rope_base_factor is not None:
         yield f"The base of the rotary encoding is multiplied by {row.rope_base_factor:.3g}."
     if row.layer_scale is not None:

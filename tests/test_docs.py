@@ -87,7 +87,7 @@ class Everything(Attend):
 def test_attention_that_is_no_mask_is_drawn_as_it_says():
     picture = render("everything", Plan(rows=(RowPlan(attend=Everything()),)))
     assert sum(squares(picture)[0].values()) == 225
-    assert "is up to Everything in layers 2 to 4." in picture
+    assert "is computed by Everything in layers 2 to 4, not" in picture
 
 
 def test_what_squares_and_dots_cannot_show_is_written_below():
@@ -105,6 +105,12 @@ def test_what_squares_and_dots_cannot_show_is_written_below():
         "hidden channel 7 is scaled by -0.5 in layers 3 to 8.",
     ):
         assert note in picture
+
+
+def test_what_holds_for_some_rows_only_says_for_which():
+    rows = (RowPlan(), RowPlan(rope_base_factor=2.0), RowPlan(rope_base_factor=2.0))
+    picture = render("bases", Plan(rows=rows, combine=lambda scores: (scores.log_probs[0], scores.question)))
+    assert "Row 2, 3: The base of the rotary encoding is multiplied by 2." in picture
 
 
 def test_a_method_without_a_plan_before_measuring_gets_a_page_without_a_picture(monkeypatch):

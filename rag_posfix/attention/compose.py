@@ -51,6 +51,8 @@ def _two(left: str, first: Plan, right: str, second: Plan) -> Plan:
         elif field.name != "rows":
             changes[field.name] = _one(left, a, right, b, field.name)
     for alone, other, owner, beside in ((first, second, left, right), (second, first, right, left)):
+        if alone.survey is not None and any(_changes(row) for row in other.rows):
+            raise _conflict(owner, beside, "survey", "what is run is decided after it, by one method alone")
         if alone.independent_passages and any(row.attend is not None for row in other.rows):
             raise _conflict(owner, beside, "attend", "passages that are read alone cannot attend in another way")
     return Plan(**changes)
@@ -69,6 +71,11 @@ def _one(left: str, a: Any, right: str, b: Any, field: str) -> Any:
     if a is not None and b is not None:
         raise _conflict(left, right, field, "both set it")
     return b if a is None else a
+
+
+def _changes(row: RowPlan) -> bool:
+    """Return whether a row differs from reading the prompt as it stands."""
+    return any(getattr(row, field.name) is not None for field in dataclasses.fields(RowPlan))
 
 
 def _conflict(left: str, right: str, field: str, why: str) -> PlanConflictError:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from rag_posfix.attention.attend import Attend
 from rag_posfix.attention.draft import Draft
+from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import PlanConflictError
 
-__all__ = ["Combine", "HeadScale", "HiddenScale", "MaskFunction", "Plan", "RowPlan", "RowScores"]
+__all__ = ["Combine", "HeadScale", "HiddenScale", "MaskFunction", "Plan", "RowPlan", "RowScores", "Survey"]
 
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
 """Complete mask of the prompt: (query index, key index) -> bool, True = may attend. Both index tensors broadcast and
@@ -94,6 +95,27 @@ class RowPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Survey:
+    """Prompts that are read unmodified before it is decided what is done differently.
+
+    Attributes:
+        layouts: The prompts, each with as many passages as the others.
+        decide: (len(layouts), N) float32, the mean attention per token of each passage by the prompt's last token,
+            averaged over layers and heads -> the plan that is run.
+        continue_from: Which of ``layouts`` is the very prompt that is asked, where the plan that is decided on has one
+            row and leaves all before the prompt's last token as it is: the reading is then continued, not repeated.
+    """
+
+    layouts: tuple[Layout, ...]
+    decide: Callable[[Tensor], Plan]
+    continue_from: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layouts:
+            raise PlanConflictError("a survey reads 0 prompts; it needs at least one")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """What one generation does differently. Every field at its default means: as the model was trained.
 
@@ -104,6 +126,7 @@ class Plan:
             engine may encode each once and reuse it.
         score_question: Rows are asked how likely they find the question (``RowScores.question``).
         draft: Lets the rows write short answers first, which decide their weights (``RowScores.weights``).
+        survey: What is read first; the plan that it decides on is run in the place of this one.
     """
 
     rows: tuple[RowPlan, ...] = (RowPlan(),)
@@ -111,6 +134,7 @@ class Plan:
     independent_passages: bool = False
     score_question: bool = False
     draft: Draft | None = None
+    survey: Survey | None = None
 
     def __post_init__(self) -> None:
         if not self.rows:

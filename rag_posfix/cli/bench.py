@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, checked_choice, settings_from
+from rag_posfix.cli.options import AsJson, ModelName, checked_choices, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar, status
 
 __all__ = ["bench"]
@@ -24,7 +24,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Time to first token, tokens per second and memory of each method, as ratios to the unmodified model."""
-    choices = None if mitigation is None else [checked_choice(text) for text in mitigation.split(",")]
+    choices = None if mitigation is None else checked_choices(mitigation)
     settings = settings_from(model=model)
     with status("loading the model"):
         from rag_posfix.evaluation.record import write_record

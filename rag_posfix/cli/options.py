@@ -25,7 +25,7 @@ __all__ = [
 _PAIRS = {"[": "]", "{": "}"}
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, a model id, or a folder.")]
+ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, gemma3-270m, a model id, or a folder.")]
 
 
 def split_outside(text: str, separator: str) -> list[str]:

@@ -9,6 +9,7 @@ import typer
 
 from rag_posfix.cli.options import AsJson, ModelName, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar, status
+from rag_posfix.cli.probe_slots import slot_attention
 from rag_posfix.errors import UnsupportedModelError
 
 __all__ = ["app", "positional_dimensions"]
@@ -16,6 +17,9 @@ __all__ = ["app", "positional_dimensions"]
 app = typer.Typer(help="Measure what a model does with positions.", no_args_is_help=True)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder for the result.")]
+
+
+app.command("slot-attention")(slot_attention)
 
 
 @app.callback()

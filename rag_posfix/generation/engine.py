@@ -133,13 +133,15 @@ class Engine:
         window = self.context_window
         if plan.draft is not None:
             max_tokens = max(max_tokens, plan.draft.max_tokens)
+        lengths = [len(surveyed.token_ids) for surveyed in plan.survey.layouts] if plan.survey else []
         for row in plan.rows:
             if row.positions is not None:
-                needed = int(row.positions.max()) + 1
+                lengths.append(int(row.positions.max()) + 1)
             elif row.passages is not None:
-                needed = len(layout.select(row.passages).token_ids)
+                lengths.append(len(layout.select(row.passages).token_ids))
             else:
-                needed = len(layout.token_ids)
+                lengths.append(len(layout.token_ids))
+        for needed in lengths:
             if needed + max_tokens > window:
                 raise PromptTooLongError(
                     f"the prompt takes {needed} tokens and max_tokens={max_tokens} more, but the context window is "

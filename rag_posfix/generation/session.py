@@ -14,7 +14,7 @@ from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.drafts import AnswerText, draft_answers
 from rag_posfix.generation.forward import LoadedModel, Rows
-from rag_posfix.generation.prefill import prefill
+from rag_posfix.generation.survey import read
 
 __all__ = ["Session"]
 
@@ -34,8 +34,7 @@ class Session:
     @torch.inference_mode()
     def __init__(self, loaded: LoadedModel, layout: Layout, plan: Plan, text: AnswerText | None = None) -> None:
         started = time.perf_counter()
-        groups = prefill(loaded, layout, plan)
-        self._plan = plan
+        self._plan, groups = read(loaded, layout, plan)
         self._groups = [group.rows for group in groups]
         self._log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)  # (R, V)
         self._question = torch.cat([group.question for group in groups])

@@ -4,6 +4,7 @@ Importing this package registers every method. A new method is one file and one 
 """
 
 from rag_posfix.mitigations import (  # noqa: F401
+    calibrated_attention,
     context_experts,
     head_scaling,
     hidden_scaling,
@@ -14,6 +15,7 @@ from rag_posfix.mitigations import (  # noqa: F401
     parallel_windows,
     passage_answers,
     set_prompting,
+    shifted_rotary,
     sorted_inter_document,
     stable_mask,
     stack,

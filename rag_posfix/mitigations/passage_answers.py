@@ -44,12 +44,13 @@ class PassageAnswers(Mitigation):
         which for many passages is more than reading them. Each decode step runs N + 1 rows.
     Limits: every model, those with sliding windows included. An answer that needs two passages at once is out of
         reach. The short answers are greedy, whatever the sampling.
-    Helps: where one passage answers and the reader gets it right from that passage alone: on the questions that its
-        settings were chosen on it came nearer to that ceiling than context_experts did (docs/results.md). Where the
-        answer has to be exact text of one passage: one row speaks, nothing is mixed in.
-    Hurts: where the wrong passage is chosen: nothing of the right one is left, so that the log-probability of the
-        right answer is lower than under ``pool="mixture"``. Where the answer has to be put together from several
-        passages. In time to the first token: the short answers come before it.
+    Helps: where one passage holds the answer and others, about the same subject, do not: their answers are those that
+        the model would give anyway, so they are believed less. With models whose sliding windows rule other methods
+        out, and with many passages: no row is longer than one of them.
+    Hurts: where the answer has to be put together from several passages, since no row sees two. Where the first token
+        has to come soon: all short answers are written and compared before it. Where a wrong passage names something
+        that no other could: its answer tells the passage just as surely, and with ``pool="chosen"`` nothing of the
+        right one is left; the mixture keeps the right answer likelier.
 
     Args:
         relevance: ``question`` uses how likely each passage makes the question, exp of the mean log-probability of

@@ -67,7 +67,7 @@ class StableMask(Mitigation):
     tells the model where it is. For models that were trained so: a model that was not is changed by it, and answers
     worse.
 
-    Source: Yin et al. (2024), StableMask, section 4, https://arxiv.org/abs/2402.04779
+    Source: Yin et al. (2024), StableMask, https://arxiv.org/abs/2402.04779
     Formula: softmax(A * C + P) * C with C the causal mask and P_ij = -gamma (j - 1) for i < j <= n, counted from 1.
         The pseudo-scores of a row enter its denominator only:
         out_i = softmax(A_i) V Z_i / (Z_i + exp(L_i)), Z_i = sum_j exp(A_ij), L_i = logsumexp_{j > i}(P_ij).

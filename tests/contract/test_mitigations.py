@@ -245,7 +245,8 @@ def other(method, field):
     literals = [x for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is typing.Literal
                 for x in typing.get_args(part)]  # fmt: skip
     numbers = [value / 2, value + 1] if isinstance(value, int | float) and not isinstance(value, bool) else []
-    for candidate in (*literals, *numbers, 0.5, 3, True, False, (1.0, 1.5), (0.5, 0.3, 0.2, 0.1), ("none",)):
+    known = (0.5, 3, 1000, True, False, (1.0, 1.5), (0.5, 0.3, 0.2, 0.1), ("none",))
+    for candidate in (*literals, *numbers, *known):
         if candidate != value:
             with contextlib.suppress(ConfigError):
                 return dataclasses.replace(method, **{field: candidate})

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.cli import main as cli
-from rag_posfix.mitigations import create
+from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.settings import default_cache_dir
+from tests.support.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION = "Who designed the Maravel lighthouse?"
@@ -441,13 +442,15 @@ class TestEvalPositions:
 class TestBench:
     SMALL = ("--documents", "2", "--tokens", "20", "--repeats", "1", "--new-tokens", "1")
 
-    def test_json_holds_the_stock_model_and_the_ratios_of_every_method(self, run, tmp_path):
-        found = run("bench", *self.SMALL, "--out", tmp_path, "--json").json
+    def test_json_holds_the_stock_model_and_the_ratios_of_every_method(self, run, tmp_path, monkeypatch):
+        monkeypatch.setenv("RAG_POSFIX_DTYPE", "float32")
+        model = save_tiny(tmp_path / "tiny", max_position_embeddings=1024)
+        found = run("bench", *self.SMALL, "--model", model, "--out", tmp_path, "--json").json
         assert set(found["unmodified"]) >= {"ttft_s", "decode_tokens_per_s", "peak_memory_bytes"}
         assert found["unmodified"]["ttft_s"] > 0
         assert found["unmodified"]["decode_tokens_per_s"] > 0
-        names = {"none", "parallel_windows", "context_experts"}
-        assert names <= set(found["methods"])
+        assert {"none", "parallel_windows", "context_experts"} <= set(found["methods"])
+        assert set(found["methods"]) | set(found["refused"]) == set(MITIGATIONS.names())
         for ratios in found["methods"].values():
             assert set(ratios) >= {"ttft_cold_ratio", "ttft_warm_ratio", "decode_ratio", "memory_ratio"}
             assert ratios["ttft_cold_ratio"] > 0
@@ -455,7 +458,7 @@ class TestBench:
             assert ratios["ttft_warm_ratio"] is None
         assert not set(found["methods"]) & set(found["refused"])
         assert (found["device"], found["documents"], found["tokens_per_document"]) == ("cpu", 2, 20)
-        assert found["dtype"] in {"bfloat16", "float32"}
+        assert found["dtype"] == "float32"
         record = json.loads(Path(found["record"]).read_text("utf-8"))
         assert record["summary"]["methods"] == found["methods"]
         # One round: unmodified before, between and after the methods.

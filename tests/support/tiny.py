@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tokenizers
 import torch
 import transformers
 
@@ -86,3 +87,14 @@ def toy_layout(lengths=(7, 4, 9, 6), prefix=5, suffix=8, seed=0, relevance=None)
         suffix=Span(start, len(ids)), question=Span(start + suffix // 4, len(ids) - suffix // 4),
         keys=tuple(keys), relevance=relevance,
     )  # fmt: skip
+
+
+def save_tiny(folder, **overrides):
+    """Write a tiny model and a tokenizer of letters, as a folder that from_pretrained reads."""
+    letters = {chr(code): code for code in range(VOCABULARY)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])), eos_token="\x02"
+    )
+    stock_model(**overrides).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -26,6 +26,8 @@ NONE, EXPERTS = MitigationChoice("none"), MitigationChoice("context_experts")
 class WordEncoder:
     """One token per word; a line break is one too. A prompt is what the user says."""
 
+    eos_ids = frozenset()
+
     def __init__(self):
         self.words = []
 
@@ -38,6 +40,8 @@ class WordEncoder:
 
     def decode(self, token_ids):
         return " ".join(self.words[token] for token in token_ids)
+
+    decode_answer = decode
 
     def render_chat(self, messages, *, open_answer=True):
         return " user: " + "".join(message["content"] for message in messages) + (" answer: " if open_answer else "")

@@ -119,6 +119,7 @@ def test_plans_that_conflict_are_refused_with_both_names_and_the_field(first, se
         ("context_experts", "multi_base"),
         ("parallel_encoding", "sorted_inter_document"),
         ("set_prompting", "parallel_windows"),
+        ("calibrated_attention", "layer_scaling"),
     ],
 )
 def test_methods_that_change_the_same_thing_are_refused(methods):
