@@ -49,7 +49,8 @@ class PassageAnswers(Mitigation):
         out, and with many passages: no row is longer than one of them.
     Hurts: where the answer has to be put together from several passages, since no row sees two. Where the first token
         has to come soon: all short answers are written and compared before it. Where a wrong passage names something
-        that no other could: its answer tells the passage just as surely.
+        that no other could: its answer tells the passage just as surely, and with ``pool="chosen"`` nothing of the
+        right one is left; the mixture keeps the right answer likelier.
 
     Args:
         relevance: ``question`` uses how likely each passage makes the question, exp of the mean log-probability of
@@ -67,7 +68,7 @@ class PassageAnswers(Mitigation):
     decides_at_prompt_end: ClassVar[bool] = True
 
     relevance: Literal["both", "question", "given"] = "both"
-    relevance_weight: float = 5.0
+    relevance_weight: float = 2.5
     lift_weight: float = 1.0
     answer_tokens: int = 24
     pool: Literal["chosen", "mixture"] = "chosen"
