@@ -5,9 +5,10 @@ Importing this package registers every method. A new method is one file and one 
 
 from rag_posfix.mitigations import (
     context_experts,
+    inter_document,
     none,
     parallel_windows,
 )
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create
 
-__all__ = ["MITIGATIONS", "Mitigation", "context_experts", "create", "none", "parallel_windows"]
+__all__ = ["MITIGATIONS", "Mitigation", "context_experts", "create", "inter_document", "none", "parallel_windows"]
