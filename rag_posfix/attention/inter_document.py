@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,15 +9,17 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.attend import Attend, AttendInput, Rotated
-from rag_posfix.attention.blockwise import attend_with_lse, merge
+from rag_posfix.attention.blockwise import attend_with_lse
 from rag_posfix.attention.importance import distances, document_importance, shares, token_importance
 from rag_posfix.attention.rope import Paired
 from rag_posfix.attention.spans import Layout
 
 __all__ = ["ByImportance"]
 
-BLOCK = 64
-"""Tokens after the documents that are computed at a time: each arranges the documents for itself, in each head."""
+DOCUMENT_ROWS = 256
+"""Tokens of a document that are computed at a time: they share one arrangement in each head."""
+ROWS = 64
+"""Tokens after the documents that are computed at a time: each has arrangements of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,180 +29,185 @@ class ByImportance(Attend):
     Source: Wang et al. (2024), Eliminating Position Bias of Language Models, section 3.3,
         https://arxiv.org/abs/2407.01100
 
-    Everything is computed in relative form. A key is rotated to where it stands inside of its segment, once; a
-    segment as a whole is then moved by one more rotation, the same for all of its tokens.
+    Everything is computed in relative form. A key is rotated once, to where it stands inside of its own segment
+    (prefix, document, or what comes after the documents); moving a whole segment takes one more rotation, the same
+    for all of its tokens.
 
     Attributes:
-        prefix: Tokens before the documents, P.
+        spans: Where prefix and documents stand in the prompt.
         lengths: (N,) tokens of each document, n_j.
-        segments: (P + S,) the segment of each token: 0 prefix, 1..N documents.
-        offsets: (P + S,) where each token stands in its segment.
+        offsets: (P + S,) where each token of prefix and documents stands inside of its segment.
         share: (S, N), 1 / n_j where a token belongs to document j.
     """
 
     rotated: ClassVar[Rotated] = Rotated.NEITHER
 
-    prefix: int
+    spans: tuple[slice, ...]
     lengths: Tensor
-    segments: Tensor
     offsets: Tensor
     share: Tensor
 
     @classmethod
     def over(cls, layout: Layout) -> ByImportance:
         """Return the attention over a prompt's passages."""
-        sizes = [len(layout.prefix), *(len(span) for span in layout.passages)]
-        lengths = torch.tensor(sizes[1:])
+        spans = (layout.prefix, *layout.passages)
+        lengths = torch.tensor([len(span) for span in layout.passages])
         return cls(
-            prefix=sizes[0],
+            spans=tuple(span.slice for span in spans),
             lengths=lengths,
-            segments=torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)),
-            offsets=torch.cat([torch.arange(size) for size in sizes]),
+            offsets=torch.cat([torch.arange(len(span)) for span in spans]),
             share=shares(lengths),
         )
 
     def visible(self, n_tokens: int) -> Tensor:
         """Return which token sees which: causal, and documents see each other."""
         index = torch.arange(n_tokens)
-        inside = (index >= self.prefix) & (index < len(self.segments))
-        segment = torch.nn.functional.pad(self.segments, (0, n_tokens - len(self.segments)))
-        across = inside[:, None] & inside[None] & (segment[:, None] != segment[None])
-        return (index[None] <= index[:, None]) | across
+        seen = index[None] <= index[:, None]
+        for i, rows in enumerate(self.spans[1:]):
+            for j, columns in enumerate(self.spans[1:]):
+                if i != j:
+                    seen[rows, columns] = True
+        return seen
 
     def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
         """Return the output and the newest query's attention."""
-        run = _Pass(self, given)
-        end = len(self.segments)
-        outs = run.prompt() if given.start == 0 else []
+        now, end, n_key = _Pass(self, given), len(self.offsets), given.key.shape[2]
+        outs = [now.read_prefix(), *now.read_documents()] if given.start == 0 else []
         newest = None
-        for first in range(max(given.start, end), given.key.shape[2], BLOCK):
-            out, newest = run.after(first, min(first + BLOCK, given.key.shape[2]))
+        for first in range(max(given.start, end), n_key, ROWS):
+            out, newest = now.read_after(first, min(first + ROWS, n_key))
             outs.append(out)
-        return torch.cat(outs, dim=2), newest
+        return torch.cat([out.to(given.query.dtype) for out in outs], dim=1)[None], newest
 
 
 class _Pass:
-    """One layer's attention in one forward pass.
+    """One layer's attention in one forward pass. The batch axis is left out throughout.
 
-    ``home``: rotated to where a token stands inside of its own segment.
+    ``home``: rotated to where a token stands inside of its own segment. ``grouped``: (Hkv, G, ...) in the place of
+    (Hq, ...), so that the G query heads of a key head broadcast over it.
     """
 
     def __init__(self, plan: ByImportance, given: AttendInput) -> None:
-        self.given = given
-        self.prefix, self.end = plan.prefix, len(plan.segments)
-        device = given.key.device
-        self.lengths, self.share, self.segments = (
-            part.to(device) for part in (plan.lengths, plan.share, plan.segments)
-        )
-        n_key = given.key.shape[2]
-        offsets = torch.cat((plan.offsets.to(device), torch.arange(n_key - self.end, device=device)))
-        table = given.rotate.turns(torch.arange(int(offsets.max()) + 1, device=device).float()[None])
-        self.home_turns = table[:, :, offsets]  # (1, 1 | Hkv, Tk, pairs)
-        self.n_pairs = table.shape[-1]
-        self.query, self.key = Paired.of(given.query, self.n_pairs), Paired.of(given.key, self.n_pairs)
-        self.plain_key = self.key.tokens(slice(self.prefix, self.end)).vectors()[0]  # (Hkv, S, D)
-        self.home_key = self.key.turned(self.home_turns)
+        device, n_key = given.key.device, given.key.shape[2]
+        self.given, self.spans, self.end = given, plan.spans, len(plan.offsets)
+        self.lengths, self.share = plan.lengths.to(device), plan.share.to(device)
         self.groups = given.query.shape[1] // given.key.shape[1]
-        edges = [self.prefix, *(self.prefix + plan.lengths.cumsum(0)).tolist()]
-        self.spans = [slice(first, last) for first, last in zip(edges, edges[1:], strict=False)]
+        self.documents = slice(plan.spans[0].stop, self.end)
+        offsets = torch.cat((plan.offsets, torch.arange(n_key - self.end))).to(device)
+        table = given.rotate.turns(torch.arange(int(offsets.max()) + 1, device=device).float()[None])[0]
+        self.home_turns = table[:, offsets]  # (1 | Hkv, Tk, pairs)
+        self.query = Paired.of(given.query[0], table.shape[-1])  # (Hq, Tq, D)
+        key = Paired.of(given.key[0], table.shape[-1])
+        self.plain_key = key.tokens(self.documents).vectors()  # (Hkv, S, D)
+        self.home_key = key.turned(self.home_turns)
 
-    # ---------------------------------------------------------------- prefix and documents
+    def read_prefix(self) -> Tensor:
+        """Return the output of the prefix, (Hq, P, D): causal, where it stands."""
+        span, dtype = self.spans[0], self.given.query.dtype
+        if span.start == span.stop:
+            return self.given.query[0, :, :0]
+        query, key = (part.tokens(span).vectors(dtype)[None] for part in (self._home_query(), self.home_key))
+        return attend_with_lse(query, key, self.given.value[:, :, span], self.given.scaling, causal=True)[0][0]
 
-    def prompt(self) -> list[Tensor]:
-        """Return the outputs of the prefix and of each document, (1, Hq, n, D) each."""
-        dtype = self.given.query.dtype
-        turns = self.home_turns[:, :, : self.end]
-        if turns.shape[1] > 1:
-            turns = turns.repeat_interleave(self.groups, dim=1)
-        home_query = self.query.tokens(slice(0, self.end)).turned(turns).vectors(dtype)
-        home_key = self.home_key.vectors(dtype)
+    def read_documents(self) -> list[Tensor]:
+        """Return the output of each document, (Hq, n, D).
+
+        Queries stay at home; all other segments are moved to where they stand as seen from the document's beginning.
+        """
+        turns, query = self._moves(), self._home_query().grouped(self.groups)
+        home = self.home_key.tokens(slice(0, self.end)).grouped(1)  # (Hkv, 1, P + S, D)
+        n_key_heads, _, _, n_pairs = home.pairs.shape
+        moved = home.pairs.new_empty(n_key_heads, self.groups, self.end, n_pairs)
         outs = []
-        for span, moved in [(slice(0, self.prefix), None), *self._moved_keys()]:
-            if span.stop > span.start:
-                query, key, value = (part[:, :, span] for part in (home_query, home_key, self.given.value))
-                parts = [attend_with_lse(query, key, value, self.given.scaling, causal=True)]
-                if moved is not None:
-                    parts.append(self._per_head(query, *moved))
-                outs.append(merge(parts)[0])
+        for own, span in enumerate(self.spans[1:]):
+            for segment, tokens in enumerate(self.spans):
+                turn = turns[own, :, :, segment, None]  # (Hkv, G, 1, pairs)
+                torch.mul(home.pairs[:, :, tokens], turn, out=moved[:, :, tokens])
+            key = Paired(moved, home.rest).vectors()  # (Hkv, G, P + S, D)
+            outs.append(self._read_document(query.tokens(span).vectors(), key, span))
         return outs
 
-    def _per_head(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return attention where each query head has keys of its own, but groups share values.
-
-        Groups go as the batch, over which values are repeated without a copy.
+    def _read_document(self, query: Tensor, key: Tensor, span: slice) -> Tensor:
+        """Return the output of one document, (Hq, n, D), which sees itself causally and all else whole.
 
         Shapes:
-            query: (1, Hq, n, D). key: (1, Hkv, G, Tk, D). value: (1, Hkv, Tk, D).
+            query: (Hkv, G, n, D). key: (Hkv, G, P + S, D).
         """
-        query = query.unflatten(1, (-1, self.groups))[0].transpose(0, 1)  # (G, Hkv, n, D)
-        value = value.expand(self.groups, -1, -1, -1)
-        out, lse = attend_with_lse(query, key[0].transpose(0, 1), value, self.given.scaling)
-        return out.transpose(0, 1).flatten(0, 1)[None], lse.transpose(0, 1).flatten(0, 1)[None]
+        outs, value = [], self.given.value[0, :, : self.end]
+        for first in range(0, query.shape[2], DOCUMENT_ROWS):
+            rows = query[:, :, first : first + DOCUMENT_ROWS] * self.given.scaling
+            blocks = []
+            for head in range(query.shape[0]):
+                scores = torch.bmm(rows[head], key[head].transpose(1, 2))  # (G, rows, P + S)
+                own = scores[:, :, span]
+                hidden = torch.ones_like(own[0], dtype=torch.bool).triu(first + 1)
+                own.masked_fill_(hidden, float("-inf"))
+                blocks.append(scores.softmax(dim=-1).to(value.dtype).flatten(0, 1) @ value[head])
+            outs.append(torch.stack(blocks).view(-1, *rows.shape[2:]))
+        return torch.cat(outs, dim=1)
 
-    def _moved_keys(self):  # type: ignore
-        """Yield each document with the keys and values of the prefix and of the other documents.
+    def _moves(self) -> Tensor:
+        """Return what moves each segment for each document's queries, (N, Hkv, G, 1 + N, pairs) complex.
 
-        Keys stand where the document's queries find them, counted from the document's own beginning.
+        Positions count from the document's own beginning: all other segments stand before it.
         """
-        importance = self._between_documents()  # (N, Hq, N)
-        before = -distances(importance, self.lengths)  # (N, Hq, N)
-        start = -(self.end - self.lengths).float()  # (N,) where the prefix begins
-        at = torch.cat((start[:, None, None].expand(-1, before.shape[1], 1), before), dim=-1)  # (N, Hq, 1 + N)
-        turns = self.given.rotate.turns(at.transpose(0, 1).flatten(1)[None])  # (1, Hq, N (1 + N), pairs)
-        turns = (turns / turns.abs()).unflatten(2, (len(at), -1))[0].transpose(0, 1)  # (N, Hq, 1 + N, pairs)
-        home = self.home_key.tokens(slice(0, self.end))
-        for own, span in enumerate(self.spans):
-            others = Paired(_without(home.pairs, span), _without(home.rest, span)).grouped(self.groups)
-            move = turns[own][:, _without(self.segments[:, None], span)[:, 0]]  # (Hq, Tk - n, pairs)
-            key = others.turned(move.unflatten(0, (-1, self.groups)))  # (1, Hkv, G, Tk - n, ...)
-            yield (
-                span,
-                (
-                    key.vectors(self.given.query.dtype),
-                    _without(self.given.value[:, :, : self.end], span),
-                ),
-            )
+        before = -distances(self._between_documents(), self.lengths)  # (N, Hq, N)
+        before.diagonal(dim1=0, dim2=2).zero_()  # the document itself stays
+        prefix = (self.lengths - self.end).float()[:, None, None].expand(-1, before.shape[1], 1)
+        at = torch.cat((prefix, before), dim=-1).transpose(0, 1)  # (Hq, N, 1 + N)
+        turns = self.given.rotate.turns(at.flatten(1)[None])[0].unflatten(1, at.shape[1:])
+        turns = turns / turns.abs()  # scaling is in the home rotation
+        return turns.transpose(0, 1).unflatten(1, (-1, self.groups))
 
     def _between_documents(self) -> Tensor:
-        """Return how much each document matters to each, (N, Hq, N); -inf for itself."""
+        """Return how much each document matters to each in each head, (N, Hq, N); -inf for itself."""
         n_documents, n_heads = len(self.lengths), self.given.query.shape[1]
         found = self.plain_key.new_zeros(n_documents, n_heads, n_documents)
-        for own, span in enumerate(self.spans):
+        for own, span in enumerate(self.spans[1:]):
             if n_documents > 2:  # of two, the other one is the nearest whatever it says
-                query = self.query.tokens(span).vectors()[0]
-                there = slice(span.start - self.prefix, span.stop - self.prefix)
-                found[own] = document_importance(query, self.plain_key, self.share, there, self.given.scaling)
+                query = self.query.tokens(span).vectors()
+                own_tokens = slice(span.start - self.documents.start, span.stop - self.documents.start)
+                found[own] = document_importance(query, self.plain_key, self.share, own_tokens, self.given.scaling)
             found[own, :, own] = float("-inf")
         return found
 
-    # ---------------------------------------------------------------- what comes after the documents
+    def _home_query(self) -> Paired:
+        """Return the queries of prefix and documents at home; for passes that read the whole prompt."""
+        turns = self.home_turns[:, : self.end]
+        if turns.shape[0] > 1:
+            turns = turns.repeat_interleave(self.groups, dim=0)
+        return self.query.tokens(slice(0, self.end)).turned(turns)
 
-    def after(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Return the output (1, Hq, m, D) of tokens ``first`` to ``last`` and the last one's attention (1, Tk)."""
+    def read_after(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return the output of the tokens ``first`` to ``last``, (Hq, m, D), and the last one's attention, (1, Tk).
+
+        Keys stay at home; queries are moved to where they stand as seen from each segment's beginning.
+        """
         given = self.given
-        n_heads, n_tokens = given.query.shape[1], last - first
         query = self.query.tokens(slice(first - given.start, last - given.start))
-        rows = query.vectors()[0].reshape(given.key.shape[1], -1, given.query.shape[-1])  # (Hkv, G m, D)
-        importance = token_importance(rows, self.plain_key, self.share, given.scaling)
-        begin = self.end - distances(importance, self.lengths).reshape(n_heads, n_tokens, -1)
+        plain = query.vectors().unflatten(0, (-1, self.groups))  # (Hkv, G, m, D)
+        moved = query.turned(self._turns_after(plain.flatten(1, 2), first)).vectors()  # (N + 2, Hq, m, D)
+        moved = moved.unflatten(1, (-1, self.groups)).flatten(2, 3) * given.scaling  # (N + 2, Hkv, G m, D)
+        home = self.home_key.tokens(slice(0, last)).vectors().transpose(1, 2)  # (Hkv, D, Tk)
+        spans = (*self.spans, slice(self.end, last))
+        scores = torch.cat([part @ home[:, :, span] for part, span in zip(moved, spans, strict=True)], dim=-1)
+        scores = scores.view(query.pairs.shape[0], last - first, last)  # (Hq, m, Tk)
+        index = torch.arange(last, device=scores.device)
+        weights = scores.masked_fill_(index > index[first:, None], float("-inf")).softmax(dim=-1)
+        out = weights.view(plain.shape[0], -1, last) @ given.value[0, :, :last].float()
+        return out.view(*scores.shape[:2], -1), weights[:, -1].mean(dim=0)[None]
+
+    def _turns_after(self, plain: Tensor, first: int) -> Tensor:
+        """Return what moves the queries from ``first`` on for each segment, (N + 2, Hq, m, pairs) complex.
+
+        Shapes:
+            plain: (Hkv, G m, D), the queries unrotated.
+        """
+        importance = token_importance(plain, self.plain_key, self.share, self.given.scaling)
+        begin = self.end - distances(importance, self.lengths)  # (Hkv, G m, N)
         begin = torch.nn.functional.pad(begin, (1, 0))  # the prefix begins at 0
-        begin = torch.nn.functional.pad(begin, (0, 1), value=float(self.end))  # (Hq, m, N + 2)
-        index = torch.arange(first, last, device=begin.device)
-        at = (index[:, None] - begin).permute(0, 2, 1)  # (Hq, N + 2, m)
-        turns = given.rotate.turns(at.flatten(1)[None])[0].unflatten(1, (-1, n_tokens)).transpose(0, 1)
-        moved = query.turned(turns).vectors()  # (N + 2, Hq, m, D)
-        moved = moved.reshape(moved.shape[0], *rows.shape)
-        home = self.home_key.vectors()[0, :, :last]  # (Hkv, last, D)
-        spans = [slice(0, self.prefix), *self.spans, slice(self.end, last)]
-        scores = torch.cat([q @ home[:, span].transpose(1, 2) for q, span in zip(moved, spans, strict=True)], dim=-1)
-        scores = (scores * given.scaling).view(n_heads, n_tokens, -1)
-        if n_tokens > 1:
-            scores.masked_fill_(torch.arange(last, device=index.device) > index[:, None], float("-inf"))
-        weights = scores.softmax(dim=-1)
-        out = weights.view(*rows.shape[:2], -1) @ given.value[0, :, :last].float()
-        newest = weights[:, -1].mean(dim=0)[None]
-        return out.view(1, n_heads, n_tokens, -1).to(given.query.dtype), newest
-
-
-def _without(states: Tensor, span: slice) -> Tensor:
-    return torch.cat((states[..., : span.start, :], states[..., span.stop :, :]), dim=-2)
+        begin = torch.nn.functional.pad(begin, (0, 1), value=float(self.end))
+        begin = begin.view(self.given.query.shape[1], -1, len(self.spans) + 1)  # (Hq, m, N + 2)
+        index = torch.arange(first, first + begin.shape[1], device=begin.device)
+        at = (index[:, None] - begin).transpose(1, 2)  # (Hq, N + 2, m)
+        return self.given.rotate.turns(at.flatten(1)[None])[0].unflatten(1, at.shape[1:]).transpose(0, 1)

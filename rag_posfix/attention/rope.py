@@ -34,7 +34,7 @@ class Paired:
     Formula: (x1, x2) -> z = x1 + i x2; rotated by the angle a: z e^(ia); by a and then b: z e^(ia) e^(ib).
 
     Shapes:
-        pairs: (B, H, T, pairs) complex64. rest: (B, H, T, D - 2 pairs) float32, the channels that do not rotate.
+        pairs: (..., H, T, pairs) complex64. rest: (..., H, T, D - 2 pairs) float32, the channels that do not rotate.
     """
 
     pairs: Tensor
@@ -42,13 +42,13 @@ class Paired:
 
     @classmethod
     def of(cls, states: Tensor, n_pairs: int) -> Paired:
-        """Return (B, H, T, D) with its first 2 ``n_pairs`` channels paired as ``rotate_half_split`` pairs them."""
+        """Return (..., H, T, D) with its first 2 ``n_pairs`` channels paired as ``rotate_half_split`` pairs them."""
         states = states.float()
         first, second, rest = states.split((n_pairs, n_pairs, states.shape[-1] - 2 * n_pairs), dim=-1)
         return cls(torch.complex(first, second), rest)
 
     def turned(self, turns: Tensor) -> Paired:
-        """Return the vectors rotated; ``turns`` broadcasts to (B, H, T, pairs)."""
+        """Return the vectors rotated; ``turns`` broadcasts with (..., H, T, pairs)."""
         return Paired(self.pairs * turns, self.rest)
 
     def tokens(self, which: slice) -> Paired:
@@ -56,11 +56,11 @@ class Paired:
         return Paired(self.pairs[..., which, :], self.rest[..., which, :])
 
     def grouped(self, groups: int) -> Paired:
-        """Return a view (B, H, 1, T, ...) that broadcasts over the query heads of each group."""
-        return Paired(self.pairs[:, :, None], self.rest[:, :, None].expand(-1, -1, groups, -1, -1))
+        """Return the vectors with the head axis split in two, (..., H / groups, groups, T, D)."""
+        return Paired(self.pairs.unflatten(-3, (-1, groups)), self.rest.unflatten(-3, (-1, groups)))
 
     def vectors(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return (B, H, T, D) real. Channels are reordered, all vectors' alike: scalar products are what they were."""
+        """Return (..., H, T, D) real. Channels are reordered, all vectors' alike: scalar products are what they were."""
         flat = torch.view_as_real(self.pairs).flatten(-2).to(dtype)
         if not self.rest.shape[-1]:
             return flat
