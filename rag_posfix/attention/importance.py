@@ -1,14 +1,31 @@
-"""How much tokens and documents matter to each other without regard to position, and what that says of their places."""
+"""How much documents matter to tokens and to each other if positions did not exist, and where that puts them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-__all__ = ["distances", "document_importance", "shares", "token_importance"]
+__all__ = ["blocks", "distances", "document_importance", "shares", "token_importance"]
 
-ROWS = 256
-"""Queries scored at a time: bounds the score tensor."""
+SCORES = 3 * 2**19
+"""Scores computed at a time, 6 MiB: few operations, in the processor's cache, and memory that allocators reuse."""
+
+
+def blocks(n_key_heads: int, groups: int, n_query: int, n_key: int) -> Iterator[tuple[slice, slice]]:
+    """Yield (key heads, queries) that cut attention into even pieces of at most ``SCORES`` scores.
+
+    A piece holds at least one query of one group of heads, however many keys there are.
+    """
+    if not n_query:
+        return
+    most = max(1, SCORES // (groups * n_key))
+    rows = -(-n_query // -(-n_query // most))  # pieces of one size
+    heads = max(1, SCORES // (groups * rows * n_key))
+    for first in range(0, n_query, rows):
+        for head in range(0, n_key_heads, heads):
+            yield slice(head, min(head + heads, n_key_heads)), slice(first, min(first + rows, n_query))
 
 
 def shares(lengths: Tensor) -> Tensor:
@@ -18,7 +35,7 @@ def shares(lengths: Tensor) -> Tensor:
         lengths: (N,).
     """
     of_token = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    return torch.nn.functional.one_hot(of_token, len(lengths)).float() / lengths
+    return torch.nn.functional.one_hot(of_token, len(lengths)).float() / lengths.clamp(min=1)
 
 
 def token_importance(query: Tensor, key: Tensor, share: Tensor, scaling: float) -> Tensor:
@@ -41,20 +58,21 @@ def document_importance(query: Tensor, key: Tensor, share: Tensor, own: slice, s
     Formula: s(m, n) = softmax_n(q_m^T k_n scaling) over the tokens n of other documents;
         Imp(j) = sum_{m in own} sum_{n in j} s(m, n) / n_j.
 
-    Cost: ``ROWS`` x S scores at a time.
+    Cost: ``SCORES`` scores at a time.
 
     Shapes:
-        query: (Hq, n, D), the document's tokens, and key: (Hkv, S, D), all documents' tokens; unrotated float32.
-        share: (S, N). returns: (Hq, N) float32; 0 for the document itself.
+        query: (Hkv, G, n, D), the document's tokens, and key: (Hkv, S, D), all documents' tokens; unrotated float32.
+        share: (S, N). returns: (Hkv, G, N) float32; 0 for the document itself.
     """
-    groups = query.shape[0] // key.shape[0]
-    mass = query.new_zeros(query.shape[0], key.shape[1])  # (Hq, S), what each token gets from the whole document
-    for head, states in enumerate(query * scaling):
-        other = key[head // groups].t()
-        for rows in states.split(ROWS):
-            scores = rows @ other  # (rows, S)
-            scores[:, own] = float("-inf")
-            mass[head] += scores.new_ones(1, len(rows)).mm(scores.softmax(dim=-1))[0]
+    n_key_heads, groups, n_query, _ = query.shape
+    mass = query.new_zeros(n_key_heads, groups, key.shape[1])  # what each token gets from the whole document
+    for heads, rows in blocks(n_key_heads, groups, n_query, key.shape[1]):
+        part = query[heads, :, rows] * scaling  # (h, G, rows, D)
+        scores = torch.bmm(part.flatten(1, 2), key[heads].transpose(1, 2))
+        scores[:, :, own] = float("-inf")
+        weights = scores.softmax(dim=-1).view(-1, part.shape[2], key.shape[1])  # (h G, rows, S)
+        summed = torch.bmm(weights.new_ones(len(weights), 1, part.shape[2]), weights)
+        mass[heads] += summed.view(-1, groups, key.shape[1])
     return mass @ share
 
 

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from rag_posfix.attention.attend import Attend, AttendInput, Rotated
 from rag_posfix.attention.blockwise import attend_with_lse
-from rag_posfix.attention.importance import distances, document_importance, shares, token_importance
+from rag_posfix.attention.importance import blocks, distances, document_importance, shares, token_importance
 from rag_posfix.attention.rope import Paired
 from rag_posfix.attention.spans import Layout
 
 __all__ = ["ByImportance"]
 
-DOCUMENT_ROWS = 256
-"""Tokens of a document that are computed at a time: they share one arrangement in each head."""
 ROWS = 64
 """Tokens after the documents that are computed at a time: each has arrangements of its own."""
 
@@ -36,7 +34,8 @@ class ByImportance(Attend):
     Attributes:
         spans: Where prefix and documents stand in the prompt.
         lengths: (N,) tokens of each document, n_j.
-        offsets: (P + S,) where each token of prefix and documents stands inside of its segment.
+        segments: (P + S,) the segment of each token: 0 prefix, 1..N documents.
+        offsets: (P + S,) where each token stands inside of its segment.
         share: (S, N), 1 / n_j where a token belongs to document j.
     """
 
@@ -44,6 +43,7 @@ class ByImportance(Attend):
 
     spans: tuple[slice, ...]
     lengths: Tensor
+    segments: Tensor
     offsets: Tensor
     share: Tensor
 
@@ -55,6 +55,7 @@ class ByImportance(Attend):
         return cls(
             spans=tuple(span.slice for span in spans),
             lengths=lengths,
+            segments=torch.repeat_interleave(torch.tensor([len(span) for span in spans])),
             offsets=torch.cat([torch.arange(len(span)) for span in spans]),
             share=shares(lengths),
         )
@@ -91,6 +92,7 @@ class _Pass:
         device, n_key = given.key.device, given.key.shape[2]
         self.given, self.spans, self.end = given, plan.spans, len(plan.offsets)
         self.lengths, self.share = plan.lengths.to(device), plan.share.to(device)
+        self.segments = plan.segments.to(device)
         self.groups = given.query.shape[1] // given.key.shape[1]
         self.documents = slice(plan.spans[0].stop, self.end)
         offsets = torch.cat((plan.offsets, torch.arange(n_key - self.end))).to(device)
@@ -115,14 +117,12 @@ class _Pass:
         Queries stay at home; all other segments are moved to where they stand as seen from the document's beginning.
         """
         turns, query = self._moves(), self._home_query().grouped(self.groups)
-        home = self.home_key.tokens(slice(0, self.end)).grouped(1)  # (Hkv, 1, P + S, D)
-        n_key_heads, _, _, n_pairs = home.pairs.shape
-        moved = home.pairs.new_empty(n_key_heads, self.groups, self.end, n_pairs)
+        home = self.home_key.tokens(slice(0, self.end)).grouped(1)  # (Hkv, 1, P + S, ...)
+        moved = home.pairs.new_empty(*turns.shape[1:3], *home.pairs.shape[2:])  # (Hkv, G, P + S, pairs)
         outs = []
         for own, span in enumerate(self.spans[1:]):
-            for segment, tokens in enumerate(self.spans):
-                turn = turns[own, :, :, segment, None]  # (Hkv, G, 1, pairs)
-                torch.mul(home.pairs[:, :, tokens], turn, out=moved[:, :, tokens])
+            torch.index_select(turns[own], 2, self.segments, out=moved)
+            moved.mul_(home.pairs)
             key = Paired(moved, home.rest).vectors()  # (Hkv, G, P + S, D)
             outs.append(self._read_document(query.tokens(span).vectors(), key, span))
         return outs
@@ -133,18 +133,16 @@ class _Pass:
         Shapes:
             query: (Hkv, G, n, D). key: (Hkv, G, P + S, D).
         """
-        outs, value = [], self.given.value[0, :, : self.end]
-        for first in range(0, query.shape[2], DOCUMENT_ROWS):
-            rows = query[:, :, first : first + DOCUMENT_ROWS] * self.given.scaling
-            blocks = []
-            for head in range(query.shape[0]):
-                scores = torch.bmm(rows[head], key[head].transpose(1, 2))  # (G, rows, P + S)
-                own = scores[:, :, span]
-                hidden = torch.ones_like(own[0], dtype=torch.bool).triu(first + 1)
-                own.masked_fill_(hidden, float("-inf"))
-                blocks.append(scores.softmax(dim=-1).to(value.dtype).flatten(0, 1) @ value[head])
-            outs.append(torch.stack(blocks).view(-1, *rows.shape[2:]))
-        return torch.cat(outs, dim=1)
+        value = self.given.value[0, :, : self.end]
+        out = value.new_empty(query.shape)
+        for heads, rows in blocks(query.shape[0], self.groups, query.shape[2], self.end):
+            part = query[heads, :, rows] * self.given.scaling  # (h, G, rows, D)
+            scores = torch.bmm(part.flatten(0, 1), key[heads].flatten(0, 1).transpose(1, 2))  # (h G, rows, P + S)
+            hidden = scores.new_ones(part.shape[2], span.stop - span.start, dtype=torch.bool).triu(rows.start + 1)
+            scores[:, :, span].masked_fill_(hidden, float("-inf"))
+            weights = scores.softmax(dim=-1).to(value.dtype).view(len(part), -1, self.end)
+            out[heads, :, rows] = torch.bmm(weights, value[heads]).view(part.shape)
+        return out.flatten(0, 1)
 
     def _moves(self) -> Tensor:
         """Return what moves each segment for each document's queries, (N, Hkv, G, 1 + N, pairs) complex.
@@ -155,19 +153,20 @@ class _Pass:
         before.diagonal(dim1=0, dim2=2).zero_()  # the document itself stays
         prefix = (self.lengths - self.end).float()[:, None, None].expand(-1, before.shape[1], 1)
         at = torch.cat((prefix, before), dim=-1).transpose(0, 1)  # (Hq, N, 1 + N)
-        turns = self.given.rotate.turns(at.flatten(1)[None])[0].unflatten(1, at.shape[1:])
+        turns = torch.unflatten(self.given.rotate.turns(at.flatten(1)[None])[0], 1, at.shape[1:])
         turns = turns / turns.abs()  # scaling is in the home rotation
-        return turns.transpose(0, 1).unflatten(1, (-1, self.groups))
+        return torch.unflatten(turns.transpose(0, 1), 1, (-1, self.groups))
 
     def _between_documents(self) -> Tensor:
         """Return how much each document matters to each in each head, (N, Hq, N); -inf for itself."""
         n_documents, n_heads = len(self.lengths), self.given.query.shape[1]
         found = self.plain_key.new_zeros(n_documents, n_heads, n_documents)
         for own, span in enumerate(self.spans[1:]):
-            if n_documents > 2:  # of two, the other one is the nearest whatever it says
-                query = self.query.tokens(span).vectors()
+            if n_documents > 2 and self.home_turns.shape[-1]:  # of two the other is nearest; without RoPE none is
+                query = self.query.grouped(self.groups).tokens(span).vectors()
                 own_tokens = slice(span.start - self.documents.start, span.stop - self.documents.start)
-                found[own] = document_importance(query, self.plain_key, self.share, own_tokens, self.given.scaling)
+                of_group = document_importance(query, self.plain_key, self.share, own_tokens, self.given.scaling)
+                found[own] = of_group.flatten(0, 1)
             found[own, :, own] = float("-inf")
         return found
 
@@ -185,9 +184,9 @@ class _Pass:
         """
         given = self.given
         query = self.query.tokens(slice(first - given.start, last - given.start))
-        plain = query.vectors().unflatten(0, (-1, self.groups))  # (Hkv, G, m, D)
+        plain = torch.unflatten(query.vectors(), 0, (-1, self.groups))  # (Hkv, G, m, D)
         moved = query.turned(self._turns_after(plain.flatten(1, 2), first)).vectors()  # (N + 2, Hq, m, D)
-        moved = moved.unflatten(1, (-1, self.groups)).flatten(2, 3) * given.scaling  # (N + 2, Hkv, G m, D)
+        moved = torch.unflatten(moved, 1, (-1, self.groups)).flatten(2, 3) * given.scaling  # (N + 2, Hkv, G m, D)
         home = self.home_key.tokens(slice(0, last)).vectors().transpose(1, 2)  # (Hkv, D, Tk)
         spans = (*self.spans, slice(self.end, last))
         scores = torch.cat([part @ home[:, :, span] for part, span in zip(moved, spans, strict=True)], dim=-1)
@@ -210,4 +209,4 @@ class _Pass:
         begin = begin.view(self.given.query.shape[1], -1, len(self.spans) + 1)  # (Hq, m, N + 2)
         index = torch.arange(first, first + begin.shape[1], device=begin.device)
         at = (index[:, None] - begin).transpose(1, 2)  # (Hq, N + 2, m)
-        return self.given.rotate.turns(at.flatten(1)[None])[0].unflatten(1, at.shape[1:]).transpose(0, 1)
+        return torch.unflatten(self.given.rotate.turns(at.flatten(1)[None])[0], 1, at.shape[1:]).transpose(0, 1)

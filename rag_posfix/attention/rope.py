@@ -44,8 +44,8 @@ class Paired:
     def of(cls, states: Tensor, n_pairs: int) -> Paired:
         """Return (..., H, T, D) with its first 2 ``n_pairs`` channels paired as ``rotate_half_split`` pairs them."""
         states = states.float()
-        first, second, rest = states.split((n_pairs, n_pairs, states.shape[-1] - 2 * n_pairs), dim=-1)
-        return cls(torch.complex(first, second), rest)
+        first, second = states[..., :n_pairs], states[..., n_pairs : 2 * n_pairs]
+        return cls(torch.complex(first, second), states[..., 2 * n_pairs :])
 
     def turned(self, turns: Tensor) -> Paired:
         """Return the vectors rotated; ``turns`` broadcasts with (..., H, T, pairs)."""
@@ -57,10 +57,10 @@ class Paired:
 
     def grouped(self, groups: int) -> Paired:
         """Return the vectors with the head axis split in two, (..., H / groups, groups, T, D)."""
-        return Paired(self.pairs.unflatten(-3, (-1, groups)), self.rest.unflatten(-3, (-1, groups)))
+        return Paired(*(torch.unflatten(part, -3, (-1, groups)) for part in (self.pairs, self.rest)))
 
     def vectors(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return (..., H, T, D) real. Channels are reordered, all vectors' alike: scalar products are what they were."""
+        """Return (..., H, T, D) real, channels reordered, all vectors' alike: scalar products stay what they were."""
         flat = torch.view_as_real(self.pairs).flatten(-2).to(dtype)
         if not self.rest.shape[-1]:
             return flat
