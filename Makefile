@@ -54,8 +54,9 @@ typecheck: $(DEV_STAMP) ## Check types
 serve: $(DEV_STAMP) ## Run the HTTP service
 	@$(BIN)/rag-posfix serve $(ARGS)
 
-bench: $(DEV_STAMP) ## Measure the idle patched model against the unmodified one
-	@$(BIN)/python -m benchmarks.idle $(ARGS)
+bench: $(DEV_STAMP) ## Measure the idle patched model, then each method, against the unmodified one
+	@$(BIN)/python -m benchmarks.idle
+	@$(BIN)/rag-posfix bench $(ARGS)
 
 docs: $(DEV_STAMP) ## Write the generated parts of the documentation anew
 	@$(BIN)/python -m docs.generate $(ARGS)

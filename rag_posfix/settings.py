@@ -45,7 +45,7 @@ class Settings(BaseSettings):
     """What one process runs with.
 
     Attributes:
-        model: ``smollm2`` (the packaged demo model), a model id, or a folder.
+        model: ``smollm2`` or ``gemma3-270m`` (packaged models), a model id, or a folder.
         embedding_model: ``minilm`` (the packaged embeddings), a model id, or a folder.
         dtype: ``auto`` picks bfloat16 where it is fast, float32 elsewhere.
         device: ``auto``, ``cpu``, ``cuda``, ...

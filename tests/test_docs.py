@@ -1,10 +1,133 @@
-"""Generated documentation is current."""
+"""Generated documentation is current, and its pictures show what the plans say."""
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+
+import docs.generate
 from docs.generate import expected
+from docs.picture import COLOURS, draw, render, toy_layout, toy_plan
+from rag_posfix.attention.attend import Attend
+from rag_posfix.attention.plan import HiddenScale, Plan, RowPlan
+from rag_posfix.mitigations import MITIGATIONS
 
 
 def test_generated_pages_and_the_method_table_are_current():
-    stale = [str(path) for path, text in expected().items() if path.read_text("utf-8") != text]
+    stale = [str(path) for path, text in expected().items() if not path.exists() or path.read_text("utf-8") != text]
     assert stale == [], "run make docs"
+
+
+def squares(picture):
+    """Return how many squares of the matrices are full, by colour, and how many are empty."""
+    tags = [node.attrib for node in ElementTree.fromstring(picture) if node.tag.endswith("rect")]
+    full = [tag["fill"] for tag in tags if (tag["width"], tag["height"]) == ("14", "14")]
+    empty = [tag for tag in tags if (tag["width"], tag["height"]) == ("13", "13")]
+    return {COLOURS.index(colour): full.count(colour) for colour in set(full)}, len(empty)
+
+
+def dots(picture):
+    """Return how high each dot stands, in pixels above the first one."""
+    circles = [float(node.attrib["cy"]) for node in ElementTree.fromstring(picture) if node.tag.endswith("circle")]
+    return [round(circles[0] - height, 1) for height in circles]
+
+
+@pytest.mark.parametrize("name", MITIGATIONS.names())
+def test_a_picture_is_the_same_every_time_and_valid_xml(name):
+    if toy_plan(name) is None:
+        pytest.skip(f"{name} has no plan before something was measured")
+    assert draw(name) == draw(name)
+    assert ElementTree.fromstring(draw(name)).attrib["role"] == "img"
+
+
+def test_the_unmodified_model_is_drawn_causal_and_in_a_line():
+    # 15 tokens: 15 * 16 / 2 = 120 of 225 squares. A key at place k is seen by 15 - k tokens:
+    # prefix 15 + 14; passage 1 13 + 12 + 11; passage 2 10 + 9 + 8 + 7; passage 3 6 + 5 + 4; suffix 3 + 2 + 1.
+    assert squares(draw("none")) == ({0: 29, 1: 36, 2: 34, 3: 15, 4: 6}, 105)
+    # 76 pixels for positions 0 to 14.
+    assert dots(draw("none")) == [round(76 * position / 14, 1) for position in range(15)]
+
+
+def test_parallel_windows_are_drawn_as_blocks_that_start_at_the_same_height():
+    # Prefix tokens are seen by themselves and all after: 15 + 14. Passages see themselves, 6, 10 and 6 squares, and
+    # are seen by the 3 suffix tokens, 9, 12 and 9. The suffix is causal: 6.
+    assert squares(draw("parallel_windows")) == ({0: 29, 1: 15, 2: 22, 3: 15, 4: 6}, 225 - 87)
+    # Positions 0 1, then 2 3 4, 2 3 4 5, 2 3 4, then 6 7 8, after the longest passage; 76 pixels for 8.
+    positions = [0, 1, 2, 3, 4, 2, 3, 4, 5, 2, 3, 4, 6, 7, 8]
+    assert dots(draw("parallel_windows")) == [76 * position / 8 for position in positions]
+
+
+def test_every_row_of_an_ensemble_is_drawn_in_the_colour_of_its_passage():
+    # Rows of 2 + n + 3 tokens, n = 3, 4, 3, 0, all causal. With 8 tokens the prefix has 8 + 7 squares, and so on.
+    full, _ = squares(draw("context_experts"))
+    assert full == {0: 15 + 17 + 15 + 9, 1: 6 + 5 + 4, 2: 7 + 6 + 5 + 4, 3: 6 + 5 + 4, 4: 4 * 6}
+    assert "row 4 of 4" in draw("context_experts")
+
+
+def test_at_most_four_rows_are_drawn_and_the_picture_says_so():
+    plan = Plan(rows=(RowPlan(),) * 6, combine=lambda scores: (scores.log_probs[0], scores.question))
+    picture = render("many", plan)
+    assert "row 4 of 6" in picture
+    assert "row 5 of 6" not in picture
+    assert "The plan has 6 rows; the first 4 are drawn." in picture
+
+
+class Everything(Attend):
+    layers = range(2, 5)
+
+    def __call__(self, given):
+        raise NotImplementedError
+
+    def visible(self, n_tokens):
+        return torch.ones(n_tokens, n_tokens, dtype=torch.bool)
+
+
+def test_attention_that_is_no_mask_is_drawn_as_it_says():
+    picture = render("everything", Plan(rows=(RowPlan(attend=Everything()),)))
+    assert sum(squares(picture)[0].values()) == 225
+    assert "is computed by Everything in layers 2 to 4, not" in picture
+
+
+def test_what_squares_and_dots_cannot_show_is_written_below():
+    row = RowPlan(
+        layer_scale=torch.tensor([1.0, 1.25, 1.5]),
+        rope_base_factor=2.5,
+        head_scale=lambda layer, query, key: None,
+        hidden_scale=HiddenScale(7, -0.5, range(3, 9)),
+    )
+    picture = render("all", Plan(rows=(row,)))
+    for note in (
+        "Positions are divided by 1 to 1.5, depending on the layer.",
+        "The base of the rotary encoding is multiplied by 2.5.",
+        "Positions are divided by another number in each head",
+        "hidden channel 7 is scaled by -0.5 in layers 3 to 8.",
+    ):
+        assert note in picture
+
+
+def test_what_holds_for_some_rows_only_says_for_which():
+    rows = (RowPlan(), RowPlan(rope_base_factor=2.0), RowPlan(rope_base_factor=2.0))
+    picture = render("bases", Plan(rows=rows, combine=lambda scores: (scores.log_probs[0], scores.question)))
+    assert "Row 2, 3: The base of the rotary encoding is multiplied by 2." in picture
+
+
+def test_a_method_without_a_plan_before_measuring_gets_a_page_without_a_picture(monkeypatch):
+    monkeypatch.setattr(docs.generate, "draw", lambda name: None)
+    files = expected()
+    assert not [path for path in files if path.suffix == ".svg"]
+    assert not [path for path, text in files.items() if path.parent.name == "methods" and ".svg" in text]
+
+
+def test_a_page_says_when_the_method_helps_and_hurts():
+    text = next(text for path, text in expected().items() if path.name == "context_experts.md")
+    helps, hurts = text.index("**Helps:** where one passage answers"), text.index("**Hurts:** where the answer")
+    assert text.index("## When it helps, when it hurts") < helps < hurts < text.index("## Source")
+    assert "](../results.md)" in text
+
+
+def test_the_toy_prompt_is_the_one_that_the_pages_describe():
+    layout = toy_layout()
+    spans = (layout.prefix, *layout.passages, layout.suffix)
+    assert [len(span) for span in spans] == [2, 3, 4, 3, 3]

@@ -50,6 +50,7 @@ class AttendInput:
         layer: Which layer, from 0.
         rotate: Rotates states to positions.
         plain: Returns what the model would compute with queries and keys rotated to ``positions``, (B, Hq, Tq, D).
+        observed: Whether anybody asks what the newest query attends to; if not, None is as good an answer as any.
     """
 
     query: Tensor
@@ -60,6 +61,7 @@ class AttendInput:
     layer: int
     rotate: Rotation
     plain: Callable[[], Tensor]
+    observed: bool = True
 
     @property
     def start(self) -> int:
@@ -89,7 +91,7 @@ class Attend(ABC):
         """Return the output (B, Hq, Tq, D) and what the newest query attends to.
 
         The second is (B, Tk) float32, the attention of the newest query averaged over heads, each row summing to 1;
-        None where that is the ordinary attention of the newest query at its own position.
+        None where that is the ordinary attention of the newest query at its own position, or is not asked for.
         """
 
     def visible(self, n_tokens: int) -> Tensor | None:

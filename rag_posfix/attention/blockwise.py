@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["attend_stretches", "attend_with_lse", "last_row", "merge"]
+__all__ = ["attend_stretches", "attend_with_lse", "fused", "last_row", "merge", "scores", "weigh"]
 
 QUERY_BLOCK = 256
 """Queries per block where no fused kernel returns the log-sum-exp: bounds the score tensor."""
@@ -37,12 +37,17 @@ def attend_with_lse(
                 attend_with_lse(query, key[:, :, past:], value[:, :, past:], scaling, causal=True),
             ]
         )
-    if query.device.type == "cpu":
+    if fused(query.device):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal and n_query > 1, scale=scaling
         )
         return out, lse
     return _in_blocks(query, key, value, scaling, causal)
+
+
+def fused(device: torch.device) -> bool:
+    """Return whether a fused kernel that returns the log-sum-exp is at hand."""
+    return device.type == "cpu"
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -85,8 +90,33 @@ def attend_stretches(
 
 def last_row(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """Return the scores of the newest query, (B, Hq, 1, Tk) float32."""
-    groups = query.shape[1] // key.shape[1]
-    return query[:, :, -1:].float() @ key.repeat_interleave(groups, dim=1).float().transpose(-1, -2) * scaling
+    return scores(query[:, :, -1:], key, scaling)
+
+
+def scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Return QK^T scaling spelled out. For few queries.
+
+    Shapes:
+        query: (B, Hq, Tq, D). key: (B, Hkv, Tk, D). returns: (B, Hq, Tq, Tk) float32.
+    """
+    n_key = key.shape[2]
+    grouped = _by_key_head(query.float(), key.shape[1])  # (B, Hkv, G Tq, D)
+    return (grouped @ key.float().transpose(-1, -2) * scaling).view(*query.shape[:3], n_key)
+
+
+def weigh(probabilities: Tensor, value: Tensor) -> Tensor:
+    """Return the values weighted by attention that is spelled out. For few queries.
+
+    Shapes:
+        probabilities: (B, Hq, Tq, Tk). value: (B, Hkv, Tk, D). returns: (B, Hq, Tq, D) in the dtype of ``value``.
+    """
+    grouped = _by_key_head(probabilities.float(), value.shape[1])  # (B, Hkv, G Tq, Tk)
+    return (grouped @ value.float()).view(*probabilities.shape[:3], value.shape[3]).to(value.dtype)
+
+
+def _by_key_head(states: Tensor, n_kv_heads: int) -> Tensor:
+    """Stack the query heads that share a key head: (B, Hq, Tq, X) -> (B, Hkv, G Tq, X)."""
+    return states.reshape(states.shape[0], n_kv_heads, -1, states.shape[3])
 
 
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -96,10 +126,10 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal
     outs, lses = [], []
     for first in range(0, query.shape[2], QUERY_BLOCK):
         block = query[:, :, first : first + QUERY_BLOCK].float()
-        scores = block @ key.transpose(-1, -2) * scaling  # (B, Hq, block, Tk)
+        spelled = block @ key.transpose(-1, -2) * scaling  # (B, Hq, block, Tk)
         if causal:
             rows = torch.arange(first, first + block.shape[2], device=query.device)[:, None]
-            scores = scores.masked_fill(torch.arange(key.shape[2], device=query.device) > rows, float("-inf"))
-        lses.append(scores.logsumexp(dim=-1))
-        outs.append(scores.softmax(dim=-1) @ value)
+            spelled = spelled.masked_fill(torch.arange(key.shape[2], device=query.device) > rows, float("-inf"))
+        lses.append(spelled.logsumexp(dim=-1))
+        outs.append(spelled.softmax(dim=-1) @ value)
     return torch.cat(outs, dim=2).to(query.dtype), torch.cat(lses, dim=2)

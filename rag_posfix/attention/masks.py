@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from rag_posfix.attention.plan import MaskFunction
-from rag_posfix.attention.spans import Layout
+from rag_posfix.attention.spans import Layout, Span
 
-__all__ = ["independent_passages_mask", "materialize", "segment_ids"]
+__all__ = ["materialize", "segment_ids", "windows_mask"]
 
 
-def segment_ids(layout: Layout) -> Tensor:
-    """Return which segment each token belongs to: 0 prefix, 1..N passages, N + 1 suffix. Shape (T,)."""
-    lengths = [len(layout.prefix), *(len(span) for span in layout.passages), len(layout.suffix)]
+def segment_ids(layout: Layout, windows: Sequence[Span]) -> Tensor:
+    """Return which segment each token belongs to: 0 prefix, 1..B windows, B + 1 suffix. Shape (T,)."""
+    lengths = [len(layout.prefix), *(len(window) for window in windows), len(layout.suffix)]
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
 
-def independent_passages_mask(layout: Layout) -> MaskFunction:
-    """Let a passage see the prefix and itself; suffix and generated tokens see everything before them.
+def windows_mask(layout: Layout, windows: Sequence[Span]) -> MaskFunction:
+    """Let a window see the prefix and itself; suffix and generated tokens see everything before them.
 
     Source: Ratner et al. (2023), Parallel Context Windows, section 3, https://arxiv.org/abs/2212.10947
     """
-    segments = segment_ids(layout)
-    suffix = layout.n_passages + 1
+    segments = segment_ids(layout, windows)
+    suffix = len(windows) + 1
 
     def mask(query: Tensor, key: Tensor) -> Tensor:
         last = segments.shape[0] - 1

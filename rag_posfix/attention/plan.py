@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rag_posfix.attention.attend import Attend
+from rag_posfix.attention.draft import Draft
+from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import PlanConflictError
 
-__all__ = ["Combine", "HeadScale", "HiddenScale", "MaskFunction", "Plan", "RowPlan", "RowScores"]
+__all__ = ["Combine", "HeadScale", "HiddenScale", "MaskFunction", "Plan", "RowPlan", "RowScores", "Survey"]
 
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
 """Complete mask of the prompt: (query index, key index) -> bool, True = may attend. Both index tensors broadcast and
@@ -31,12 +33,14 @@ class RowScores:
             for it with ``score_question``.
         answer: (R,) float32, summed log-probability of the tokens generated so far in each row.
         confidence: (R,) float32, log-probability of the likeliest first token of the answer in each row.
+        weights: (R,) float32, how much each row counts by the plan's draft; None without a draft.
     """
 
     log_probs: Tensor
     question: Tensor
     answer: Tensor
     confidence: Tensor
+    weights: Tensor | None = None
 
 
 Combine = Callable[[RowScores], tuple[Tensor, Tensor]]
@@ -91,6 +95,27 @@ class RowPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Survey:
+    """Prompts that are read unmodified before it is decided what is done differently.
+
+    Attributes:
+        layouts: The prompts, each with as many passages as the others.
+        decide: (len(layouts), N) float32, the mean attention per token of each passage by the prompt's last token,
+            averaged over layers and heads -> the plan that is run.
+        continue_from: Which of ``layouts`` is the very prompt that is asked, where the plan that is decided on has one
+            row and leaves all before the prompt's last token as it is: the reading is then continued, not repeated.
+    """
+
+    layouts: tuple[Layout, ...]
+    decide: Callable[[Tensor], Plan]
+    continue_from: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layouts:
+            raise PlanConflictError("a survey reads 0 prompts; it needs at least one")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """What one generation does differently. Every field at its default means: as the model was trained.
 
@@ -100,15 +125,21 @@ class Plan:
         independent_passages: No passage attends to another and no passage's positions depend on another, so the
             engine may encode each once and reuse it.
         score_question: Rows are asked how likely they find the question (``RowScores.question``).
+        draft: Lets the rows write short answers first, which decide their weights (``RowScores.weights``).
+        survey: What is read first; the plan that it decides on is run in the place of this one.
     """
 
     rows: tuple[RowPlan, ...] = (RowPlan(),)
     combine: Combine | None = None
     independent_passages: bool = False
     score_question: bool = False
+    draft: Draft | None = None
+    survey: Survey | None = None
 
     def __post_init__(self) -> None:
         if not self.rows:
             raise PlanConflictError("a plan has 0 rows; it needs at least one")
         if len(self.rows) > 1 and self.combine is None:
             raise PlanConflictError(f"a plan has {len(self.rows)} rows and no combine; say how to merge them")
+        if self.draft is not None and self.combine is None:
+            raise PlanConflictError("a plan has a draft and no combine, so its weights would have no use; give both")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 __all__ = ["Capability", "ModelShape"]
@@ -32,13 +33,17 @@ class ModelShape:
         n_heads: Query heads, Hq.
         n_kv_heads: Key/value heads, Hkv.
         head_dim: D.
+        hidden_size: Channels of the hidden state.
         context_window: Most positions that the model was trained for.
         capabilities: What a plan may change.
+        lacks: Why the other capabilities are missing, in words, where that is known.
     """
 
     n_layers: int
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    hidden_size: int
     context_window: int
     capabilities: frozenset[Capability]
+    lacks: Mapping[Capability, str] = field(default_factory=dict, hash=False)

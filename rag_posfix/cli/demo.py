@@ -144,8 +144,8 @@ def _answer(
     mitigation: str,
     where: str,
 ) -> _Cell:
+    from rag_posfix.evaluation.answers import answer_and_score
     from rag_posfix.evaluation.metrics import best_subspan_em
-    from rag_posfix.evaluation.positions import answer_and_score
 
     layout = assemble(question.question, documents, order="original", max_new_tokens=ANSWER_TOKENS).layout
     choice = parse_choice(mitigation)

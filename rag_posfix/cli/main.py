@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from rag_posfix import __version__
-from rag_posfix.cli import ask, cache, demo, evaluate, index, methods, serve, verify
+from rag_posfix.cli import ask, bench, cache, demo, evaluate, index, methods, probe, serve, verify
 from rag_posfix.cli.output import emit_json, err
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.text import clean_text
@@ -30,7 +30,9 @@ app.command("ask")(ask.ask)
 app.command("methods")(methods.methods)
 app.command("verify")(verify.verify)
 app.command("serve")(serve.serve)
+app.command("bench")(bench.bench)
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(probe.app, name="probe")
 app.add_typer(cache.app, name="cache")
 
 

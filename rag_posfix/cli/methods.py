@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from typing import Annotated, Any
 
@@ -16,6 +15,8 @@ __all__ = ["describe_mitigation", "methods"]
 
 def describe_mitigation(cls: Any) -> dict[str, Any]:
     """Return the registry's facts of one mitigation class."""
+    from rag_posfix.mitigations.base import parameters_of
+
     return {
         "name": cls.name,
         "summary": (inspect.getdoc(cls) or "").split("\n", 1)[0],
@@ -26,7 +27,7 @@ def describe_mitigation(cls: Any) -> dict[str, Any]:
         "training_free": cls.training_free,
         "requires": sorted(cls.requires),
         "parameters": {
-            field.name: {"type": str(field.type), "default": field.default} for field in dataclasses.fields(cls)
+            name: {"type": kind, "default": default} for name, (kind, default) in parameters_of(cls).items()
         },
     }
 

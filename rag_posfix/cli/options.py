@@ -12,19 +12,60 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.request import MitigationChoice
 from rag_posfix.settings import Settings
 
-__all__ = ["AsJson", "ModelName", "checked_choice", "parse_choice", "settings_from"]
+__all__ = [
+    "AsJson",
+    "ModelName",
+    "checked_choice",
+    "checked_choices",
+    "parse_choice",
+    "settings_from",
+    "split_outside",
+]
+
+_PAIRS = {"[": "]", "{": "}"}
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, a model id, or a folder.")]
+ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, gemma3-270m, a model id, or a folder.")]
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """Split at ``separator`` where it stands outside of brackets, braces and double quotes, as JSON nests them.
+
+    Raises:
+        ConfigError: a bracket, brace or quote has no partner.
+    """
+    parts, start = [], 0
+    expected: list[str] = []  # what closes the brackets and the quote that are open
+    at = iter(enumerate(text))
+    for index, character in at:
+        if expected[-1:] == ['"']:
+            if character == "\\":
+                next(at, None)
+            elif character == '"':
+                expected.pop()
+        elif character == '"' or character in _PAIRS:
+            expected.append(_PAIRS.get(character, '"'))
+        elif character in _PAIRS.values():
+            if expected[-1:] != [character]:
+                raise ConfigError(f"{text!r} has a {character} that closes nothing; write values as JSON")
+            expected.pop()
+        elif character == separator and not expected:
+            parts.append(text[start:index])
+            start = index + 1
+    if expected:
+        raise ConfigError(f"{text!r} lacks a closing {expected[-1]}; write values as JSON, quoted for the shell")
+    return [*parts, text[start:]]
 
 
 def parse_choice(text: str) -> MitigationChoice:
     """Read ``name`` or ``name:parameter=value:parameter=value``; values are JSON where they parse as JSON.
 
+    A value may be a JSON list or text in double quotes, which may hold colons and commas.
+
     Raises:
-        ConfigError: a parameter without a value.
+        ConfigError: a parameter without a value, or a bracket or quote without its partner.
     """
-    name, *pairs = text.strip().split(":")
+    name, *pairs = split_outside(text.strip(), ":")
     parameters: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -48,6 +89,21 @@ def checked_choice(text: str) -> MitigationChoice:
     choice = parse_choice(text)
     create(choice.name, choice.parameters)
     return choice
+
+
+def checked_choices(text: str) -> list[MitigationChoice]:
+    """Read several mitigations, separated by commas, and check each.
+
+    Raises:
+        ConfigError: as ``checked_choice``, or one is named twice.
+    """
+    choices = [checked_choice(part) for part in split_outside(text, ",")]
+    for index, choice in enumerate(choices):
+        if choice in choices[:index]:
+            raise ConfigError(
+                f"--mitigation {text!r} names {choice.name!r} twice with the same parameters; once is all"
+            )
+    return choices
 
 
 def settings_from(**changes: Any) -> Settings:

@@ -2,73 +2,31 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
-from langchain_core.documents import Document
-
-from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.attention.spans import Layout
-from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.answers import QUESTIONS_TOGETHER, Asked, answer_all, scored
 from rag_posfix.evaluation.datasets import PositionExample
-from rag_posfix.evaluation.metrics import best_subspan_em, first_line
-from rag_posfix.evaluation.record import environment, file_digest
-from rag_posfix.evaluation.statistics import bootstrap_interval, mean
+from rag_posfix.evaluation.journal import Journal, answer_key
+from rag_posfix.evaluation.labels import label
+from rag_posfix.evaluation.outcomes import CLOSED_BOOK, GOLD_ONLY, Outcome
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.request import Generation, GenerationRequest, MitigationChoice, Sampling
+from rag_posfix.generation.request import MitigationChoice
 from rag_posfix.protocols import Reranker
 
-__all__ = ["Outcome", "answer_and_score", "label", "position_record", "summarize", "sweep_positions"]
+__all__ = ["sweep_positions"]
 
-CLOSED_BOOK = "closed_book"
-GOLD_ONLY = "gold_only"
+Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One answer to one question under one condition.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """One row of the result: what is asked, and the key under which its answer is known."""
 
-    Attributes:
-        question: The question's id.
-        condition: Label of the mitigation, ``closed_book`` or ``gold_only``.
-        gold_position: Place of the gold passage, None without distractors.
-        answer: What the model wrote.
-        accuracy: best_subspan_em of the first line.
-        accuracy_full_text: best_subspan_em of the whole answer.
-        log_probability: Mean log-probability per token of the first accepted answer.
-        seconds: Wall time.
-    """
-
-    question: str
+    asked: Asked
     condition: str
-    gold_position: int | None
-    answer: str
-    accuracy: float
-    accuracy_full_text: float
-    log_probability: float
-    seconds: float
-
-
-def label(choice: MitigationChoice) -> str:
-    """Return a name for a mitigation and its parameters, in the form that the command line reads."""
-    return ":".join([choice.name, *(f"{key}={value}" for key, value in sorted(choice.parameters.items()))])
-
-
-def answer_and_score(
-    engine: Engine, layout: Layout, choice: MitigationChoice, expected: str, max_new_tokens: int
-) -> tuple[Generation, float]:
-    """Return the greedy answer and the mean log-probability per token of ``expected``, from one reading."""
-    tokens = engine.encoder.encode_text(expected)
-    session = engine.open(layout, choice, max(max_new_tokens, len(tokens)))
-    scores = session.score(tokens)
-    request = GenerationRequest(layout, choice, Sampling(max_tokens=max_new_tokens))
-    generation = [chunk.generation for chunk in engine.resume(session, request)][-1]
-    if generation is None:
-        raise EvaluationError("the engine ended without a generation; please report this")
-    return generation, sum(scores) / len(scores)
+    place: int | None
+    key: str
 
 
 def sweep_positions(
@@ -80,12 +38,14 @@ def sweep_positions(
     n_documents: int,
     reranker: Reranker,
     max_new_tokens: int = 24,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    journal: Journal | None = None,
+    check_orders: bool = False,
 ) -> list[Outcome]:
     """Answer every question under every condition: closed book, gold only, and each method at each place.
 
     Relevance comes from ``reranker`` and never from which passage is gold. Each method has the same settings at every
-    place.
+    place. Eight questions are taken at a time, and those of one condition and place are answered together.
 
     Args:
         engine: The model; the same for all conditions.
@@ -96,156 +56,74 @@ def sweep_positions(
         reranker: Scores the passages of a question.
         max_new_tokens: Tokens per answer.
         progress: Called with (done, total) after each answer.
+        journal: Answers of earlier runs, which are not computed again, and where new ones go.
+        check_orders: Compute the answer for every place even if the method says that it does not depend on the order.
+            Otherwise such a method answers a question once, and the row is repeated for the other places.
 
     Raises:
         EvaluationError: too few distractors, or passages do not fit the context window.
     """
-    assembler = Assembler(engine.encoder, engine.context_window)
-    baseline = MitigationChoice("none")
+    journal = journal or Journal()
     total = len(examples) * (2 + len(choices) * len(gold_positions))
-    outcomes: list[Outcome] = []
+    count = 0
 
-    def run(example: PositionExample, documents: list[Document], choice: MitigationChoice, name: str) -> Outcome:
-        assembled = assembler.assemble(example.question, documents, order="original", max_new_tokens=max_new_tokens)
-        if len(assembled.documents) != len(documents):
-            raise EvaluationError(
-                f"question {example.id}: {len(documents) - len(assembled.documents)} of {len(documents)} passages do "
-                "not fit or repeat; use fewer documents"
-            )
-        started = time.perf_counter()
-        generation, score = answer_and_score(engine, assembled.layout, choice, example.answers[0], max_new_tokens)
-        return Outcome(
-            question=example.id,
-            condition=name,
-            gold_position=None,
-            answer=generation.text,
-            accuracy=best_subspan_em(first_line(generation.text), example.answers),
-            accuracy_full_text=best_subspan_em(generation.text, example.answers),
-            log_probability=score,
-            seconds=time.perf_counter() - started,
-        )
-
-    def keep(outcome: Outcome, position: int | None = None) -> None:
-        outcomes.append(Outcome(**{**asdict(outcome), "gold_position": position}))
+    def tick() -> None:
+        nonlocal count
+        count += 1
         if progress is not None:
-            progress(len(outcomes), total)
+            progress(count, total)
 
-    for example in examples:
-        keep(run(example, [], baseline, CLOSED_BOOK))
-        keep(run(example, [example.gold], baseline, GOLD_ONLY))
-        scored = _scored(reranker, example, n_documents)
-        for position in gold_positions:
-            documents = [scored[str(d.id)] for d in example.documents(n_documents, position)]
+    def jobs_of(example: PositionExample) -> Iterable[_Job]:
+        def job(condition: str, asked: Asked, place: int | None = None) -> _Job:
+            any_order = not check_orders and engine.describe(asked.choice).order_invariant
+            return _Job(asked, condition, place, answer_key(engine, asked, max_new_tokens, any_order=any_order))
+
+        baseline = MitigationChoice("none")
+        yield job(CLOSED_BOOK, Asked(example, (), baseline))
+        yield job(GOLD_ONLY, Asked(example, (example.gold,), baseline))
+        passages = scored(reranker, example, n_documents)
+        for place in gold_positions:
+            documents = tuple(passages[str(d.id)] for d in example.documents(n_documents, place))
             for choice in choices:
-                keep(run(example, documents, choice, label(choice)), position)
+                yield job(label(choice), Asked(example, documents, choice), place)
+
+    outcomes: list[Outcome] = []
+    for start in range(0, len(examples), QUESTIONS_TOGETHER):
+        jobs = [job for example in examples[start : start + QUESTIONS_TOGETHER] for job in jobs_of(example)]
+        outcomes += _answered(engine, jobs, journal, max_new_tokens, tick)
     return outcomes
 
 
-def _scored(reranker: Reranker, example: PositionExample, count: int) -> dict[str, Document]:
-    """Return the passages with relevance, by id."""
-    return {str(d.id): d for d in reranker.compress_documents(example.documents(count, 0), example.question)}
-
-
-def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return accuracy and log-probability per place, worst, mean, spread (max - min) and intervals.
-
-    ``ci95`` is the interval of the mean accuracy over places; ``versus_none`` compares each method's worst place with
-    the baseline's best, in log-probability, questions paired.
-    """
-    conditions = list(dict.fromkeys(o.condition for o in outcomes if o.gold_position is not None))
-    tables = {name: _by_position(outcomes, name) for name in conditions}
-    result: dict[str, Any] = {name: _summary(table) for name, table in tables.items()}
-    if "none" in tables:
-        for name, table in tables.items():
-            if name != "none":
-                result[name]["versus_none"] = _versus(table, tables["none"])
-    return {
-        "mitigations": result,
-        CLOSED_BOOK: _floor(outcomes, CLOSED_BOOK),
-        GOLD_ONLY: _floor(outcomes, GOLD_ONLY),
-        "n": len({o.question for o in outcomes}),
-    }
-
-
-def position_record(
-    engine: Engine,
-    choices: Sequence[MitigationChoice],
-    data: Path,
-    outcomes: Sequence[Outcome],
-    summary: Mapping[str, Any],
-    settings: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the record of a sweep: what ran, on what, with what, and every answer."""
-    return {
-        "kind": "positions",
-        **environment(),
-        "model": engine.model_id,
-        "model_fingerprint": engine.fingerprint,
-        "dtype": str(engine.loaded.model.dtype).removeprefix("torch."),
-        "device": str(engine.loaded.device),
-        "data": {"name": data.name, "sha256": file_digest(data)},
-        "template": Assembler(engine.encoder, engine.context_window).template.fingerprint(),
-        "mitigations": {
-            label(choice): {"parameters": choice.parameters, "fingerprint": engine.describe(choice).fingerprint}
-            for choice in choices
-        },
-        "settings": settings,
-        "summary": summary,
-        "rows": [asdict(outcome) for outcome in outcomes],
-    }
-
-
-def _by_position(outcomes: Sequence[Outcome], condition: str) -> dict[int, list[Outcome]]:
-    table: dict[int, list[Outcome]] = {}
-    for outcome in outcomes:
-        if outcome.condition == condition and outcome.gold_position is not None:
-            table.setdefault(outcome.gold_position, []).append(outcome)
-    return dict(sorted(table.items()))
-
-
-def _summary(table: Mapping[int, Sequence[Outcome]]) -> dict[str, Any]:
-    positions = {str(place): _scores(found) for place, found in table.items()}
-    accuracy = [scores["accuracy"] for scores in positions.values()]
-    log_probability = [scores["log_probability"] for scores in positions.values()]
-    rows = list(zip(*([o.accuracy for o in found] for found in table.values()), strict=True))
-    changed = zip(*([o.answer for o in found] for found in table.values()), strict=True)
-    return {
-        "positions": positions,
-        "worst": min(accuracy),
-        "mean": mean(accuracy),
-        "spread": max(accuracy) - min(accuracy),
-        "ci95": list(bootstrap_interval(rows, mean)),
-        "worst_log_probability": min(log_probability),
-        "mean_log_probability": mean(log_probability),
-        "spread_log_probability": max(log_probability) - min(log_probability),
-        "answers_that_change": mean([float(len(set(answers)) > 1) for answers in changed]),
-    }
-
-
-def _scores(found: Sequence[Outcome]) -> dict[str, float]:
-    return {
-        "accuracy": mean([o.accuracy for o in found]),
-        "accuracy_full_text": mean([o.accuracy_full_text for o in found]),
-        "log_probability": mean([o.log_probability for o in found]),
-        "seconds": mean([o.seconds for o in found]),
-    }
-
-
-def _floor(outcomes: Sequence[Outcome], condition: str) -> dict[str, float]:
-    return _scores([o for o in outcomes if o.condition == condition])
-
-
-def _versus(
-    table: Mapping[int, Sequence[Outcome]], baseline: Mapping[int, Sequence[Outcome]]
-) -> dict[str, float | list[float]]:
-    ours = [[o.log_probability for o in found] for found in table.values()]
-    theirs = [[o.log_probability for o in found] for found in baseline.values()]
-    rows = list(zip(*ours, *theirs, strict=True))
-
-    def difference(means: Sequence[float]) -> float:
-        return min(means[: len(ours)]) - max(means[len(ours) :])
-
-    return {
-        "worst_minus_best_log_probability": difference([mean(column) for column in (*ours, *theirs)]),
-        "ci95": list(bootstrap_interval(rows, difference)),
-    }
+def _answered(
+    engine: Engine, jobs: Sequence[_Job], journal: Journal, max_new_tokens: int, tick: Callable[[], None]
+) -> list[Outcome]:
+    """Return the outcome of each job, in order; what the journal lacks is computed, each key once."""
+    known = {job.key: answer for job in jobs if (answer := journal.get(job.key)) is not None}
+    missing: dict[str, _Job] = {}
+    repeats: dict[str, int] = {}
+    for job in jobs:
+        if job.key in known:
+            tick()
+        else:
+            missing.setdefault(job.key, job)
+            repeats[job.key] = repeats.get(job.key, 0) + 1
+    together: dict[tuple[str, int | None], list[_Job]] = {}
+    for job in missing.values():
+        together.setdefault((job.condition, job.place), []).append(job)
+    for group in together.values():
+        answers = answer_all(engine, [job.asked for job in group], max_new_tokens)
+        for job, (answer, _) in zip(group, answers, strict=True):
+            journal.add(job.key, answer)
+            known[job.key] = answer
+            for _ in range(repeats[job.key]):
+                tick()
+    return [
+        Outcome(
+            question=job.asked.example.id,
+            condition=job.condition,
+            gold_position=job.place,
+            reused=missing.get(job.key) is not job,
+            **asdict(known[job.key]),
+        )
+        for job in jobs
+    ]

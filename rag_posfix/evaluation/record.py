@@ -7,17 +7,23 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.labels import label
 
-__all__ = ["environment", "file_digest", "write_record"]
+if TYPE_CHECKING:
+    from rag_posfix.generation.engine import Engine
+    from rag_posfix.generation.request import MitigationChoice
+
+__all__ = ["environment", "file_digest", "run_record", "source_commit", "write_record"]
 
 _PACKAGES = ("rag-posfix", "torch", "transformers", "sentence-transformers", "langchain-core", "faiss-cpu", "numpy")
 
@@ -35,7 +41,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "processor_count": os.cpu_count(),
-        "git": _git_commit(),
+        "git": source_commit(),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -44,6 +50,35 @@ def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def run_record(
+    kind: str,
+    engine: Engine,
+    choices: Sequence[MitigationChoice],
+    data: Path,
+    rows: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the record of a run: what ran, on what, with what, and every answer."""
+    return {
+        "kind": kind,
+        **environment(),
+        "model": engine.model_id,
+        "model_fingerprint": engine.fingerprint,
+        "dtype": str(engine.loaded.model.dtype).removeprefix("torch."),
+        "device": str(engine.loaded.device),
+        "data": {"name": data.name, "sha256": file_digest(data)},
+        "template": PromptTemplate().fingerprint(),
+        "mitigations": {
+            label(choice): {"parameters": choice.parameters, "fingerprint": engine.describe(choice).fingerprint}
+            for choice in choices
+        },
+        "settings": settings,
+        "summary": summary,
+        "rows": list(rows),
+    }
 
 
 def write_record(folder: Path, kind: str, data: Mapping[str, Any]) -> Path:
@@ -65,7 +100,7 @@ def write_record(folder: Path, kind: str, data: Mapping[str, Any]) -> Path:
     return path
 
 
-def _git_commit() -> str | None:
+def source_commit() -> str | None:
     """Return the commit of the source tree, ``-dirty`` appended where files differ; None outside of a checkout."""
     here = Path(__file__).parent
     try:

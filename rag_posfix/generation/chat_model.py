@@ -37,7 +37,7 @@ class RagPosfixChatModel(BaseChatModel):
     answer.
 
     Attributes:
-        model_name: ``smollm2``, a model id or a folder; alias ``model``.
+        model_name: ``smollm2``, ``gemma3-270m``, a model id or a folder; alias ``model``.
         mitigation: Name of the mitigation.
         mitigation_parameters: Its parameters.
         order: Name of the order of the documents in the prompt.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -10,20 +9,18 @@ from torch import Tensor
 from rag_posfix.attention.plan import Plan
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import GenerationError, PromptTooLongError
+from rag_posfix.generation.drafts import AnswerText
 from rag_posfix.generation.forward import LoadedModel
 from rag_posfix.generation.request import (
     Chunk,
-    FinishReason,
     Generation,
     GenerationRequest,
     MitigationChoice,
     MitigationInfo,
-    Usage,
 )
-from rag_posfix.generation.sampling import Sampler
 from rag_posfix.generation.session import Session
-from rag_posfix.generation.text_stream import TextStream
 from rag_posfix.generation.tokenizer import Tokenizer
+from rag_posfix.generation.writer import Writer
 from rag_posfix.mitigations import create
 
 __all__ = ["Engine"]
@@ -80,7 +77,7 @@ class Engine:
             UnsupportedModelError: the model cannot be served by the mitigation.
             PromptTooLongError: prompt and ``max_tokens`` exceed the context window; raised before any work.
         """
-        return Session(self._loaded, layout, self._plan(layout, mitigation or MitigationChoice(), max_tokens))
+        return self._session(layout, self._plan(layout, mitigation or MitigationChoice(), max_tokens))
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters and return what caching needs to know of it."""
@@ -111,42 +108,20 @@ class Engine:
         return self._stream(request, self._plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
     def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:
-        yield from self.resume(Session(self._loaded, request.layout, plan), request)
+        yield from self.resume(self._session(request.layout, plan), request)
 
     def resume(self, session: Session, request: GenerationRequest) -> Iterator[Chunk]:
         """Decode from a session that has read the request's prompt; as ``stream`` otherwise."""
-        attention = session.attention()
-        started = time.perf_counter()
-        sampler = Sampler(request.sampling)
-        text = TextStream(self._encoder.decode_answer, request.sampling.stop)
-        ids: list[int] = []
-        finish: FinishReason = "length"
-        while len(ids) < request.sampling.max_tokens:
-            token = sampler.choose(session.next_log_probs())
-            ids.append(token)
-            if token in self._encoder.eos_ids:
-                finish = "stop"
-                break
-            if new := text.push(token):
+        writer = Writer(self._encoder, session, request)
+        while not writer.done:
+            if new := writer.write(session.next_log_probs()):
                 yield Chunk(new)
-            if text.stopped:
-                break
-            if len(ids) < request.sampling.max_tokens:
-                session.advance(token)
-        rest = text.finish()
-        if text.stopped:  # a stop string may stand in what was held back
-            finish = "stop"
-        yield Chunk(
-            rest,
-            Generation(
-                text=text.text,
-                token_ids=tuple(ids),
-                finish_reason=finish,
-                usage=Usage(prompt_tokens=len(request.layout.token_ids), completion_tokens=len(ids)),
-                attention=attention,
-                timings={"prefill": session.prefill_seconds, "decode": time.perf_counter() - started},
-            ),
-        )
+            if not writer.done:
+                session.advance(writer.last)
+        yield Chunk(*writer.end())
+
+    def _session(self, layout: Layout, plan: Plan) -> Session:
+        return Session(self._loaded, layout, plan, AnswerText(self._encoder.eos_ids, self._encoder.decode_answer))
 
     def _plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
         plan = create(choice.name, choice.parameters).checked_plan(layout, self._loaded.spec.shape)
@@ -156,13 +131,17 @@ class Engine:
     def _check_length(self, layout: Layout, plan: Plan, max_tokens: int) -> None:
         """Refuse a plan whose longest row would leave the positions that the model was trained for."""
         window = self.context_window
+        if plan.draft is not None:
+            max_tokens = max(max_tokens, plan.draft.max_tokens)
+        lengths = [len(surveyed.token_ids) for surveyed in plan.survey.layouts] if plan.survey else []
         for row in plan.rows:
             if row.positions is not None:
-                needed = int(row.positions.max()) + 1
+                lengths.append(int(row.positions.max()) + 1)
             elif row.passages is not None:
-                needed = len(layout.select(row.passages).token_ids)
+                lengths.append(len(layout.select(row.passages).token_ids))
             else:
-                needed = len(layout.token_ids)
+                lengths.append(len(layout.token_ids))
+        for needed in lengths:
             if needed + max_tokens > window:
                 raise PromptTooLongError(
                     f"the prompt takes {needed} tokens and max_tokens={max_tokens} more, but the context window is "

@@ -113,6 +113,16 @@ class Rows:
             length=self.length,
         )
 
+    def first(self, length: int) -> Rows:
+        """Return rows that hold the first ``length`` tokens and no edits; these stay as they are.
+
+        For unpadded rows of models whose every layer keeps all keys.
+        """
+        cache = new_cache(self.loaded)
+        for index, layer in enumerate(self.cache.layers):
+            cache.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
+        return Rows(self.loaded, cache, self.positions[:, :length], length=length)
+
     def _edits_now(self) -> Edits:
         """Return the edits of the next pass. What is plain from here on costs nothing any more."""
         edits = self.edits

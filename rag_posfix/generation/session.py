@@ -8,11 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rag_posfix.attention.draft import Draft
 from rag_posfix.attention.plan import Plan, RowScores
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.forward import LoadedModel
-from rag_posfix.generation.prefill import prefill
+from rag_posfix.generation.drafts import AnswerText, draft_answers
+from rag_posfix.generation.forward import LoadedModel, Rows
+from rag_posfix.generation.survey import read
 
 __all__ = ["Session"]
 
@@ -26,20 +28,26 @@ class Session:
         loaded: The model.
         layout: The prompt.
         plan: What is done differently.
+        text: What ends an answer; used where the plan drafts.
     """
 
     @torch.inference_mode()
-    def __init__(self, loaded: LoadedModel, layout: Layout, plan: Plan) -> None:
+    def __init__(self, loaded: LoadedModel, layout: Layout, plan: Plan, text: AnswerText | None = None) -> None:
         started = time.perf_counter()
-        groups = prefill(loaded, layout, plan)
-        self._plan = plan
+        self._plan, groups = read(loaded, layout, plan)
         self._groups = [group.rows for group in groups]
         self._log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)  # (R, V)
         self._question = torch.cat([group.question for group in groups])
         self._answer = torch.zeros_like(self._question)
         self._confidence = self._log_probs.amax(dim=-1)
         self._attention = torch.cat([group.attention for group in groups])  # (R, N)
+        self._weights = self._draft(plan.draft, text or AnswerText()) if plan.draft else None
         self.prefill_seconds = time.perf_counter() - started
+
+    @property
+    def groups(self) -> Sequence[Rows]:
+        """The rows that it reads, in groups that advance together; in order they are the plan's rows."""
+        return self._groups
 
     @torch.inference_mode()
     def next_log_probs(self) -> Tensor:
@@ -57,12 +65,23 @@ class Session:
     @torch.inference_mode()
     def advance(self, token_id: int) -> None:
         """Append a generated token to every row."""
-        self._answer = self._answer + self._log_probs[:, token_id]
         logits = []
         for rows in self._groups:
             token = torch.full((rows.n_rows, 1), token_id, device=rows.positions.device)
             logits.append(rows.forward(token, rows.next_positions(), keep=1)[:, -1])
-        self._log_probs = torch.cat(logits).float().log_softmax(dim=-1)
+        self.accept(token_id, torch.cat(logits))
+
+    @torch.inference_mode()
+    def accept(self, token_id: int, logits: Tensor) -> None:
+        """Take a token as generated whose forward pass ran elsewhere, and what it says of the token after it.
+
+        The session's own rows stay behind: once used, every further token must come this way.
+
+        Shapes:
+            logits: (R, V), in the model's dtype.
+        """
+        self._answer = self._answer + self._log_probs[:, token_id]
+        self._log_probs = logits.float().log_softmax(dim=-1)
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -75,21 +94,36 @@ class Session:
         """
         if not token_ids:
             raise ConfigError("cannot score an empty continuation; give at least one token")
+        if len(token_ids) == 1:
+            return self.score_from(token_ids, None)
+        given = torch.tensor([list(token_ids[:-1])], device=self._log_probs.device)
+        logits = []
+        for rows in (group.fork() for group in self._groups):
+            count = given.shape[1]
+            logits.append(rows.forward(given.expand(rows.n_rows, -1), rows.next_positions(count), keep=count))
+        return self.score_from(token_ids, torch.cat(logits))
+
+    @torch.inference_mode()
+    def score_from(self, token_ids: Sequence[int], logits: Tensor | None) -> tuple[float, ...]:
+        """Return what ``score`` returns, from the logits of a forward pass that ran elsewhere.
+
+        Shapes:
+            logits: (R, len(token_ids) - 1, V), those after each token but the last; None for a single token.
+        """
         steps = [self._log_probs]
-        if len(token_ids) > 1:
-            given = torch.tensor([list(token_ids[:-1])], device=self._log_probs.device)
-            logits = []
-            for rows in (group.fork() for group in self._groups):
-                count = given.shape[1]
-                logits.append(rows.forward(given.expand(rows.n_rows, -1), rows.next_positions(count), keep=count))
-            steps.extend(torch.cat(logits).float().log_softmax(dim=-1).unbind(dim=1))
+        if logits is not None:
+            steps.extend(logits.float().log_softmax(dim=-1).unbind(dim=1))
         answer, scores = self._answer, []
         for log_probs, token in zip(steps, token_ids, strict=True):
             scores.append(float(self._combine(log_probs, answer)[0][token]))
             answer = answer + log_probs[:, token]
         return tuple(scores)
 
+    def _draft(self, draft: Draft, text: AnswerText) -> Tensor:
+        """Return the weights of the rows that their short answers give, (R,)."""
+        return draft.choose(draft_answers(self._groups, self._log_probs, self._question, draft.max_tokens, text))
+
     def _combine(self, log_probs: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
         if self._plan.combine is None:
             return log_probs[0], log_probs.new_ones(1)
-        return self._plan.combine(RowScores(log_probs, self._question, answer, self._confidence))
+        return self._plan.combine(RowScores(log_probs, self._question, answer, self._confidence, self._weights))

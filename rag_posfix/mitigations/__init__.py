@@ -3,12 +3,24 @@
 Importing this package registers every method. A new method is one file and one line here.
 """
 
-from rag_posfix.mitigations import (
+from rag_posfix.mitigations import (  # noqa: F401
+    calibrated_attention,
     context_experts,
+    head_scaling,
+    hidden_scaling,
     inter_document,
+    layer_scaling,
+    multi_base,
     none,
+    parallel_encoding,
     parallel_windows,
+    passage_answers,
+    set_prompting,
+    shifted_rotary,
+    sorted_inter_document,
+    stable_mask,
+    stack,
 )
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create
 
-__all__ = ["MITIGATIONS", "Mitigation", "context_experts", "create", "inter_document", "none", "parallel_windows"]
+__all__ = ["MITIGATIONS", "Mitigation", "create"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.registry import Registry
 
-__all__ = ["MITIGATIONS", "Mitigation", "create"]
+__all__ = ["MITIGATIONS", "Mitigation", "checked_number", "checked_numbers", "create", "parameters_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Mitigation(ABC):
         neutral_is_identity: With the neutral parameters every prompt is, bit for bit.
         decides_at_prompt_end: Something is decided by the prompt's last token and kept for the whole generation, so
             that a prompt one token longer may decide otherwise.
+        tells_key_heads_apart: Key/value heads are treated differently by how they compare with each other, so that
+            the number of them matters.
+        example: Parameters to try it with where it needs some.
     """
 
     name: ClassVar[str]
@@ -48,6 +52,8 @@ class Mitigation(ABC):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     neutral_is_identity: ClassVar[bool] = False
     decides_at_prompt_end: ClassVar[bool] = False
+    tells_key_heads_apart: ClassVar[bool] = False
+    example: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     @abstractmethod
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
@@ -58,6 +64,10 @@ class Mitigation(ABC):
         """Whether the answer is the same for every order of the passages, with these parameters."""
         return self.order_invariant
 
+    def needs(self) -> frozenset[Capability]:
+        """Return what the model must let a plan change, with these parameters."""
+        return self.requires
+
     def fingerprint(self) -> str:
         """Return a digest that changes with the method and with every parameter; part of every cache key."""
         fields = json.dumps(dataclasses.asdict(self), sort_keys=True, default=str)
@@ -65,8 +75,12 @@ class Mitigation(ABC):
 
     def refusal(self, model: ModelShape) -> str | None:
         """Return why ``model`` cannot be served, or None if it can."""
-        missing = sorted(self.requires - model.capabilities)
-        return f"{self.name} needs {', '.join(missing)}, which this model does not offer" if missing else None
+        missing = sorted(self.needs() - model.capabilities)
+        if not missing:
+            return None
+        reasons = dict.fromkeys(model.lacks[capability] for capability in missing if capability in model.lacks)
+        why = f": {'; '.join(reasons)}" if reasons else ""
+        return f"{self.name} needs {', '.join(missing)}, which this model does not offer{why}"
 
     def checked_plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return the plan, or refuse the model.
@@ -83,6 +97,20 @@ class Mitigation(ABC):
 MITIGATIONS: Registry[type[Mitigation]] = Registry("mitigation")
 
 
+def parameters_of(cls: type[Mitigation]) -> dict[str, tuple[str, Any]]:
+    """Return type and default of what a mitigation is made with, by name.
+
+    These are its fields, and what it only reads to fill them (``InitVar``: the path of a file).
+    """
+    found = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        kind = str(parameter.annotation)
+        if kind.startswith("InitVar["):
+            kind = kind.removeprefix("InitVar[").removesuffix("]")
+        found[name] = (kind, parameter.default)
+    return found
+
+
 def create(name: str, parameters: Mapping[str, Any] | None = None) -> Mitigation:
     """Return the mitigation called ``name`` with ``parameters``.
 
@@ -91,10 +119,45 @@ def create(name: str, parameters: Mapping[str, Any] | None = None) -> Mitigation
         ConfigError: an unknown parameter, or a value outside of what is allowed.
     """
     cls = MITIGATIONS.get(name)
-    allowed = [field.name for field in dataclasses.fields(cls)]
+    allowed = list(parameters_of(cls))
     for key in parameters or {}:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{name} has no parameter {key!r}.{hint} It takes: {', '.join(allowed) or 'none'}")
     return cls(**(parameters or {}))
+
+
+def checked_number(method: str, field: str, value: Any, low: float, high: float) -> float:
+    """Return a parameter that is a number from ``low`` to ``high``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"{method}: {field}={value!r} must be a number between {low:g} and {high:g}")
+    return float(value)
+
+
+def checked_numbers(
+    method: str, field: str, value: Any, low: float, high: float, counts: tuple[int, int]
+) -> tuple[float, ...]:
+    """Return a parameter that is a list of numbers, as a tuple; JSON has lists only.
+
+    Args:
+        method: The name of the method.
+        field: The name of the parameter.
+        value: What was given.
+        low: The smallest number allowed.
+        high: The largest number allowed.
+        counts: The fewest and the most numbers allowed.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(value, list | tuple) or not counts[0] <= len(value) <= counts[1]:
+        raise ConfigError(
+            f"{method}: {field}={value!r} must be a list of {counts[0]} to {counts[1]} numbers between {low:g} and "
+            f"{high:g}"
+        )
+    return tuple(checked_number(method, f"{field}[{i}]", number, low, high) for i, number in enumerate(value))

@@ -5,50 +5,44 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from rag_posfix.attention.masks import independent_passages_mask
+from rag_posfix.attention.masks import windows_mask
 from rag_posfix.attention.plan import Plan, RowPlan
 from rag_posfix.attention.shape import Capability, ModelShape
 from rag_posfix.attention.spans import Layout
+from rag_posfix.attention.windows import Indentation, WindowedAttention, window_positions, windows_of
+from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 
-__all__ = ["ParallelWindows", "window_positions"]
-
-
-def window_positions(layout: Layout) -> Tensor:
-    """Return positions where each passage starts after the prefix and the suffix after the longest passage.
-
-    Formula: prefix 0..P-1; token t of any passage P + t; token t of the suffix P + max(n_i) + t.
-
-    Shapes:
-        returns: (1, T) float32.
-    """
-    start = len(layout.prefix)
-    longest = max((len(span) for span in layout.passages), default=0)
-    pieces = [torch.arange(start), *(start + torch.arange(len(span)) for span in layout.passages)]
-    pieces.append(start + longest + torch.arange(len(layout.suffix)))
-    return torch.cat(pieces).float()[None]
+__all__ = ["ParallelWindows"]
 
 
 @MITIGATIONS.register("parallel_windows")
 @dataclass(frozen=True)
 class ParallelWindows(Mitigation):
-    """Give each passage the same positions and let none see another; the question sees all.
+    """Put the passages into windows that share positions and do not see each other; the question sees them all.
 
-    No passage is nearer to the question than another, so none is favoured by where it stands. The price is that no
-    passage can be read in the light of another, and that a model which was never trained on such a context answers
-    worse than on its best order.
+    No window is nearer to the question than another, so none is favoured by where it stands. The price is that no
+    passage can be read in the light of those of other windows, and that a model which was never trained on such a
+    context answers worse than on its best order.
 
     Source: Ratner et al. (2023), Parallel Context Windows, section 3, https://arxiv.org/abs/2212.10947
-    Formula: position of token t of a passage = P + t; of the suffix = P + max(n_i) + t (the paper's p_i, with one
-        window per passage); a passage attends to the prefix and to itself, the suffix to everything.
-    Differs from the paper: one window per passage; the shared prefix (chat template, instructions) is encoded once
-        and seen by every window instead of being repeated in each; passages stand in memory in an order given by
-        their content, so that the caller's order never reaches the arithmetic.
-    Cost: attention of each passage over itself and the prefix only: less than the unmodified model.
+    Formula: position of token t of a window = P + t; of the suffix = P + max(n_w) + t, n_w the tokens of window w (the
+        paper's p_i); a window attends to the prefix and, causally, to itself, the suffix to everything. With right
+        indentation a window's tokens stand at P + max(n_w) - n_w + t, so that all windows end at the suffix.
+    Differs from the paper: passages go into windows by their content, neighbours in canonical order, never by the
+        caller's order; the shared prefix (chat template, instructions) is encoded once and seen by every window
+        instead of being repeated in each, so that there is one BOS.
+    Helps: tasks that read many short independent items, such as examples of a classification task: LLaMA-65B gains
+        7.1 points with more than 6 classes (paper, table 1). A cold prompt costs less than the unmodified model's.
+    Hurts: generated answers over several passages: Llama-3.1-8B falls from 50-55 to 12 on ten Lost-in-the-Middle
+        passages and to 4 on twenty (RoToR's run); questions that need two passages lose most.
+    Cost: attention of each window over itself and the prefix only: less than the unmodified model.
     Limits: models whose every layer keeps all keys and whose positions can be set.
+
+    Args:
+        windows: How many windows; None = one per passage. Neighbours in canonical order share a window, counts as
+            even as can be.
+        indentation: ``left`` starts all windows at the same position, ``right`` ends them at the same one.
     """
 
     name: ClassVar[str] = "parallel_windows"
@@ -56,18 +50,31 @@ class ParallelWindows(Mitigation):
         "Ratner et al. (2023), Parallel Context Windows for Large Language Models, https://arxiv.org/abs/2212.10947"
     )
     deviations: ClassVar[tuple[str, ...]] = (
-        "One window per passage.",
+        "Passages are dealt to windows in a content-given order.",
         "The prefix is encoded once and shared by all windows.",
-        "Passages are laid in memory in a content-given order.",
     )
     order_invariant: ClassVar[bool] = True
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
 
+    windows: int | None = None
+    indentation: Indentation = "left"
+
+    def __post_init__(self) -> None:
+        count = self.windows
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ConfigError(f"parallel_windows: windows={count!r} must be a whole number >= 1, or None for one each")
+        if self.indentation not in ("left", "right"):
+            raise ConfigError(f"parallel_windows: indentation={self.indentation!r} must be 'left' or 'right'")
+
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return one row with shared passage positions and passages that do not see each other."""
+        """Return one row whose windows share positions and do not see each other."""
         order = layout.canonical_order()
         row = layout.select(order)
-        return Plan(
-            rows=(RowPlan(passages=order, positions=window_positions(row), mask=independent_passages_mask(row)),),
-            independent_passages=True,
-        )
+        windows = windows_of(row, self.windows)
+        positions = window_positions(row, windows, self.indentation)
+        if len(windows) == layout.n_passages:
+            return Plan(
+                rows=(RowPlan(passages=order, positions=positions, mask=windows_mask(row, windows)),),
+                independent_passages=True,
+            )
+        return Plan(rows=(RowPlan(passages=order, positions=positions, attend=WindowedAttention(row, windows)),))

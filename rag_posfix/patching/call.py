@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -95,6 +95,7 @@ class SeamCall:
         scratch: Of this sequence.
         n_prompt: Tokens that the prompt holds; queries from the last of them on are newest tokens.
         observer: Receives the attention of the newest query.
+        listener: Receives each layer's number and what its attention reads, (B, Tq, hidden).
     """
 
     edits: Edits = field(default_factory=Edits)
@@ -103,6 +104,7 @@ class SeamCall:
     scratch: Scratch = field(default_factory=Scratch)
     n_prompt: int = 1
     observer: Observer | None = None
+    listener: Callable[[int, Tensor], None] | None = None
 
 
 _ACTIVE: ContextVar[SeamCall | None] = ContextVar("rag_posfix_seam_call", default=None)

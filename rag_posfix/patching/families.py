@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rag_posfix.attention.shape import Capability, ModelShape
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.spec import Family
 
-__all__ = ["FAMILIES", "family_of", "keeps_all_keys", "shape_of"]
+__all__ = ["FAMILIES", "REFUSED", "family_of", "keeps_all_keys", "shape_of"]
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -29,16 +30,40 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+_ABSOLUTE = "it adds positions to its input and rotates nothing"
+_ALIBI = "it has ALiBi biases instead of rotary positions"
+_RECURRENT = "it has no attention that keeps keys"
+_HYBRID = "some of its layers are recurrent and keep no keys"
+_LAYOUT = "its attention modules are not at model.layers[i].self_attn"
+
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "xglm"), _ABSOLUTE),
+    **dict.fromkeys(("bloom", "mpt"), _ALIBI),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _RECURRENT),
+    **dict.fromkeys(("bamba", "falcon_h1", "jamba", "lfm2", "qwen3_next", "recurrent_gemma", "zamba2"), _HYBRID),
+    **dict.fromkeys(("falcon", "gpt_neox"), _LAYOUT),
+    **dict.fromkeys(("codegen", "gptj"), "it rotates inside of its attention modules, where the seam cannot reach"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "it rotates a part of each key that is kept apart from the rest"),
+    "cohere2": "its layers without sliding windows do not rotate",
+    "gemma2": "its attention scores are soft-capped, which sdpa attention cannot do",
+    "gpt_oss": "its softmax has sinks, which sdpa attention cannot do",
+    "llama4_text": "its layers rotate or not, and attend in chunks or not, in turns",
+}
+"""Model types that cannot be served, and why. What is in neither table has not been looked at."""
+
+
 def family_of(config: Any) -> Family:
     """Return the family of a model by its configuration.
 
     Raises:
-        UnsupportedModelError: the family is not in the table.
+        UnsupportedModelError: the family is not in the table; the message says why, where that is known.
     """
     model_type = getattr(config, "model_type", None)
     if model_type not in FAMILIES:
+        reason = REFUSED.get(str(model_type))
+        because = f": {reason}" if reason else ", nobody has checked it"
         raise UnsupportedModelError(
-            f"model type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            f"model type {model_type!r} is not supported{because}; supported: {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[model_type]
 
@@ -54,22 +79,39 @@ def keeps_all_keys(config: Any) -> bool:
 def shape_of(config: Any, family: Family) -> ModelShape:
     """Return sizes and capabilities of a model by its configuration."""
     heads = config.num_attention_heads
-    full = keeps_all_keys(config)
-    capabilities = {Capability.POSITIONS}
-    if full:
-        capabilities.add(Capability.FULL_CACHE)
-    # Two rotary sets (one per layer type) cannot be driven by one list of positions.
-    if family.model_type != "gemma3_text":
-        capabilities.add(Capability.ANGLES)
-        if full and family.rotation == "half":
-            capabilities.add(Capability.ROTATION)
-            if family.linear:
-                capabilities.add(Capability.HIDDEN_CHANNEL)
+    lacks = _lacks(config, family)
     return ModelShape(
         n_layers=config.num_hidden_layers,
         n_heads=heads,
         n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden_size=config.hidden_size,
         context_window=config.max_position_embeddings,
-        capabilities=frozenset(capabilities),
+        capabilities=frozenset(Capability) - lacks.keys(),
+        lacks=lacks,
     )
+
+
+def _lacks(config: Any, family: Family) -> dict[Capability, str]:
+    """Return what a plan may not change, and why."""
+    name = family.model_type
+    lacks: dict[Capability, str] = {}
+    if not keeps_all_keys(config):
+        lacks[Capability.FULL_CACHE] = f"{name} has sliding-window layers, whose caches drop keys"
+        lacks[Capability.ROTATION] = lacks[Capability.FULL_CACHE]
+    if family.rotation == "interleaved":
+        lacks[Capability.ROTATION] = (
+            f"{name} pairs neighbouring channels when it rotates, the seam first with second half"
+        )
+    if name == "gemma3_text":
+        lacks[Capability.ANGLES] = f"{name} rotates by two sets of angles, one for each kind of layer"
+        lacks[Capability.ROTATION] = lacks[Capability.ANGLES]
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rope in ("dynamic", "longrope"):  # a position that a plan makes up would count as a longer prompt
+        lacks[Capability.ANGLES] = f"its {rope} rotary encoding changes its frequencies with the length of the prompt"
+        lacks.setdefault(Capability.ROTATION, lacks[Capability.ANGLES])
+    if Capability.ROTATION in lacks:
+        lacks[Capability.HIDDEN_CHANNEL] = lacks[Capability.ROTATION]
+    elif not family.linear:
+        lacks[Capability.HIDDEN_CHANNEL] = f"{name} normalises queries and keys, so that they are not linear in it"
+    return lacks

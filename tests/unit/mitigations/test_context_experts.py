@@ -69,6 +69,22 @@ def test_contrast_moves_away_from_the_row_without_passages(shape):
     assert probs == pytest.approx([0.8**1.5 / (0.8**1.5 + 0.2**1.5), 0.2**1.5 / (0.8**1.5 + 0.2**1.5)])
 
 
+def test_contrast_can_be_the_divergence_of_each_expert_from_the_row_without_passages(shape):
+    # Expert 0 says (1, 0), the amateur (1/2, 1/2): their middle is (3/4, 1/4).
+    # JSD = (log2(1 / (3/4)) + 1/2 log2((1/2) / (3/4)) + 1/2 log2((1/2) / (1/4))) / 2
+    #     = (0.4150 - 0.2925 + 0.5) / 2 = 0.3113 bits.
+    # Expert 1 says what the amateur says: divergence 0, so it stays as it is.
+    # Token 0: 1/2 * 1^1.3113 / 0.5^0.3113 + 1/2 * 0.5; token 1: 0 + 1/2 * 0.5.
+    first = 0.5 * 0.5**-0.311278 + 0.25
+    probs, _ = pooled(shape, (0.5, 0.5), [(1.0, 1e-30), (0.5, 0.5)], contrast="divergence", relevance_weight=0.0)
+    assert probs == pytest.approx([first / (first + 0.25), 0.25 / (first + 0.25)], abs=1e-5)
+
+
+def test_the_fingerprint_tells_the_kinds_of_contrast_apart():
+    prints = {create("context_experts", {"contrast": c}).fingerprint() for c in (0.0, 0.3, "divergence")}
+    assert len(prints) == 3
+
+
 def test_relevance_can_be_the_likelihood_of_the_question(shape):
     # exp of the mean log-probability: 0.6 and 0.3, weight 1: shares 2/3 and 1/3, whatever the given scores say.
     _, shares = pooled(
@@ -76,6 +92,15 @@ def test_relevance_can_be_the_likelihood_of_the_question(shape):
         question=[math.log(0.6), math.log(0.3)], relevance="question", relevance_weight=1.0,
     )  # fmt: skip
     assert shares == pytest.approx({0: 2 / 3, 1: 1 / 3})
+
+
+def test_relevance_can_be_both_multiplied(shape):
+    # Question 0.6 : 0.3, given 0.2 : 0.8, weight 1: 0.12 : 0.24.
+    _, shares = pooled(
+        shape, (0.2, 0.8), [(0.9, 0.1), (0.3, 0.7)],
+        question=[math.log(0.6), math.log(0.3)], relevance="both", relevance_weight=1.0,
+    )  # fmt: skip
+    assert shares == pytest.approx({0: 1 / 3, 1: 2 / 3})
 
 
 def test_there_is_one_expert_per_passage_and_one_row_without_passages(shape):
@@ -98,7 +123,9 @@ def test_experts_without_relevance_says_what_to_do(shape):
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"contrast": -0.1}, "contrast=-0.1 must be a number between 0 and 2"),
+        ({"contrast": -0.1}, "contrast=-0.1 must be a number between 0 and 2, or 'divergence'"),
+        ({"contrast": "jsd"}, "contrast='jsd' must be a number between 0 and 2, or 'divergence'"),
+        ({"hold": "divergence"}, "hold='divergence' must be a number between 0 and 1"),
         ({"hold": 1.5}, "hold=1.5 must be a number between 0 and 1"),
         ({"relevance_weight": "high"}, "relevance_weight='high' must be a number"),
         ({"hold": True}, "hold=True must be a number"),

@@ -15,7 +15,7 @@ from rag_posfix.generation.forward import LoadedModel
 from rag_posfix.generation.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.patching.families import keeps_all_keys
-from rag_posfix.patching.install import install, uninstall
+from rag_posfix.patching.install import SEAM, install, stock_twin, uninstall
 from rag_posfix.patching.verify import verify
 from tests.support.tiny import COMMON, FAMILIES, loaded_model, stock_model, toy_layout
 
@@ -135,12 +135,6 @@ def step(session, token):
     return found
 
 
-def test_an_unsupported_family_is_refused_by_name():
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
-    with pytest.raises(UnsupportedModelError, match="model type 'gpt2' is not supported; supported: cohere, "):
-        install(model)
-
-
 def test_installing_twice_is_refused():
     loaded = loaded_model()
     with pytest.raises(UnsupportedModelError, match="carries the seam already"):
@@ -154,6 +148,19 @@ def test_uninstalling_gives_the_stock_model_back():
     assert model.config._attn_implementation == "sdpa"
     assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
     assert install(model).shape == spec.shape
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stock_twin_shares_the_weights_and_has_neither_hooks_nor_the_seam(family):
+    loaded = loaded_model(family)
+    twin = stock_twin(loaded.model, loaded.spec)
+    assert (twin.config._attn_implementation, loaded.model.config._attn_implementation) == ("sdpa", SEAM)
+    assert not any(module._forward_pre_hooks for module in twin.modules())
+    assert all(layer.self_attn._forward_pre_hooks for layer in loaded.model.model.layers)
+    own = {parameter.data_ptr() for parameter in loaded.model.parameters()}
+    assert {parameter.data_ptr() for parameter in twin.parameters()} == own
+    with torch.inference_mode():
+        assert torch.equal(twin(IDS).logits, stock_model(family)(IDS).logits)
 
 
 def test_a_sliding_window_model_offers_row_level_methods_only():

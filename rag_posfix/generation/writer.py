@@ -1,0 +1,75 @@
+"""One answer as it is written: which token comes next, what text it makes, and when it ends."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from rag_posfix.generation.request import FinishReason, Generation, GenerationRequest, Usage
+from rag_posfix.generation.sampling import Sampler
+from rag_posfix.generation.session import Session
+from rag_posfix.generation.text_stream import TextStream
+from rag_posfix.generation.tokenizer import Tokenizer
+
+__all__ = ["Writer"]
+
+
+class Writer:
+    """Writes one answer. Runs no model: whoever holds the session hands in log-probabilities and advances it.
+
+    Args:
+        encoder: The engine's tokenizer.
+        session: A session that has just read the request's prompt.
+        request: What is answered.
+    """
+
+    def __init__(self, encoder: Tokenizer, session: Session, request: GenerationRequest) -> None:
+        self._request = request
+        self._eos_ids = encoder.eos_ids
+        self._prefill_seconds = session.prefill_seconds
+        self._attention = session.attention()
+        self._sampler = Sampler(request.sampling)
+        self._text = TextStream(encoder.decode_answer, request.sampling.stop)
+        self._ids: list[int] = []
+        self._finish: FinishReason = "length"
+        self._started = time.perf_counter()
+        self._seconds = 0.0
+        self.done = False
+
+    @property
+    def last(self) -> int:
+        """The token that was written last."""
+        return self._ids[-1]
+
+    def write(self, log_probs: Tensor) -> str:
+        """Choose a token and return the text that is certain now; check ``done`` afterwards.
+
+        Shapes:
+            log_probs: (V,) float32.
+        """
+        token = self._sampler.choose(log_probs)
+        self._ids.append(token)
+        new = ""
+        if token in self._eos_ids:
+            self._finish, self.done = "stop", True
+        else:
+            new = self._text.push(token)
+            self.done = self._text.stopped or len(self._ids) >= self._request.sampling.max_tokens
+        self._seconds = time.perf_counter() - self._started
+        return new
+
+    def end(self) -> tuple[str, Generation]:
+        """Return the text that was held back, and the whole answer. Call once, when ``done``."""
+        rest = self._text.finish()
+        if self._text.stopped:  # a stop string may stand in what was held back
+            self._finish = "stop"
+        generation = Generation(
+            text=self._text.text,
+            token_ids=tuple(self._ids),
+            finish_reason=self._finish,
+            usage=Usage(prompt_tokens=len(self._request.layout.token_ids), completion_tokens=len(self._ids)),
+            attention=self._attention,
+            timings={"prefill": self._prefill_seconds, "decode": self._seconds},
+        )
+        return rest, generation

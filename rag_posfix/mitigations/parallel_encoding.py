@@ -1,0 +1,125 @@
+"""Adaptive parallel encoding: passages are read alone, and the question's attention to them is sharpened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rag_posfix.attention.attend import Attend, AttendInput
+from rag_posfix.attention.blockwise import attend_stretches, attend_with_lse, last_row, merge
+from rag_posfix.attention.masks import windows_mask
+from rag_posfix.attention.plan import Plan, RowPlan
+from rag_posfix.attention.shape import Capability, ModelShape
+from rag_posfix.attention.spans import Layout
+from rag_posfix.attention.windows import window_positions, windows_of
+from rag_posfix.errors import ConfigError
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+
+__all__ = ["ParallelEncoding", "TwoGroupAttention"]
+
+
+class TwoGroupAttention(Attend):
+    """Question and answer attend to passages and to the rest apart, and the two are merged by log-sum-exp.
+
+    Formula: (o_C, l_C) = attention over the passages with scores / T; (o_O, l_O) = over prefix, question and answer;
+        (w_C, w_O) = softmax(S l_C, l_O); o = w_C o_C + w_O o_O.
+    """
+
+    needs_mask: ClassVar[bool] = True
+
+    def __init__(self, first: int, end: int, temperature: float, scale: float) -> None:
+        self._first, self._end = first, end  # the passages' tokens
+        self._temperature, self._scale = temperature, scale
+
+    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+        """Passages and what is before them attend plainly; the tokens after them in two groups."""
+        skipped = max(0, self._end - given.start)
+        late = given.query[:, :, skipped:]
+        outs = [given.plain()[:, :, :skipped]] if skipped else []
+        outs.append(self._two_groups(given, late))
+        return torch.cat(outs, dim=2), self._newest(given)
+
+    def _two_groups(self, given: AttendInput, query: Tensor) -> Tensor:
+        key, value, scaling = given.key, given.value, given.scaling
+        start = key.shape[2] - query.shape[2]
+        between = (self._end, start)  # question and answer tokens of earlier passes
+        other = attend_stretches(query, key, value, scaling, start, [(0, self._first), between])
+        passages = slice(self._first, self._end)
+        out, lse = attend_with_lse(query, key[:, :, passages], value[:, :, passages], scaling / self._temperature)
+        return merge([(out, self._scale * lse), other])[0]
+
+    def _newest(self, given: AttendInput) -> Tensor:
+        """Return the attention of the newest token, (B, Tk)."""
+        scores = last_row(given.query, given.key, given.scaling)
+        groups = torch.full((scores.shape[-1],), False, device=scores.device)
+        groups[self._first : self._end] = True
+        context = (scores / self._temperature).masked_fill(~groups, float("-inf"))
+        other = scores.masked_fill(groups, float("-inf"))
+        lse = torch.cat([self._scale * context.logsumexp(-1, True), other.logsumexp(-1, True)], dim=-1).softmax(-1)
+        mass = context.softmax(-1) * lse[..., :1] + other.softmax(-1) * lse[..., 1:]
+        return mass.mean(dim=(1, 2))
+
+
+@MITIGATIONS.register("parallel_encoding")
+@dataclass(frozen=True)
+class ParallelEncoding(Mitigation):
+    """Read every passage alone after a shared prefix, and sharpen the question's attention to the passages.
+
+    Passages that are read in parallel all begin anew, so each brings its own high scores and the question's attention
+    is spread too evenly. A temperature below 1 sharpens it, a scale below 1 takes back the mass that the sharpening
+    added; both act on the passages as one group, joined to the rest by log-sum-exp.
+
+    Source: Yang et al. (2025), APE: Adaptive Parallel Encoding, section 4, https://arxiv.org/abs/2502.05431
+    Formula: (o_C, l_C) = attention of question and answer over the passages with scores / (T sqrt(D)), l the
+        log-sum-exp; (o_O, l_O) = over prefix, question and answer; (w_C, w_O) = softmax(S l_C, l_O);
+        o = w_C o_C + w_O o_O. Positions as in set prompting: passages share their start, the suffix follows the
+        longest. With T = S = 1 it is plain parallel encoding.
+    Differs from the paper: the scale multiplies l_C as the paper writes it; its code multiplies by S T. Passages stand
+        in memory in an order given by their content.
+    Helps: where plain parallel encoding is close: 98 % of sequential reading on ChatRAG-Bench with Llama-3-8B and
+        3.6 points over plain parallel encoding (paper, table 2); prefill of 128k tokens up to 28 times faster.
+    Hurts: small models, and questions that need passages to be compared. S l_C is not invariant to a shift of the
+        scores: where l_C is negative, S < 1 raises the passages' mass instead of lowering it.
+    Cost: less than the unmodified model at prefill; two attention calls instead of one per layer after it.
+    Limits: models whose every layer keeps all keys and whose positions can be set.
+
+    Args:
+        temperature: T, what the scores of the passages are divided by, 0.1 to 10.
+        scale: S, what the log-sum-exp of the passages is multiplied by, 0.1 to 10.
+    """
+
+    name: ClassVar[str] = "parallel_encoding"
+    paper: ClassVar[str] = "Yang et al. (2025), APE: Adaptive Parallel Encoding, https://arxiv.org/abs/2502.05431"
+    deviations: ClassVar[tuple[str, ...]] = (
+        "The scale multiplies the log-sum-exp, as in the paper; the published code multiplies by S T.",
+        "Passages are laid in memory in a content-given order.",
+    )
+    order_invariant: ClassVar[bool] = True
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
+    neutral: ClassVar[dict[str, float]] = {"temperature": 1.0, "scale": 1.0}
+
+    temperature: float = 0.9
+    scale: float = 0.9
+
+    def __post_init__(self) -> None:
+        for field in ("temperature", "scale"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.1 <= value <= 10.0:
+                raise ConfigError(f"parallel_encoding: {field}={value!r} must be a number between 0.1 and 10")
+
+    def plan(self, layout: Layout, model: ModelShape) -> Plan:
+        """Return one row whose passages are read alone and whose question attends in two groups."""
+        if not layout.n_passages:
+            return Plan()
+        order = layout.canonical_order()
+        row = layout.select(order)
+        alone = windows_of(row, None)
+        attend = TwoGroupAttention(row.passages[0].start, row.suffix.start, self.temperature, self.scale)
+        mask = windows_mask(row, alone)
+        return Plan(
+            rows=(RowPlan(passages=order, positions=window_positions(row, alone), mask=mask, attend=attend),),
+            independent_passages=True,
+        )

@@ -1,0 +1,133 @@
+"""Passage answers: each passage writes its short answer alone, and whole answers are compared before one is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from rag_posfix.attention.draft import Choose, Draft, Drafts
+from rag_posfix.attention.plan import Plan, RowPlan, RowScores
+from rag_posfix.attention.shape import ModelShape
+from rag_posfix.attention.spans import Layout
+from rag_posfix.errors import ConfigError
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+
+__all__ = ["PassageAnswers"]
+
+RELEVANCE_FLOOR = 0.01
+CHOICES = {"relevance": ("both", "question", "given"), "pool": ("chosen", "mixture")}
+
+
+@MITIGATIONS.register("passage_answers")
+@dataclass(frozen=True)
+class PassageAnswers(Mitigation):
+    """Let every passage answer alone first, then believe the passage whose answer could only have come from it.
+
+    Passages never share a sequence, so none has a place: the answer cannot depend on their order. Comparing whole
+    answers instead of next tokens shows what a token does not: an answer that the model would give without the
+    passage, or with any other, says nothing of the passage.
+
+    Source: ours. The rows are those of PCED (2026), https://arxiv.org/abs/2601.08670
+    Formula: a_k = greedy short answer of passage k read alone, p_0 = the row without passages, r_k = relevance:
+        share_k = p_k(a_k) / sum_j p_j(a_k), over all passages j and the row without any: how surely the answer tells
+        which passage was read;
+        w_k = r_k^relevance_weight share_k^lift_weight, scaled to sum to 1; equal answers add their weights.
+        pool="chosen": of the answer with the largest weight, the passage with the largest w_k answers alone.
+        pool="mixture": p(t | answer so far y) = sum_k w'_k p_k(t | y), w'_k = w_k p_k(y), scaled to sum to 1: exactly
+        the answer's probability under "passage k holds it with probability w_k".
+    Differs from the paper: nothing is published; PCED pools next tokens and never sees a whole answer.
+    Cost: N + 1 rows of prefix + passage + question, the passages encoded once; then up to ``answer_tokens`` steps of
+        all rows, and one pass of all rows over each distinct short answer: (N + 1)^2 times its length in tokens,
+        which for many passages is more than reading them. Each decode step runs N + 1 rows.
+    Limits: every model, those with sliding windows included. An answer that needs two passages at once is out of
+        reach. The short answers are greedy, whatever the sampling.
+    Helps: where one passage holds the answer and others, about the same subject, do not: their answers are those that
+        the model would give anyway, so they are believed less. With models whose sliding windows rule other methods
+        out, and with many passages: no row is longer than one of them.
+    Hurts: where the answer has to be put together from several passages, since no row sees two. Where the first token
+        has to come soon: all short answers are written and compared before it. Where a wrong passage names something
+        that no other could: its answer tells the passage just as surely, and with ``pool="chosen"`` nothing of the
+        right one is left; the mixture keeps the right answer likelier.
+
+    Args:
+        relevance: ``question`` uses how likely each passage makes the question, exp of the mean log-probability of
+            its tokens; ``given`` uses the scores that came with the passages, clipped from below at 0.01 (without
+            scores all are alike); ``both`` multiplies them.
+        relevance_weight: Weight of the relevance, 0 to 20.
+        lift_weight: Weight of the share, 0 to 5.
+        answer_tokens: Tokens of a short answer at most; it also ends with its first line.
+        pool: ``chosen`` lets one passage answer; ``mixture`` keeps all, weighted.
+    """
+
+    name: ClassVar[str] = "passage_answers"
+    paper: ClassVar[str] = "Ours, on the rows of PCED (2026), https://arxiv.org/abs/2601.08670"
+    order_invariant: ClassVar[bool] = True
+    decides_at_prompt_end: ClassVar[bool] = True
+
+    relevance: Literal["both", "question", "given"] = "both"
+    relevance_weight: float = 2.5
+    lift_weight: float = 1.0
+    answer_tokens: int = 24
+    pool: Literal["chosen", "mixture"] = "chosen"
+
+    def __post_init__(self) -> None:
+        for field, top in (("relevance_weight", 20.0), ("lift_weight", 5.0)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= top:
+                raise ConfigError(f"passage_answers: {field}={value!r} must be a number between 0 and {top:g}")
+        for field, names in CHOICES.items():
+            if getattr(self, field) not in names:
+                raise ConfigError(f"passage_answers: {field}={getattr(self, field)!r} must be one of {names}")
+        count = self.answer_tokens
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"passage_answers: answer_tokens={count!r} must be a whole number >= 1")
+
+    def plan(self, layout: Layout, model: ModelShape) -> Plan:
+        """Return one row per passage in a content-given order, then the row without passages."""
+        order = layout.canonical_order()
+        if not order:
+            return Plan()
+        given = torch.tensor([layout.relevance[i] if layout.relevance else 1.0 for i in order])
+        return Plan(
+            rows=(*(RowPlan(passages=(index,)) for index in order), RowPlan(passages=())),
+            combine=_posterior,
+            independent_passages=True,
+            score_question=self.relevance != "given",
+            draft=Draft(self.answer_tokens, self._choose(given.clamp(min=RELEVANCE_FLOOR).log())),
+        )
+
+    def _choose(self, given: Tensor) -> Choose:
+        """Return the rule that weighs the rows. Shape of ``given``: (N,), log relevance."""
+
+        def choose(drafts: Drafts) -> Tensor:
+            said = drafts.log_probs[:-1]  # (N, N + 1), of the passages' answers
+            relevance = torch.zeros_like(said[:, 0])
+            if self.relevance != "given":
+                relevance = relevance + drafts.question[:-1]
+            if self.relevance != "question":
+                relevance = relevance + given.to(said.device)
+            share = said.diagonal() - said.logsumexp(dim=1)
+            scores = self.relevance_weight * relevance + self.lift_weight * share  # (N,)
+            written = torch.tensor([bool(tokens) for tokens in drafts.tokens[:-1]], device=said.device)
+            if bool(written.any()):  # saying nothing is no answer
+                scores = scores.masked_fill(~written, float("-inf"))
+            weights = scores.softmax(dim=0)
+            if self.pool == "chosen":
+                together = (drafts.same[:-1, :-1] * weights).sum(dim=1)
+                best = drafts.same[int(together.argmax()), :-1]
+                speaker = int(weights.masked_fill(~best, -1.0).argmax())
+                weights = torch.zeros_like(weights).index_fill(0, torch.tensor([speaker], device=said.device), 1.0)
+            return torch.cat((weights, weights.new_zeros(1)))
+
+        return choose
+
+
+def _posterior(scores: RowScores) -> tuple[Tensor, Tensor]:
+    """Mix the rows, each weighted by what it started with and by how well it predicted the answer so far."""
+    start = torch.ones_like(scores.answer) if scores.weights is None else scores.weights
+    weights = (start.log() + scores.answer).log_softmax(dim=0)  # (R,)
+    pooled = (scores.log_probs + weights[:, None]).logsumexp(dim=0)
+    return pooled - pooled.logsumexp(dim=0), weights.exp()

@@ -1,0 +1,183 @@
+"""RoToR: passages read each other in one global, content-given order, each as if it stood last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from rag_posfix.attention.attend import Attend, AttendInput, Rotated
+from rag_posfix.attention.blockwise import attend_stretches, attend_with_lse, merge
+from rag_posfix.attention.plan import Plan, RowPlan, RowScores
+from rag_posfix.attention.shape import Capability, ModelShape
+from rag_posfix.attention.spans import Layout
+from rag_posfix.errors import ConfigError
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+
+__all__ = ["CircularAttention", "SortedInterDocument"]
+
+
+class CircularAttention(Attend):
+    """Each passage sees all others, arranged in a circle so that it stands last itself.
+
+    Formula: let the passages stand at positions P..E-1 and let passage i be tokens a..b-1 of them. In its arrangement
+        the passages after it come first, then those before it, then itself: so those before it, and itself, are as far
+        away as they are in the prompt; those after it are E - P further back than they are in front, and the prefix is
+        E - b further away. Hence three stretches of keys, each at its own position, and the query at three positions:
+        g (its own) for P..g, g + E - P for b..E-1, and g + E - b for the prefix.
+    """
+
+    rotated: ClassVar[Rotated] = Rotated.KEYS
+
+    def __init__(self, layout: Layout) -> None:
+        self._prefix = len(layout.prefix)
+        self._passages = layout.passages
+        self._end = layout.suffix.start
+        self.plain_from = self._end
+
+    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+        """The whole prompt arrives in one pass; key positions are 0, 1, 2, ..."""
+        first, end, n_tokens = self._prefix, self._end, given.query.shape[2]
+        own = given.rotate(given.query, given.positions)
+        key, value, scaling = given.key, given.value, given.scaling
+        outs = []
+        if first:
+            outs.append(attend_stretches(own[:, :, :first], key, value, scaling, 0, [])[0])
+        outs.append(self._passage_rows(given, own[:, :, first:end]))
+        outs.append(attend_stretches(own[:, :, end:n_tokens], key, value, scaling, end, [(0, end)])[0])
+        return torch.cat(outs, dim=2), None
+
+    def _passage_rows(self, given: AttendInput, own: Tensor) -> Tensor:
+        """Return the output of the passages' tokens, (B, Hq, E - P, D)."""
+        first, end, scaling = self._prefix, self._end, given.scaling
+        key, value = given.key, given.value
+        query, at = given.query[:, :, first:end], given.positions[:, first:end]
+        parts = [attend_with_lse(own, key[:, :, first:end], value[:, :, first:end], scaling, causal=True)]
+        if first:
+            lengths = torch.tensor([len(span) for span in self._passages], device=at.device)
+            stops = torch.tensor([span.stop for span in self._passages], device=at.device)
+            away = end - torch.repeat_interleave(stops, lengths)
+            parts.append(
+                attend_with_lse(given.rotate(query, at + away), key[:, :, :first], value[:, :, :first], scaling)
+            )
+        parts.append(self._those_after(given, given.rotate(query, at + (end - first))))
+        return merge(parts)[0]
+
+    def _those_after(self, given: AttendInput, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return attention of each passage over the passages after it."""
+        first, end = self._prefix, self._end
+        outs, lses = [], []
+        for span in self._passages:
+            part = query[:, :, span.start - first : span.stop - first]
+            if span.stop < end:
+                after = slice(span.stop, end)
+                out, lse = attend_with_lse(part, given.key[:, :, after], given.value[:, :, after], given.scaling)
+            else:
+                out = torch.zeros_like(part)
+                lse = torch.full(part.shape[:3], float("-inf"), device=part.device)
+            outs.append(out)
+            lses.append(lse)
+        return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+    def visible(self, n_tokens: int) -> Tensor | None:
+        """Return which token sees which: passages all of each other, themselves causally."""
+        at = torch.arange(n_tokens)
+        seen = at[:, None] >= at[None, :]
+        for span in self._passages:
+            seen[span.slice, span.stop : self._end] = True
+        return seen
+
+
+@MITIGATIONS.register("sorted_inter_document")
+@dataclass(frozen=True)
+class SortedInterDocument(Mitigation):
+    """Sort the passages by content and let each read all others in one circular order, itself last.
+
+    The order of the passages comes from their content alone, so the caller's order never matters; and every passage is
+    read in the light of all others, so that its place in the sorted order matters less too. Only the passages' own
+    rows differ from an ordinary prompt with sorted passages: question and answer attend as the model was trained to.
+
+    Source: Yoon et al. (2025), RoToR, section 3, https://arxiv.org/abs/2502.08662
+    Formula: with the passages in the global order 1..k, passage i sees them arranged i+1, .., k, 1, .., i-1, i: all
+        others fully and itself causally, at the positions of that arrangement; suffix and answer see 1..k. The
+        lexicographically smallest passage (by token ids) stands nearest to the question, as in the authors' code.
+        Routing: the unmodified row speaks if its confidence + routing > that of the sorted row, confidence being the
+        probability of the likeliest first token.
+    Differs from the paper: relevance is whatever scored the passages, not monoT5; queries are rotated to the
+        arrangement's relative distances instead of rotating all keys for every passage.
+    Helps: many passages in no meaningful order: Llama-3.1-8B 61.4-61.6, 59.6-61.4, 59.0-59.5 on 10, 20, 30
+        Lost-in-the-Middle passages where the unmodified model has 50-55, 51-55, 44-57 (paper, table 2).
+    Hurts: passages whose order carries meaning, such as the parts of one text; models that lean on the last passage
+        lose what they had when the right one stood there.
+    Cost: attention over T x T instead of its lower half at prefill, so about 1.4 times the time at 3,000 tokens;
+        decoding is that of the unmodified model. With routing the unmodified prompt is read too.
+    Limits: models whose rotation can be done outside of them, every layer with all keys.
+
+    Args:
+        sort: ``lexicographic`` by token ids, or ``relevance``, the most relevant nearest to the question.
+        routing: None runs the sorted row alone. A number (the paper's is 0.2) also runs the caller's order unmodified
+            and lets the more confident speak; the answer then depends on the order again.
+    """
+
+    name: ClassVar[str] = "sorted_inter_document"
+    paper: ClassVar[str] = "Yoon et al. (2025), RoToR, https://arxiv.org/abs/2502.08662"
+    deviations: ClassVar[tuple[str, ...]] = (
+        "Relevance is what scored the passages instead of monoT5.",
+        "Queries are rotated to relative distances; keys are rotated once.",
+    )
+    order_invariant: ClassVar[bool] = True
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.POSITIONS, Capability.FULL_CACHE, Capability.ROTATION}
+    )
+
+    sort: Literal["lexicographic", "relevance"] = "lexicographic"
+    routing: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.sort not in ("lexicographic", "relevance"):
+            raise ConfigError(f"sorted_inter_document: sort={self.sort!r} must be 'lexicographic' or 'relevance'")
+        bonus = self.routing
+        if bonus is not None and (
+            isinstance(bonus, bool) or not isinstance(bonus, int | float) or not 0.0 <= bonus <= 1.0
+        ):
+            raise ConfigError(
+                f"sorted_inter_document: routing={bonus!r} must be between 0 and 1, or None for no routing"
+            )
+
+    @property
+    def keeps_order_out(self) -> bool:
+        """Routing brings the caller's order back."""
+        return self.routing is None
+
+    def plan(self, layout: Layout, model: ModelShape) -> Plan:
+        """Return the sorted row, after the unmodified one where answers are routed."""
+        order = self._order(layout)
+        if len(order) < 2:
+            return Plan()
+        row = RowPlan(passages=order, attend=CircularAttention(layout.select(order)))
+        if self.routing is None:
+            return Plan(rows=(row,))
+        return Plan(rows=(RowPlan(), row), combine=self._route)
+
+    def _order(self, layout: Layout) -> tuple[int, ...]:
+        """Return the passages, the one nearest to the question last."""
+        smallest_last = sorted(layout.canonical_order(), key=lambda i: layout.tokens(layout.passages[i]), reverse=True)
+        if self.sort == "lexicographic":
+            return tuple(smallest_last)
+        if layout.relevance is None:
+            raise ConfigError(
+                "sorted_inter_document: sort='relevance' needs passages that carry relevance; rerank them first "
+                "or use sort='lexicographic'"
+            )
+        relevance = layout.relevance
+        return tuple(sorted(smallest_last, key=lambda i: relevance[i]))
+
+    def _route(self, scores: RowScores) -> tuple[Tensor, Tensor]:
+        """Return what the more confident of (unmodified, sorted) says; the decision is that of the first token."""
+        original, sorted_row = scores.confidence.exp().tolist()
+        speaker = 0 if original + (self.routing or 0.0) > sorted_row else 1
+        weights = torch.zeros_like(scores.confidence)
+        weights[speaker] = 1.0
+        return scores.log_probs[speaker], weights

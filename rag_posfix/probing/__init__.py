@@ -1,0 +1,1 @@
+"""Probes: measurements of what a loaded model does with positions. They change nothing."""

@@ -1,0 +1,131 @@
+"""Finds hidden channels that follow the position, whatever the text: what ``hidden_scaling`` scales.
+
+Knows loaded models and hidden states; no method, no task and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.generation.forward import LoadedModel
+from rag_posfix.patching.call import SeamCall, active
+
+__all__ = ["PositionalChannel", "mean_hidden_states", "rank_channels"]
+
+WINDOW = 10
+FEWEST_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PositionalChannel:
+    """A hidden channel whose mean over random text rises or falls with the position.
+
+    Attributes:
+        channel: Which, from 0.
+        layers: In which layers it does.
+        roughness: How far its curve is from smooth, in the smoothest of these layers; 0 is a straight line.
+    """
+
+    channel: int
+    layers: tuple[int, ...]
+    roughness: float
+
+
+@torch.inference_mode()
+def mean_hidden_states(
+    loaded: LoadedModel,
+    n_strings: int,
+    n_tokens: int,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Return what attention reads in each layer at each position, averaged over strings of random tokens.
+
+    Cost: one forward pass per string; memory for layers x tokens x hidden channels in float32.
+
+    Args:
+        loaded: The model.
+        n_strings: How many strings.
+        n_tokens: Tokens of each.
+        seed: Of the random tokens.
+        progress: Called with strings done and strings in all.
+
+    Shapes:
+        returns: (L, T, hidden) float32, on the CPU.
+
+    Raises:
+        ConfigError: there are no strings, or they are too short or longer than the model's context.
+    """
+    longest = loaded.spec.shape.context_window
+    if n_strings < 1 or not FEWEST_TOKENS <= n_tokens <= longest:
+        raise ConfigError(
+            f"{n_strings} strings of {n_tokens} tokens cannot be probed; it takes at least 1 string of "
+            f"{FEWEST_TOKENS} to {longest} tokens, the context of this model"
+        )
+    shape = loaded.spec.shape
+    total = torch.zeros(shape.n_layers, n_tokens, shape.hidden_size)
+
+    def add(layer: int, states: Tensor) -> None:
+        total[layer] += states[0].float().cpu()
+
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = loaded.model.config.get_text_config().vocab_size
+    for done in range(n_strings):
+        ids = torch.randint(0, vocabulary, (1, n_tokens), generator=generator).to(loaded.device)
+        with active(SeamCall(listener=add)):
+            loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        if progress is not None:
+            progress(done + 1, n_strings)
+    return total / n_strings
+
+
+def rank_channels(means: Tensor, top: int = 10) -> list[PositionalChannel]:
+    """Return the channels that follow the position in more than a quarter of the layers, the smoothest first.
+
+    Source: Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, https://arxiv.org/abs/2406.02536
+    Formula: per layer and channel, a cubic is fitted to the curve over the positions, the first three tenths left out;
+        the curve is monotone where the cubic's slope keeps its sign. Roughness is the sum of squared second
+        differences of the curve, smoothed over ten positions; the least over the monotone layers counts.
+    Differs from the paper: smoothing is a moving average instead of a Savitzky-Golay filter; each curve is first
+        divided by its standard deviation, so that a channel is not smooth by being small; the first layer is left
+        out, as its attention reads embeddings. The choice among the smoothest by a task is left to the caller.
+
+    Shapes:
+        means: (L, T, hidden), as ``mean_hidden_states`` returns them.
+    """
+    n_layers, n_tokens, hidden_size = means.shape
+    found: list[tuple[Tensor, Tensor]] = [_follows_position(layer[3 * n_tokens // 10 :]) for layer in means[1:]]
+    if not found:
+        return []
+    monotone = torch.stack([one for one, _ in found])  # (L - 1, hidden)
+    roughness = torch.stack([one for _, one in found]).masked_fill(~monotone, torch.inf)
+    least = roughness.amin(dim=0)
+    kept = [c for c in range(hidden_size) if int(monotone[:, c].sum()) > n_layers / 4]
+    kept.sort(key=lambda c: float(least[c]))  # stable: channels alike stay in their own order
+    return [
+        PositionalChannel(c, tuple(1 + int(i) for i in monotone[:, c].nonzero()[:, 0]), float(least[c]))
+        for c in kept[:top]
+    ]
+
+
+def _follows_position(curves: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whether each channel's curve is monotone, (hidden,) bool, and its roughness, (hidden,).
+
+    Shapes:
+        curves: (T, hidden).
+    """
+    curves = curves.double()
+    at = torch.linspace(-1, 1, curves.shape[0], dtype=torch.float64)
+    powers = torch.stack([at**power for power in range(4)], dim=1)  # (T, 4)
+    cubic = torch.linalg.lstsq(powers, curves).solution  # (4, hidden)
+    slope = cubic[1] + 2 * at[:, None] * cubic[2] + 3 * at[:, None] ** 2 * cubic[3]  # (T, hidden)
+    monotone = (slope > 0).all(dim=0) | (slope < 0).all(dim=0)
+    spread = curves.std(dim=0)
+    even = curves / spread.where(spread > 0, 1.0)
+    smoothed = even.unfold(0, WINDOW, 1).mean(dim=-1)  # (T - WINDOW + 1, hidden)
+    return monotone & (spread > 0), smoothed.diff(n=2, dim=0).square().sum(dim=0)

@@ -1,0 +1,71 @@
+"""``rag-posfix probe slot-attention``, and the method that uses what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rag_posfix.cli import main as cli
+from rag_posfix.mitigations import create
+
+
+def write_rows(folder):
+    cities = (("Ostrel", "Venna"), ("Maravel", "Tull"), ("Sorrin", "Korva"))
+    rows = [
+        {
+            "question": f"what is the capital of {country}",
+            "answers": [capital],
+            "ctxs": [{"title": n, "text": f"{c} is the capital of {n}.", "isgold": n == country} for n, c in cities],
+        }
+        for country, capital in cities[:2]
+    ]
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+@pytest.fixture
+def run(capsysbinary):
+    def call(*arguments):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([str(argument) for argument in arguments])
+        return exit_.value.code or 0, capsysbinary.readouterr().out.decode()
+
+    return call
+
+
+@pytest.mark.weights
+class TestProbeSlotAttention:
+    def test_the_profile_that_it_writes_is_read_by_the_method(self, run, tmp_path):
+        code, out = run(
+            "probe", "slot-attention", "--data", write_rows(tmp_path), "--documents", "3", "--out", tmp_path, "--json"
+        )
+        found = json.loads(out)
+        assert code == 0
+        assert found["n"] == 2
+        assert len(found["slots"]) == 3
+        assert all(value > 0 for value in found["slots"])
+        record = json.loads(Path(found["profile"]).read_text("utf-8"))
+        assert record["profile"] == found["slots"]
+        assert {"model", "model_fingerprint", "data", "settings", "environment"} <= set(record)
+        method = create("calibrated_attention", {"profile": found["profile"]})
+        assert method.profile == tuple(found["slots"])
+
+    def test_without_json_it_is_a_table(self, run, tmp_path):
+        code, out = run(
+            "probe", "slot-attention", "--data", write_rows(tmp_path), "--documents", "2", "--limit", "1",
+            "--out", tmp_path,
+        )  # fmt: skip
+        assert code == 0
+        assert "relative to the mean" in out
+        assert "--mitigation calibrated_attention:profile=" in out
+
+
+def test_too_few_passages_are_one_line(run, tmp_path):
+    code, out = run(
+        "probe", "slot-attention", "--data", write_rows(tmp_path), "--documents", "9", "--out", tmp_path, "--json"
+    )
+    assert code == 1
+    assert json.loads(out)["error"]["type"] == "EvaluationError"

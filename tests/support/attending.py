@@ -1,0 +1,51 @@
+"""Runs an ``Attend`` without a model, on random queries and keys that it may rotate."""
+
+from __future__ import annotations
+
+import torch
+
+from rag_posfix.attention.attend import AttendInput, Rotated
+from rag_posfix.attention.reference import reference_attention, reference_scores
+from rag_posfix.attention.rope import rotate_half_split
+
+HEADS, KV_HEADS, SIZE = 6, 2, 8
+FREQUENCIES = 10.0 ** -torch.arange(SIZE // 2).float()
+
+
+def rotate(states, positions):
+    """Rotate (1, H, T, D) to positions (1, T) or (1, H, T)."""
+    at = positions if positions.dim() == 3 else positions[:, None]
+    if 1 < at.shape[1] < states.shape[1]:
+        at = at.repeat_interleave(states.shape[1] // at.shape[1], dim=1)
+    angle = at[..., None] * FREQUENCIES
+    angle = torch.cat((angle, angle), dim=-1)
+    return rotate_half_split(states, angle.cos(), angle.sin())
+
+
+def random_states(n_tokens, seed=0, scale=1.5):
+    """Return unrotated query (1, Hq, T, D), key and value (1, Hkv, T, D)."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((1, HEADS, n_tokens, SIZE), (1, KV_HEADS, n_tokens, SIZE), (1, KV_HEADS, n_tokens, SIZE))
+    return tuple(scale * torch.randn(shape, generator=generator) for shape in shapes)
+
+
+def run(attend, query, key, value, positions, start=0, layer=0, plain=None):
+    """Return what ``attend`` computes for the tokens from ``start`` on. Shapes: (Hq, T - start, D), (Tk) or None."""
+    given_key = key if attend.rotated is Rotated.NEITHER else rotate(key, positions)
+    given_query = query[:, :, start:]
+    if attend.rotated is Rotated.BOTH:
+        given_query = rotate(given_query, positions[:, start:])
+
+    def unavailable():
+        raise AssertionError("plain() is not there in this test")
+
+    out, newest = attend(
+        AttendInput(given_query, given_key, value, positions, SIZE**-0.5, layer, rotate, plain or unavailable)
+    )
+    return out[0], None if newest is None else newest[0]
+
+
+def reference(query, key, value, distance, visible):
+    """Return attention by explicit distances and visibility, (Hq, T, D)."""
+    scores = reference_scores(query[0], key[0], distance, FREQUENCIES, SIZE**-0.5)
+    return reference_attention(scores, value[0], visible)

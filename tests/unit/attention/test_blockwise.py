@@ -1,0 +1,93 @@
+"""Attention by stretches of keys, against the plain one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rag_posfix.attention import blockwise
+from rag_posfix.attention.blockwise import attend_stretches, attend_with_lse, last_row, merge
+from rag_posfix.attention.reference import reference_attention, reference_scores
+from rag_posfix.attention.rope import rotate_half_split
+from tests.support.attending import FREQUENCIES, HEADS, KV_HEADS, SIZE, random_states, rotate
+
+
+def spelled_out(query, key, causal):
+    scores = query.float() @ key.repeat_interleave(HEADS // KV_HEADS, 1).float().transpose(-1, -2)
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return scores
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("n_query", "causal"), [(9, False), (9, True), (4, True), (1, True), (4, False)])
+def test_it_is_softmax_attention_and_its_log_sum_exp_for_grouped_heads(fused, n_query, causal, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(blockwise, "QUERY_BLOCK", 3)
+        monkeypatch.setattr(blockwise, "fused", lambda device: False)
+    query, key, value = random_states(9)
+    query = query[:, :, 9 - n_query :]
+    out, lse = attend_with_lse(query, key, value, 1.0, causal=causal)
+    scores = spelled_out(query, key, causal)
+    assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-5)
+    assert torch.allclose(out, scores.softmax(-1) @ value.repeat_interleave(HEADS // KV_HEADS, 1), atol=1e-5)
+
+
+def test_two_stretches_merge_by_their_mass():
+    # Scores 0 and ln 3 alone: shares 1/4 and 3/4 of the values 8 and 4: 2 + 3 = 5; the mass is 1 + 3 = 4.
+    parts = [(torch.full((1, 1, 1, 1), 8.0), torch.zeros(1, 1, 1)),
+             (torch.full((1, 1, 1, 1), 4.0), torch.full((1, 1, 1), math.log(3.0)))]  # fmt: skip
+    out, lse = merge(parts)
+    assert float(out) == pytest.approx(5.0)
+    assert float(lse) == pytest.approx(math.log(4.0))
+
+
+def test_a_stretch_without_mass_counts_for_nothing():
+    part = (torch.full((1, 1, 1, 1), 8.0), torch.zeros(1, 1, 1))
+    nothing = (torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), float("-inf")))
+    assert float(merge([nothing, part])[0]) == 8.0
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4])
+def test_stretches_and_the_own_block_are_causal_attention(cut):
+    query, key, value = random_states(9)
+    out, _ = attend_stretches(query[:, :, 5:], key, value, 1.0, 5, [(0, cut), (cut, 5)])
+    whole, _ = attend_with_lse(query, key, value, 1.0, causal=True)
+    assert torch.allclose(out, whole[:, :, 5:], atol=1e-5)
+
+
+def test_the_last_row_reads_the_key_head_of_its_group():
+    query, key, _ = random_states(5)
+    row = last_row(query, key, 0.5)
+    assert float(row[0, 4, 0, 2]) == pytest.approx(float(query[0, 4, 4] @ key[0, 4 // 3, 2]) * 0.5, abs=1e-5)
+
+
+def test_reference_scores_are_those_of_rotated_queries_and_keys():
+    query, key, _ = random_states(7)
+    at = torch.tensor([[0.0, 1.0, 2.5, 4.0, 9.0, 9.5, 12.0]])
+    turned = rotate(query, at)[0] @ rotate(key, at)[0].repeat_interleave(3, 0).transpose(-1, -2)
+    found = reference_scores(query[0], key[0], at[0][:, None] - at[0][None, :], FREQUENCIES, 1.0)
+    assert torch.allclose(found, turned, atol=1e-4)
+
+
+def test_reference_attention_by_hand():
+    # Scores ln 1, ln 3, and one that is not seen: shares 1/4, 3/4 of the values 4 and 8.
+    scores = torch.tensor([[[0.0, math.log(3.0), 50.0]]])
+    value = torch.tensor([[[4.0], [8.0], [1e6]]])
+    assert float(reference_attention(scores, value, torch.tensor([[True, True, False]]))) == pytest.approx(7.0)
+
+
+def test_rotations_compose_whatever_the_scaling_of_cos_and_sin():
+    # YaRN multiplies cos and sin by a: rotating by the pure angles afterwards gives a R(m + n), not a^2 R(m + n).
+    states, a = torch.randn(1, 1, 3, SIZE), 1.37
+
+    def angles(position):
+        angle = (position * FREQUENCIES).repeat(2)
+        return angle.cos(), angle.sin()
+
+    once = rotate_half_split(states, *(a * part for part in angles(3.0)))
+    again = rotate_half_split(once, *angles(4.5))
+    assert torch.allclose(again, rotate_half_split(states, *(a * part for part in angles(7.5))), atol=1e-5)
