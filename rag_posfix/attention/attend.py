@@ -6,15 +6,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 __all__ = ["Attend", "AttendInput", "Rotated", "Rotation"]
 
-Rotation = Callable[[Tensor, Tensor], Tensor]
-"""(states (B, H, T, D), positions (B | 1, T) or (B | 1, 1 | Hkv | Hq, T)) -> states rotated to these positions, with
-the layer's own frequencies and with whatever else the plan does to positions. The identity in layers without RoPE."""
+
+class Rotation(Protocol):
+    """A layer's own rotation, with whatever else the plan does to positions. The identity in layers without RoPE.
+
+    Positions are (B | 1, T), or (B | 1, h, T) where they differ between heads; h is 1, Hkv or Hq.
+    """
+
+    def __call__(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Return states (B, H, T, D) rotated to positions."""
+
+    def turns(self, positions: Tensor) -> Tensor:
+        """Return what each pair of channels is multiplied by as a complex number, (B | 1, h, T, pairs) complex64.
+
+        No pairs in layers without RoPE. The modulus is what the model scales rotated vectors by, 1 for most.
+        """
 
 
 class Rotated(Enum):

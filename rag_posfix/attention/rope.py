@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-__all__ = ["rotate_half_split"]
+__all__ = ["Paired", "rotate_half_split"]
 
 
 def rotate_half_split(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -23,3 +25,44 @@ def rotate_half_split(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Paired:
+    """Vectors whose rotated channel pairs are complex numbers: rotating is multiplying, rotations add up.
+
+    Formula: (x1, x2) -> z = x1 + i x2; rotated by the angle a: z e^(ia); by a and then b: z e^(ia) e^(ib).
+
+    Shapes:
+        pairs: (..., H, T, pairs) complex64. rest: (..., H, T, D - 2 pairs) float32, the channels that do not rotate.
+    """
+
+    pairs: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, states: Tensor, n_pairs: int) -> Paired:
+        """Return (..., H, T, D) with its first 2 ``n_pairs`` channels paired as ``rotate_half_split`` pairs them."""
+        states = states.float()
+        first, second = states[..., :n_pairs], states[..., n_pairs : 2 * n_pairs]
+        return cls(torch.complex(first, second), states[..., 2 * n_pairs :])
+
+    def turned(self, turns: Tensor) -> Paired:
+        """Return the vectors rotated; ``turns`` broadcasts with (..., H, T, pairs)."""
+        return Paired(self.pairs * turns, self.rest)
+
+    def tokens(self, which: slice) -> Paired:
+        """Return some of the tokens."""
+        return Paired(self.pairs[..., which, :], self.rest[..., which, :])
+
+    def grouped(self, groups: int) -> Paired:
+        """Return the vectors with the head axis split in two, (..., H / groups, groups, T, D)."""
+        return Paired(*(torch.unflatten(part, -3, (-1, groups)) for part in (self.pairs, self.rest)))
+
+    def vectors(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return (..., H, T, D) real, channels reordered, all vectors' alike: scalar products stay what they were."""
+        flat = torch.view_as_real(self.pairs).flatten(-2).to(dtype)
+        if not self.rest.shape[-1]:
+            return flat
+        rest = self.rest.to(dtype).expand(*flat.shape[:-1], self.rest.shape[-1])
+        return torch.cat((flat, rest), dim=-1)

@@ -8,6 +8,7 @@ from rag_posfix.mitigations import (  # noqa: F401
     context_experts,
     head_scaling,
     hidden_scaling,
+    inter_document,
     layer_scaling,
     multi_base,
     none,

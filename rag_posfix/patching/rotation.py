@@ -42,15 +42,28 @@ class LayerRotation:
         """Return (B, H, T, D) rotated; positions (B | 1, T) or (B | 1, h, T) with h in 1, Hkv, Hq."""
         if not self.rotates:
             return states
+        cos, sin = self._per_head(states, positions, states.shape[1])
+        return rotate_half_split(states, cos, sin).to(states.dtype)
+
+    def turns(self, positions: Tensor) -> Tensor:
+        """Return cos + i sin of each pair of channels, (B | 1, h, T, pairs) complex64."""
+        at = positions if positions.dim() == 3 else positions[:, None]
+        if not self.rotates:
+            return torch.zeros((*at.shape, 0), dtype=torch.complex64, device=at.device)
+        n_heads = at.shape[1] if self.ratios is None else max(at.shape[1], self.ratios.shape[0])
+        cos, sin = self._per_head(at, at, n_heads)
+        pairs = cos.shape[-1] // 2  # both halves hold the same angles
+        return torch.complex(cos[..., :pairs].contiguous(), sin[..., :pairs].contiguous())
+
+    def _per_head(self, states: Tensor, positions: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, (B | 1, h, T, rotated) in the dtype of ``states``; the heads' own divisors count."""
         at = positions if positions.dim() == 3 else positions[:, None]  # (B | 1, h, T)
-        n_heads = states.shape[1]
         if 1 < at.shape[1] < n_heads:
             at = at.repeat_interleave(n_heads // at.shape[1], dim=1)
         if self.ratios is not None:
             at = at / self.ratios.repeat_interleave(n_heads // self.ratios.shape[0])[None, :, None]
         cos, sin = self.angles(states, at.flatten(0, 1))
-        cos, sin = (part.view(*at.shape, -1) for part in (cos, sin))  # (B | 1, h, T, rotated)
-        return rotate_half_split(states, cos, sin).to(states.dtype)
+        return cos.view(*at.shape, -1), sin.view(*at.shape, -1)
 
     def angles(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, (B, T, rotated), of positions (B, T) as this layer sees them."""

@@ -9,7 +9,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rag_posfix.attention.observe import last_query_attention
-from rag_posfix.attention.rope import rotate_half_split
+from rag_posfix.attention.rope import Paired, rotate_half_split
 
 
 def test_rotating_a_quarter_turn_by_hand():
@@ -30,6 +30,17 @@ def test_channels_beyond_the_rotated_ones_pass():
     states = torch.randn(1, 1, 2, 8)
     turned = rotate_half_split(states, torch.zeros(4), torch.ones(4))
     assert torch.equal(turned[..., 4:], states[..., 4:])
+
+
+def test_complex_pairs_give_the_scores_of_the_rotation_and_angles_add_up():
+    query, key = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
+    first, second = torch.rand(5, 3), torch.rand(5, 3)  # 6 of 8 channels rotate
+    whole = (first + second).repeat(1, 2)
+    turned = rotate_half_split(query, whole.cos(), whole.sin())
+    paired = Paired.of(query, 3).turned(torch.polar(torch.ones(5, 3), first))
+    paired = paired.turned(torch.polar(torch.ones(5, 3), second))
+    scores = paired.vectors() @ Paired.of(key, 3).vectors().transpose(-1, -2)
+    torch.testing.assert_close(scores, turned @ key.transpose(-1, -2), atol=1e-5, rtol=0)
 
 
 def test_attention_of_the_last_query_by_hand():

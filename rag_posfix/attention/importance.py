@@ -1,0 +1,89 @@
+"""How much documents matter to tokens and to each other if positions did not exist, and where that puts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["blocks", "distances", "document_importance", "shares", "token_importance"]
+
+SCORES = 3 * 2**19
+"""Scores computed at a time, 6 MiB: few operations, in the processor's cache, and memory that allocators reuse."""
+
+
+def blocks(n_key_heads: int, groups: int, n_query: int, n_key: int) -> Iterator[tuple[slice, slice]]:
+    """Yield (key heads, queries) that cut attention into even pieces of at most ``SCORES`` scores.
+
+    A piece holds at least one query of one group of heads, however many keys there are.
+    """
+    if not n_query:
+        return
+    most = max(1, SCORES // (groups * n_key))
+    rows = -(-n_query // -(-n_query // most))  # pieces of one size
+    heads = max(1, SCORES // (groups * rows * n_key))
+    for first in range(0, n_query, rows):
+        for head in range(0, n_key_heads, heads):
+            yield slice(head, min(head + heads, n_key_heads)), slice(first, min(first + rows, n_query))
+
+
+def shares(lengths: Tensor) -> Tensor:
+    """Return 1 / n_j where a token belongs to document j and 0 elsewhere, (sum of n_j, N) float32.
+
+    Shapes:
+        lengths: (N,).
+    """
+    of_token = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    return torch.nn.functional.one_hot(of_token, len(lengths)).float() / lengths.clamp(min=1)
+
+
+def token_importance(query: Tensor, key: Tensor, share: Tensor, scaling: float) -> Tensor:
+    """Return how much each document matters to each query token: its mean attention without positions.
+
+    Source: Wang et al. (2024), Eliminating Position Bias of Language Models, section 3.3,
+        https://arxiv.org/abs/2407.01100
+    Formula: s(n) = softmax_n(q^T k_n scaling) over the tokens of all documents; Imp(j) = sum_{n in j} s(n) / n_j.
+
+    Shapes:
+        query: (H, R, D) and key: (H, S, D), unrotated float32. share: (S, N), see ``shares``. returns: (H, R, N).
+    """
+    return torch.matmul(query * scaling, key.transpose(1, 2)).softmax(dim=-1) @ share
+
+
+def document_importance(query: Tensor, key: Tensor, share: Tensor, own: slice, scaling: float) -> Tensor:
+    """Return how much each other document matters to the document ``own``, in each head.
+
+    Source: as ``token_importance``.
+    Formula: s(m, n) = softmax_n(q_m^T k_n scaling) over the tokens n of other documents;
+        Imp(j) = sum_{m in own} sum_{n in j} s(m, n) / n_j.
+
+    Cost: ``SCORES`` scores at a time.
+
+    Shapes:
+        query: (Hkv, G, n, D), the document's tokens, and key: (Hkv, S, D), all documents' tokens; unrotated float32.
+        share: (S, N). returns: (Hkv, G, N) float32; 0 for the document itself.
+    """
+    n_key_heads, groups, n_query, _ = query.shape
+    mass = query.new_zeros(n_key_heads, groups, key.shape[1])  # what each token gets from the whole document
+    for heads, rows in blocks(n_key_heads, groups, n_query, key.shape[1]):
+        part = query[heads, :, rows] * scaling  # (h, G, rows, D)
+        scores = torch.bmm(part.flatten(1, 2), key[heads].transpose(1, 2))
+        scores[:, :, own] = float("-inf")
+        weights = scores.softmax(dim=-1).view(-1, part.shape[2], key.shape[1])  # (h G, rows, S)
+        summed = torch.bmm(weights.new_ones(len(weights), 1, part.shape[2]), weights)
+        mass[heads] += summed.view(-1, groups, key.shape[1])
+    return mass @ share
+
+
+def distances(importance: Tensor, lengths: Tensor) -> Tensor:
+    """Return how far before the end of the documents each begins when the most important one stands last.
+
+    Formula: distance(j) = n_j + sum of the lengths of all documents more important than j. Of two that are equally
+        important the one with the lower index counts as more important.
+
+    Shapes:
+        importance: (..., N). lengths: (N,). returns: (..., N) float32.
+    """
+    order = importance.argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(importance).scatter(-1, order, lengths.float()[order].cumsum(dim=-1))

@@ -1,0 +1,276 @@
+"""Inter-document attention: against a plain implementation, by hand, and against ties."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from rag_posfix.attention import importance as importance_module
+from rag_posfix.attention import inter_document as attention_module
+from rag_posfix.attention.attend import AttendInput
+from rag_posfix.attention.importance import blocks, distances, document_importance, shares, token_importance
+from rag_posfix.attention.inter_document import ByImportance
+from rag_posfix.attention.plan import Plan, RowPlan
+from rag_posfix.attention.reference import reference_attention, reference_scores
+from rag_posfix.generation.session import Session
+from rag_posfix.mitigations import create
+from rag_posfix.patching.rotation import LayerRotation
+from tests.support.tiny import loaded_model, toy_layout
+
+SCALING = 0.3
+FREQUENCIES = 100.0 ** -(torch.arange(4) / 4)
+
+
+class Angles:
+    """Stands for a model's: rotates the first 2 x ``pairs`` channels and scales what it rotates."""
+
+    def __init__(self, pairs=4, scaling=1.0):
+        self.frequencies, self.scaling = FREQUENCIES[:pairs], scaling
+
+    def angles(self, states, positions, base_factor):
+        angle = positions[..., None].float() * self.frequencies
+        angle = torch.cat((angle, angle), dim=-1)
+        return (angle.cos() * self.scaling).to(states.dtype), (angle.sin() * self.scaling).to(states.dtype)
+
+
+def plain_importance(query, key, documents, own):
+    """Return {j: (Hq, Tq)}: what each query token gives to document j, over n_j; ``own`` None for later tokens."""
+    scores = query @ key.repeat_interleave(query.shape[0] // key.shape[0], dim=0).transpose(1, 2) * SCALING
+    counted = [j for j in range(len(documents)) if j != own]
+    weights = torch.cat([scores[:, :, documents[j].slice] for j in counted], dim=-1).softmax(dim=-1)
+    pieces = weights.split([len(documents[j]) for j in counted], dim=-1)
+    return {j: piece.sum(dim=-1) / max(len(documents[j]), 1) for j, piece in zip(counted, pieces, strict=True)}
+
+
+def key_positions(ranking, documents, end, n_key):
+    """Return each key's position if ``ranking`` lists the documents from the last slot towards the first."""
+    positions = torch.arange(n_key).float()
+    for j in ranking:
+        end -= len(documents[j])
+        positions[documents[j].slice] = torch.arange(end, end + len(documents[j])).float()
+    return positions
+
+
+def by_distance(query, key, distance):
+    return reference_scores(query, key, distance, FREQUENCIES, SCALING)
+
+
+def plain_attention(query, key, value, layout, score=by_distance):
+    """Return the output as the paper writes it: a T x T matrix per head of distances between re-assigned positions.
+
+    Shapes:
+        query: (Hq, Tq, D). key, value: (Hkv, Tk, D). returns: (Hq, Tq, D), (Tk,).
+    """
+    n_heads, n_query, n_key = query.shape[0], query.shape[1], key.shape[1]
+    documents, end, start = layout.passages, layout.suffix.start, n_key - n_query
+    index = torch.arange(n_key)
+    visible = index[None] <= index[start:, None]
+    distance = (index[start:, None] - index[None]).float().repeat(n_heads, 1, 1)
+    for i, own in enumerate(documents if start == 0 else ()):
+        given = plain_importance(query[:, own.slice], key, documents, i)
+        for h in range(n_heads):
+            others = sorted(given, key=lambda j: -float(given[j][h].sum()))
+            at = key_positions([i, *others], documents, end, n_key)
+            distance[h, own.slice] = at[own.slice, None] - at
+        for other in documents:
+            if other != own:
+                visible[own.slice, other.slice] = True
+    for m in range(max(end - start, 0), n_query):
+        given = plain_importance(query[:, m : m + 1], key, documents, None)
+        for h in range(n_heads):
+            ranking = sorted(given, key=lambda j: -float(given[j][h, 0]))
+            distance[h, m] = start + m - key_positions(ranking, documents, end, n_key)
+    scores = score(query, key, distance)
+    return reference_attention(scores, value, visible), scores[:, -1].softmax(dim=-1).mean(dim=0)
+
+
+def states(heads, kv_heads, n_tokens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(1, h, n_tokens, 8, generator=generator) * 2 for h in (heads, kv_heads, kv_heads))
+
+
+def run(layout, query, key, value, rotation=None):
+    """Return what the fast attention makes of the newest ``query`` tokens."""
+    rotation = rotation or LayerRotation(Angles())
+    positions = torch.arange(key.shape[2]).float()[None]
+    return ByImportance.over(layout)(AttendInput(query, key, value, positions, SCALING, 0, rotation, lambda: query))
+
+
+LAYOUTS = {
+    "four": toy_layout(),
+    "no prefix": toy_layout((5, 3, 6), prefix=0),
+    "single tokens": toy_layout((1, 4, 1, 1, 3), prefix=2, suffix=2),
+    "an empty one": toy_layout((4, 0, 3)),
+    "two": toy_layout((6, 3)),
+    "a suffix of several blocks": toy_layout((5, 9, 4), suffix=150),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_prompt_and_later_tokens_equal_the_plain_implementation(name, heads, seed):
+    layout = LAYOUTS[name]
+    length = len(layout.token_ids)
+    query, key, value = states(*heads, length + 4, seed)
+    for n_key, n_query in ((length, length), (length + 1, 1), (length + 4, 3)):
+        given = query[:, :, n_key - n_query : n_key], key[:, :, :n_key], value[:, :, :n_key]
+        out, newest = run(layout, *given)
+        expected, weights = plain_attention(*(part[0] for part in given), layout)
+        torch.testing.assert_close(out[0], expected, atol=5e-5, rtol=0)
+        torch.testing.assert_close(newest, weights[None], atol=1e-6, rtol=0)
+        assert float(newest.sum()) == pytest.approx(1.0)
+
+
+def test_a_document_cut_into_many_pieces_equals_the_plain_implementation(monkeypatch):
+    monkeypatch.setattr(importance_module, "SCORES", 100)
+    layout = toy_layout()
+    given = states(8, 2, len(layout.token_ids))
+    expected, _ = plain_attention(*(part[0] for part in given), layout)
+    torch.testing.assert_close(run(layout, *given)[0][0], expected, atol=5e-5, rtol=0)
+
+
+def test_scaled_partial_rotation_with_divisors_per_head_equals_the_plain_implementation():
+    layout, ratios = toy_layout(), torch.tensor([1.0, 1.7])
+
+    def score(query, key, distance):  # channels 0..5 rotate, 1.2 x 1.2 = 1.44 times as long; 6 and 7 stay
+        distance = distance / ratios.repeat_interleave(4)[:, None, None]
+        turned = reference_scores(query[..., :6], key[..., :6], distance, FREQUENCIES[:3], SCALING * 1.44)
+        return turned + query[..., 6:] @ key[..., 6:].repeat_interleave(4, dim=0).transpose(1, 2) * SCALING
+
+    given = states(8, 2, len(layout.token_ids))
+    out, newest = run(layout, *given, LayerRotation(Angles(pairs=3, scaling=1.2), ratios=ratios))
+    expected, weights = plain_attention(*(part[0] for part in given), layout, score)
+    torch.testing.assert_close(out[0], expected, atol=5e-5, rtol=0)
+    torch.testing.assert_close(newest[0], weights, atol=1e-6, rtol=0)
+
+
+def test_without_rope_documents_still_see_each_other():
+    layout = toy_layout()
+    given = states(8, 2, len(layout.token_ids))
+    out, _ = run(layout, *given, LayerRotation(Angles(), rotates=False))
+    query, key, value = (part[0] for part in given)
+    scores = query @ key.repeat_interleave(4, dim=0).transpose(1, 2) * SCALING
+    visible = ByImportance.over(layout).visible(len(layout.token_ids))
+    torch.testing.assert_close(out[0], reference_attention(scores, value, visible), atol=5e-5, rtol=0)
+
+
+def test_importance_between_three_documents_by_hand():
+    # Head dimension 1, scaling 1. A = 2 tokens, B = 1, C = 2. A's queries are 1 and 2; keys: B ln 2, C 0 and 0.
+    # A's own keys (9, 9) must not count.
+    # query 1: e^s = 2 | 1, 1 of 4 -> B 1/2, C (1/4 + 1/4) / 2 = 1/4
+    # query 2: e^s = 4 | 1, 1 of 6 -> B 2/3, C (1/6 + 1/6) / 2 = 1/6
+    # Imp(A -> B) = 1/2 + 2/3 = 7/6; Imp(A -> C) = 1/4 + 1/6 = 5/12.
+    log2 = float(torch.tensor(2.0).log())
+    key = torch.tensor([9.0, 9.0, log2, 0.0, 0.0])[None, :, None]
+    query = torch.tensor([1.0, 2.0])[None, None, :, None]
+    share = shares(torch.tensor([2, 1, 2]))
+    found = document_importance(query, key, share, slice(0, 2), 1.0)
+    torch.testing.assert_close(found, torch.tensor([[[0.0, 7 / 6, 5 / 12]]]))
+
+
+def test_importance_to_a_later_token_by_hand_counts_every_document():
+    # Keys: A ln 3 and 0, B ln 2, C 0 and 0; query 1: e^s = 3, 1 | 2 | 1, 1 of 8.
+    # A (3/8 + 1/8) / 2 = 1/4, B 2/8 = 1/4, C (1/8 + 1/8) / 2 = 1/8.
+    key = torch.tensor([3.0, 1.0, 2.0, 1.0, 1.0]).log()[None, :, None]
+    found = token_importance(torch.ones(1, 1, 1), key, shares(torch.tensor([2, 1, 2])), 1.0)
+    torch.testing.assert_close(found, torch.tensor([[[0.25, 0.25, 0.125]]]))
+
+
+def test_the_most_important_document_ends_where_the_documents_end():
+    # Lengths 3, 1, 2. By importance: 1, 2, 0. Document 1 begins 1 before the end, 2 another 2 before, 0 another 3.
+    # Second row: 2 first (2 before the end), then the tie of 0 and 1 in their order: 2 + 3 = 5, 5 + 1 = 6.
+    found = distances(torch.tensor([[0.2, 0.9, 0.5], [0.5, 0.5, 0.9]]), torch.tensor([3, 1, 2]))
+    assert found.tolist() == [[6.0, 1.0, 3.0], [5.0, 6.0, 2.0]]
+
+
+def test_documents_see_each_other_and_nothing_sees_what_follows():
+    # 1 token of prefix, documents of 2 and 1, 1 token of suffix.
+    found = ByImportance.over(toy_layout((2, 1), prefix=1, suffix=1)).visible(5)
+    assert found.int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 3, 150, 3040), (8, 4, 1, 10**7), (2, 1, 5, 7), (8, 4, 3000, 20000), (2, 2, 0, 9)]
+)
+def test_pieces_cover_everything_once_and_are_bounded(sizes):
+    n_key_heads, groups, n_query, n_key = sizes
+    covered = torch.zeros(n_key_heads, n_query, dtype=torch.int)
+    for heads, rows in blocks(*sizes):
+        covered[heads, rows] += 1
+        count = (heads.stop - heads.start) * (rows.stop - rows.start)
+        assert count == 1 or count * groups * n_key <= importance_module.SCORES
+    assert (covered == 1).all()
+
+
+def test_between_two_documents_nothing_is_scored(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("scored")
+
+    monkeypatch.setattr(attention_module, "document_importance", refuse)
+    two, three = toy_layout((6, 3)), toy_layout((6, 3, 2))
+    run(two, *states(8, 2, len(two.token_ids)))
+    with pytest.raises(AssertionError, match="scored"):
+        run(three, *states(8, 2, len(three.token_ids)))
+
+
+@pytest.mark.parametrize("lengths", [(), (7,)])
+def test_with_one_passage_or_none_there_is_nothing_to_arrange(lengths):
+    plan = create("inter_document").plan(toy_layout(lengths), loaded_model().spec.shape)
+    assert [dataclasses.astuple(row) for row in plan.rows] == [dataclasses.astuple(row) for row in Plan().rows]
+
+
+def anagrams():
+    """Four passages of the same tokens in different orders: in the first layer, equally important to every token."""
+    layout = toy_layout((6, 6, 6, 6))
+    ids = list(layout.token_ids)
+    first = ids[layout.passages[0].slice]
+    keys = []
+    for i, span in enumerate(layout.passages):
+        turned = first[i:] + first[:i]
+        ids[span.slice] = turned
+        keys.append("-".join(map(str, turned)))
+    return dataclasses.replace(layout, token_ids=tuple(ids), keys=tuple(keys))
+
+
+def double():
+    """Four passages, two of them the same."""
+    layout = toy_layout((6, 6, 4, 9))
+    ids = list(layout.token_ids)
+    ids[layout.passages[1].slice] = ids[layout.passages[0].slice]
+    return dataclasses.replace(layout, token_ids=tuple(ids), keys=(layout.keys[0], *layout.keys[:1], *layout.keys[2:]))
+
+
+@pytest.mark.parametrize("layout", [anagrams(), double(), toy_layout()], ids=["anagrams", "double", "distinct"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ties_never_let_the_callers_order_through(layout, dtype):
+    loaded = loaded_model()
+    loaded.model.to(dtype)
+
+    def answer(prompt):
+        session = Session(loaded, prompt, create("inter_document").plan(prompt, loaded.spec.shape))
+        session.advance(9)
+        return session.next_log_probs()
+
+    base = answer(layout)
+    for order in itertools.permutations(range(4)):
+        assert torch.equal(answer(layout.select(order)), base), order
+
+
+def test_ties_in_the_callers_order_would_show():
+    loaded, layout = loaded_model(), anagrams()
+
+    def answer(prompt):  # as the method's plan, but in the caller's order
+        plan = Plan(rows=(RowPlan(attend=ByImportance.over(prompt)),))
+        return Session(loaded, prompt, plan).next_log_probs()
+
+    assert float((answer(layout) - answer(layout.select((3, 1, 0, 2)))).abs().max()) > 1e-4
