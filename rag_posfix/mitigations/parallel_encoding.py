@@ -40,7 +40,7 @@ class TwoGroupAttention(Attend):
         late = given.query[:, :, skipped:]
         outs = [given.plain()[:, :, :skipped]] if skipped else []
         outs.append(self._two_groups(given, late))
-        return torch.cat(outs, dim=2), self._newest(given)
+        return torch.cat(outs, dim=2), self._newest(given) if given.observed else None
 
     def _two_groups(self, given: AttendInput, query: Tensor) -> Tensor:
         key, value, scaling = given.key, given.value, given.scaling

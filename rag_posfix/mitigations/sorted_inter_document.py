@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.attend import Attend, AttendInput, Rotated
+from rag_posfix.attention.attend import Attend, AttendInput
 from rag_posfix.attention.blockwise import attend_stretches, attend_with_lse, merge
 from rag_posfix.attention.plan import Plan, RowPlan, RowScores
+from rag_posfix.attention.rope import rotate_half_split
 from rag_posfix.attention.shape import Capability, ModelShape
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
@@ -24,12 +25,10 @@ class CircularAttention(Attend):
 
     Formula: let the passages stand at positions P..E-1 and let passage i be tokens a..b-1 of them. In its arrangement
         the passages after it come first, then those before it, then itself: so those before it, and itself, are as far
-        away as they are in the prompt; those after it are E - P further back than they are in front, and the prefix is
-        E - b further away. Hence three stretches of keys, each at its own position, and the query at three positions:
-        g (its own) for P..g, g + E - P for b..E-1, and g + E - b for the prefix.
+        away as they are in the prompt; those after it are E - P further back than they stand, and the prefix is E - b
+        further back. Hence three stretches of keys: P..g as they are, b..E-1 turned back by E - P, the prefix turned
+        back by E - b. Only keys are turned, by a constant each: they have the fewest heads.
     """
-
-    rotated: ClassVar[Rotated] = Rotated.KEYS
 
     def __init__(self, layout: Layout) -> None:
         self._prefix = len(layout.prefix)
@@ -39,47 +38,35 @@ class CircularAttention(Attend):
 
     def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
         """The whole prompt arrives in one pass; key positions are 0, 1, 2, ..."""
-        first, end, n_tokens = self._prefix, self._end, given.query.shape[2]
-        own = given.rotate(given.query, given.positions)
-        key, value, scaling = given.key, given.value, given.scaling
+        query, key, value, scaling = given.query, given.key, given.value, given.scaling
+        first, end = self._prefix, self._end
         outs = []
         if first:
-            outs.append(attend_stretches(own[:, :, :first], key, value, scaling, 0, [])[0])
-        outs.append(self._passage_rows(given, own[:, :, first:end]))
-        outs.append(attend_stretches(own[:, :, end:n_tokens], key, value, scaling, end, [(0, end)])[0])
+            outs.append(attend_stretches(query[:, :, :first], key, value, scaling, 0, [])[0])
+        outs.append(self._passage_rows(given))
+        outs.append(attend_stretches(query[:, :, end:], key, value, scaling, end, [(0, end)])[0])
         return torch.cat(outs, dim=2), None
 
-    def _passage_rows(self, given: AttendInput, own: Tensor) -> Tensor:
+    def _passage_rows(self, given: AttendInput) -> Tensor:
         """Return the output of the passages' tokens, (B, Hq, E - P, D)."""
         first, end, scaling = self._prefix, self._end, given.scaling
-        key, value = given.key, given.value
-        query, at = given.query[:, :, first:end], given.positions[:, first:end]
-        parts = [attend_with_lse(own, key[:, :, first:end], value[:, :, first:end], scaling, causal=True)]
-        if first:
-            lengths = torch.tensor([len(span) for span in self._passages], device=at.device)
-            stops = torch.tensor([span.stop for span in self._passages], device=at.device)
-            away = end - torch.repeat_interleave(stops, lengths)
-            parts.append(
-                attend_with_lse(given.rotate(query, at + away), key[:, :, :first], value[:, :, :first], scaling)
-            )
-        parts.append(self._those_after(given, given.rotate(query, at + (end - first))))
-        return merge(parts)[0]
-
-    def _those_after(self, given: AttendInput, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return attention of each passage over the passages after it."""
-        first, end = self._prefix, self._end
-        outs, lses = [], []
+        query, key, value = given.query, given.key, given.value
+        own = slice(first, end)
+        before = attend_with_lse(query[:, :, own], key[:, :, own], value[:, :, own], scaling, causal=True)
+        after = turned(given, key[:, :, own], float(first - end))
+        parts = []
         for span in self._passages:
-            part = query[:, :, span.start - first : span.stop - first]
+            rows = query[:, :, span.slice]
+            found = []
+            if first:
+                prefix = turned(given, key[:, :, :first], float(span.stop - end))
+                found.append(attend_with_lse(rows, prefix, value[:, :, :first], scaling))
             if span.stop < end:
-                after = slice(span.stop, end)
-                out, lse = attend_with_lse(part, given.key[:, :, after], given.value[:, :, after], given.scaling)
-            else:
-                out = torch.zeros_like(part)
-                lse = torch.full(part.shape[:3], float("-inf"), device=part.device)
-            outs.append(out)
-            lses.append(lse)
-        return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+                rest = slice(span.stop, end)
+                found.append(attend_with_lse(rows, after[:, :, span.stop - first :], value[:, :, rest], scaling))
+            here = slice(span.start - first, span.stop - first)
+            parts.append(merge([(before[0][:, :, here], before[1][:, :, here]), *found])[0])
+        return torch.cat(parts, dim=2)
 
     def visible(self, n_tokens: int) -> Tensor | None:
         """Return which token sees which: passages all of each other, themselves causally."""
@@ -88,6 +75,20 @@ class CircularAttention(Attend):
         for span in self._passages:
             seen[span.slice, span.stop : self._end] = True
         return seen
+
+
+def turned(given: AttendInput, key: Tensor, distance: float) -> Tensor:
+    """Return rotated keys as if they stood ``distance`` later; the model's scaling of rotated vectors is not repeated.
+
+    Shapes:
+        key: (B, Hkv, T, D).
+    """
+    turns = given.rotate.turns(given.positions.new_full((1, 1), distance))  # (1, h, 1, pairs)
+    if not turns.shape[-1]:
+        return key
+    turns = turns / turns.abs()
+    cos, sin = (torch.cat((part, part), dim=-1) for part in (turns.real, turns.imag))
+    return rotate_half_split(key.float(), cos, sin).to(key.dtype)
 
 
 @MITIGATIONS.register("sorted_inter_document")
@@ -105,13 +106,13 @@ class SortedInterDocument(Mitigation):
         lexicographically smallest passage (by token ids) stands nearest to the question, as in the authors' code.
         Routing: the unmodified row speaks if its confidence + routing > that of the sorted row, confidence being the
         probability of the likeliest first token.
-    Differs from the paper: relevance is whatever scored the passages, not monoT5; queries are rotated to the
-        arrangement's relative distances instead of rotating all keys for every passage.
+    Differs from the paper: relevance is whatever scored the passages, not monoT5; keys are turned
+        once for all passages, by what the arrangements have in common, instead of once for every passage.
     Helps: many passages in no meaningful order: Llama-3.1-8B 61.4-61.6, 59.6-61.4, 59.0-59.5 on 10, 20, 30
         Lost-in-the-Middle passages where the unmodified model has 50-55, 51-55, 44-57 (paper, table 2).
     Hurts: passages whose order carries meaning, such as the parts of one text; models that lean on the last passage
         lose what they had when the right one stood there.
-    Cost: attention over T x T instead of its lower half at prefill, so about 1.4 times the time at 3,000 tokens;
+    Cost: attention over T x T instead of its lower half at prefill, so about 1.6 times the time at 3,000 tokens;
         decoding is that of the unmodified model. With routing the unmodified prompt is read too.
     Limits: models whose rotation can be done outside of them, every layer with all keys.
 
@@ -125,7 +126,7 @@ class SortedInterDocument(Mitigation):
     paper: ClassVar[str] = "Yoon et al. (2025), RoToR, https://arxiv.org/abs/2502.08662"
     deviations: ClassVar[tuple[str, ...]] = (
         "Relevance is what scored the passages instead of monoT5.",
-        "Queries are rotated to relative distances; keys are rotated once.",
+        "Keys are turned by what the arrangements have in common, once for all passages.",
     )
     order_invariant: ClassVar[bool] = True
     requires: ClassVar[frozenset[Capability]] = frozenset(

@@ -12,14 +12,27 @@ HEADS, KV_HEADS, SIZE = 6, 2, 8
 FREQUENCIES = 10.0 ** -torch.arange(SIZE // 2).float()
 
 
-def rotate(states, positions):
-    """Rotate (1, H, T, D) to positions (1, T) or (1, H, T)."""
-    at = positions if positions.dim() == 3 else positions[:, None]
-    if 1 < at.shape[1] < states.shape[1]:
-        at = at.repeat_interleave(states.shape[1] // at.shape[1], dim=1)
-    angle = at[..., None] * FREQUENCIES
-    angle = torch.cat((angle, angle), dim=-1)
-    return rotate_half_split(states, angle.cos(), angle.sin())
+class Rotation:
+    """Rotates to positions, and scales what it rotates, as YaRN does."""
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def __call__(self, states, positions):
+        """Rotate (1, H, T, D) to positions (1, T) or (1, H, T)."""
+        turns = self.turns(positions)
+        if 1 < turns.shape[1] < states.shape[1]:
+            turns = turns.repeat_interleave(states.shape[1] // turns.shape[1], dim=1)
+        cos, sin = (torch.cat((part, part), dim=-1) for part in (turns.real, turns.imag))
+        return rotate_half_split(states, cos, sin)
+
+    def turns(self, positions):
+        at = positions if positions.dim() == 3 else positions[:, None]
+        angle = at[..., None] * FREQUENCIES
+        return torch.complex(angle.cos(), angle.sin()) * self.scale
+
+
+rotate = Rotation()
 
 
 def random_states(n_tokens, seed=0, scale=1.5):
@@ -29,7 +42,7 @@ def random_states(n_tokens, seed=0, scale=1.5):
     return tuple(scale * torch.randn(shape, generator=generator) for shape in shapes)
 
 
-def run(attend, query, key, value, positions, start=0, layer=0, plain=None):
+def run(attend, query, key, value, positions, start=0, layer=0, plain=None, rotate=rotate):
     """Return what ``attend`` computes for the tokens from ``start`` on. Shapes: (Hq, T - start, D), (Tk) or None."""
     given_key = key if attend.rotated is Rotated.NEITHER else rotate(key, positions)
     given_query = query[:, :, start:]
@@ -45,7 +58,7 @@ def run(attend, query, key, value, positions, start=0, layer=0, plain=None):
     return out[0], None if newest is None else newest[0]
 
 
-def reference(query, key, value, distance, visible):
+def reference(query, key, value, distance, visible, scale=1.0):
     """Return attention by explicit distances and visibility, (Hq, T, D)."""
-    scores = reference_scores(query[0], key[0], distance, FREQUENCIES, SIZE**-0.5)
+    scores = reference_scores(query[0], key[0], distance, FREQUENCIES, scale**2 * SIZE**-0.5)
     return reference_attention(scores, value[0], visible)

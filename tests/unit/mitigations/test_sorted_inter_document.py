@@ -12,7 +12,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.sorted_inter_document import CircularAttention
-from tests.support.attending import random_states, reference, run
+from tests.support.attending import Rotation, random_states, reference, run
 from tests.support.tiny import loaded_model, toy_layout
 
 
@@ -50,16 +50,17 @@ def test_the_arrangement_of_three_passages_by_hand():
     assert visible[1].tolist() == [True, True, False, True, True, False]
 
 
+@pytest.mark.parametrize("scale", [1.0, 1.37])  # YaRN scales what it rotates, once
 @pytest.mark.parametrize("prefix", [0, 3])
 @pytest.mark.parametrize("lengths", [(4, 2, 5), (1, 1), (3, 1, 1, 6)])
-def test_the_fast_path_is_the_paper_spelled_out(prefix, lengths):
+def test_the_fast_path_is_the_paper_spelled_out(prefix, lengths, scale):
     layout = toy_layout(lengths, prefix=prefix, suffix=3)
     states = random_states(len(layout.token_ids))
     positions = torch.arange(len(layout.token_ids)).float()[None]
     attend = CircularAttention(layout)
     distance, visible = arrangement(layout)
-    out, _ = run(attend, *states, positions)
-    assert torch.allclose(out, reference(*states, distance, visible), atol=1e-5)
+    out, _ = run(attend, *states, positions, rotate=Rotation(scale))
+    assert torch.allclose(out, reference(*states, distance, visible, scale), atol=1e-5)
     assert torch.equal(attend.visible(len(layout.token_ids)), visible)
 
 
