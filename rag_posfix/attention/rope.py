@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Paired", "rotate_half_split"]
+__all__ = ["Paired", "rotate_half_split", "turn"]
 
 
 def rotate_half_split(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -25,6 +25,24 @@ def rotate_half_split(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+
+
+def turn(states: Tensor, turns: Tensor) -> Tensor:
+    """Rotate vectors that are rotated already by some more, without scaling them again.
+
+    Formula: R_b (a R_m x) = a R_(m + b) x: rotations add up; the factor a that YaRN gives cos and sin stays as it is.
+
+    Shapes:
+        states: (B, H, T, D). turns: (B | 1, h, T | 1, pairs) complex, as ``Rotation.turns`` gives them, h one of 1,
+        Hkv, H; no pairs where nothing rotates. returns: (B, H, T, D) in the dtype of ``states``, computed in float32.
+    """
+    if not turns.shape[-1]:
+        return states
+    turns = turns / turns.abs()
+    if 1 < turns.shape[1] < states.shape[1]:  # the query heads of a group turn like their key head
+        turns = turns.repeat_interleave(states.shape[1] // turns.shape[1], dim=1)
+    cos, sin = (torch.cat((part, part), dim=-1) for part in (turns.real, turns.imag))
+    return rotate_half_split(states.float(), cos, sin).to(states.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.attend import Attend, AttendInput, Rotated
+from rag_posfix.attention.attend import Attend, AttendInput
 from rag_posfix.attention.blockwise import attend_stretches, attend_with_lse, last_row, merge
 from rag_posfix.attention.plan import Plan, RowPlan
+from rag_posfix.attention.rope import turn
 from rag_posfix.attention.shape import Capability, ModelShape
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
@@ -56,8 +57,6 @@ def attend_band(
 class _ShiftedFar(Attend):
     """Two pieces: near keys from the query's own position, far keys from a position that is nearer to them."""
 
-    rotated = Rotated.KEYS
-
     def __init__(self, threshold: int, window: int) -> None:
         self.threshold = threshold
         self.window = window
@@ -66,16 +65,16 @@ class _ShiftedFar(Attend):
         n_query, n_key = given.query.shape[2], given.key.shape[2]
         if n_key <= self.threshold and n_query in (1, n_key):
             return given.plain(), None
-        near = given.rotate(given.query, given.positions[:, -n_query:])
+        near = given.query
         before = max(self.threshold - given.start, 0)  # queries that nothing is far from
         if before >= n_query:
             return self._near(near, given)[0], None
-        query = given.query[:, :, before:]
-        far = given.rotate(query, given.positions[:, -query.shape[2] :] - (self.threshold - self.window))
+        nearer = given.positions.new_full((1, 1), float(self.window - self.threshold))
+        far = turn(near[:, :, before:], given.rotate.turns(nearer))
         out, lse = self._near(near, given)
         n_far = n_key - self.threshold  # far keys of the last query; each query before it has one less
         beyond = attend_with_lse(
-            far, given.key[:, :, :n_far], given.value[:, :, :n_far], given.scaling, causal=query.shape[2] > 1
+            far, given.key[:, :, :n_far], given.value[:, :, :n_far], given.scaling, causal=far.shape[2] > 1
         )
         both, _ = merge([(out[:, :, before:], lse[:, :, before:]), beyond])
         newest = self._newest(near, far, given) if given.observed else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from rag_posfix.attention.attend import Attend, AttendInput
 from rag_posfix.attention.blockwise import attend_stretches, attend_with_lse, merge
 from rag_posfix.attention.plan import Plan, RowPlan, RowScores
-from rag_posfix.attention.rope import rotate_half_split
+from rag_posfix.attention.rope import turn
 from rag_posfix.attention.shape import Capability, ModelShape
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
@@ -78,17 +78,8 @@ class CircularAttention(Attend):
 
 
 def turned(given: AttendInput, key: Tensor, distance: float) -> Tensor:
-    """Return rotated keys as if they stood ``distance`` later; the model's scaling of rotated vectors is not repeated.
-
-    Shapes:
-        key: (B, Hkv, T, D).
-    """
-    turns = given.rotate.turns(given.positions.new_full((1, 1), distance))  # (1, h, 1, pairs)
-    if not turns.shape[-1]:
-        return key
-    turns = turns / turns.abs()
-    cos, sin = (torch.cat((part, part), dim=-1) for part in (turns.real, turns.imag))
-    return rotate_half_split(key.float(), cos, sin).to(key.dtype)
+    """Return rotated keys as if they stood ``distance`` later. Shapes: (B, Hkv, T, D)."""
+    return turn(key, given.rotate.turns(given.positions.new_full((1, 1), distance)))
 
 
 @MITIGATIONS.register("sorted_inter_document")

@@ -14,11 +14,19 @@ N_HEADS, N_KV_HEADS, HEAD_DIM = 6, 2, 8
 FREQUENCIES = 100.0 ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
 
 
-def rotate(states: Tensor, positions: Tensor) -> Tensor:
-    """Rotate (B, H, T, D) to positions (B, T)."""
-    angle = positions[:, None, :, None].float() * FREQUENCIES
-    angle = torch.cat((angle, angle), dim=-1)
-    return rotate_half_split(states, angle.cos(), angle.sin())
+class _Rotation:
+    def __call__(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Rotate (B, H, T, D) to positions (B, T)."""
+        turns = self.turns(positions)
+        cos, sin = (torch.cat((part, part), dim=-1) for part in (turns.real, turns.imag))
+        return rotate_half_split(states, cos, sin)
+
+    def turns(self, positions: Tensor) -> Tensor:
+        angle = positions[:, None, :, None].float() * FREQUENCIES
+        return torch.complex(angle.cos(), angle.sin())
+
+
+rotate = _Rotation()
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,18 @@ def test_every_order_gives_the_same(methods):
         assert float((log_probs(layout.select(order), *methods) - base).abs().max()) < 1e-5, order
 
 
+def test_head_ratios_reach_what_another_method_rotates():
+    # Far queries are turned once more, each head by its own divisor: ratios of 1 change nothing, others do.
+    layout, far = toy_layout(), {"name": "shifted_rotary", "threshold": 20, "window": 5}
+    ones = {"name": "head_scaling", "low": 1.0, "high": 1.0, "skip_layers": 0}
+    others = {"name": "head_scaling", "skip_layers": 0}
+    loaded = loaded_model()
+    alone = create("shifted_rotary", {"threshold": 20, "window": 5}).plan(layout, loaded.spec.shape)
+    base = Session(loaded, layout, alone).next_log_probs()
+    assert torch.allclose(log_probs(layout, far, ones), base, atol=1e-5)
+    assert float((log_probs(layout, far, others) - base).abs().max()) > 1e-4
+
+
 def test_a_stack_of_methods_that_depend_on_order_depends_on_order():
     assert not create("stack", {"methods": ["head_scaling", "layer_scaling"]}).keeps_order_out
 
