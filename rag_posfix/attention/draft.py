@@ -32,7 +32,8 @@ class Drafts:
 
 
 Choose = Callable[[Drafts], Tensor]
-"""Drafts -> (R,) weights of the rows, none negative, that sum to 1."""
+"""Drafts -> (R,) weights of the rows, none negative, that sum to 1. Rows of weight 0 are not read any further, and
+``RowScores`` is then that of the other rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,6 @@ they do with any batch: where answers are compared, give each the same company.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -98,7 +97,7 @@ class Batch:
         if ended and self._rows is not None:
             owners = [i for i in self._joint for _ in range(_n_rows(self._sessions[i]))]
             kept = [row for row, owner in enumerate(owners) if owner not in ended]
-            self._rows = _select(self._rows, kept) if kept else None
+            self._rows = self._rows.select(kept) if kept else None
         self._joint = [i for i in self._joint if i not in ended]
 
 
@@ -183,14 +182,6 @@ def _merged(groups: Sequence[Rows]) -> Rows:
 def _real(rows: Rows) -> Tensor:
     """Return which tokens are no padding. Shape (R, T), bool."""
     return torch.ones_like(rows.positions, dtype=torch.bool) if rows.padding is None else rows.padding
-
-
-def _select(rows: Rows, kept: Sequence[int]) -> Rows:
-    """Return the batch with some of its rows; ``rows`` is used up."""
-    index = torch.tensor(kept, device=rows.positions.device)
-    rows.cache.batch_select_indices(index)
-    padding = None if rows.padding is None else rows.padding[index]
-    return dataclasses.replace(rows, positions=rows.positions[index], padding=padding)
 
 
 def _pad_in_front(states: Tensor, length: int) -> Tensor:

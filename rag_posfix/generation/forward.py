@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,6 +100,13 @@ class Rows:
         """Return the positions of the next ``count`` tokens: they continue after the last. (R, count)."""
         steps = torch.arange(1, count + 1, device=self.positions.device)
         return self.positions[:, -1:] + steps
+
+    def select(self, kept: Sequence[int]) -> Rows:
+        """Return the batch with only some of its rows; these rows are used up."""
+        index = torch.tensor(kept, device=self.positions.device)
+        self.cache.batch_select_indices(index)
+        padding = None if self.padding is None else self.padding[index]
+        return replace(self, positions=self.positions[index], padding=padding)
 
     def fork(self) -> Rows:
         """Return rows that advance on their own from here; these stay as they are."""

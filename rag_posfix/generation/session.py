@@ -41,7 +41,9 @@ class Session:
         self._answer = torch.zeros_like(self._question)
         self._confidence = self._log_probs.amax(dim=-1)
         self._attention = torch.cat([group.attention for group in groups])  # (R, N)
-        self._weights = self._draft(plan.draft, text or AnswerText()) if plan.draft else None
+        self._weights: Tensor | None = None
+        if plan.draft is not None:
+            self._draft(plan.draft, text or AnswerText())
         self.prefill_seconds = time.perf_counter() - started
 
     @property
@@ -119,9 +121,25 @@ class Session:
             answer = answer + log_probs[:, token]
         return tuple(scores)
 
-    def _draft(self, draft: Draft, text: AnswerText) -> Tensor:
-        """Return the weights of the rows that their short answers give, (R,)."""
-        return draft.choose(draft_answers(self._groups, self._log_probs, self._question, draft.max_tokens, text))
+    def _draft(self, draft: Draft, text: AnswerText) -> None:
+        """Weigh the rows by the short answers that they write; those of weight 0 are not read any further."""
+        weights = draft.choose(draft_answers(self._groups, self._log_probs, self._question, draft.max_tokens, text))
+        counts = [rows.n_rows for rows in self._groups]
+        kept = [part.nonzero().flatten().tolist() for part in torch.split(weights, counts)]
+        if sum(map(len, kept)) < len(weights):
+            self._groups = [
+                rows if len(own) == rows.n_rows else rows.select(own)
+                for rows, own in zip(self._groups, kept, strict=True)
+                if own
+            ]
+        speaks = weights > 0
+        self._weights, self._log_probs, self._question = (
+            weights[speaks],
+            self._log_probs[speaks],
+            self._question[speaks],
+        )
+        self._answer, self._confidence = self._answer[speaks], self._confidence[speaks]
+        self._attention = self._attention[speaks]
 
     def _combine(self, log_probs: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
         if self._plan.combine is None:

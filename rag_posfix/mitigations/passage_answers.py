@@ -41,7 +41,8 @@ class PassageAnswers(Mitigation):
     Differs from the paper: nothing is published; PCED pools next tokens and never sees a whole answer.
     Cost: N + 1 rows of prefix + passage + question, the passages encoded once; then up to ``answer_tokens`` steps of
         all rows, and one pass of all rows over each distinct short answer: (N + 1)^2 times its length in tokens,
-        which for many passages is more than reading them. Each decode step runs N + 1 rows.
+        which for many passages is more than reading them. Each decode step runs one
+        row with ``pool="chosen"``, the N passages' with ``mixture``.
     Limits: every model, those with sliding windows included. An answer that needs two passages at once is out of
         reach. The short answers are greedy, whatever the sampling.
     Helps: where one passage holds the answer and others, about the same subject, do not: their answers are those that

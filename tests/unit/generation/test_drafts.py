@@ -133,3 +133,16 @@ def test_a_draft_without_use_or_without_tokens_is_refused():
         Plan(draft=Draft(4, lambda drafts: torch.ones(1)))
     with pytest.raises(PlanConflictError, match="max_tokens=0"):
         Draft(0, lambda drafts: torch.ones(1))
+
+
+def test_rows_that_no_answer_speaks_for_are_not_read_any_further(loaded):
+    # Weights on rows 1 and 3 of 4: the session goes on with two rows, and says what those two would say.
+    chosen = torch.tensor([0.0, 0.25, 0.0, 0.75])
+    ours = Session(loaded, LAYOUT, plan(lambda drafts: chosen))
+    alone = [Session(loaded, LAYOUT, Plan(rows=(RowPlan(passages=SEEN[row]),))) for row in (1, 3)]
+    for token in (5, 9, 11):
+        assert sum(group.n_rows for group in ours.groups) == 2
+        expected = (torch.stack([one.next_log_probs() for one in alone]) + chosen[[1, 3]].log()[:, None]).logsumexp(0)
+        assert torch.allclose(ours.next_log_probs(), expected, atol=1e-5)
+        for one in (ours, *alone):
+            one.advance(token)
