@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.attend import Attend, AttendInput, Rotated
-from rag_posfix.attention.blockwise import attend_with_lse
-from rag_posfix.attention.importance import blocks, distances, document_importance, shares, token_importance
+from rag_posfix.attention.blockwise import attend_with_lse, merge
+from rag_posfix.attention.importance import distances, document_importance, shares, token_importance
 from rag_posfix.attention.rope import Paired
 from rag_posfix.attention.spans import Layout
 
@@ -116,33 +116,33 @@ class _Pass:
 
         Queries stay at home; all other segments are moved to where they stand as seen from the document's beginning.
         """
-        turns, query = self._moves(), self._home_query().grouped(self.groups)
+        turns, query, dtype = self._moves(), self._home_query(), self.given.query.dtype
         home = self.home_key.tokens(slice(0, self.end)).grouped(1)  # (Hkv, 1, P + S, ...)
         moved = home.pairs.new_empty(*turns.shape[1:3], *home.pairs.shape[2:])  # (Hkv, G, P + S, pairs)
+        # Keys differ between the heads of a group here, and the fused kernel wants as many heads of values.
+        value = self.given.value[:, :, : self.end].repeat_interleave(self.groups, dim=1)
         outs = []
         for own, span in enumerate(self.spans[1:]):
             torch.index_select(turns[own], 2, self.segments, out=moved)
             moved.mul_(home.pairs)
-            key = Paired(moved, home.rest).vectors()  # (Hkv, G, P + S, D)
-            outs.append(self._read_document(query.tokens(span).vectors(), key, span))
+            key = Paired(moved, home.rest).vectors(dtype).flatten(0, 1)[None]  # (1, Hq, P + S, D)
+            outs.append(self._read_document(query.tokens(span).vectors(dtype)[None], key, value, span))
         return outs
 
-    def _read_document(self, query: Tensor, key: Tensor, span: slice) -> Tensor:
+    def _read_document(self, query: Tensor, key: Tensor, value: Tensor, span: slice) -> Tensor:
         """Return the output of one document, (Hq, n, D), which sees itself causally and all else whole.
 
         Shapes:
-            query: (Hkv, G, n, D). key: (Hkv, G, P + S, D).
+            query: (1, Hq, n, D). key, value: (1, Hq, P + S, D).
         """
-        value = self.given.value[0, :, : self.end]
-        out = value.new_empty(query.shape)
-        for heads, rows in blocks(query.shape[0], self.groups, query.shape[2], self.end):
-            part = query[heads, :, rows] * self.given.scaling  # (h, G, rows, D)
-            scores = torch.bmm(part.flatten(0, 1), key[heads].flatten(0, 1).transpose(1, 2))  # (h G, rows, P + S)
-            hidden = scores.new_ones(part.shape[2], span.stop - span.start, dtype=torch.bool).triu(rows.start + 1)
-            scores[:, :, span].masked_fill_(hidden, float("-inf"))
-            weights = scores.softmax(dim=-1).to(value.dtype).view(len(part), -1, self.end)
-            out[heads, :, rows] = torch.bmm(weights, value[heads]).view(part.shape)
-        return out.flatten(0, 1)
+        if span.start == span.stop:
+            return query[0]
+        parts = [
+            attend_with_lse(query, key[:, :, part], value[:, :, part], self.given.scaling, causal=part == span)
+            for part in (slice(0, span.start), slice(span.stop, self.end), span)
+            if part.start < part.stop
+        ]
+        return merge(parts)[0][0]
 
     def _moves(self) -> Tensor:
         """Return what moves each segment for each document's queries, (N, Hkv, G, 1 + N, pairs) complex.
