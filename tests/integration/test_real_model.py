@@ -56,8 +56,8 @@ def test_none_answers_as_the_stock_generate_does(engine):
 def test_shuffled_passages_give_the_same_greedy_answer_and_probability(engine, name, question):
     documents = passages(question, 4)
     found = set()
-    for order in itertools.islice(itertools.permutations(documents), 0, 24, 6):
-        generation, score = answer(engine, layout(engine, question, list(order)), name)
+    for order in (documents, documents[::-1], [documents[i] for i in (2, 0, 3, 1)]):
+        generation, score = answer(engine, layout(engine, question, order), name)
         found.add((generation.text, generation.token_ids, score))
     assert len(found) == 1
 
@@ -71,18 +71,23 @@ def test_the_unmodified_model_gives_another_probability_for_another_order(engine
     assert len(scores) == 2
 
 
-@pytest.mark.parametrize("name", INVARIANT)
-def test_logits_are_the_same_for_every_order_in_float32(engine, name):
-    """All 24 orders of 4 short passages, on a float32 copy of the real model."""
+@pytest.fixture(scope="module")
+def exact(engine):
+    """The real model in float32."""
     from rag_posfix.generation.models import load_engine
 
-    exact = load_engine(dtype="float32")
+    return load_engine(dtype="float32")
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_logits_are_the_same_for_other_orders_in_float32(exact, name):
+    """Four of the 24 orders of 4 short passages; the contract tests take all 24 on small models of every family."""
     short = [
         document.model_copy(update={"page_content": document.page_content[:60]})
         for document in passages(QUESTIONS[0], 4)
     ]
     base = exact.next_log_probs(layout(exact, QUESTIONS[0], short), MitigationChoice(name))
-    for order in itertools.permutations(short):
+    for order in itertools.islice(itertools.permutations(short), 5, 24, 6):
         found = exact.next_log_probs(layout(exact, QUESTIONS[0], list(order)), MitigationChoice(name))
         assert float((found - base).abs().max()) < 1e-5
 
