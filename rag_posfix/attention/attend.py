@@ -33,7 +33,6 @@ class Rotated(Enum):
     """What an ``Attend`` is handed rotated to its own position. Keys that are handed over rotated are cached so."""
 
     BOTH = "queries and keys"
-    KEYS = "keys"
     NEITHER = "neither"
 
 

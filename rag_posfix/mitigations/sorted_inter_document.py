@@ -114,7 +114,7 @@ class SortedInterDocument(Mitigation):
         Lost-in-the-Middle passages where the unmodified model has 50-55, 51-55, 44-57 (paper, table 2).
     Hurts: passages whose order carries meaning, such as the parts of one text; models that lean on the last passage
         lose what they had when the right one stood there.
-    Cost: attention over T x T instead of its lower half at prefill, about 1.6 times the time at 3,000 tokens on a CPU;
+    Cost: attention over T x T instead of its lower half at prefill, about 1.5 times the time at 3,000 tokens on a CPU;
         decoding is that of the unmodified model. With routing the unmodified prompt is read too.
     Limits: models whose rotation can be done outside of them, every layer with all keys.
 

@@ -6,6 +6,7 @@ the model, so threads with different plans share one model. Nothing is stored on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class _Layer:
         if edits.holds_rotation:
             return self._rotating(query, key, value)
         if edits.attend is not None and self._in_layers():
-            return self._attend(query, key, value, query, key, None)
+            return self._attend(query, key, value, layer_rotation(self.call, _needed(self.call)[0], self.module))
         self._observe(query, key)
         return self._plain(query, key, value)
 
@@ -114,14 +115,12 @@ class _Layer:
         attend = edits.attend if self._in_layers() else None
         rotated = Rotated.BOTH if attend is None else attend.rotated
         if rotated is Rotated.NEITHER:
-            return self._attend(query, key, value, query, key, rotation)
+            return self._attend(query, key, value, rotation)
         fresh = key[:, :, -n_query:]
         fresh.copy_(rotation(fresh, positions[:, -n_query:]))  # `key` is the cache's own tensor
-        if rotated is Rotated.KEYS:
-            return self._attend(query, key, value, query, key, rotation)
         query = rotation(query, positions[:, -n_query:])
         if attend is not None:
-            return self._attend(query, key, value, query, key, rotation)
+            return self._attend(query, key, value, rotation)
         self._observe(query, key)
         return self._plain(query, key, value)
 
@@ -134,24 +133,18 @@ class _Layer:
             return rotation
         if self.layer not in ratios:
             ratios[self.layer] = decide(self.layer, query[:, :, -1:], key)
-        return LayerRotation(spec, rotation.rotates, rotation.base_factor, rotation.scale, ratios[self.layer])
+        return replace(rotation, ratios=ratios[self.layer])
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, plain_query: Tensor, plain_key: Tensor, rotation: Any
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, rotate: LayerRotation) -> Tensor:
         """Run the plan's own attention."""
-        attend, positions, n_query = self.call.edits.attend, self.call.positions, query.shape[2]
-        if attend is None or positions is None:
+        attend, positions = self.call.edits.attend, _needed(self.call)[1]
+        if attend is None:
             raise GenerationError("the seam was asked for an attention that the call does not hold; report this")
-        rotate = rotation or layer_rotation(self.call, _needed(self.call)[0], self.module)
 
         def ordinary() -> tuple[Tensor, Tensor]:
-            q, k = plain_query, plain_key
-            if attend.rotated is not Rotated.BOTH:
-                q = rotate(q, positions[:, -n_query:])
-            if attend.rotated is Rotated.NEITHER:
-                k = rotate(k, positions)
-            return q, k
+            if attend.rotated is Rotated.BOTH:
+                return query, key
+            return rotate(query, positions[:, -query.shape[2] :]), rotate(key, positions)
 
         def plain() -> Tensor:
             return self._plain(*ordinary(), value).transpose(1, 2)
