@@ -58,13 +58,16 @@ def _two(left: str, first: Plan, right: str, second: Plan) -> Plan:
     return Plan(**changes)
 
 
+_EDITS = tuple(field.name for field in dataclasses.fields(RowPlan) if field.name != "reusable")
+"""What a row does differently. What one method alone could use again, it cannot beside another."""
+
+
 def _row(left: str, first: RowPlan, right: str, second: RowPlan) -> RowPlan:
     for one, two in CLASHES:
         for a, b in ((one, two), (two, one)):
             if getattr(first, a) is not None and getattr(second, b) is not None:
                 raise _conflict(left, right, a if a == b else f"{a} and {b}", "one computes without the other")
-    names = [field.name for field in dataclasses.fields(RowPlan)]
-    return RowPlan(**{n: _one(left, getattr(first, n), right, getattr(second, n), n) for n in names})
+    return RowPlan(**{n: _one(left, getattr(first, n), right, getattr(second, n), n) for n in _EDITS})
 
 
 def _one(left: str, a: Any, right: str, b: Any, field: str) -> Any:
@@ -75,7 +78,7 @@ def _one(left: str, a: Any, right: str, b: Any, field: str) -> Any:
 
 def _changes(row: RowPlan) -> bool:
     """Return whether a row differs from reading the prompt as it stands."""
-    return any(getattr(row, field.name) is not None for field in dataclasses.fields(RowPlan))
+    return any(getattr(row, name) is not None for name in _EDITS)
 
 
 def _conflict(left: str, right: str, field: str, why: str) -> PlanConflictError:

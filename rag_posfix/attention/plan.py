@@ -82,6 +82,8 @@ class RowPlan:
         head_scale: What positions are divided by in each head, decided from the prompt.
         hidden_scale: A hidden channel that is scaled for the newest token.
         attend: Replaces softmax(QK^T)V.
+        reusable: Numbers n of tokens, ascending, for which keys and values of the row's first n tokens depend on these
+            tokens alone: another prompt that begins with the same n tokens may use them. None beyond the suffix.
     """
 
     passages: tuple[int, ...] | None = None
@@ -92,6 +94,7 @@ class RowPlan:
     head_scale: HeadScale | None = None
     hidden_scale: HiddenScale | None = None
     attend: Attend | None = None
+    reusable: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -78,6 +78,11 @@ class Layout:
         """How many passages the prompt holds."""
         return len(self.passages)
 
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Where the prefix and each passage end: after how many tokens, ascending, each once."""
+        return tuple(sorted({span.stop for span in (self.prefix, *self.passages)} - {0}))
+
     def tokens(self, span: Span) -> tuple[int, ...]:
         """Return the token ids of ``span``."""
         return self.token_ids[span.slice]

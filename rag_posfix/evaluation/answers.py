@@ -14,7 +14,7 @@ from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.datasets import PositionExample
 from rag_posfix.evaluation.metrics import best_subspan_em, first_line
-from rag_posfix.generation.batch import Batch, in_batches, write_together
+from rag_posfix.generation.batch import in_batches, score_together, write_together
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.request import Generation, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.session import Session
@@ -90,7 +90,7 @@ def answer_all(engine: Engine, asked: Iterable[Asked], max_new_tokens: int) -> I
         sessions = [one.session for one in batch]
         started = time.perf_counter()
         first = [session.next_log_probs() for session in sessions]
-        scores = Batch(sessions).score([one.expected for one in batch])
+        scores = score_together(sessions, [one.expected for one in batch])
         generations = write_together(engine, sessions, [one.request for one in batch])
         share = (time.perf_counter() - started) / len(batch)
         for one, log_probs, score, generation in zip(batch, first, scores, generations, strict=True):

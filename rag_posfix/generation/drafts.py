@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.draft import Drafts
-from rag_posfix.generation.forward import Rows
+from rag_posfix.generation.forward import Rows, forward_together
 
 __all__ = ["AnswerText", "draft_answers"]
 
@@ -101,9 +101,5 @@ def _score(groups: Sequence[Rows], log_probs: Tensor, answer: tuple[int, ...]) -
 
 def _step(groups: Sequence[Rows], tokens: Tensor) -> Tensor:
     """Append each row's own tokens and return what the rows say after each of them, (R, n, V) float32."""
-    said, at, count = [], 0, tokens.shape[1]
-    for rows in groups:
-        own = tokens[at : at + rows.n_rows]
-        said.append(rows.forward(own, rows.next_positions(count), keep=count).float().log_softmax(dim=-1))
-        at += rows.n_rows
-    return torch.cat(said)
+    own = torch.split(tokens, [rows.n_rows for rows in groups])
+    return torch.cat(forward_together(groups, own, tokens.shape[1])).float().log_softmax(dim=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,10 +19,14 @@ from rag_posfix.generation.request import (
     MitigationChoice,
     MitigationInfo,
 )
+from rag_posfix.generation.reuse import Reuse
 from rag_posfix.generation.session import Session
 from rag_posfix.generation.tokenizer import Tokenizer
 from rag_posfix.generation.writer import Writer
 from rag_posfix.mitigations import create
+
+if TYPE_CHECKING:
+    from rag_posfix.passages.store import PassageStore
 
 __all__ = ["Engine"]
 
@@ -36,13 +41,23 @@ class Engine:
         encoder: Its tokenizer.
         model_id: Name for responses and cache keys.
         fingerprint: Identity of weights and dtype.
+        passages: Keeps keys and values of what was read, for prompts that hold the same; None keeps nothing. It
+            belongs to whoever made it.
     """
 
-    def __init__(self, loaded: LoadedModel, encoder: Tokenizer, model_id: str, fingerprint: str) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        encoder: Tokenizer,
+        model_id: str,
+        fingerprint: str,
+        passages: PassageStore | None = None,
+    ) -> None:
         self._loaded = loaded
         self._encoder = encoder
         self._model_id = model_id
         self._fingerprint = fingerprint
+        self.passages = passages
 
     @property
     def loaded(self) -> LoadedModel:
@@ -69,7 +84,9 @@ class Engine:
         """The tokenizer that prompts must be counted and encoded with."""
         return self._encoder
 
-    def open(self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1) -> Session:
+    def open(
+        self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1, salt: str = ""
+    ) -> Session:
         """Read a prompt and return the session that continues it.
 
         Raises:
@@ -77,7 +94,8 @@ class Engine:
             UnsupportedModelError: the model cannot be served by the mitigation.
             PromptTooLongError: prompt and ``max_tokens`` exceed the context window; raised before any work.
         """
-        return self._session(layout, self._plan(layout, mitigation or MitigationChoice(), max_tokens))
+        choice = mitigation or MitigationChoice()
+        return self._session(layout, choice, self._plan(layout, choice, max_tokens), salt)
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters and return what caching needs to know of it."""
@@ -108,7 +126,8 @@ class Engine:
         return self._stream(request, self._plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
     def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:
-        yield from self.resume(self._session(request.layout, plan), request)
+        session = self._session(request.layout, request.mitigation, plan, request.salt)
+        yield from self.resume(session, request)
 
     def resume(self, session: Session, request: GenerationRequest) -> Iterator[Chunk]:
         """Decode from a session that has read the request's prompt; as ``stream`` otherwise."""
@@ -120,8 +139,13 @@ class Engine:
                 session.advance(writer.last)
         yield Chunk(*writer.end())
 
-    def _session(self, layout: Layout, plan: Plan) -> Session:
-        return Session(self._loaded, layout, plan, AnswerText(self._encoder.eos_ids, self._encoder.decode_answer))
+    def _session(self, layout: Layout, choice: MitigationChoice, plan: Plan, salt: str) -> Session:
+        reuse = None
+        if self.passages is not None:
+            method = create(choice.name, choice.parameters).fingerprint()
+            reuse = Reuse(self.passages, self._fingerprint, method, salt)
+        text = AnswerText(self._encoder.eos_ids, self._encoder.decode_answer)
+        return Session(self._loaded, layout, plan, text, reuse)
 
     def _plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
         plan = create(choice.name, choice.parameters).checked_plan(layout, self._loaded.spec.shape)

@@ -1,4 +1,4 @@
-"""One forward pass over a batch of rows with a cache. The only place that calls the model."""
+"""One forward pass over rows with a cache, or over several groups of rows with a cache each. Alone calls the model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from rag_posfix.patching.call import Edits, Observer, Scratch, SeamCall, active
+from rag_posfix.attention.shape import Capability
+from rag_posfix.generation.kv_cache import GrowingCache, JointCache
+from rag_posfix.patching.call import Edits, Member, Observer, Scratch, SeamCall, active
 from rag_posfix.patching.spec import ModelSpec
 
-__all__ = ["LoadedModel", "Rows", "new_cache"]
+__all__ = ["LoadedModel", "Rows", "forward_together", "new_cache"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,9 +32,16 @@ class LoadedModel:
         device: torch.device = self.model.device
         return device
 
+    @property
+    def keeps_all_keys(self) -> bool:
+        """Whether every layer keeps the keys of all tokens: their caches can be cut, joined and looked ahead from."""
+        return Capability.FULL_CACHE in self.spec.shape.capabilities
+
 
 def new_cache(loaded: LoadedModel) -> Any:
-    """Return an empty key/value cache of the model's own kind."""
+    """Return an empty key/value cache: our own where every layer keeps all keys, else of the model's own kind."""
+    if loaded.keeps_all_keys:
+        return GrowingCache(loaded.spec.shape.n_layers)
     return DynamicCache(config=loaded.model.config)
 
 
@@ -43,17 +52,18 @@ class Rows:
     Attributes:
         loaded: The model.
         cache: Keys and values of all tokens so far.
-        length: Tokens in the cache, padding included.
         positions: (R, length) float32, positions so far.
-        padding: (R, length) bool, True for real tokens; None where no row is padded.
+        starts: The first token of each row in the cache; those before it are padding. Empty: all rows start at 0.
         edits: What the plan asks of the model. Rows with edits do not share a batch with rows that have others.
+        scratch: What the layers remember.
         n_prompt: Tokens of the prompt; 0 until it has been read.
+        length: Tokens in the cache, padding included.
     """
 
     loaded: LoadedModel
     cache: Any
     positions: Tensor
-    padding: Tensor | None = None
+    starts: tuple[int, ...] = ()
     edits: Edits = field(default_factory=Edits)
     scratch: Scratch = field(default_factory=Scratch)
     n_prompt: int = 0
@@ -65,10 +75,16 @@ class Rows:
         return self.positions.shape[0]
 
     @property
-    def plain(self) -> bool:
-        """Whether the next tokens are read as the unmodified model would read them, at the rows' positions."""
-        edits = self._edits_now()
-        return not (edits.holds_rotation or edits.sets_angles) and edits.attend is None
+    def joins(self) -> bool:
+        """Whether the next tokens may be read in one pass with those of other rows: see ``forward_together``."""
+        edits = self.edits_now()
+        own = edits.holds_rotation or edits.attend is not None or edits.mask is not None
+        return self.loaded.keeps_all_keys and not own
+
+    @property
+    def first_tokens(self) -> tuple[int, ...]:
+        """The first token of each row in the cache."""
+        return self.starts or (0,) * self.n_rows
 
     def forward(self, token_ids: Tensor, positions: Tensor, keep: int, observer: Observer | None = None) -> Tensor:
         """Append tokens to every row and return the logits of the last ``keep`` of them.
@@ -77,24 +93,25 @@ class Rows:
             token_ids: (R, Tq). positions: (R, Tq) float32.
             returns: (R, keep, V), in the model's dtype.
         """
-        edits = self._edits_now()
-        self.positions = torch.cat((self.positions, positions), dim=1)
-        self.length += token_ids.shape[1]
-        if self.padding is not None:
-            self.padding = torch.cat((self.padding, self.padding.new_ones(token_ids.shape)), dim=1)
-        call = SeamCall(edits, self.positions, self.loaded.spec, self.scratch, self.n_prompt or self.length, observer)
-        with active(call):
-            output = self.loaded.model(
-                input_ids=token_ids,
-                position_ids=_as_ids(positions),
-                attention_mask=None if self.padding is None else self.padding.long(),
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=keep,
-            )
+        edits = self.edits_now()
+        self.take(positions)
+        call = SeamCall(
+            edits,
+            self.positions,
+            self.loaded.spec,
+            self.scratch,
+            self.n_prompt or self.length,
+            observer,
+            starts=self.first_tokens if self.loaded.keeps_all_keys else None,
+        )
+        logits = _run(self.loaded, call, self.cache, token_ids, positions, keep)
         self.n_prompt = self.n_prompt or self.length
-        logits: Tensor = output.logits
         return logits
+
+    def take(self, positions: Tensor) -> None:
+        """Count tokens as appended, at (R, Tq) positions."""
+        self.positions = torch.cat((self.positions, positions), dim=1)
+        self.length += positions.shape[1]
 
     def next_positions(self, count: int = 1) -> Tensor:
         """Return the positions of the next ``count`` tokens: they continue after the last. (R, count)."""
@@ -104,34 +121,33 @@ class Rows:
     def select(self, kept: Sequence[int]) -> Rows:
         """Return the batch with only some of its rows; these rows are used up."""
         index = torch.tensor(kept, device=self.positions.device)
-        self.cache.batch_select_indices(index)
-        padding = None if self.padding is None else self.padding[index]
-        return replace(self, positions=self.positions[index], padding=padding)
+        if isinstance(self.cache, GrowingCache):
+            cache = self.cache.copy(self.length, index)
+        else:
+            cache = self.cache
+            cache.batch_select_indices(index)
+        starts = tuple(self.starts[row] for row in kept) if self.starts else ()
+        return replace(self, cache=cache, positions=self.positions[index], starts=starts)
 
     def fork(self) -> Rows:
-        """Return rows that advance on their own from here; these stay as they are."""
-        return Rows(
-            loaded=self.loaded,
-            cache=copy.deepcopy(self.cache),
-            positions=self.positions,
-            padding=self.padding,
-            edits=self.edits,
-            scratch=self.scratch.copy(),
-            n_prompt=self.n_prompt,
-            length=self.length,
-        )
+        """Return rows that go their own way from here; these stay as they are.
+
+        They are good until these rows advance, or others forked from them do.
+
+        Cost: nothing, where every layer keeps all keys; else a copy of the cache.
+        """
+        shared = isinstance(self.cache, GrowingCache)
+        cache = self.cache.look_ahead() if shared else copy.deepcopy(self.cache)
+        return replace(self, cache=cache, scratch=self.scratch.copy())
 
     def first(self, length: int) -> Rows:
         """Return rows that hold the first ``length`` tokens and no edits; these stay as they are.
 
         For unpadded rows of models whose every layer keeps all keys.
         """
-        cache = new_cache(self.loaded)
-        for index, layer in enumerate(self.cache.layers):
-            cache.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
-        return Rows(self.loaded, cache, self.positions[:, :length], length=length)
+        return Rows(self.loaded, self.cache.copy(length), self.positions[:, :length], length=length)
 
-    def _edits_now(self) -> Edits:
+    def edits_now(self) -> Edits:
         """Return the edits of the next pass. What is plain from here on costs nothing any more."""
         edits = self.edits
         if self.n_prompt and edits.mask is not None:  # generated tokens see all before them
@@ -140,6 +156,52 @@ class Rows:
         if attend is not None and attend.plain_from is not None and self.length >= attend.plain_from:
             edits = replace(edits, attend=None)
         return edits
+
+
+def forward_together(groups: Sequence[Rows], token_ids: Sequence[Tensor], keep: int) -> list[Tensor]:
+    """Append tokens to groups of rows in one pass, each at its own next positions, and return each group's logits.
+
+    The weights are read once for all. Each row attends to its own keys in its own cache: nothing is padded or moved,
+    so any groups may share any pass. Groups read their tokens one after another if some of them do not ``join``.
+
+    Args:
+        groups: Rows of one model.
+        token_ids: (R, Tq) of each group, Tq the same for all.
+        keep: For how many of the last tokens logits are wanted.
+    """
+    if len(groups) < 2 or not all(rows.joins for rows in groups):
+        pairs = zip(groups, token_ids, strict=True)
+        return [rows.forward(ids, rows.next_positions(ids.shape[1]), keep) for rows, ids in pairs]
+    count = token_ids[0].shape[1]
+    members, at = [], 0
+    for rows in groups:
+        edits, positions = rows.edits_now(), rows.next_positions(count)
+        rows.take(positions)
+        layers = rows.cache.layers
+
+        def keys(layer: int, layers: Any = layers) -> tuple[Tensor, Tensor]:
+            return layers[layer].keys, layers[layer].values
+
+        members.append(Member(slice(at, at + rows.n_rows), edits, positions, keys, rows.first_tokens))
+        at += rows.n_rows
+    loaded = groups[0].loaded
+    counts = [rows.n_rows for rows in groups]
+    positions = torch.cat([member.positions for member in members])
+    call = SeamCall(positions=positions, spec=loaded.spec, members=tuple(members))
+    cache = JointCache([rows.cache for rows in groups], counts)
+    logits = _run(loaded, call, cache, torch.cat(list(token_ids)), positions, keep)
+    for rows in groups:
+        rows.n_prompt = rows.n_prompt or rows.length
+    return list(torch.split(logits, counts))
+
+
+def _run(loaded: LoadedModel, call: SeamCall, cache: Any, ids: Tensor, positions: Tensor, keep: int) -> Tensor:
+    with active(call):
+        output = loaded.model(
+            input_ids=ids, position_ids=_as_ids(positions), past_key_values=cache, use_cache=True, logits_to_keep=keep
+        )
+    logits: Tensor = output.logits
+    return logits
 
 
 def _as_ids(positions: Tensor) -> Tensor:

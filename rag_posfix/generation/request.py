@@ -91,11 +91,19 @@ class MitigationInfo:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to answer with one mitigation."""
+    """One prompt to answer with one mitigation.
+
+    Attributes:
+        layout: The prompt.
+        mitigation: What is done differently.
+        sampling: How tokens are chosen.
+        salt: Keys and values that are kept are shared with requests of the same salt only: one per tenant.
+    """
 
     layout: Layout
     mitigation: MitigationChoice = field(default_factory=MitigationChoice)
     sampling: Sampling = field(default_factory=Sampling)
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

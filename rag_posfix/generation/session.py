@@ -13,7 +13,8 @@ from rag_posfix.attention.plan import Plan, RowScores
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.drafts import AnswerText, draft_answers
-from rag_posfix.generation.forward import LoadedModel, Rows
+from rag_posfix.generation.forward import LoadedModel, Rows, forward_together
+from rag_posfix.generation.reuse import Reuse
 from rag_posfix.generation.survey import read
 
 __all__ = ["Session"]
@@ -29,12 +30,24 @@ class Session:
         layout: The prompt.
         plan: What is done differently.
         text: What ends an answer; used where the plan drafts.
+        reuse: Keys and values that need not be computed again.
+
+    Attributes:
+        cached_tokens: Tokens of the prompt, in all of its rows, that were found in ``reuse``.
     """
 
     @torch.inference_mode()
-    def __init__(self, loaded: LoadedModel, layout: Layout, plan: Plan, text: AnswerText | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        layout: Layout,
+        plan: Plan,
+        text: AnswerText | None = None,
+        reuse: Reuse | None = None,
+    ) -> None:
         started = time.perf_counter()
-        self._plan, groups = read(loaded, layout, plan)
+        self._plan, groups = read(loaded, layout, plan, reuse)
+        self.cached_tokens = min(sum(group.cached_tokens for group in groups), len(layout.token_ids))
         self._groups = [group.rows for group in groups]
         self._log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)  # (R, V)
         self._question = torch.cat([group.question for group in groups])
@@ -50,6 +63,11 @@ class Session:
     def groups(self) -> Sequence[Rows]:
         """The rows that it reads, in groups that advance together; in order they are the plan's rows."""
         return self._groups
+
+    @property
+    def joins(self) -> bool:
+        """Whether its next token may be read in one pass with those of other sessions."""
+        return all(rows.joins for rows in self._groups)
 
     @torch.inference_mode()
     def next_log_probs(self) -> Tensor:
@@ -67,11 +85,7 @@ class Session:
     @torch.inference_mode()
     def advance(self, token_id: int) -> None:
         """Append a generated token to every row."""
-        logits = []
-        for rows in self._groups:
-            token = torch.full((rows.n_rows, 1), token_id, device=rows.positions.device)
-            logits.append(rows.forward(token, rows.next_positions(), keep=1)[:, -1])
-        self.accept(token_id, torch.cat(logits))
+        self.accept(token_id, self._read(self._groups, [token_id])[:, -1])
 
     @torch.inference_mode()
     def accept(self, token_id: int, logits: Tensor) -> None:
@@ -89,7 +103,7 @@ class Session:
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Return the log-probability of each token of a given continuation; the session stays where it is.
 
-        Cost: a copy of the cache and one forward pass over the continuation.
+        Cost: one forward pass over the continuation; a copy of the cache where layers do not keep all keys.
 
         Raises:
             ConfigError: the continuation is empty.
@@ -98,12 +112,7 @@ class Session:
             raise ConfigError("cannot score an empty continuation; give at least one token")
         if len(token_ids) == 1:
             return self.score_from(token_ids, None)
-        given = torch.tensor([list(token_ids[:-1])], device=self._log_probs.device)
-        logits = []
-        for rows in (group.fork() for group in self._groups):
-            count = given.shape[1]
-            logits.append(rows.forward(given.expand(rows.n_rows, -1), rows.next_positions(count), keep=count))
-        return self.score_from(token_ids, torch.cat(logits))
+        return self.score_from(token_ids, self._read([rows.fork() for rows in self._groups], token_ids[:-1]))
 
     @torch.inference_mode()
     def score_from(self, token_ids: Sequence[int], logits: Tensor | None) -> tuple[float, ...]:
@@ -120,6 +129,11 @@ class Session:
             scores.append(float(self._combine(log_probs, answer)[0][token]))
             answer = answer + log_probs[:, token]
         return tuple(scores)
+
+    def _read(self, groups: Sequence[Rows], tokens: Sequence[int]) -> Tensor:
+        """Append tokens to every row. Returns (R, len(tokens), V)."""
+        ids = [torch.tensor([list(tokens)] * rows.n_rows, device=rows.positions.device) for rows in groups]
+        return torch.cat(forward_together(groups, ids, len(tokens)))
 
     def _draft(self, draft: Draft, text: AnswerText) -> None:
         """Weigh the rows by the short answers that they write; those of weight 0 are not read any further."""

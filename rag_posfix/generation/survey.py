@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.plan import Plan, RowPlan
-from rag_posfix.attention.shape import Capability
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import PlanConflictError
 from rag_posfix.generation.forward import LoadedModel
 from rag_posfix.generation.prefill import PrefilledGroup, prefill, read_on
+from rag_posfix.generation.reuse import Reuse
 
 __all__ = ["measure", "read"]
 
 
-def read(loaded: LoadedModel, layout: Layout, plan: Plan) -> tuple[Plan, list[PrefilledGroup]]:
+def read(
+    loaded: LoadedModel, layout: Layout, plan: Plan, reuse: Reuse | None = None
+) -> tuple[Plan, list[PrefilledGroup]]:
     """Read the prompt and return the plan that was run and its groups of rows, as ``prefill`` does.
 
     Raises:
@@ -25,11 +27,11 @@ def read(loaded: LoadedModel, layout: Layout, plan: Plan) -> tuple[Plan, list[Pr
     """
     survey = plan.survey
     if survey is None:
-        return plan, prefill(loaded, layout, plan)
+        return plan, prefill(loaded, layout, plan, reuse)
     measured, first = measure(loaded, survey.layouts, survey.continue_from or 0)
     decided = survey.decide(measured)
-    if survey.continue_from is None or Capability.FULL_CACHE not in loaded.spec.shape.capabilities:
-        return read(loaded, layout, decided)
+    if survey.continue_from is None or not loaded.keeps_all_keys:
+        return read(loaded, layout, decided, reuse)
     if len(decided.rows) != 1 or decided.survey is not None:
         raise PlanConflictError(
             f"a survey decided on {len(decided.rows)} rows; where its reading is continued it must be one row, and "
@@ -48,12 +50,11 @@ def measure(loaded: LoadedModel, layouts: Sequence[Layout], base: int = 0) -> tu
         returns: (len(layouts), N) float32 on the CPU, averaged over layers and heads; the reading of ``base``.
     """
     whole = prefill(loaded, layouts[base], Plan())[0]
-    share = Capability.FULL_CACHE in loaded.spec.shape.capabilities
     rows = []
     for index, layout in enumerate(layouts):
         if index == base:
             group = whole
-        elif share:
+        elif loaded.keeps_all_keys:
             group = read_on(loaded, layout, RowPlan(), whole.rows.first(_shared(layout, layouts[base])))
         else:
             group = prefill(loaded, layout, Plan())[0]

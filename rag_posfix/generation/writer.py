@@ -29,6 +29,7 @@ class Writer:
         self._eos_ids = encoder.eos_ids
         self._prefill_seconds = session.prefill_seconds
         self._attention = session.attention()
+        self._cached_tokens = session.cached_tokens
         self._sampler = Sampler(request.sampling)
         self._text = TextStream(encoder.decode_answer, request.sampling.stop)
         self._ids: list[int] = []
@@ -68,7 +69,11 @@ class Writer:
             text=self._text.text,
             token_ids=tuple(self._ids),
             finish_reason=self._finish,
-            usage=Usage(prompt_tokens=len(self._request.layout.token_ids), completion_tokens=len(self._ids)),
+            usage=Usage(
+                prompt_tokens=len(self._request.layout.token_ids),
+                completion_tokens=len(self._ids),
+                cached_tokens=self._cached_tokens,
+            ),
             attention=self._attention,
             timings={"prefill": self._prefill_seconds, "decode": self._seconds},
         )

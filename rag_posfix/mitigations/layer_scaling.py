@@ -78,4 +78,4 @@ class LayerScaling(Mitigation):
         """Return one row whose layers divide positions by the heights of the curve."""
         last = max(model.n_layers - 1, 1)
         scale = torch.tensor([bezier(self.points, layer / last) for layer in range(model.n_layers)])
-        return Plan(rows=(RowPlan(layer_scale=scale),))
+        return Plan(rows=(RowPlan(layer_scale=scale, reusable=layout.boundaries),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rag_posfix.attention.plan import Plan
+from rag_posfix.attention.plan import Plan, RowPlan
 from rag_posfix.attention.shape import ModelShape
 from rag_posfix.attention.spans import Layout
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
@@ -38,4 +38,4 @@ class Unmodified(Mitigation):
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return the plan that changes nothing."""
-        return Plan()
+        return Plan(rows=(RowPlan(reusable=layout.boundaries),))

@@ -159,7 +159,10 @@ class SortedInterDocument(Mitigation):
         order = self._order(layout)
         if len(order) < 2:
             return Plan()
-        row = RowPlan(passages=order, attend=CircularAttention(layout.select(order)))
+        sorted_layout = layout.select(order)
+        # Passages attend to each other: what they became can be used where all of them come together again.
+        reusable = (sorted_layout.suffix.start,)
+        row = RowPlan(passages=order, attend=CircularAttention(sorted_layout), reusable=reusable)
         if self.routing is None:
             return Plan(rows=(row,))
         return Plan(rows=(RowPlan(), row), combine=self._route)

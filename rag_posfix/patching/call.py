@@ -13,7 +13,7 @@ from rag_posfix.attention.attend import Attend, Rotated
 from rag_posfix.attention.plan import HeadScale, HiddenScale, MaskFunction
 from rag_posfix.patching.spec import ModelSpec
 
-__all__ = ["Edits", "Observer", "Scratch", "SeamCall", "active", "current"]
+__all__ = ["Edits", "Member", "Observer", "Scratch", "SeamCall", "active", "current"]
 
 
 @dataclass(slots=True)
@@ -84,6 +84,25 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """Some rows of a batch that have a cache of their own.
+
+    Attributes:
+        rows: Which rows of the batch.
+        edits: What their plan asks for: nothing that rotates in the seam, no attention and no mask of its own.
+        positions: (R, Tq) float32, of the new tokens.
+        keys: Layer -> (keys, values), each (R, Hkv, Tk, D), of all tokens so far.
+        starts: The first token of each row among the keys; those before it are padding.
+    """
+
+    rows: slice
+    edits: Edits
+    positions: Tensor
+    keys: Callable[[int], tuple[Tensor, Tensor]]
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SeamCall:
     """What one forward pass does differently.
 
@@ -96,6 +115,9 @@ class SeamCall:
         n_prompt: Tokens that the prompt holds; queries from the last of them on are newest tokens.
         observer: Receives the attention of the newest query.
         listener: Receives each layer's number and what its attention reads, (B, Tq, hidden).
+        starts: The first token of each row among the keys; those before it are padding. Not None: the seam knows all
+            that a mask would say, and none is made unless the plan has one. None: the model's own mask counts.
+        members: Rows with caches of their own, in the order of the batch; then the edits above are not used.
     """
 
     edits: Edits = field(default_factory=Edits)
@@ -105,6 +127,8 @@ class SeamCall:
     n_prompt: int = 1
     observer: Observer | None = None
     listener: Callable[[int, Tensor], None] | None = None
+    starts: tuple[int, ...] | None = None
+    members: tuple[Member, ...] = ()
 
 
 _ACTIVE: ContextVar[SeamCall | None] = ContextVar("rag_posfix_seam_call", default=None)

@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rag_posfix.attention.attend import AttendInput, Rotated
+from rag_posfix.attention.newest import attend_rows
 from rag_posfix.attention.observe import last_query_attention
 from rag_posfix.errors import GenerationError
 from rag_posfix.patching.call import SeamCall, current
@@ -36,6 +37,8 @@ def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tupl
     states = given["hidden_states"]
     if call.listener is not None:
         call.listener(module.layer_idx, states)
+    if call.members:
+        return _angles_of_members(call, module, arguments, given)
     if not (call.edits.holds_rotation or call.edits.sets_angles):
         return None
     spec, positions = _needed(call)
@@ -46,8 +49,26 @@ def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tupl
         cos, sin = given["position_embeddings"]
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     else:
-        cos, sin = layer_rotation(call, spec, module).angles(states, positions[:, -states.shape[1] :])
+        cos, sin = layer_rotation(call.edits, spec, module).angles(states, positions[:, -states.shape[1] :])
     return arguments, {**given, "position_embeddings": (cos, sin)}
+
+
+def _angles_of_members(
+    call: SeamCall, module: Any, arguments: Any, given: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """Hand each member's rows the angles that it asks for; the others keep the model's own."""
+    if not any(member.edits.sets_angles for member in call.members):
+        return None
+    spec, states, own = _needed(call)[0], given["hidden_states"], given["position_embeddings"]
+    found = []
+    for member in call.members:
+        if member.edits.sets_angles:
+            rotation = layer_rotation(member.edits, spec, module)
+            found.append(rotation.angles(states[member.rows], member.positions))
+        else:
+            found.append((own[0][member.rows], own[1][member.rows]))
+    embeddings = tuple(torch.cat(part) for part in zip(*found, strict=True))
+    return arguments, {**given, "position_embeddings": embeddings}
 
 
 def seam_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -62,6 +83,8 @@ def seam_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kwar
             key = torch.arange(kv_length, device=device)[None, :]
             query = torch.arange(kv_length - q_length, kv_length, device=device)[:, None]
             return call.edits.mask(query, key).expand(batch_size, 1, q_length, kv_length)
+        if call.starts is not None or call.members:
+            return None
     result: Tensor | None = sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
     return result
 
@@ -93,11 +116,13 @@ class _Layer:
         self.scaling: float = module.head_dim**-0.5 if scaling is None else scaling
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.call.members:
+            return self._apart(query)
         edits = self.call.edits
         if edits.holds_rotation:
             return self._rotating(query, key, value)
         if edits.attend is not None and self._in_layers():
-            return self._attend(query, key, value, layer_rotation(self.call, _needed(self.call)[0], self.module))
+            return self._attend(query, key, value, layer_rotation(self.call.edits, _needed(self.call)[0], self.module))
         self._observe(query, key)
         return self._plain(query, key, value)
 
@@ -127,7 +152,7 @@ class _Layer:
     def _rotation(self, query: Tensor, key: Tensor) -> LayerRotation:
         """Return the layer's rotation; the divisors of its heads are decided in the pass that reads the prompt."""
         spec, _ = _needed(self.call)
-        rotation = layer_rotation(self.call, spec, self.module)
+        rotation = layer_rotation(self.call.edits, spec, self.module)
         decide, ratios = self.call.edits.head_scale, self.call.scratch.head_ratios
         if decide is None:
             return rotation
@@ -164,8 +189,18 @@ class _Layer:
         attend = self.call.edits.attend
         return attend is not None and (attend.layers is None or self.layer in attend.layers)
 
+    def _apart(self, query: Tensor) -> Tensor:
+        """Attend in each member to its own keys. Returns (B, Tq, Hq, D)."""
+        outs = [
+            attend_rows(query[member.rows], *member.keys(self.layer), self.scaling, member.starts)
+            for member in self.call.members
+        ]
+        return torch.cat(outs).transpose(1, 2)
+
     def _plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = self.mask
+        if mask is None and self.call.starts is not None:
+            return attend_rows(query, key, value, self.scaling, self.call.starts).transpose(1, 2)
         if mask is not None and query.shape[2] < mask.shape[2]:
             mask = mask[:, :, -query.shape[2] :]
         out: Tensor = sdpa_attention_forward(self.module, query, key, value, mask, **self.options)[0]
@@ -174,7 +209,9 @@ class _Layer:
     def _observe(self, query: Tensor, key: Tensor) -> None:
         if self.call.observer is not None:
             softcap = self.options.get("softcap")
-            self.call.observer.add(last_query_attention(query, key, self.mask, self.scaling, softcap))
+            self.call.observer.add(
+                last_query_attention(query, key, self.mask, self.scaling, softcap, self.call.starts)
+            )
 
 
 def _needed(call: SeamCall) -> tuple[ModelSpec, Tensor]:

@@ -3,7 +3,14 @@ import torch
 
 from rag_posfix.attention.plan import Plan, RowPlan
 from rag_posfix.errors import ConfigError, PromptTooLongError
-from rag_posfix.generation.batch import MOST_ROWS, Batch, generate_together, in_batches, write_together
+from rag_posfix.generation.batch import (
+    MOST_ROWS,
+    advance_together,
+    generate_together,
+    in_batches,
+    score_together,
+    write_together,
+)
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.session import Session
@@ -40,6 +47,12 @@ def open_all(engine, asked):
     return [engine.open(one.layout, one.mitigation, 16) for one in asked]
 
 
+def advance(sessions, tokens):
+    """Append tokens to those sessions that have one."""
+    going = [(session, token) for session, token in zip(sessions, tokens, strict=True) if token is not None]
+    advance_together([session for session, _ in going], [token for _, token in going])
+
+
 def per_head():
     """Return a plan whose heads see positions of their own."""
     return Plan(rows=(RowPlan(head_scale=lambda layer, query, key: torch.tensor([1.0, 2.0])),))
@@ -64,12 +77,11 @@ def test_answers_together_are_those_one_by_one(loaded, mitigations):
 def test_log_probabilities_at_every_step_are_those_one_by_one(family):
     engine = engine_of(loaded_model(family))
     together, alone = (open_all(engine, requests()) for _ in range(2))
-    batch = Batch(together)
     for step in range(6):
         for ours, theirs in zip(together, alone, strict=True):
             assert (ours.next_log_probs() - theirs.next_log_probs()).abs().max() < 1e-5
         tokens = [5 + step + i for i in range(len(together))]
-        batch.advance(tokens)
+        advance(together, tokens)
         for session, token in zip(alone, tokens, strict=True):
             session.advance(token)
 
@@ -80,21 +92,19 @@ def test_a_step_is_one_forward_pass_for_all(loaded):
     handle = loaded.model.register_forward_pre_hook(
         lambda module, arguments, keywords: shapes.append(tuple(keywords["input_ids"].shape)), with_kwargs=True
     )
-    batch = Batch(sessions)
-    batch.advance([3, 4, 5, 6, 7])
-    batch.advance([3, None, 5, None, None])
-    batch.advance([None, None, 5, None, None])
+    advance(sessions, [3, 4, 5, 6, 7])
+    advance(sessions, [3, None, 5, None, None])
+    advance(sessions, [None, None, 5, None, None])
     handle.remove()
     # Rows: none 1, parallel_windows 1, context_experts without passages 1, none 1, none 1.
     assert shapes == [(5, 1), (2, 1), (1, 1)]
 
 
-def test_sessions_that_end_leave_and_the_others_go_on(loaded):
+def test_sessions_join_pause_and_leave_between_any_two_steps(loaded):
     together, alone = (open_all(engine_of(loaded), requests(["context_experts"] * 5)) for _ in range(2))
-    batch = Batch(together)
-    plan = [[9, 9, 9, 9, 9], [8, None, 8, 8, 8], [7, None, 7, None, 7], [None, None, None, None, 6]]
+    plan = [[9, 9, None, 9, None], [8, None, 8, 8, 8], [7, 4, 7, None, 7], [None, None, None, None, 6]]
     for tokens in plan:
-        batch.advance(tokens)
+        advance(together, tokens)
         for ours, theirs, token in zip(together, alone, tokens, strict=True):
             if token is not None:
                 theirs.advance(token)
@@ -107,13 +117,12 @@ def test_rows_that_cannot_be_merged_decode_on_their_own(loaded):
         return [others[0], Session(loaded, toy_layout(), per_head()), *others[1:]]
 
     together, alone = sessions(), sessions()
-    batch = Batch(together)
-    assert batch.score([[5, 6], [7], [8, 9, 10], [4, 4]]) == [
+    assert score_together(together, [[5, 6], [7], [8, 9, 10], [4, 4]]) == [
         pytest.approx(session.score(answer), abs=1e-5)
         for session, answer in zip(alone, [[5, 6], [7], [8, 9, 10], [4, 4]], strict=True)
     ]
     for tokens in ([3, 4, 5, 6], [3, 4, None, 6], [None, 4, None, None]):
-        batch.advance(tokens)
+        advance(together, tokens)
         for ours, theirs, token in zip(together, alone, tokens, strict=True):
             if token is not None:
                 theirs.advance(token)
@@ -132,8 +141,7 @@ class TestScore:
 
     def test_scores_together_are_those_one_by_one_and_sessions_stay_where_they_are(self, loaded):
         together, alone = (open_all(engine_of(loaded), requests()) for _ in range(2))
-        batch = Batch(together)
-        for ours, session, answer in zip(batch.score(self.ANSWERS), alone, self.ANSWERS, strict=True):
+        for ours, session, answer in zip(score_together(together, self.ANSWERS), alone, self.ANSWERS, strict=True):
             assert ours == pytest.approx(session.score(answer), abs=1e-5)
         for ours, theirs in zip(together, alone, strict=True):
             assert (ours.next_log_probs() - theirs.next_log_probs()).abs().max() < 1e-5
@@ -141,21 +149,21 @@ class TestScore:
     def test_scoring_changes_no_answer(self, loaded):
         engine, asked = engine_of(loaded), requests()
         sessions = open_all(engine, asked)
-        Batch(sessions).score(self.ANSWERS)
+        score_together(sessions, self.ANSWERS)
         found = write_together(engine, sessions, asked)
         assert [one.token_ids for one in found] == [engine.generate(request).token_ids for request in asked]
 
     def test_answers_of_one_token_need_no_forward_pass(self, loaded):
         sessions = open_all(engine_of(loaded), requests())
         handle = loaded.model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
-        scores = Batch(sessions).score([[5]] * 5)
+        scores = score_together(sessions, [[5]] * 5)
         handle.remove()
         assert scores == [pytest.approx((float(s.next_log_probs()[5]),), abs=1e-6) for s in sessions]
 
     def test_an_empty_answer_is_refused(self, loaded):
         sessions = open_all(engine_of(loaded), requests())
         with pytest.raises(ConfigError, match="empty continuation"):
-            Batch(sessions).score([[5], [], [5], [5], [5]])
+            score_together(sessions, [[5], [], [5], [5], [5]])
 
 
 class TestWriting:
@@ -203,14 +211,13 @@ class TestBatches:
             ([(1, 10)] * 20, [16, 4]),
             ([(11, 300)] * 3, [1, 1, 1]),
             ([(40, 10), (1, 10), (15, 10), (1, 10)], [1, 2, 1]),
-            # 8 rows of 1536 tokens fit. A longer one makes all longer: 2 x 4000 fit, 4 x 4000 do not.
-            ([(1, 1536)] * 9, [8, 1]),
-            ([(1, 4000)] * 7, [3, 3, 1]),
-            ([(1, 100), (1, 20000), (1, 100)], [1, 1, 1]),
+            ([(1, 3072)] * 9, [8, 1]),  # 24,576 tokens in all
+            ([(1, 4000)] * 7, [6, 1]),
+            ([(1, 100), (1, 30000), (1, 100)], [1, 1, 1]),
             ([], []),
         ],
     )
-    def test_a_batch_is_bounded_by_rows_and_by_tokens_with_padding(self, sizes, expected):
+    def test_a_batch_is_bounded_by_rows_and_by_tokens(self, sizes, expected):
         items = [Sized(*size) for size in sizes]
         batches = list(in_batches(items, lambda item: item))
         assert [len(batch) for batch in batches] == expected

@@ -1,0 +1,156 @@
+"""Keys and values of sequences: buffers with room at the end, so that a new token costs its own copy and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+__all__ = ["GrowingCache", "JointCache"]
+
+ROOM = 64
+"""Tokens that a buffer has room for beyond what it is made for, at least."""
+
+GROWTH = 8
+"""A buffer that is full grows by one part in so many: each token is then copied that often at most, on average."""
+
+
+class GrowingLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of ``GrowingCache``. ``keys`` and ``values`` are views of what is filled: (R, Hkv, T, D)."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self.length = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append tokens and return all: views of the buffers, which stay valid until the next update."""
+        stop = self.length + key_states.shape[2]
+        self._reserve(key_states, value_states, stop)
+        if self._keys is None or self._values is None:  # _reserve made them
+            raise RuntimeError("a cache layer has no buffers after it reserved them; please report this")
+        self._keys[:, :, self.length : stop] = key_states
+        self._values[:, :, self.length : stop] = value_states
+        self.length = stop
+        self.keys, self.values = self._keys[:, :, :stop], self._values[:, :, :stop]
+        return self.keys, self.values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take dtype and device from the first states."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Take buffers whose first ``length`` tokens are filled."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        self._keys, self._values, self.length = keys, values, length
+        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
+
+    def look_ahead(self) -> GrowingLayer:
+        """Return a layer on the same buffers that goes its own way from here."""
+        layer = GrowingLayer()
+        if self._keys is not None and self._values is not None:
+            layer.fill(self._keys, self._values, self.length)
+        return layer
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens are filled."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length and offset that a mask would have."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: no bound."""
+        return -1
+
+    def _reserve(self, key_states: Tensor, value_states: Tensor, length: int) -> None:
+        if self._keys is not None and self._values is not None and length <= self._keys.shape[2]:
+            return
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        capacity = length + max(ROOM, length // GROWTH)
+        keys, values = (_room(states, capacity) for states in (key_states, value_states))
+        if self._keys is not None and self._values is not None:
+            keys[:, :, : self.length] = self._keys[:, :, : self.length]
+            values[:, :, : self.length] = self._values[:, :, : self.length]
+        self._keys, self._values = keys, values
+
+
+class GrowingCache(Cache):  # type: ignore[misc]
+    """The cache of rows that advance together, for models whose every layer keeps all keys.
+
+    Args:
+        n_layers: Layers of the model.
+    """
+
+    def __init__(self, n_layers: int) -> None:
+        super().__init__(layers=[GrowingLayer() for _ in range(n_layers)])
+
+    def look_ahead(self) -> GrowingCache:
+        """Return a cache that goes its own way from here, on the same buffers; nothing is copied.
+
+        It is good until this one, or another that looks ahead from it, is updated.
+        """
+        ahead = GrowingCache(0)
+        ahead.layers = [layer.look_ahead() for layer in self.layers if isinstance(layer, GrowingLayer)]
+        return ahead
+
+    def copy(self, length: int, rows: Tensor | None = None) -> GrowingCache:
+        """Return a cache of its own that holds the first ``length`` tokens of all rows, or of some."""
+        copied = GrowingCache(len(self.layers))
+        for old, new in zip(self.layers, copied.layers, strict=True):
+            some = old.keys[:, :, :length] if rows is None else old.keys[rows, :, :length]
+            others = old.values[:, :, :length] if rows is None else old.values[rows, :, :length]
+            new.update(some, others)
+        return copied
+
+    @staticmethod
+    def over(buffers: Tensor, length: int) -> GrowingCache:
+        """Return a cache on buffers whose first ``length`` tokens are filled.
+
+        Shapes:
+            buffers: (2, L, R, Hkv, capacity, D): keys and values of all layers.
+        """
+        cache = GrowingCache(buffers.shape[1])
+        for layer, keys, values in zip(cache.layers, buffers[0], buffers[1], strict=True):
+            layer.fill(keys, values, length)
+        return cache
+
+
+class JointCache(Cache):  # type: ignore[misc]
+    """The caches of several groups of rows in one forward pass: each group's new tokens go to its own cache.
+
+    The attention reads the groups' own caches: what ``update`` returns are the new tokens alone.
+
+    Args:
+        caches: One per group, in the order of the batch.
+        counts: Rows of each group.
+    """
+
+    def __init__(self, caches: Sequence[GrowingCache], counts: Sequence[int]) -> None:
+        super().__init__(layers=[GrowingLayer()])  # empty: whoever asks for lengths sees the new tokens alone
+        self._caches = list(caches)
+        self._counts = list(counts)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append each group's new tokens to its cache; return the new tokens."""
+        keys, values = torch.split(key_states, self._counts), torch.split(value_states, self._counts)
+        for cache, key, value in zip(self._caches, keys, values, strict=True):
+            cache.layers[layer_idx].update(key, value)
+        return key_states, value_states
+
+
+def _room(states: Tensor, capacity: int) -> Tensor:
+    rows, heads, _, channels = states.shape
+    return states.new_empty((rows, heads, capacity, channels))
