@@ -232,10 +232,11 @@ def test_what_a_process_did_not_finish_writing_is_removed_once_it_is_old(folder)
         assert list(incoming.iterdir()) == []
 
 
-def test_a_full_disk_refuses_writes_serves_reads_and_leaves_nothing_behind(tier, folder, monkeypatch, caplog):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
+
+def test_a_full_disk_refuses_writes_serves_reads_and_leaves_nothing_behind(tier, folder, monkeypatch, caplog):
     tier.put_many({"key": entry(1)})
     monkeypatch.setattr("rag_posfix.passages.files.os.replace", full)
     for number in range(3):
@@ -255,9 +256,7 @@ def test_it_writes_again_once_there_is_room(folder, monkeypatch, caplog):
     breaker = CircuitBreaker(clock=clock)
     with closing(DiskPassages(folder, max_bytes=MIB, breaker=breaker)) as tier:
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "rag_posfix.passages.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
-            )
+            patch.setattr("rag_posfix.passages.files.os.replace", full)
             tier.put_many({"key": entry()})
         tier.put_many({"key": entry()})
         assert get(tier, "key") is None
