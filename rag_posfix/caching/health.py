@@ -15,10 +15,12 @@ class Health:
 
     Args:
         label: What the log calls the store; holds no password.
+        cache: What the store is a part of.
     """
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, cache: str = "answer cache") -> None:
         self._label = label
+        self._cache = cache
         self._lock = threading.Lock()
         self._failing = False
 
@@ -34,7 +36,7 @@ class Health:
             changed, self._failing = not self._failing, True
         if changed:
             _logger.warning(
-                "answer cache: %s is failing (%s); answering without it", self._label, type(error).__name__
+                "%s: %s is failing (%s); answering without it", self._cache, self._label, type(error).__name__
             )
 
     def worked(self) -> None:
@@ -42,4 +44,4 @@ class Health:
         with self._lock:
             changed, self._failing = self._failing, False
         if changed:
-            _logger.warning("answer cache: %s works again", self._label)
+            _logger.warning("%s: %s works again", self._cache, self._label)

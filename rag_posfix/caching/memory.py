@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cachetools import LRUCache
-
 from rag_posfix.caching.base import Counters, TierStats
+from rag_posfix.caching.tagged_lru import TaggedLRU
 from rag_posfix.errors import CacheError
 
 __all__ = ["MemoryCache"]
@@ -27,40 +25,6 @@ class _Entry:
     @property
     def size(self) -> int:
         return len(self.value) + _ENTRY_OVERHEAD_BYTES
-
-
-class _Entries(LRUCache[str, _Entry]):
-    """An LRU whose every removal, evictions included, also leaves the index of tags."""
-
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes, getsizeof=lambda entry: entry.size)
-        self.by_tag: defaultdict[str, set[str]] = defaultdict(set)
-        self.evictions = 0
-
-    def add(self, key: str, entry: _Entry, max_entries: int) -> None:
-        self.pop(key, None)
-        while len(self) >= max_entries:
-            self.popitem()
-        self[key] = entry
-        for tag in entry.tags:
-            self.by_tag[tag].add(key)
-
-    def popitem(self) -> tuple[str, _Entry]:
-        self.evictions += 1
-        return super().popitem()
-
-    def __delitem__(self, key: str) -> None:
-        tags = self[key].tags
-        super().__delitem__(key)
-        for tag in tags:
-            keys = self.by_tag[tag]
-            keys.discard(key)
-            if not keys:
-                del self.by_tag[tag]
-
-    def clear(self) -> None:
-        super().clear()
-        self.by_tag.clear()
 
 
 class MemoryCache:
@@ -86,7 +50,7 @@ class MemoryCache:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._clock = clock
-        self._entries = _Entries(max_bytes)
+        self._entries = TaggedLRU[_Entry](max_bytes)
         self._counters = Counters()
         self._lock = threading.Lock()
 

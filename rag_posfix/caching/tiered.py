@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
 from rag_posfix.caching.base import ByteCache, Counters
-from rag_posfix.caching.health import Health
+from rag_posfix.caching.guard import Guard
 from rag_posfix.caching.single_flight import SingleFlight
 from rag_posfix.errors import CacheError
 from rag_posfix.text import content_hash
@@ -20,7 +20,6 @@ from rag_posfix.text import content_hash
 __all__ = ["TieredAnswerCache"]
 
 _ENVELOPE_VERSION = 1
-_T = TypeVar("_T")
 
 
 class TieredAnswerCache:
@@ -51,7 +50,7 @@ class TieredAnswerCache:
             raise CacheError("answer cache: needs at least one tier; use no cache at all instead")
         if not (ttl_seconds > 0 and math.isfinite(ttl_seconds)):
             raise CacheError(f"answer cache: ttl_seconds={ttl_seconds} must be above 0 and finite")
-        self._tiers = tuple(_Tier(tier) for tier in tiers)
+        self._tiers = tuple(Guard(tier) for tier in tiers)
         self._ttl = ttl_seconds
         self._max_entry_bytes = max_entry_bytes
         self._clock = clock
@@ -121,27 +120,11 @@ class TieredAnswerCache:
             tier.call(lambda cache: cache.close(), None)
 
     @staticmethod
-    def _store(tiers: Sequence[_Tier], key: str, data: bytes, ttl_seconds: float, tags: Sequence[str]) -> None:
+    def _store(
+        tiers: Sequence[Guard[ByteCache]], key: str, data: bytes, ttl_seconds: float, tags: Sequence[str]
+    ) -> None:
         for tier in tiers:
             tier.call(lambda cache: cache.set(key, data, ttl_seconds, tags), None)
-
-
-class _Tier:
-    """A tier behind a guard: whatever it raises is logged once and becomes the default."""
-
-    def __init__(self, cache: ByteCache) -> None:
-        self._cache = cache
-        self.name = cache.name
-        self._health = Health(f"the {self.name} tier")
-
-    def call(self, operation: Callable[[ByteCache], _T], default: _T) -> _T:
-        try:
-            result = operation(self._cache)
-        except Exception as error:
-            self._health.failed(error)
-            return default
-        self._health.worked()
-        return result
 
 
 def _tags(document_ids: Sequence[str]) -> list[str]:

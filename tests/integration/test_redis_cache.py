@@ -137,7 +137,7 @@ def test_a_password_opens_and_is_never_shown(caplog):
             assert cache.get("key") == b"answer"
             server.kill()
             cache.get("key")
-        assert "hush" not in repr(cache) + repr(vars(cache)) + caplog.text
+        assert "hush" not in repr(cache) + repr(vars(cache)) + repr(vars(cache._link)) + caplog.text
         assert "is failing" in caplog.text
 
 
@@ -212,7 +212,7 @@ def test_the_options_of_a_url_cannot_undo_the_timeouts(redis_server):
     with closing(RedisCache(url, timeout_seconds=2)) as cache:
         cache.set("key", b"\xff", 60)
         assert cache.get("key") == b"\xff"
-        assert cache._client.connection_pool.connection_kwargs["socket_timeout"] == 2
+        assert cache._link._client.connection_pool.connection_kwargs["socket_timeout"] == 2
 
 
 def test_a_timeout_of_nothing_is_refused():

@@ -185,7 +185,7 @@ def test_recovers_from_a_server_that_drips():
             cache.get("key")
             clock.advance(31)
         time.sleep(0.05)
-        assert cache._runner.running <= 1
+        assert cache._link._runner.running <= 1
 
 
 def test_an_outage_is_paid_once_not_per_request():

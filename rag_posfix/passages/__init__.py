@@ -1,0 +1,1 @@
+"""Keys and values of passages, kept between questions in memory, on disk and in Redis. A failing store is a miss."""

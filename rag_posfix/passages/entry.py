@@ -1,0 +1,177 @@
+"""Keys and values of one stretch of tokens, and the bytes that stand for them on disk and in Redis.
+
+The bytes are a seal (magic, SHA-256 over key and content) and a safetensors file. SHA-256 and not the BLAKE2b of the
+answer cache: an entry has megabytes, and where the processor has SHA instructions it takes half the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from rag_posfix.errors import CacheError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["EntryShape", "PassageKV", "head_bytes", "read", "read_tags", "write"]
+
+_MAGIC = b"RPK1"
+_SEAL_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
+_LENGTH_BYTES = 8  # what a safetensors file begins with: the length of its header
+_MOST_HEADER_BYTES = 1024**2
+_TENSOR = "kv"
+_TAGS = "tags"
+
+
+@dataclass(frozen=True, slots=True)
+class EntryShape:
+    """What an entry has to be like to be used.
+
+    Attributes:
+        layers: Decoder layers, L.
+        heads: Key/value heads, Hkv.
+        head_dim: D.
+        dtype: Of the keys and values.
+        n_tokens: Tokens, T.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    n_tokens: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """(2, L, Hkv, T, D)."""
+        return (2, self.layers, self.heads, self.n_tokens, self.head_dim)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the keys and values."""
+        return prod(self.sizes) * self.dtype.itemsize
+
+    @property
+    def most_bytes(self) -> int:
+        """Most bytes that such an entry has when written."""
+        return _SEAL_BYTES + _LENGTH_BYTES + _MOST_HEADER_BYTES + self.n_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassageKV:
+    """Keys and values of one stretch of tokens in every layer. Nobody writes into them.
+
+    Attributes:
+        states: (2, L, Hkv, T, D), keys first, contiguous, on any device.
+        tags: Content keys of the documents that it was made from; it can be dropped by each.
+
+    Raises:
+        CacheError: ``states`` has another number of dimensions or is not contiguous.
+    """
+
+    states: Tensor
+    tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        states = self.states
+        if states.ndim != 5 or states.shape[0] != 2 or not states.is_contiguous():
+            raise CacheError(
+                f"passage store: states of shape {tuple(states.shape)}, contiguous={states.is_contiguous()}, must be "
+                "contiguous and of shape (2, layers, heads, tokens, head_dim); stack keys and values of the layers"
+            )
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens, T."""
+        return self.states.shape[3]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the keys and values."""
+        return self.states.nbytes
+
+    @property
+    def shape(self) -> EntryShape:
+        """What kind of entry this is."""
+        _, layers, heads, n_tokens, head_dim = self.states.shape
+        return EntryShape(layers, heads, head_dim, self.states.dtype, n_tokens)
+
+    def on(self, device: torch.device | str) -> PassageKV:
+        """Return the entry on ``device``, in memory that holds nothing else: a view would keep its batch alive."""
+        states = (self.states.detach() if self.states.requires_grad else self.states).to(device)
+        if states.untyped_storage().nbytes() > states.nbytes:
+            states = states.clone()
+        return self if states is self.states else replace(self, states=states)
+
+    def tagged(self, tags: Sequence[str]) -> PassageKV:
+        """Return the entry with ``tags`` added to its own."""
+        merged = tuple(sorted({*self.tags, *tags}))
+        return self if merged == self.tags else replace(self, tags=merged)
+
+
+def write(key: str, entry: PassageKV) -> bytes:
+    """Return the bytes of ``entry``; they open under ``key`` alone."""
+    from safetensors.torch import save
+
+    content = save({_TENSOR: entry.states}, metadata={_TAGS: json.dumps(entry.tags)})
+    return b"".join((_MAGIC, _checksum(key, content), content))
+
+
+def read(key: str, data: object, expected: EntryShape) -> PassageKV | None:
+    """Return the entry in ``data``, on the CPU, or None unless it is whole, of ``key`` and as ``expected``."""
+    if not isinstance(data, bytes) or len(data) < _SEAL_BYTES or not data.startswith(_MAGIC):
+        return None
+    if data[len(_MAGIC) : _SEAL_BYTES] != _checksum(key, memoryview(data)[_SEAL_BYTES:]):
+        return None
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    tags = read_tags(data)
+    try:
+        tensors = load(data[_SEAL_BYTES:])
+    except (SafetensorError, ValueError, KeyError):
+        return None
+    states = tensors.get(_TENSOR)
+    if tags is None or states is None or tuple(states.shape) != expected.sizes or states.dtype != expected.dtype:
+        return None
+    return PassageKV(states, tags)
+
+
+def head_bytes(start: bytes) -> int | None:
+    """Return how many first bytes of an entry ``read_tags`` needs, or None if this is no entry.
+
+    Args:
+        start: First 64 bytes of the entry, or more.
+    """
+    if not start.startswith(_MAGIC) or len(start) < _SEAL_BYTES + _LENGTH_BYTES:
+        return None
+    length = int.from_bytes(start[_SEAL_BYTES : _SEAL_BYTES + _LENGTH_BYTES], "little")
+    return _SEAL_BYTES + _LENGTH_BYTES + length if length <= _MOST_HEADER_BYTES else None
+
+
+def read_tags(head: bytes) -> tuple[str, ...] | None:
+    """Return the tags of an entry from its first ``head_bytes``, unchecked, or None if they cannot be read."""
+    end = head_bytes(head)
+    if end is None or len(head) < end:
+        return None
+    try:
+        tags = json.loads(json.loads(head[_SEAL_BYTES + _LENGTH_BYTES : end])["__metadata__"][_TAGS])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        return None
+    return tuple(tags)
+
+
+def _checksum(key: str, content: bytes | memoryview) -> bytes:
+    # The key is part of it: the entry of another key, as a store that mixes up its replies returns it, does not open.
+    name = key.encode()
+    digest = hashlib.sha256(len(name).to_bytes(8, "big") + name)
+    digest.update(content)
+    return digest.digest()

@@ -1,0 +1,87 @@
+"""The name under which a passage's keys and values are kept: everything they depend on, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from rag_posfix.errors import CacheError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SCHEMA_VERSION", "Part", "passage_key"]
+
+SCHEMA_VERSION = 1
+"""Raise it when the stored keys and values or their meaning change: older entries then are misses."""
+
+Part: TypeAlias = str | int | float | bool | tuple["Part", ...] | None
+"""What a plan does to the encoding of a passage, as plain data."""
+
+
+def passage_key(
+    model_fingerprint: str,
+    dtype: torch.dtype,
+    part: Part,
+    prefix_tokens: Sequence[int],
+    tokens: Sequence[int],
+    salt: str,
+) -> str:
+    """Return the key of a passage as 64 hexadecimal digits. Two keys are equal only if every argument is.
+
+    256 bits, because whoever finds two passages with one key could have the answer to one made from the other.
+
+    Args:
+        model_fingerprint: Says which weights were read with.
+        dtype: Of the keys and values.
+        part: What the plan does to the encoding: first position, base of the rotation, scale per layer, ... 1 and 1.0
+            are different parts.
+        prefix_tokens: Tokens before the passage that it attends to.
+        tokens: Tokens of the passage.
+        salt: Keeps the passages of tenants apart.
+
+    Raises:
+        CacheError: ``part`` holds something else than plain data, or a token is no 64-bit integer.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    digest.update(_encoded(("passage", SCHEMA_VERSION, model_fingerprint, str(dtype), part, salt)))
+    digest.update(_tokens(prefix_tokens))
+    digest.update(_tokens(tokens))
+    return digest.hexdigest()
+
+
+def _encoded(part: Part) -> bytes:
+    """Return bytes from which ``part`` could be read back: a letter for the type, the length, the content."""
+    match part:
+        case None:
+            letter, content = b"n", b""
+        case bool():
+            letter, content = b"b", str(part).encode()
+        case str():
+            letter, content = b"s", part.encode("utf-8", "surrogatepass")
+        case int():
+            letter, content = b"i", str(part).encode()
+        case float():
+            letter, content = b"f", struct.pack(">d", part + 0.0)  # -0.0 is 0.0
+        case tuple():
+            letter, content = b"t", b"".join(map(_encoded, part))
+        case _:
+            raise CacheError(
+                f"passage key: a part of type {type(part).__name__} is not understood; allowed: str, int, float, "
+                "bool, None and tuples of them"
+            )
+    return letter + len(content).to_bytes(8, "big") + content
+
+
+def _tokens(tokens: Sequence[int]) -> bytes:
+    try:
+        numbers = array("q", tokens)
+    except (OverflowError, TypeError) as error:
+        raise CacheError(f"passage key: tokens must be 64-bit integers ({error})") from error
+    if sys.byteorder == "big":  # machines that share a store agree
+        numbers.byteswap()
+    return len(numbers).to_bytes(8, "big") + numbers.tobytes()

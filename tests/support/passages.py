@@ -1,0 +1,27 @@
+"""Small entries of the passage store."""
+
+from __future__ import annotations
+
+import torch
+
+from rag_posfix.passages.entry import EntryShape, PassageKV
+
+SHAPE = EntryShape(layers=2, heads=1, head_dim=4, dtype=torch.bfloat16, n_tokens=3)
+"""What ``entry`` makes unless told otherwise: 96 bytes."""
+
+
+def entry(seed: int = 0, shape: EntryShape = SHAPE, tags: tuple[str, ...] = ()) -> PassageKV:
+    """Return an entry of random bits: every value, NaN and infinity too, is as likely as it can be."""
+    bits = torch.randint(0, 256, (shape.n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return PassageKV(bits.view(shape.dtype).reshape(shape.sizes), tags)
+
+
+def same(one: PassageKV | None, two: PassageKV | None) -> bool:
+    """Return whether both are entries of the same shape, type, bits and tags."""
+    if one is None or two is None:
+        return False
+    return (
+        one.shape == two.shape
+        and one.tags == two.tags
+        and torch.equal(one.states.view(torch.uint8), two.states.view(torch.uint8))
+    )
