@@ -14,7 +14,8 @@ QUERY_BLOCK = 256
 
 
 FOLD_FROM = 32
-"""Queries from which the heads of a group are computed as more queries of one head: larger pieces of work."""
+"""Queries from which the heads of a group are computed as more queries of one head: larger pieces of work. So is a
+single query, for which the keys would be read once for every head of the group."""
 
 
 def attend_with_lse(
@@ -42,7 +43,7 @@ def attend_with_lse(
             ]
         )
     if fused(query.device):
-        if not causal and n_query >= FOLD_FROM and query.shape[1] > key.shape[1]:
+        if query.shape[1] > key.shape[1] and (n_query == 1 or (not causal and n_query >= FOLD_FROM)):
             return _folded(query, key, value, scaling)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal and n_query > 1, scale=scaling

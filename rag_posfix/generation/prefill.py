@@ -44,7 +44,11 @@ def read_on(loaded: LoadedModel, layout: Layout, row: RowPlan, before: Rows) -> 
 def _read_whole(
     loaded: LoadedModel, layout: Layout, row: Spelled, score_question: bool, reuse: Reuse | None
 ) -> PrefilledGroup:
-    """Read one row as one sequence, after as many of its leading tokens as are found."""
+    """Read one row as one sequence, after as many of its leading tokens as are found.
+
+    With ``reuse``, each reusable stretch is read in a pass of its own, found or not found: then what is computed
+    from it is the same to the last bit.
+    """
     keep = logits_to_keep(row.layout, score_question)
     empty = Rows(loaded, new_cache(loaded), row.positions[:, :0], edits=row.edits)
     if reuse is None or not row.reusable or not loaded.keeps_all_keys:
@@ -57,9 +61,14 @@ def _read_whole(
         cached = row.reusable[len(held) - 1]
         room = len(row.layout.token_ids) - cached
         before = join(loaded, [held], [row.positions[:, :cached]], room, row.edits)
+    new = leading[len(held) :]
+    for wanted in new if row.edits.attend is None else ():
+        ids = torch.tensor([wanted.stretch.token_ids], device=loaded.device)
+        before.forward(ids, wanted.stretch.positions[None], keep=1)
+    before.n_prompt = 0  # the prompt is not read yet
     group = _read_rest(loaded, layout, row, before, keep, cached)
-    new = list(zip(leading, itertools.pairwise((0, *row.reusable)), strict=True))[len(held) :]
-    reuse.keep(reuse.leading(), [(wanted, cut_out(group.rows, start, stop)) for wanted, (start, stop) in new])
+    bounds = list(itertools.pairwise((0, *row.reusable)))[len(held) :]
+    reuse.keep(reuse.leading(), [(one, cut_out(group.rows, *span)) for one, span in zip(new, bounds, strict=True)])
     return group
 
 
