@@ -322,12 +322,17 @@ def test_redis_down_is_a_miss_counted_and_cheap(caplog):
     ids=["silent", "dripping", "dying", "http", "a huge length"],
 )
 def test_a_faulty_redis_is_a_miss_counted_and_in_bounded_time(serve):
-    with faulty.faulty_server(serve) as url, closing(RedisPassages(url, timeout_seconds=0.2)) as tier:
-        start = time.perf_counter()
-        assert tier.get_many({f"key{number}": SHAPE for number in range(50)}) == {}
-        assert time.perf_counter() - start < 2
-        assert tier.stats().errors == 1
-        assert tier.stats().misses == 50
+    seconds = []
+    for _ in range(3):  # the machine may be busy; the bound stays
+        with faulty.faulty_server(serve) as url, closing(RedisPassages(url, timeout_seconds=0.2)) as tier:
+            start = time.perf_counter()
+            assert tier.get_many({f"key{number}": SHAPE for number in range(50)}) == {}
+            seconds.append(time.perf_counter() - start)
+            assert tier.stats().errors == 1
+            assert tier.stats().misses == 50
+        if seconds[-1] < 1:
+            return
+    pytest.fail(f"a search took {seconds} s, one of them must be under 1 s")
 
 
 def test_paused_while_connected_and_recovers(redis_server):
