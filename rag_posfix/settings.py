@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-__all__ = ["CacheSettings", "ServiceSettings", "Settings", "default_cache_dir"]
+__all__ = ["CacheSettings", "PassageStoreSettings", "ServiceSettings", "Settings", "default_cache_dir"]
 
 
 def default_cache_dir() -> Path:
@@ -41,6 +41,42 @@ class CacheSettings(BaseSettings):
     max_entry_bytes: int = Field(default=1024**2, ge=1)
 
 
+class PassageStoreSettings(BaseSettings):
+    """The passage store: keys and values of passages that methods with independent passages read once.
+
+    The disk tier is off unless asked for: a passage takes megabytes (3.5 MB for 150 tokens of SmolLM2-135M), to write
+    them after every question wears a disk that nobody offered, and what is kept is as private as the passages. It pays
+    where an index is served that was read beforehand, or where processes come and go.
+
+    Attributes:
+        enabled: Whether passages are kept at all.
+        memory_bytes: Size bound of the memory tier, on the device of the model, at least 4096; 0 turns it off.
+        disk_bytes: Size bound of the disk tier, at least 65536; 0 turns it off.
+        redis_url: As that of the answer cache; None turns the shared tier off.
+        redis_timeout_seconds: Bound of one search in Redis, however many passages it asks for.
+        redis_bytes: Size bound of all passages in Redis.
+        redis_ttl_seconds: How long a passage is kept in Redis.
+        compress: Whether passages are sent to Redis compressed: about a fifth smaller, and slower to read; for slow
+            networks and small servers.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_PASSAGES_", frozen=True, extra="forbid")
+
+    enabled: bool = True
+    memory_bytes: int = Field(default=1024**3, ge=0)
+    disk_bytes: int = Field(default=0, ge=0)
+    redis_url: SecretStr | None = None
+    redis_timeout_seconds: float = Field(default=0.25, gt=0, le=30)
+    redis_bytes: int = Field(default=4 * 1024**3, ge=64 * 1024)
+    redis_ttl_seconds: float = Field(default=7 * 24 * 3600.0, ge=1)
+    compress: bool = False
+
+    @property
+    def outlives_the_process(self) -> bool:
+        """Whether passages are kept where another process finds them."""
+        return self.enabled and (self.disk_bytes > 0 or self.redis_url is not None)
+
+
 class Settings(BaseSettings):
     """What one process runs with.
 
@@ -53,10 +89,11 @@ class Settings(BaseSettings):
         mitigation: Used where a request names none.
         order: Used where a request names none.
         k: Passages per question where a request names none.
-        cache_dir: Converted weights and the disk tier of the answer cache.
+        cache_dir: Converted weights and the disk tiers of the answer cache and the passage store.
         max_tokens: New tokens per answer where a request names none.
         tenant: Salt of every cache key.
         cache: The answer cache.
+        passages: The passage store.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_", frozen=True, extra="forbid")
@@ -73,6 +110,7 @@ class Settings(BaseSettings):
     cache_dir: Path = Field(default_factory=default_cache_dir)
     tenant: str = ""
     cache: CacheSettings = Field(default_factory=CacheSettings)
+    passages: PassageStoreSettings = Field(default_factory=PassageStoreSettings)
 
 
 class ServiceSettings(BaseSettings):

@@ -103,7 +103,6 @@ IMPORT_RULES = [
         why="passages keeps tensors by key: it knows caches, no model and no plan",
         files=("rag_posfix/passages/*",),
         only=(
-            "safetensors",
             "torch",
             "rag_posfix.caching",
             "rag_posfix.errors",

@@ -1,8 +1,10 @@
-"""``rag-posfix cache``: what the answer cache holds, and emptying it."""
+"""``rag-posfix cache``: what the answer cache and the passage store hold, and emptying them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -12,50 +14,59 @@ from rag_posfix.errors import CacheError
 
 if TYPE_CHECKING:
     from rag_posfix.caching.tiered import TieredAnswerCache
+    from rag_posfix.passages.store import PassageStore
 
 __all__ = ["app", "clear", "stats"]
 
-app = typer.Typer(help="The answer cache.", no_args_is_help=True)
+app = typer.Typer(help="The answer cache and the passage store.", no_args_is_help=True)
 
 
-def _open() -> TieredAnswerCache:
+@contextmanager
+def _opened() -> Iterator[tuple[TieredAnswerCache | None, PassageStore | None]]:
     from rag_posfix.caching.build import build_answer_cache
+    from rag_posfix.passages.build import build_passage_store
 
     settings = settings_from()
-    cache = build_answer_cache(settings.cache, settings.cache_dir)
-    if cache is None:
-        raise CacheError("the answer cache is turned off by the settings; turn a tier on to look into it")
-    return cache
+    with ExitStack() as stack:
+        answers = build_answer_cache(settings.cache, settings.cache_dir)
+        if answers is not None:
+            stack.callback(answers.close)
+        passages = build_passage_store(settings.passages, settings.cache_dir)
+        if passages is not None:
+            stack.callback(passages.close)
+        if answers is None and (passages is None or not settings.passages.outlives_the_process):
+            raise CacheError(
+                "the answer cache is turned off by the settings, and passages are kept nowhere but in the memory of "
+                "a process; turn a tier on to look into it"
+            )
+        yield answers, passages
 
 
 @app.command()
 def stats(as_json: AsJson = False) -> None:
     """Show entries and bytes of each tier."""
-    cache = _open()
-    try:
-        found = cache.stats()
-    finally:
-        cache.close()
+    with _opened() as (answers, passages):
+        found: dict[str, Any] = {"tiers": []} if answers is None else answers.stats()
+        found["passages"] = None if passages is None else passages.stats()
     if as_json:
         emit_json(found)
         return
     from rich.table import Table
 
-    table = Table("tier", "entries", "bytes")
-    for tier in found["tiers"]:
-        table.add_row(tier["name"], str(tier.get("entries", "-")), str(tier.get("bytes", "-")))
+    table = Table("of", "tier", "entries", "bytes")
+    for name, tiers in (("answers", found["tiers"]), ("passages", (found["passages"] or {"tiers": []})["tiers"])):
+        for tier in tiers:
+            table.add_row(name, tier["name"], str(tier.get("entries", "-")), str(tier.get("bytes", "-")))
     out().print(table)
 
 
 @app.command()
 def clear(as_json: AsJson = False) -> None:
-    """Drop every answer of every tier."""
-    cache = _open()
-    try:
-        dropped = cache.clear()
-    finally:
-        cache.close()
+    """Drop every answer and every passage of every tier."""
+    with _opened() as (answers, passages):
+        dropped = 0 if answers is None else answers.clear()
+        dropped_passages = 0 if passages is None else passages.clear()
     if as_json:
-        emit_json({"cleared": dropped})
+        emit_json({"cleared": dropped, "cleared_passages": dropped_passages})
     else:
-        out().print(f"dropped {dropped} answers", highlight=False)
+        out().print(f"dropped {dropped} answers and {dropped_passages} passages", highlight=False)

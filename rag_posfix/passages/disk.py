@@ -17,7 +17,7 @@ from rag_posfix.caching.base import Counters, TierStats
 from rag_posfix.caching.breaker import CircuitBreaker
 from rag_posfix.caching.health import Health
 from rag_posfix.errors import CacheError
-from rag_posfix.passages.entry import EntryShape, PassageKV, head_bytes, read, read_tags, write
+from rag_posfix.passages.entry import EntryShape, PassageKV, buffer, head_bytes, pieces, read, read_tags
 from rag_posfix.passages.files import EntryFile, EntryFolder
 from rag_posfix.passages.readers import Readers
 
@@ -151,7 +151,7 @@ class DiskPassages:
     def _get(self, key: str, expected: EntryShape) -> PassageKV | None:
         path = self._folder.path(key)
         try:
-            data, used_at = self._folder.read(path, expected.most_bytes)
+            data, used_at = self._folder.read(path, expected.most_bytes, buffer)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -170,14 +170,15 @@ class DiskPassages:
         return entry
 
     def _put(self, key: str, entry: PassageKV) -> None:
-        data = write(key, entry)
-        if len(data) > self._max_bytes // 4:
+        data = pieces(key, entry)
+        size = sum(map(len, data))
+        if size > self._max_bytes // 4:
             return
         with self._write_lock:
-            used = self._make_room(len(data))
+            used = self._make_room(size)
             self._folder.write(self._folder.path(key), data, self._clock())
-            self._used = used + len(data)
-            self._unlisted += len(data)
+            self._used = used + size
+            self._unlisted += size
 
     def _make_room(self, n_bytes: int) -> int:
         """Remove the least recently used files where ``n_bytes`` more would be too many; return what is left."""

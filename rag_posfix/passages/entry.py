@@ -1,7 +1,9 @@
 """Keys and values of one stretch of tokens, and the bytes that stand for them on disk and in Redis.
 
 The bytes are a seal (magic, SHA-256 over key and content) and a safetensors file. SHA-256 and not the BLAKE2b of the
-answer cache: an entry has megabytes, and where the processor has SHA instructions it takes half the time.
+answer cache: an entry has megabytes, and where the processor has SHA instructions it takes half the time. The file is
+put together and taken apart here: the safetensors package copies the tensor twice, and new memory of this size costs
+more than hashing it. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rag_posfix.errors import CacheError
 
@@ -19,14 +21,22 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["EntryShape", "PassageKV", "head_bytes", "read", "read_tags", "write"]
+__all__ = ["EntryShape", "PassageKV", "buffer", "head_bytes", "pieces", "read", "read_tags", "write"]
 
-_MAGIC = b"RPK1"
+_MAGIC = b"RPKV0001"
 _SEAL_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 _LENGTH_BYTES = 8  # what a safetensors file begins with: the length of its header
 _MOST_HEADER_BYTES = 1024**2
 _TENSOR = "kv"
 _TAGS = "tags"
+_DTYPES = {
+    "torch.bfloat16": "BF16",
+    "torch.float16": "F16",
+    "torch.float32": "F32",
+    "torch.float64": "F64",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,41 +125,63 @@ class PassageKV:
         return self if merged == self.tags else replace(self, tags=merged)
 
 
+def buffer(n_bytes: int) -> memoryview:
+    """Return memory for an entry that is to be read, with anything in it."""
+    import torch
+
+    return _memory_of(torch.empty(n_bytes, dtype=torch.uint8))
+
+
+def pieces(key: str, entry: PassageKV) -> tuple[bytes, memoryview]:
+    """Return the bytes of ``entry`` in two pieces, the second of them the keys and values where they are, uncopied."""
+    import torch
+
+    content = _memory_of(entry.states.detach().cpu().reshape(-1).view(torch.uint8))
+    head = _head(entry)
+    return b"".join((_MAGIC, _checksum(key, head, content), head)), content
+
+
 def write(key: str, entry: PassageKV) -> bytes:
     """Return the bytes of ``entry``; they open under ``key`` alone."""
-    from safetensors.torch import save
-
-    content = save({_TENSOR: entry.states}, metadata={_TAGS: json.dumps(entry.tags)})
-    return b"".join((_MAGIC, _checksum(key, content), content))
+    return b"".join(pieces(key, entry))
 
 
 def read(key: str, data: object, expected: EntryShape) -> PassageKV | None:
-    """Return the entry in ``data``, on the CPU, or None unless it is whole, of ``key`` and as ``expected``."""
-    if not isinstance(data, bytes) or len(data) < _SEAL_BYTES or not data.startswith(_MAGIC):
-        return None
-    if data[len(_MAGIC) : _SEAL_BYTES] != _checksum(key, memoryview(data)[_SEAL_BYTES:]):
-        return None
-    from safetensors import SafetensorError
-    from safetensors.torch import load
+    """Return the entry in ``data``, on the CPU, or None unless it is whole, of ``key`` and as ``expected``.
 
-    tags = read_tags(data)
-    try:
-        tensors = load(data[_SEAL_BYTES:])
-    except (SafetensorError, ValueError, KeyError):
+    Args:
+        key: Its key.
+        data: Its bytes. The entry shares the memory of a ``memoryview``; of ``bytes``, which must never change, it
+            is a copy.
+        expected: What it has to be like.
+    """
+    if not isinstance(data, bytes | memoryview):
         return None
-    states = tensors.get(_TENSOR)
-    if tags is None or states is None or tuple(states.shape) != expected.sizes or states.dtype != expected.dtype:
+    view = memoryview(data)
+    start = head_bytes(view)
+    if start is None or len(view) != start + expected.n_bytes:
         return None
-    return PassageKV(states, tags)
+    if view[len(_MAGIC) : _SEAL_BYTES] != _checksum(key, view[_SEAL_BYTES:]):
+        return None
+    header = _header(view)
+    tags = _tags(header)
+    if tags is None or header.get(_TENSOR) != _description(expected):
+        return None
+    states = view[start:]
+    if states.readonly:
+        copy = buffer(len(states))
+        copy[:] = states
+        states = copy
+    return PassageKV(_tensor(states, expected), tags)
 
 
-def head_bytes(start: bytes) -> int | None:
+def head_bytes(start: bytes | memoryview) -> int | None:
     """Return how many first bytes of an entry ``read_tags`` needs, or None if this is no entry.
 
     Args:
         start: First 64 bytes of the entry, or more.
     """
-    if not start.startswith(_MAGIC) or len(start) < _SEAL_BYTES + _LENGTH_BYTES:
+    if start[: len(_MAGIC)] != _MAGIC or len(start) < _SEAL_BYTES + _LENGTH_BYTES:
         return None
     length = int.from_bytes(start[_SEAL_BYTES : _SEAL_BYTES + _LENGTH_BYTES], "little")
     return _SEAL_BYTES + _LENGTH_BYTES + length if length <= _MOST_HEADER_BYTES else None
@@ -157,11 +189,36 @@ def head_bytes(start: bytes) -> int | None:
 
 def read_tags(head: bytes) -> tuple[str, ...] | None:
     """Return the tags of an entry from its first ``head_bytes``, unchecked, or None if they cannot be read."""
+    return _tags(_header(head))
+
+
+def _head(entry: PassageKV) -> bytes:
+    header = {"__metadata__": {_TAGS: json.dumps(entry.tags)}, _TENSOR: _description(entry.shape)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # so that the tensor is aligned
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _description(shape: EntryShape) -> dict[str, object]:
+    dtype = _DTYPES.get(str(shape.dtype), str(shape.dtype))
+    return {"dtype": dtype, "shape": list(shape.sizes), "data_offsets": [0, shape.n_bytes]}
+
+
+def _header(head: bytes | memoryview) -> dict[str, Any]:
+    """Return the header of the safetensors file, empty if it cannot be read."""
     end = head_bytes(head)
     if end is None or len(head) < end:
-        return None
+        return {}
     try:
-        tags = json.loads(json.loads(head[_SEAL_BYTES + _LENGTH_BYTES : end])["__metadata__"][_TAGS])
+        header = json.loads(bytes(head[_SEAL_BYTES + _LENGTH_BYTES : end]))
+    except (ValueError, RecursionError):
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def _tags(header: dict[str, Any]) -> tuple[str, ...] | None:
+    try:
+        tags = json.loads(header["__metadata__"][_TAGS])
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
@@ -169,9 +226,23 @@ def read_tags(head: bytes) -> tuple[str, ...] | None:
     return tuple(tags)
 
 
-def _checksum(key: str, content: bytes | memoryview) -> bytes:
+def _tensor(states: memoryview, shape: EntryShape) -> Tensor:
+    import torch
+
+    if not len(states):  # frombuffer takes no empty buffer
+        return torch.empty(shape.sizes, dtype=shape.dtype)
+    return torch.frombuffer(states, dtype=shape.dtype).reshape(shape.sizes)
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.numpy()  # that it is a buffer, its types say from Python 3.12 on
+    return memoryview(array)
+
+
+def _checksum(key: str, *content: bytes | memoryview) -> bytes:
     # The key is part of it: the entry of another key, as a store that mixes up its replies returns it, does not open.
     name = key.encode()
     digest = hashlib.sha256(len(name).to_bytes(8, "big") + name)
-    digest.update(content)
+    for piece in content:
+        digest.update(piece)
     return digest.digest()

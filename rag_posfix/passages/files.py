@@ -6,7 +6,7 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,15 +51,25 @@ class EntryFolder:
         name = hashlib.blake2b(key.encode(), digest_size=20).hexdigest()
         return self._path / name[0] / name[1] / (name + _SUFFIX)
 
-    def read(self, path: Path, most_bytes: int) -> tuple[bytes, float]:
-        """Return what is in a file and when it was used; nothing if it is no file, or a larger one than that."""
-        with open(path, "rb", opener=_open) as file:
+    def read(self, path: Path, most_bytes: int, buffer: Callable[[int], memoryview]) -> tuple[memoryview, float]:
+        """Return what is in a file and when it was used; nothing if it is no file, or larger than ``most_bytes``.
+
+        Args:
+            path: The file.
+            most_bytes: Its largest size.
+            buffer: Returns memory of a size to read into.
+        """
+        with open(path, "rb", buffering=0, opener=_open) as file:
             info = os.fstat(file.fileno())
             sound = stat.S_ISREG(info.st_mode) and info.st_size <= most_bytes
-            return (file.read() if sound else b""), info.st_mtime
+            data = buffer(info.st_size if sound else 0)
+            filled = 0
+            while filled < len(data) and (count := file.readinto(data[filled:])):
+                filled += count
+            return data[:filled], info.st_mtime
 
-    def write(self, path: Path, data: bytes, now: float) -> None:
-        """Put ``data`` into a file, in place of what it held."""
+    def write(self, path: Path, pieces: Sequence[bytes | memoryview], now: float) -> None:
+        """Put ``pieces`` into a file one after the other, in place of what it held."""
         incoming = self._path / _INCOMING
         self._path.mkdir(parents=True, exist_ok=True, mode=0o700)  # passages are private
         incoming.mkdir(exist_ok=True, mode=0o700)
@@ -68,7 +78,7 @@ class EntryFolder:
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
             with open(descriptor, "wb") as file:
-                file.write(data)
+                file.writelines(pieces)
             os.utime(temporary, (now, now))
             # Not synchronised: what a power cut tears does not open, and is a miss.
             os.replace(temporary, path)

@@ -315,7 +315,9 @@ class TestCache:
         found = run("cache", "stats", "--json").json
         assert [tier["name"] for tier in found["tiers"]] == ["memory", "disk"]
         assert [tier["entries"] for tier in found["tiers"]] == [0, 0]
-        assert run("cache", "clear", "--json").json == {"cleared": 0}
+        assert [tier["name"] for tier in found["passages"]["tiers"]] == ["memory"]
+        assert found["passages"]["bytes"] == 0
+        assert run("cache", "clear", "--json").json == {"cleared": 0, "cleared_passages": 0}
 
     def test_answers_are_counted_and_cleared(self, run, cache_dir):
         from rag_posfix.caching.build import build_answer_cache
@@ -327,12 +329,41 @@ class TestCache:
         cache.close()
         assert run("cache", "stats", "--json").json["tiers"][1]["entries"] == 2
         assert "disk" in run("cache", "stats").out
-        assert run("cache", "clear").out == "dropped 2 answers\n"
+        assert run("cache", "clear").out == "dropped 2 answers and 0 passages\n"
         assert run("cache", "stats", "--json").json["tiers"][1]["entries"] == 0
 
     def test_a_cache_that_is_turned_off_is_an_error(self, run, monkeypatch):
         monkeypatch.setenv("RAG_POSFIX_CACHE_ENABLED", "false")
         assert run("cache", "stats", "--json").error["type"] == "CacheError"
+        assert run("cache", "clear", "--json").error["type"] == "CacheError"
+
+    def test_passages_on_disk_are_counted_and_cleared(self, run, cache_dir, monkeypatch):
+        from rag_posfix.passages.build import build_passage_store
+        from rag_posfix.settings import PassageStoreSettings
+        from tests.support.passages import entry
+
+        monkeypatch.setenv("RAG_POSFIX_PASSAGES_DISK_BYTES", "1000000")
+        store = build_passage_store(PassageStoreSettings(), cache_dir)
+        store.put_many({"one": entry(1), "two": entry(2), "three": entry(3)})
+        store.close()
+        found = run("cache", "stats", "--json").json["passages"]
+        assert [(tier["name"], tier["entries"]) for tier in found["tiers"]] == [("memory", 0), ("disk", 3)]
+        assert found["bytes"] == found["tiers"][1]["bytes"] > 3 * entry().n_bytes
+        assert "passages" in run("cache", "stats").out
+        monkeypatch.setenv("RAG_POSFIX_CACHE_ENABLED", "false")
+        assert run("cache", "stats", "--json").json["tiers"] == []
+        assert run("cache", "clear", "--json").json == {"cleared": 0, "cleared_passages": 3}
+        assert run("cache", "stats", "--json").json["passages"]["bytes"] == 0
+
+    def test_a_passage_store_that_is_turned_off_is_none(self, run, monkeypatch):
+        monkeypatch.setenv("RAG_POSFIX_PASSAGES_ENABLED", "false")
+        assert run("cache", "stats", "--json").json["passages"] is None
+        assert run("cache", "clear", "--json").json == {"cleared": 0, "cleared_passages": 0}
+
+    def test_a_bound_that_holds_nothing_is_an_error(self, run, monkeypatch):
+        monkeypatch.setenv("RAG_POSFIX_PASSAGES_DISK_BYTES", "10")
+        error = run("cache", "stats", "--json").error
+        assert (error["type"], "max_bytes=10 must be >= 65536" in error["message"]) == ("CacheError", True)
 
 
 @pytest.mark.weights

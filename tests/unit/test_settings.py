@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rag_posfix.settings import CacheSettings, Settings, default_cache_dir
+from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings, default_cache_dir
 
 
 def test_defaults_need_no_environment(monkeypatch, tmp_path):
@@ -56,12 +56,33 @@ def test_the_folder_of_the_cache_is_no_setting_of_the_answer_cache(monkeypatch):
     assert settings.cache == CacheSettings()
 
 
+def test_the_passage_store_has_variables_of_its_own(monkeypatch):
+    monkeypatch.setenv("RAG_POSFIX_PASSAGES_MEMORY_BYTES", "5000")
+    monkeypatch.setenv("RAG_POSFIX_PASSAGES_REDIS_URL", "redis://127.0.0.1:6379/0")
+    monkeypatch.setenv("RAG_POSFIX_PASSAGES_COMPRESS", "true")
+    settings = Settings()
+    assert settings.passages.memory_bytes == 5000
+    assert settings.passages.redis_url.get_secret_value() == "redis://127.0.0.1:6379/0"
+    assert settings.passages.compress is True
+    assert settings.cache == CacheSettings()
+
+
+def test_passages_are_kept_in_memory_alone_unless_asked_for():
+    passages = Settings().passages
+    assert (passages.enabled, passages.memory_bytes, passages.disk_bytes) == (True, 1024**3, 0)
+    assert not passages.outlives_the_process
+    assert PassageStoreSettings(disk_bytes=1).outlives_the_process
+    assert PassageStoreSettings(redis_url="redis://127.0.0.1").outlives_the_process
+    assert not PassageStoreSettings(disk_bytes=1, enabled=False).outlives_the_process
+
+
 def test_a_password_in_the_redis_url_is_not_shown():
-    settings = Settings(cache=CacheSettings(redis_url="redis://:hunter2@127.0.0.1/0"))
+    url = "redis://:hunter2@127.0.0.1/0"
+    settings = Settings(cache=CacheSettings(redis_url=url), passages=PassageStoreSettings(redis_url=url))
     assert "hunter2" not in f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()}"
 
 
-@pytest.mark.parametrize("cls", [Settings, CacheSettings])
+@pytest.mark.parametrize("cls", [Settings, CacheSettings, PassageStoreSettings])
 def test_settings_are_frozen_and_refuse_unknown_names(cls):
     with pytest.raises(ValidationError, match="frozen"):
         setattr(cls(), next(iter(cls.model_fields)), "other")
@@ -81,6 +102,12 @@ def test_settings_are_frozen_and_refuse_unknown_names(cls):
         (CacheSettings, "redis_timeout_seconds", 6),
         (CacheSettings, "ttl_seconds", 0),
         (CacheSettings, "max_entry_bytes", 0),
+        (PassageStoreSettings, "memory_bytes", -1),
+        (PassageStoreSettings, "disk_bytes", -1),
+        (PassageStoreSettings, "redis_bytes", 1000),
+        (PassageStoreSettings, "redis_timeout_seconds", 0),
+        (PassageStoreSettings, "redis_timeout_seconds", 31),
+        (PassageStoreSettings, "redis_ttl_seconds", 0),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(cls, name, value):
@@ -93,7 +120,7 @@ def test_zero_turns_a_tier_off():
     assert (cache.memory_entries, cache.disk_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("cls", [Settings, CacheSettings])
+@pytest.mark.parametrize("cls", [Settings, CacheSettings, PassageStoreSettings])
 def test_every_setting_is_described(cls):
     for name in cls.model_fields:
         assert f"    {name}: " in cls.__doc__

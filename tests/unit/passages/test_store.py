@@ -8,6 +8,7 @@ import torch
 
 from rag_posfix.caching.base import TierStats
 from rag_posfix.errors import CacheError
+from rag_posfix.passages.disk import DiskPassages
 from rag_posfix.passages.entry import PassageKV
 from rag_posfix.passages.memory import MemoryPassages
 from rag_posfix.passages.store import PassageStore
@@ -280,4 +281,16 @@ def test_threads_put_get_and_drop_and_every_hit_is_what_was_put(memory, slow):
     assert store.flush(SECONDS)
     assert store.drop(["tag0", "tag1", "tag2", "tag3"]) <= 12
     assert get(store, *entries) == {}
+    store.close()
+
+
+def test_tensors_of_inference_mode_are_kept_and_written_like_others(tmp_path):
+    with torch.inference_mode():
+        states = torch.arange(2 * SHAPE.n_bytes // 2, dtype=SHAPE.dtype).reshape(2, *SHAPE.sizes)[1]
+    store = PassageStore([MemoryPassages(), DiskPassages(tmp_path, max_bytes=10**6)])
+    store.put_many({"key": PassageKV(states)})
+    assert store.flush(SECONDS)
+    for _ in range(2):
+        assert torch.equal(get(store, "key")["key"].states, states)
+        store._tiers[0].call(lambda tier: tier.clear(), None)
     store.close()

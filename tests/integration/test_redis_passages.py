@@ -1,0 +1,488 @@
+"""The passage store on a real redis-server."""
+
+import dataclasses
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import closing
+
+import pytest
+import torch
+
+from rag_posfix.caching.breaker import CircuitBreaker
+from rag_posfix.caching.redis import RedisCache
+from rag_posfix.errors import CacheError
+from rag_posfix.passages import redis as module
+from rag_posfix.passages.base import PassageTier
+from rag_posfix.passages.disk import DiskPassages
+from rag_posfix.passages.entry import PassageKV, write
+from rag_posfix.passages.memory import MemoryPassages
+from rag_posfix.passages.redis import RedisPassages
+from rag_posfix.passages.store import PassageStore
+from tests.support import faulty_server as faulty
+from tests.support.clock import Clock
+from tests.support.passages import SHAPE, entry, same
+from tests.support.redis_server import RedisServer
+
+SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well
+LARGE = dataclasses.replace(SHAPE, n_tokens=128)  # 4 KiB
+KIB = 1024
+
+
+def open_tier(server, **options):
+    # Generous: what these tests look at is not time, and the machine may be busy.
+    return closing(RedisPassages(server.url, **{"timeout_seconds": 5, **options}))
+
+
+@pytest.fixture
+def tier(redis_server):
+    with open_tier(redis_server) as tier:
+        yield tier
+
+
+def get(tier, key, shape=SHAPE):
+    return tier.get_many({key: shape}).get(key)
+
+
+def names(server):
+    return [word for word in server.command("KEYS", "*").decode().split("\r\n") if word.startswith("rag_posfix")]
+
+
+def set_bytes(server, name, value):
+    import redis
+
+    client = redis.Redis(port=server.port)
+    client.set(name, value)
+    client.close()
+
+
+def test_the_tier_follows_the_protocol(tier):
+    assert isinstance(tier, PassageTier)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_entry_comes_back_bit_by_bit_with_its_tags(redis_server, dtype, compress):
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    with open_tier(redis_server, compress=compress) as tier:
+        tier.put_many({"key": entry(1, shape, tags=("a", "b"))})
+        assert same(get(tier, "key", shape), entry(1, shape, tags=("a", "b")))
+
+
+def test_compressed_and_plain_entries_can_be_mixed(redis_server):
+    zeros = PassageKV(torch.zeros(LARGE.sizes, dtype=LARGE.dtype))
+    with open_tier(redis_server, compress=True) as one, open_tier(redis_server) as two:
+        one.put_many({"one": zeros})
+        two.put_many({"two": zeros})
+        for tier in (one, two):
+            found = tier.get_many(dict.fromkeys(("one", "two"), LARGE))
+            assert same(found["one"], zeros)
+            assert same(found["two"], zeros)
+    assert int(redis_server.command("STRLEN", "rag_posfix:passage:one")[1:]) < 1000
+    assert int(redis_server.command("STRLEN", "rag_posfix:passage:two")[1:]) > 4000
+
+
+def test_many_entries_come_in_several_messages(tier, monkeypatch):
+    monkeypatch.setattr(module, "_BATCH_BYTES", 5 * SHAPE.n_bytes)
+    entries = {f"key{number}": entry(number) for number in range(23)}
+    tier.put_many(entries)
+    found = tier.get_many(dict.fromkeys([*entries, "unknown"], SHAPE))
+    assert list(found) == list(entries)
+    assert all(same(found[key], entries[key]) for key in entries)
+    stats = tier.stats()
+    assert (stats.hits, stats.misses, stats.entries, stats.errors, stats.corrupt) == (23, 1, 23, 0, 0)
+    assert stats.bytes == sum(len(write(key, kept)) for key, kept in entries.items())
+
+
+def test_entries_of_megabytes(tier):
+    shape = dataclasses.replace(SHAPE, layers=30, heads=3, head_dim=64, n_tokens=150)
+    entries = {f"key{number}": entry(number, shape) for number in range(6)}
+    tier.put_many(entries)
+    found = tier.get_many(dict.fromkeys(entries, shape))
+    assert len(found) == 6
+    assert all(same(found[key], entries[key]) for key in entries)
+
+
+def test_two_processes_share_entries(tier, redis_server):
+    script = """
+        import sys
+        from rag_posfix.passages.memory import MemoryPassages
+        from rag_posfix.passages.redis import RedisPassages
+        from rag_posfix.passages.store import PassageStore
+        from tests.support.passages import SHAPE, entry, same
+        store = PassageStore([MemoryPassages(), RedisPassages(sys.argv[1], timeout_seconds=5)])
+        found = store.get_many({"ours": SHAPE, "theirs": SHAPE})
+        print(list(found), same(found["ours"], entry(1, tags=("doc",))))
+        store.put_many({"theirs": entry(2)}, {"theirs": ["doc"]})
+        store.close()
+    """
+    tier.put_many({"ours": entry(1, tags=("doc",))})
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script), redis_server.url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("['ours'] True\n", 0), done.stderr
+    assert same(get(tier, "theirs"), entry(2, tags=("doc",)))
+    assert tier.delete_tags(["doc"]) == 2
+
+
+def test_keys_have_the_documented_names_and_a_time_to_live(redis_server):
+    with open_tier(redis_server, ttl_seconds=100) as tier:
+        tier.put_many({"key": entry(tags=("tag",))})
+    assert sorted(names(redis_server)) == [
+        "rag_posfix:passage-index",
+        "rag_posfix:passage-tag:tag",
+        "rag_posfix:passage:key",
+    ]
+    for name in names(redis_server):
+        assert 90 < int(redis_server.command("TTL", name)[1:]) <= 161
+
+
+def damages():
+    data = write("key", entry())
+    return {
+        "a flipped byte": data[:-7] + bytes([data[-7] ^ 1]) + data[-6:],
+        "truncated": data[: len(data) // 2],
+        "empty": b"",
+        "garbage": b"nonsense" * 100,
+        "compressed garbage": b"RPKZ" + b"\xff" * 100,
+        "an answer": b"RPX1" + b"x" * 400,
+        "of another key": write("other", entry()),
+        "of another model": write("key", entry(0, dataclasses.replace(SHAPE, heads=2))),
+        "of another type": write("key", entry(0, dataclasses.replace(SHAPE, dtype=torch.float16))),
+    }
+
+
+@pytest.mark.parametrize("damage", damages().values(), ids=damages().keys())
+def test_a_damaged_or_foreign_entry_is_a_miss_and_counted(tier, redis_server, damage):
+    tier.put_many({"key": entry(), "other": entry(2)})
+    set_bytes(redis_server, "rag_posfix:passage:key", damage)
+    assert list(tier.get_many({"key": SHAPE, "other": SHAPE})) == ["other"]
+    stats = tier.stats()
+    assert (stats.corrupt, stats.misses, stats.hits, stats.errors) == (1, 1, 1, 0)
+    tier.put_many({"key": entry(3)})
+    assert same(get(tier, "key"), entry(3))
+
+
+def test_a_key_of_another_type_is_a_miss_and_does_not_stop_the_tier(tier, redis_server):
+    redis_server.command("LPUSH", "rag_posfix:passage:key", "foreign")
+    tier.put_many({"other": entry()})
+    assert list(tier.get_many({"key": SHAPE, "other": SHAPE})) == ["other"]
+    assert (tier.stats().corrupt, tier.stats().errors, tier.stats().available) == (1, 0, True)
+
+
+def test_entries_are_dropped_by_tag(tier):
+    tier.put_many({"one": entry(1, tags=("a", "b")), "two": entry(2, tags=("b",)), "three": entry(3, tags=("c",))})
+    assert tier.delete_tags(["b", "unknown"]) == 2
+    assert list(tier.get_many(dict.fromkeys(("one", "two", "three"), SHAPE))) == ["three"]
+    assert tier.stats().entries == 1
+
+
+def test_clear_leaves_the_answer_cache_and_the_keys_of_others(tier, redis_server):
+    with closing(RedisCache(redis_server.url, timeout_seconds=5)) as answers:
+        answers.set("key", b"answer", 60, ["tag"])
+        redis_server.command("SET", "somebody:else", "1")
+        tier.put_many({f"key{number}": entry(number, tags=("tag",)) for number in range(7)})
+        assert answers.clear() == 1
+        assert tier.stats().entries == 7
+        answers.set("key", b"answer", 60, ["tag"])
+        assert tier.clear() == 7
+        assert answers.get("key") == b"answer"
+        assert redis_server.command("GET", "somebody:else") == b"$1\r\n1\r\n"
+        assert sorted(names(redis_server)) == ["rag_posfix:answer:key", "rag_posfix:tag:tag"]
+
+
+def test_bytes_are_bounded_and_the_least_recently_used_entries_go_first(redis_server):
+    clock = Clock()
+    with open_tier(redis_server, max_bytes=64 * KIB, clock=clock) as tier:
+        tier.put_many({"favourite": entry(99)})
+        for number in range(60):
+            clock.advance(1)
+            tier.put_many({f"key{number}": entry(number, LARGE)})
+            assert tier.stats().bytes <= 64 * KIB * (1 + 1 / 32)
+            assert get(tier, "favourite") is not None
+        assert tier.stats().evictions > 40
+        held = [number for number in range(60) if get(tier, f"key{number}", LARGE) is not None]
+        assert held == list(range(held[0], 60))
+        assert int(redis_server.command("ZCARD", "rag_posfix:passage-index")[1:]) == len(held) + 1
+
+
+def test_the_bound_counts_what_other_processes_wrote(redis_server):
+    with open_tier(redis_server) as other:
+        other.put_many({f"other{number}": entry(number, LARGE) for number in range(30)})
+    with open_tier(redis_server, max_bytes=64 * KIB) as tier:
+        tier.put_many({"key": entry()})
+        assert tier.stats().bytes <= 64 * KIB
+        assert get(tier, "key") is not None
+
+
+def test_the_bound_forgets_what_redis_dropped_by_itself(redis_server):
+    clock = Clock()
+    with open_tier(redis_server, max_bytes=64 * KIB, clock=clock) as tier:
+        tier.put_many({f"key{number}": entry(number, LARGE) for number in range(14)})
+        for number in range(14):
+            redis_server.command("DEL", f"rag_posfix:passage:key{number}")
+        assert (tier.stats().entries, tier.stats().bytes) == (0, 0)
+        clock.advance(100)
+        tier.put_many({f"new{number}": entry(number, LARGE) for number in range(14)})
+        assert tier.stats().entries == 14
+        assert tier.stats().evictions == 0
+        assert redis_server.command("ZCARD", "rag_posfix:passage-index") == b":14\r\n"
+
+
+def test_an_entry_of_more_than_a_quarter_of_the_bound_is_not_sent(redis_server):
+    with open_tier(redis_server, max_bytes=64 * KIB) as tier:
+        tier.put_many({"key": entry(0, dataclasses.replace(SHAPE, n_tokens=600)), "small": entry()})
+        assert tier.stats().entries == 1
+        assert get(tier, "small") is not None
+
+
+def test_a_password_is_never_shown(caplog):
+    with RedisServer(password="hush-hush") as server, open_tier(server) as tier:
+        tier.put_many({"key": entry()})
+        assert get(tier, "key") is not None
+        server.kill()
+        assert get(tier, "key") is None
+        assert "hush" not in repr(tier) + repr(vars(tier)) + repr(vars(tier._link)) + caplog.text
+        assert "passage store: reading redis://" in caplog.text
+
+
+def test_a_cluster_is_one_more_redis():
+    with RedisServer(**{"cluster-enabled": "yes"}) as server:
+        server.command("CLUSTER", "ADDSLOTS", *(str(slot) for slot in range(16384)))
+        while b"cluster_state:ok" not in server.command("CLUSTER", "INFO"):
+            time.sleep(0.05)
+        url = f"redis-cluster://127.0.0.1:{server.port}"
+        with closing(RedisPassages(url, timeout_seconds=5, max_bytes=64 * KIB)) as tier:
+            entries = {f"key{number}": entry(number, LARGE, tags=("a",)) for number in range(30)}
+            tier.put_many(entries)
+            found = tier.get_many(dict.fromkeys(entries, LARGE))
+            assert 10 < len(found) < 30
+            assert all(same(kept, entries[key]) for key, kept in found.items())
+            assert tier.stats().evictions == 30 - len(found)
+            server.command("SET", f"rag_posfix:passage:{next(iter(found))}", "nonsense")
+            server.command("DEL", "rag_posfix:passage:list")
+            server.command("LPUSH", "rag_posfix:passage:list", "foreign")
+            assert len(tier.get_many(dict.fromkeys([*found, "list"], LARGE))) == len(found) - 1
+            assert tier.stats().corrupt == 2
+            assert tier.delete_tags(["a"]) == len(found)
+            tier.put_many({"key": entry()})
+            assert tier.clear() == 2
+            assert tier.stats().errors == 0
+
+
+def test_sentinel_names_the_master(redis_server):
+    with RedisServer(sentinel_of=redis_server.port) as sentinel:
+        url = f"redis-sentinel://127.0.0.1:{sentinel.port}/mymaster/0"
+        with closing(RedisPassages(url, timeout_seconds=5)) as tier:
+            tier.put_many({"key": entry(1)})
+            assert same(get(tier, "key"), entry(1))
+            assert "rag_posfix:passage:key" in names(redis_server)
+
+
+def assert_only_misses(tier):
+    tier.put_many({"key": entry(1)})
+    assert tier.get_many({"key": SHAPE, "other": SHAPE}) == {}
+    stats = tier.stats()
+    assert stats.misses == 2
+    assert stats.errors >= 1
+    assert not stats.available
+    assert (stats.entries, stats.bytes) == (None, None)
+
+
+def test_redis_down_is_a_miss_counted_and_cheap(caplog):
+    with RedisServer() as server:
+        server.stop()
+        with open_tier(server) as tier:
+            start = time.perf_counter()
+            assert_only_misses(tier)
+            for _ in range(100):
+                assert tier.get_many({"key": SHAPE}) == {}
+                tier.put_many({"key": entry()})
+            assert time.perf_counter() - start < 2
+            assert tier.stats().errors == 1
+            assert tier.delete_tags(["a"]) == tier.clear() == 0
+    assert sum("is failing" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "serve",
+    [
+        faulty.never_answers,
+        faulty.sends_one_byte_at_a_time,
+        faulty.dies_in_the_middle_of_the_reply,
+        faulty.answers_to_each_request(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+        faulty.answers_to_each_request(b"$999999999999\r\n"),
+    ],
+    ids=["silent", "dripping", "dying", "http", "a huge length"],
+)
+def test_a_faulty_redis_is_a_miss_counted_and_in_bounded_time(serve):
+    seconds = []
+    for _ in range(3):  # the machine may be busy; the bound stays
+        with faulty.faulty_server(serve) as url, closing(RedisPassages(url, timeout_seconds=0.2)) as tier:
+            start = time.perf_counter()
+            assert tier.get_many({f"key{number}": SHAPE for number in range(50)}) == {}
+            seconds.append(time.perf_counter() - start)
+            assert tier.stats().errors == 1
+            assert tier.stats().misses == 50
+        if seconds[-1] < 1:
+            return
+    pytest.fail(f"a search took {seconds} s, one of them must be under 1 s")
+
+
+def test_paused_while_connected_and_recovers(redis_server):
+    clock = Clock()
+    with RedisServer() as server:
+        breaker = CircuitBreaker(clock=clock)
+        with closing(RedisPassages(server.url, timeout_seconds=0.5, breaker=breaker)) as tier:
+            for _ in range(20):  # the machine may be busy
+                tier.put_many({"key": entry(1)})
+                if get(tier, "key") is not None:
+                    break
+                clock.advance(31)
+            server.pause()
+            assert get(tier, "key") is None
+            assert not tier.stats().available
+            server.resume()
+            for _ in range(20):
+                clock.advance(31)
+                if (found := get(tier, "key")) is not None:
+                    break
+            assert same(found, entry(1))
+
+
+def test_what_came_before_the_deadline_is_used(redis_server, monkeypatch):
+    monkeypatch.setattr(module, "_BATCH_BYTES", 2 * SHAPE.n_bytes)
+    entries = {f"key{number}": entry(number) for number in range(6)}
+    with open_tier(redis_server) as tier:
+        tier.put_many(entries)
+    fetch, calls, hanging = module._fetch, [], threading.Event()
+
+    def slow(*arguments):
+        calls.append(arguments)
+        if len(calls) > 2:
+            hanging.wait(SECONDS)
+        return fetch(*arguments)
+
+    monkeypatch.setattr(module, "_fetch", slow)
+    with open_tier(redis_server, timeout_seconds=1) as tier:
+        found = tier.get_many(dict.fromkeys(entries, SHAPE))
+        hanging.set()
+        assert list(found) == ["key0", "key1", "key2", "key3"]
+        assert all(same(found[key], entries[key]) for key in found)
+        assert (tier.stats().hits, tier.stats().misses) == (4, 2)
+        assert tier._counters["errors"] == 1
+        time.sleep(0.1)
+        assert len(calls) == 3, "who is left behind must not go on fetching"
+
+
+def test_full_redis_refuses_writes_and_serves_reads():
+    with RedisServer(**{"maxmemory-policy": "noeviction"}) as server, open_tier(server) as tier:
+        tier.put_many({"key": entry(1)})
+        server.command("CONFIG", "SET", "maxmemory", "1")
+        tier.put_many({"new": entry(2)})
+        assert same(get(tier, "key"), entry(1))
+        assert get(tier, "new") is None
+        stats = tier.stats()
+        assert (stats.errors, stats.corrupt, stats.available) == (1, 0, True)
+
+
+def test_the_store_with_every_tier(redis_server, tmp_path):
+    def open_store():
+        disk = DiskPassages(tmp_path / "passages", max_bytes=1024**2)
+        return PassageStore([MemoryPassages(), disk, RedisPassages(redis_server.url, timeout_seconds=5)])
+
+    def entries_of(store):
+        return [tier["entries"] for tier in store.stats()["tiers"]]
+
+    with closing(open_store()) as store:
+        store.put_many({"one": entry(1), "two": entry(2)}, {"one": ["doc"], "two": ["other"]})
+        assert store.flush(SECONDS)
+        assert entries_of(store) == [2, 2, 2]
+    with closing(open_store()) as store:
+        assert entries_of(store) == [0, 2, 2]
+        assert set(store.get_many({"one": SHAPE, "two": SHAPE})) == {"one", "two"}
+        assert entries_of(store) == [2, 2, 2]
+        assert store.drop(["doc"]) == 1
+        assert entries_of(store) == [1, 1, 1]
+        assert store.clear() == 1
+        assert entries_of(store) == [0, 0, 0]
+
+
+def test_the_store_goes_on_while_redis_is_away(caplog):
+    with RedisServer() as server:
+        tier = RedisPassages(server.url, timeout_seconds=0.2)
+        with closing(PassageStore([MemoryPassages(), tier])) as store:
+            server.kill()
+            for number in range(5):
+                store.put_many({f"key{number}": entry(number)}, {f"key{number}": ["doc"]})
+            assert store.flush(SECONDS)
+            assert len(store.get_many({f"key{number}": SHAPE for number in range(6)})) == 5
+            assert store.drop(["doc"]) == 5
+            assert store.stats()["tiers"][1]["errors"] >= 1
+
+
+def test_a_closed_tier_only_misses(tier):
+    tier.put_many({"key": entry()})
+    tier.close()
+    assert get(tier, "key") is None
+    tier.put_many({"key": entry()})
+
+
+def test_threads_put_get_and_corrupt_and_every_hit_is_what_was_put(redis_server):
+    entries = {f"key{number}": entry(number, LARGE, tags=(f"tag{number % 3}",)) for number in range(24)}
+    wrong, over = [], threading.Event()
+
+    def work(tier, seed):
+        for number in range(25):
+            some = [f"key{(number * seed + step) % 24}" for step in range(4)]
+            tier.put_many({key: entries[key] for key in some[:2]})
+            found = tier.get_many(dict.fromkeys(some, LARGE))
+            wrong.extend(key for key, kept in found.items() if not same(kept, entries[key]))
+            if number % 10 == 0:
+                tier.delete_tags([f"tag{number % 3}"])
+
+    def corrupt():
+        number = 0
+        while not over.wait(0.005):
+            number += 1
+            redis_server.command("SETRANGE", f"rag_posfix:passage:key{number % 24}", str(number % 4000), "damage")
+
+    with open_tier(redis_server, max_bytes=64 * KIB) as tier:
+        threads = [threading.Thread(target=work, args=(tier, seed)) for seed in (1, 5, 7, 11)]
+        vandal = threading.Thread(target=corrupt)
+        for thread in [*threads, vandal]:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        over.set()
+        vandal.join()
+        stats = tier.stats()
+    assert not wrong
+    assert stats.hits > 0
+    assert stats.corrupt > 0
+    assert stats.evictions > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout_seconds": 0}, "timeout_seconds=0 must be above 0"),
+        ({"max_bytes": 1000}, "max_bytes=1000 must be >= 65536"),
+        ({"ttl_seconds": 0}, "ttl_seconds=0 must be >= 1"),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(CacheError, match=message):
+        RedisPassages("redis://127.0.0.1", **options)
+
+
+def test_an_invalid_url_is_refused_without_its_password():
+    with pytest.raises(CacheError, match="is not valid; allowed: redis://") as caught:
+        RedisPassages("redis://:hush@")
+    assert "hush" not in str(caught.value)
