@@ -6,8 +6,10 @@ from pathlib import Path
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.build import build_answer_cache
+from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.models import load_engine, quiet_loading
 from rag_posfix.generation.request import MitigationChoice, Sampling
+from rag_posfix.passages.build import build_passage_store
 from rag_posfix.pipeline import Defaults, Pipeline
 from rag_posfix.protocols import Generator
 from rag_posfix.reranking.embedding import EmbeddingReranker
@@ -45,7 +47,10 @@ def build_pipeline(
     engine = generator or load_engine(
         chosen.model, dtype=chosen.dtype, device=chosen.device, cache_dir=chosen.cache_dir
     )
-    return Pipeline(
+    passages = None
+    if isinstance(engine, Engine):
+        passages = engine.passages = build_passage_store(chosen.passages, chosen.cache_dir, engine.loaded.device)
+    pipeline = Pipeline(
         engine,
         Assembler(engine.encoder, engine.context_window),
         retriever=retriever,
@@ -58,4 +63,8 @@ def build_pipeline(
             sampling=Sampling(max_tokens=chosen.max_tokens),
             tenant=chosen.tenant,
         ),
+        passages=passages,
     )
+    if retriever is not None:
+        retriever.store.on_delete = pipeline.forget
+    return pipeline

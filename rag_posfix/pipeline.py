@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.documents import Document
 
 from rag_posfix.answer import Answer, AnswerChunk, AnswerDocument, Citation, Question
-from rag_posfix.caching.keys import AnswerKey
+from rag_posfix.assembly.documents import content_key, document_id
+from rag_posfix.caching.keys import AnswerKey, tenant_salt
 from rag_posfix.citations import find_quotes
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling, Usage
-from rag_posfix.protocols import AnswerCache, Generator, PromptAssembler, Reranker, Retriever
+from rag_posfix.protocols import AnswerCache, Generator, PassageKeeper, PromptAssembler, Reranker, Retriever
 from rag_posfix.text import clean_text, content_hash
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Pipeline:
         reranker: Scores documents that come without a ``relevance_score``.
         cache: Keeps answers.
         defaults: What a question that does not say gets.
+        passages: Keeps keys and values for ``generator``; closed with the pipeline.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Pipeline:
         reranker: Reranker | None = None,
         cache: AnswerCache | None = None,
         defaults: Defaults | None = None,
+        passages: PassageKeeper | None = None,
     ) -> None:
         self.generator = generator
         self.retriever = retriever
@@ -82,11 +85,23 @@ class Pipeline:
         self.cache = cache
         self.assembler = assembler
         self.defaults = defaults or Defaults()
+        self.passages = passages
 
     def close(self) -> None:
-        """Close the cache; later questions are answered without it."""
+        """Close the caches; later questions are answered without them."""
+        for kept in (self.cache, self.passages):
+            if kept is not None:
+                kept.close()
+
+    def forget(self, documents: Sequence[Document]) -> None:
+        """Drop what was kept of documents that are gone: answers made from them, and their keys and values.
+
+        Memory of other processes keeps its copies until they expire or are evicted.
+        """
         if self.cache is not None:
-            self.cache.close()
+            self.cache.drop_documents([document_id(document) for document in documents])
+        if self.passages is not None:
+            self.passages.drop([content_key(document) for document in documents])
 
     def ask(self, question: Question | str) -> Answer:
         """Return the answer. Equal questions at the same time compute once.
@@ -147,7 +162,8 @@ class Pipeline:
         key = None
         if self.cache is not None and asked.use_cache and sampling.deterministic:
             key = self._key(asked, assembled, info, sampling)
-        request = GenerationRequest(assembled.layout, mitigation, sampling)
+        salt = tenant_salt(self.defaults.tenant, asked.tenant)
+        request = GenerationRequest(assembled.layout, mitigation, sampling, salt)
         return _Prepared(assembled, request, info, key, timings)
 
     def _documents(self, asked: Question, timings: dict[str, float]) -> Sequence[Document]:
@@ -182,7 +198,7 @@ class Pipeline:
             history=repr([(m.get("role"), m.get("content")) for m in asked.history]),
             documents=passages,
             order_invariant=info.order_invariant,
-            tenant=repr((self.defaults.tenant, asked.tenant)),
+            tenant=tenant_salt(self.defaults.tenant, asked.tenant),
         ).digest()
 
     def _look_up(self, prepared: _Prepared) -> Mapping[str, Any] | None:

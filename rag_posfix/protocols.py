@@ -20,7 +20,16 @@ if TYPE_CHECKING:  # assembly implements these roles and imports this module
     from rag_posfix.assembly.assembler import Assembled
     from rag_posfix.assembly.prompt import PromptTemplate
 
-__all__ = ["AnswerCache", "ChatMessage", "Generator", "PromptAssembler", "Reranker", "Retriever", "TokenEncoder"]
+__all__ = [
+    "AnswerCache",
+    "ChatMessage",
+    "Generator",
+    "PassageKeeper",
+    "PromptAssembler",
+    "Reranker",
+    "Retriever",
+    "TokenEncoder",
+]
 
 ChatMessage = Mapping[str, str]
 """``{"role": "system" | "user" | "assistant", "content": text}``."""
@@ -139,6 +148,22 @@ class AnswerCache(Protocol):
 
     def single_flight(self, key: str) -> AbstractContextManager[None]:
         """Hold while computing ``key``: equal keys wait, then find the answer in the cache."""
+        ...
+
+    def drop_documents(self, document_ids: Sequence[str]) -> int:
+        """Drop every answer made from one of these documents."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and connections; later calls are misses."""
+        ...
+
+
+class PassageKeeper(Protocol):
+    """Keeps keys and values of passages for a generator. No method ever raises for a failing store."""
+
+    def drop(self, tags: Sequence[str]) -> int:
+        """Drop every entry made from passages with one of these content keys."""
         ...
 
     def close(self) -> None:

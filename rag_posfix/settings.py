@@ -41,17 +41,24 @@ class CacheSettings(BaseSettings):
     max_entry_bytes: int = Field(default=1024**2, ge=1)
 
 
+PASSAGES_FOLDER = "passages"
+"""Folder of the disk tier of the passage store, in ``cache_dir``."""
+
+_PRECOMPUTED_BYTES = 4 * 1024**3
+
+
 class PassageStoreSettings(BaseSettings):
     """The passage store: keys and values of passages that methods with independent passages read once.
 
-    The disk tier is off unless asked for: a passage takes megabytes (3.5 MB for 150 tokens of SmolLM2-135M), to write
-    them after every question wears a disk that nobody offered, and what is kept is as private as the passages. It pays
-    where an index is served that was read beforehand, or where processes come and go.
+    The disk tier is off until somebody asks for it: a passage takes megabytes (3.5 MB for 150 tokens of SmolLM2-135M),
+    to write them after every question wears a disk that nobody offered, and what is kept is as private as the passages.
+    It pays where an index is served that was read beforehand: ``rag-posfix index --precompute`` turns it on.
 
     Attributes:
         enabled: Whether passages are kept at all.
         memory_bytes: Size bound of the memory tier, on the device of the model, at least 4096; 0 turns it off.
-        disk_bytes: Size bound of the disk tier, at least 65536; 0 turns it off.
+        disk_bytes: Size bound of the disk tier, at least 65536; 0 turns it off; None is 4 GiB where passages were
+            precomputed, else off.
         redis_url: As that of the answer cache; None turns the shared tier off.
         redis_timeout_seconds: Bound of one search in Redis, however many passages it asks for.
         redis_bytes: Size bound of all passages in Redis.
@@ -64,17 +71,22 @@ class PassageStoreSettings(BaseSettings):
 
     enabled: bool = True
     memory_bytes: int = Field(default=1024**3, ge=0)
-    disk_bytes: int = Field(default=0, ge=0)
+    disk_bytes: int | None = Field(default=None, ge=0)
     redis_url: SecretStr | None = None
     redis_timeout_seconds: float = Field(default=0.25, gt=0, le=30)
     redis_bytes: int = Field(default=4 * 1024**3, ge=64 * 1024)
     redis_ttl_seconds: float = Field(default=7 * 24 * 3600.0, ge=1)
     compress: bool = False
 
-    @property
-    def outlives_the_process(self) -> bool:
-        """Whether passages are kept where another process finds them."""
-        return self.enabled and (self.disk_bytes > 0 or self.redis_url is not None)
+    def disk_bytes_in(self, cache_dir: Path) -> int:
+        """Return the size bound of the disk tier in ``cache_dir``, 0 where there is none."""
+        if self.disk_bytes is not None:
+            return self.disk_bytes
+        return _PRECOMPUTED_BYTES if (cache_dir / PASSAGES_FOLDER).is_dir() else 0
+
+    def outlives_the_process(self, cache_dir: Path) -> bool:
+        """Return whether passages are kept where another process finds them."""
+        return self.enabled and (self.disk_bytes_in(cache_dir) > 0 or self.redis_url is not None)
 
 
 class Settings(BaseSettings):

@@ -59,9 +59,19 @@ IMPORT_RULES = [
     ImportRule(
         why="of transformers, generation imports DynamicCache; loading is for models.py and tokenizer.py",
         files=("rag_posfix/generation/*",),
-        but=("rag_posfix/generation/models.py", "rag_posfix/generation/tokenizer.py"),
+        but=(
+            "rag_posfix/generation/kv_cache.py",
+            "rag_posfix/generation/models.py",
+            "rag_posfix/generation/tokenizer.py",
+        ),
         among=("transformers",),
         only=("transformers.DynamicCache",),
+    ),
+    ImportRule(
+        why="our cache is one of transformers' own kind: it derives from their base classes and nothing else",
+        files=("rag_posfix/generation/kv_cache.py",),
+        among=("transformers",),
+        only=("transformers.cache_utils.Cache", "transformers.cache_utils.CacheLayerMixin"),
     ),
     ImportRule(
         why="loading uses the classes that transformers exports at its top; its modules are for patching",

@@ -17,7 +17,7 @@ from rag_posfix.assembly.orders import best_first
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import clean_text, content_hash
 
-__all__ = ["Candidate", "DropReason", "Dropped", "document_id", "rank", "read_document", "unique"]
+__all__ = ["Candidate", "DropReason", "Dropped", "content_key", "document_id", "rank", "read_document", "unique"]
 
 DropReason = Literal["duplicate", "empty", "budget"]
 
@@ -50,6 +50,18 @@ class Candidate:
     folded: str
     relevance: float | None
     document: Document
+
+
+def content_key(document: Document) -> str:
+    """Return the key that the document's passage has in a layout: a content hash of its title and its text.
+
+    Args:
+        document: A document that can be read.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    return read_document(document, 0).key
 
 
 def document_id(document: Document) -> str:

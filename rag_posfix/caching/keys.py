@@ -6,10 +6,15 @@ from dataclasses import dataclass
 
 from rag_posfix.text import content_hash
 
-__all__ = ["SCHEMA_VERSION", "AnswerKey"]
+__all__ = ["SCHEMA_VERSION", "AnswerKey", "tenant_salt"]
 
 SCHEMA_VERSION = 1
 """Raise it when the stored answers or their meaning change: older entries then are misses."""
+
+
+def tenant_salt(*tenants: str) -> str:
+    """Return the salt of a tenant: of the process's own and the question's, "" if neither says one."""
+    return repr(tenants) if any(tenants) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

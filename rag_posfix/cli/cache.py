@@ -34,7 +34,7 @@ def _opened() -> Iterator[tuple[TieredAnswerCache | None, PassageStore | None]]:
         passages = build_passage_store(settings.passages, settings.cache_dir)
         if passages is not None:
             stack.callback(passages.close)
-        if answers is None and (passages is None or not settings.passages.outlives_the_process):
+        if answers is None and (passages is None or not settings.passages.outlives_the_process(settings.cache_dir)):
             raise CacheError(
                 "the answer cache is turned off by the settings, and passages are kept nowhere but in the memory of "
                 "a process; turn a tier on to look into it"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from rag_posfix.attention.plan import Plan
 from rag_posfix.attention.spans import Layout
-from rag_posfix.errors import GenerationError, PromptTooLongError
+from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError
+from rag_posfix.generation.by_passage import encode_passages, joinable
 from rag_posfix.generation.drafts import AnswerText
 from rag_posfix.generation.forward import LoadedModel
 from rag_posfix.generation.request import (
@@ -20,6 +22,7 @@ from rag_posfix.generation.request import (
     MitigationInfo,
 )
 from rag_posfix.generation.reuse import Reuse
+from rag_posfix.generation.rows_of_plan import spell_out
 from rag_posfix.generation.session import Session
 from rag_posfix.generation.tokenizer import Tokenizer
 from rag_posfix.generation.writer import Writer
@@ -97,6 +100,32 @@ class Engine:
         choice = mitigation or MitigationChoice()
         return self._session(layout, choice, self._plan(layout, choice, max_tokens), salt)
 
+    def read_ahead(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
+        """Read prefix and passages of a prompt into the passage store; return how many tokens had to be read.
+
+        The suffix is not read: any question may follow.
+
+        Raises:
+            ConfigError: the engine has no store, or the mitigation does not read passages apart.
+            UnsupportedModelError: the model cannot be served by the mitigation.
+        """
+        plan = create(mitigation.name, mitigation.parameters).checked_plan(layout, self._loaded.spec.shape)
+        if self.passages is None:
+            raise ConfigError(
+                "reading ahead needs a passage store; give the engine one, or turn it on in the settings"
+            )
+        rows = [spell_out(row, layout, self._loaded.device) for row in plan.rows]
+        if not (plan.independent_passages and self._loaded.keeps_all_keys and joinable(rows)):
+            raise ConfigError(
+                f"{mitigation.name} does not read passages independently of each other on {self._model_id}, so they "
+                "cannot be read ahead; use parallel_windows, set_prompting, parallel_encoding, context_experts or "
+                "passage_answers"
+            )
+        reuse = Reuse(self.passages, self._fingerprint, self.describe(mitigation).fingerprint, salt)
+        with torch.inference_mode():
+            states, cached = encode_passages(self._loaded, layout, rows, reuse)
+        return sum(one.shape[3] for one in states.values()) - cached
+
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters and return what caching needs to know of it."""
         method = create(choice.name, choice.parameters)
@@ -142,8 +171,7 @@ class Engine:
     def _session(self, layout: Layout, choice: MitigationChoice, plan: Plan, salt: str) -> Session:
         reuse = None
         if self.passages is not None:
-            method = create(choice.name, choice.parameters).fingerprint()
-            reuse = Reuse(self.passages, self._fingerprint, method, salt)
+            reuse = Reuse(self.passages, self._fingerprint, self.describe(choice).fingerprint, salt)
         text = AnswerText(self._encoder.eos_ids, self._encoder.decode_answer)
         return Session(self._loaded, layout, plan, text, reuse)
 

@@ -10,7 +10,7 @@ from rag_posfix.passages.disk import DiskPassages
 from rag_posfix.passages.memory import MemoryPassages
 from rag_posfix.passages.redis import RedisPassages
 from rag_posfix.passages.store import PassageStore
-from rag_posfix.settings import PassageStoreSettings
+from rag_posfix.settings import PASSAGES_FOLDER, PassageStoreSettings
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +39,8 @@ def build_passage_store(
     tiers: list[PassageTier] = []
     if settings.memory_bytes:
         tiers.append(MemoryPassages(settings.memory_bytes))
-    if settings.disk_bytes:
-        tiers.append(DiskPassages(cache_dir / "passages", max_bytes=settings.disk_bytes))
+    if disk_bytes := settings.disk_bytes_in(cache_dir):
+        tiers.append(DiskPassages(cache_dir / PASSAGES_FOLDER, max_bytes=disk_bytes))
     if settings.redis_url is not None:
         tiers.append(
             RedisPassages(

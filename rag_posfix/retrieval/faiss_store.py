@@ -44,6 +44,9 @@ class FaissVectorStore(VectorStore):
     Args:
         embeddings: Any langchain embedding model; its vectors need not have length one.
 
+    Attributes:
+        on_delete: Called with documents that were deleted or replaced, so that what was derived from them can go too.
+
     Raises:
         ConfigError: faiss is not installed.
     """
@@ -56,6 +59,7 @@ class FaissVectorStore(VectorStore):
         self._documents: dict[int, Document] = {}
         self._keys: dict[str, int] = {}
         self._next_key = 0
+        self.on_delete: Callable[[Sequence[Document]], None] | None = None
 
     @property
     def embeddings(self) -> Embeddings:
@@ -88,7 +92,8 @@ class FaissVectorStore(VectorStore):
         if added:
             rows = self._embed([titled_text(d.metadata.get("title"), d.page_content) for d in added.values()])
             with self._lock:
-                self._replace(added, rows)
+                gone = self._replace(added, rows)
+            self._tell_deleted(gone)
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
@@ -100,9 +105,14 @@ class FaissVectorStore(VectorStore):
         """
         with self._lock:
             names = list(self._keys) if ids is None else [name for name in dict.fromkeys(ids) if name in self._keys]
-            if names:
-                self._forget(names)
+            gone = self._forget(names) if names else []
+        self._tell_deleted(gone)
         return True
+
+    def documents(self) -> list[Document]:
+        """Return copies of all documents, in the order in which they were added."""
+        with self._lock:
+            return [_copy(document) for document in self._documents.values()]
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """Return copies of the documents with these ids, in this order; unknown ids are left out.
@@ -218,26 +228,31 @@ class FaissVectorStore(VectorStore):
             raise RetrievalError(f"the embedding model returned {len(vectors)} vectors for {len(rows)} texts")
         return unit_rows(vectors)[[rows[text] for text in texts]]
 
-    def _replace(self, added: dict[str, Document], rows: NDArray[np.float32]) -> None:
+    def _tell_deleted(self, gone: Sequence[Document]) -> None:
+        if gone and self.on_delete is not None:
+            self.on_delete(gone)
+
+    def _replace(self, added: dict[str, Document], rows: NDArray[np.float32]) -> list[Document]:
         import numpy as np
 
         if self._vectors is None:
             self._vectors = _empty_index(rows.shape[1])
         self._check_dimension(rows)
-        self._forget([name for name in added if name in self._keys])
+        gone = self._forget([name for name in added if name in self._keys])
         keys = range(self._next_key, self._next_key + len(added))
         self._vectors.add_with_ids(rows, np.fromiter(keys, dtype=np.int64))
         self._next_key = keys.stop
         self._keys.update(zip(added, keys, strict=True))
         self._documents.update(zip(keys, added.values(), strict=True))
+        return gone
 
-    def _forget(self, names: list[str]) -> None:
+    def _forget(self, names: list[str]) -> list[Document]:
         import numpy as np
 
         keys = [self._keys.pop(name) for name in names]
-        for key in keys:
-            del self._documents[key]
+        gone = [self._documents.pop(key) for key in keys]
         self._vectors.remove_ids(np.asarray(keys, dtype=np.int64))
+        return gone
 
     def _nearest(self, query: NDArray[np.float32], k: int) -> list[tuple[Document, float]]:
         with self._lock:

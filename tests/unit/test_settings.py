@@ -67,13 +67,13 @@ def test_the_passage_store_has_variables_of_its_own(monkeypatch):
     assert settings.cache == CacheSettings()
 
 
-def test_passages_are_kept_in_memory_alone_unless_asked_for():
+def test_passages_are_kept_in_memory_alone_unless_asked_for(tmp_path):
     passages = Settings().passages
-    assert (passages.enabled, passages.memory_bytes, passages.disk_bytes) == (True, 1024**3, 0)
-    assert not passages.outlives_the_process
-    assert PassageStoreSettings(disk_bytes=1).outlives_the_process
-    assert PassageStoreSettings(redis_url="redis://127.0.0.1").outlives_the_process
-    assert not PassageStoreSettings(disk_bytes=1, enabled=False).outlives_the_process
+    assert (passages.enabled, passages.memory_bytes, passages.disk_bytes) == (True, 1024**3, None)
+    assert not passages.outlives_the_process(tmp_path)
+    assert PassageStoreSettings(disk_bytes=1).outlives_the_process(tmp_path)
+    assert PassageStoreSettings(redis_url="redis://127.0.0.1").outlives_the_process(tmp_path)
+    assert not PassageStoreSettings(disk_bytes=1, enabled=False).outlives_the_process(tmp_path)
 
 
 def test_a_password_in_the_redis_url_is_not_shown():
@@ -124,3 +124,11 @@ def test_zero_turns_a_tier_off():
 def test_every_setting_is_described(cls):
     for name in cls.model_fields:
         assert f"    {name}: " in cls.__doc__
+
+
+def test_the_disk_tier_is_on_where_passages_were_precomputed(tmp_path):
+    passages = PassageStoreSettings()
+    assert passages.disk_bytes_in(tmp_path) == 0
+    (tmp_path / "passages").mkdir()
+    assert passages.disk_bytes_in(tmp_path) == 4 * 1024**3
+    assert PassageStoreSettings(disk_bytes=0).disk_bytes_in(tmp_path) == 0
