@@ -39,7 +39,7 @@ def build_pipeline(
     chosen = settings or Settings()
     embeddings = SentenceEmbeddings(chosen.embedding_model)
     folder = index if index is not None else chosen.index
-    retriever = None
+    retriever, store = None, None
     if folder is not None:  # before the model: a wrong path is told at once
         with quiet_loading():
             store = FaissVectorStore.load(Path(folder), embeddings)
@@ -65,6 +65,6 @@ def build_pipeline(
         ),
         passages=passages,
     )
-    if retriever is not None:
-        retriever.store.on_delete = pipeline.forget
+    if store is not None:
+        store.on_delete = pipeline.forget
     return pipeline
