@@ -51,7 +51,7 @@ class PassageStoreSettings(BaseSettings):
     """The passage store: keys and values of passages that methods with independent passages read once.
 
     The disk tier is off until somebody asks for it: a passage takes megabytes (3.5 MB for 150 tokens of SmolLM2-135M),
-    to write them after every question wears a disk that nobody offered, and what is kept is as private as the passages.
+    to write them after every question wears a disk that nobody offered, and what is kept is as private as they are.
     It pays where an index is served that was read beforehand: ``rag-posfix index --precompute`` turns it on.
 
     Attributes:

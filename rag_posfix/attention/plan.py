@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rag_posfix.attention.attend import Attend
+from rag_posfix.attention.blend import Blend
 from rag_posfix.attention.draft import Draft
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import PlanConflictError
@@ -130,6 +131,7 @@ class Plan:
         score_question: Rows are asked how likely they find the question (``RowScores.question``).
         draft: Lets the rows write short answers first, which decide their weights (``RowScores.weights``).
         survey: What is read first; the plan that it decides on is run in the place of this one.
+        blend: The one row, which changes nothing, is put together from passages that were read apart.
     """
 
     rows: tuple[RowPlan, ...] = (RowPlan(),)
@@ -138,6 +140,7 @@ class Plan:
     score_question: bool = False
     draft: Draft | None = None
     survey: Survey | None = None
+    blend: Blend | None = None
 
     def __post_init__(self) -> None:
         if not self.rows:

@@ -16,7 +16,7 @@ from rag_posfix.generation.kv_cache import GrowingCache, JointCache
 from rag_posfix.patching.call import Edits, Member, Observer, Scratch, SeamCall, active
 from rag_posfix.patching.spec import ModelSpec
 
-__all__ = ["LoadedModel", "Rows", "forward_together", "new_cache"]
+__all__ = ["LoadedModel", "Rows", "forward_together", "new_cache", "run_model"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +104,7 @@ class Rows:
             observer,
             starts=self.first_tokens if self.loaded.keeps_all_keys else None,
         )
-        logits = _run(self.loaded, call, self.cache, token_ids, positions, keep)
+        logits = run_model(self.loaded, call, self.cache, token_ids, positions, keep)
         self.n_prompt = self.n_prompt or self.length
         return logits
 
@@ -189,13 +189,14 @@ def forward_together(groups: Sequence[Rows], token_ids: Sequence[Tensor], keep: 
     positions = torch.cat([member.positions for member in members])
     call = SeamCall(positions=positions, spec=loaded.spec, members=tuple(members))
     cache = JointCache([rows.cache for rows in groups], counts)
-    logits = _run(loaded, call, cache, torch.cat(list(token_ids)), positions, keep)
+    logits = run_model(loaded, call, cache, torch.cat(list(token_ids)), positions, keep)
     for rows in groups:
         rows.n_prompt = rows.n_prompt or rows.length
     return list(torch.split(logits, counts))
 
 
-def _run(loaded: LoadedModel, call: SeamCall, cache: Any, ids: Tensor, positions: Tensor, keep: int) -> Tensor:
+def run_model(loaded: LoadedModel, call: SeamCall, cache: Any, ids: Tensor, positions: Tensor, keep: int) -> Tensor:
+    """Run the model on (R, Tq) tokens under a call and return the logits of the last ``keep``, (R, keep, V)."""
     with active(call):
         output = loaded.model(
             input_ids=ids, position_ids=_as_ids(positions), past_key_values=cache, use_cache=True, logits_to_keep=keep

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rag_posfix.attention.plan import Plan, RowPlan
 from rag_posfix.attention.spans import Layout
+from rag_posfix.generation.blended import read_blended
 from rag_posfix.generation.by_passage import joinable, read_by_passage
 from rag_posfix.generation.encode import Stretch, cut_out, join
 from rag_posfix.generation.forward import LoadedModel, Rows, new_cache
@@ -29,6 +30,8 @@ def prefill(loaded: LoadedModel, layout: Layout, plan: Plan, reuse: Reuse | None
     each row as one sequence. What ``reuse`` holds is not read again.
     """
     rows = [spell_out(row, layout, loaded.device) for row in plan.rows]
+    if plan.blend is not None and layout.n_passages and loaded.keeps_all_keys:
+        return [read_blended(loaded, layout, rows[0], plan.blend, reuse)]
     if plan.independent_passages and layout.n_passages and loaded.keeps_all_keys and joinable(rows):
         return [read_by_passage(loaded, layout, rows, plan.score_question, reuse)]
     return [_read_whole(loaded, layout, row, plan.score_question, reuse) for row in rows]

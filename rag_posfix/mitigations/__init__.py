@@ -4,6 +4,7 @@ Importing this package registers every method. A new method is one file and one 
 """
 
 from rag_posfix.mitigations import (  # noqa: F401
+    blended,
     calibrated_attention,
     context_experts,
     head_scaling,

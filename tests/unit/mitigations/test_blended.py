@@ -1,0 +1,120 @@
+import pytest
+import torch
+
+from rag_posfix.attention.blend import SelectedAttention, first_tokens, most_deviating
+from rag_posfix.attention.masks import windows_mask
+from rag_posfix.attention.plan import Plan, RowPlan
+from rag_posfix.attention.windows import windows_of
+from rag_posfix.errors import ConfigError
+from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.request import MitigationChoice
+from rag_posfix.generation.session import Session
+from rag_posfix.mitigations import create
+from rag_posfix.passages.memory import MemoryPassages
+from rag_posfix.passages.store import PassageStore
+from tests.support.tiny import FAMILIES, loaded_model, toy_layout
+from tests.unit.generation.test_engine import Letters
+
+
+def said(loaded, layout, **parameters):
+    session = Session(loaded, layout, create("blended", parameters).plan(layout, loaded.spec.shape))
+    first = session.next_log_probs()
+    session.advance(7)
+    return torch.stack((first, session.next_log_probs()))
+
+
+def stock(loaded, layout, row=None):
+    session = Session(loaded, layout, Plan(rows=(row or RowPlan(),)))
+    first = session.next_log_probs()
+    session.advance(7)
+    return torch.stack((first, session.next_log_probs()))
+
+
+def test_the_tokens_that_deviate_most_are_chosen():
+    kept = torch.zeros(1, 2, 6, 2)
+    fresh = kept.clone()
+    fresh[0, 0, 0, 0] = 9.0  # a token of the prefix: never chosen
+    fresh[0, 1, 2, 1] = 1.0  # 1
+    fresh[0, 0, 3] = torch.tensor([2.0, 1.0])  # 4 + 1
+    fresh[0, 1, 5, 0] = -2.0  # 4
+    assert most_deviating(fresh, kept, 1, 0.4).tolist() == [3, 5]
+    assert most_deviating(fresh, kept, 1, 0.41).tolist() == [2, 3, 5], "rounded up"
+    assert most_deviating(fresh, kept, 1, 0.0).tolist() == []
+    assert most_deviating(kept, kept, 1, 0.2).tolist() == [1], "of equals the first"
+
+
+def test_the_first_tokens_of_each_passage():
+    assert first_tokens([(2, 6), (6, 9), (9, 9)], 0.5).tolist() == [2, 3, 6, 7]
+    assert first_tokens([], 0.5).tolist() == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reading_everything_again_is_the_unmodified_model(family):
+    loaded, layout = loaded_model(family), toy_layout()
+    for choose in ("deviation", "first"):
+        found = said(loaded, layout, fraction=1.0, choose=choose)
+        assert float((found - stock(loaded, layout)).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reading_nothing_again_is_the_prompt_with_passages_hidden_from_each_other(family):
+    """Keys that were moved are the keys of the place that they were moved to, also under YaRN and Llama 3's scaling.
+
+    Without a prefix: passages that see one were nearer to it when they were read apart.
+    """
+    loaded, layout = loaded_model(family), toy_layout(prefix=0)
+    hidden = RowPlan(mask=windows_mask(layout, windows_of(layout, None)))
+    found = said(loaded, layout, fraction=0.0, choose="first")
+    assert float((found - stock(loaded, layout, hidden)).abs().max()) < 1e-5
+
+
+def test_the_more_is_read_again_the_nearer_it_comes():
+    loaded, layout = loaded_model(), toy_layout((20, 15, 25, 18))
+    base = stock(loaded, layout)
+    errors = [float((said(loaded, layout, fraction=f) - base).abs().mean()) for f in (0.0, 0.3, 0.6, 1.0)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 100 * errors[-1]
+
+
+def test_tokens_that_are_read_again_see_all_up_to_themselves():
+    chosen = torch.tensor([6, 13, 14, 30])
+    query, key, value = torch.randn(1, 8, 4, 8), torch.randn(1, 2, 31, 8), torch.randn(1, 2, 31, 8)
+
+    class Given:
+        pass
+
+    given = Given()
+    given.query, given.key, given.value, given.scaling = query, key, value, 0.4
+    found, _ = SelectedAttention(chosen)(given)
+    for i, token in enumerate(chosen.tolist()):
+        for head in range(8):
+            scores = (key[0, head // 4, : token + 1] @ query[0, head, i]) * 0.4
+            expected = scores.softmax(0) @ value[0, head // 4, : token + 1]
+            assert torch.allclose(found[0, head, i], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [(2, 0, 3, 1), (3, 1, 0)])
+def test_passages_are_found_wherever_they_stand(order):
+    loaded, layout = loaded_model(), toy_layout()
+    engine = Engine(loaded, Letters(), "tiny", "print", passages=PassageStore([MemoryPassages()]))
+    engine.open(layout, MitigationChoice("parallel_windows"))  # reads passages as this method does
+    asked = layout.select(order)
+    session = engine.open(asked, MitigationChoice("blended"))
+    passages = asked.suffix.start - 5
+    assert session.cached_tokens == asked.suffix.start - -(-15 * passages // 100)
+    assert torch.allclose(session.next_log_probs(), said(loaded, asked)[0], atol=1e-5)
+
+
+def test_one_passage_needs_no_correction():
+    loaded, layout = loaded_model(), toy_layout((9,))
+    for fraction in (0.0, 0.5):
+        assert float((said(loaded, layout, fraction=fraction) - stock(loaded, layout)).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"fraction": 1.1}, {"fraction": "much"}, {"choose": "last"}, {"layers": 0}, {"layers": 1.5}],
+)
+def test_bad_parameters_are_told(parameters):
+    with pytest.raises(ConfigError, match=next(iter(parameters))):
+        create("blended", parameters)
