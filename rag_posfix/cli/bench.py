@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rag_posfix.cli.options import AsJson, ModelName, checked_choices, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar, status
 
+if TYPE_CHECKING:
+    from rag_posfix.attention.spans import Layout
+    from rag_posfix.generation.engine import Engine
+    from rag_posfix.passages.store import PassageStore
+
 __all__ = ["bench"]
+
+_BENCH_BYTES = 8 * 1024**3
+_COLUMNS = {
+    "ttft_cold_ratio": "first token",
+    "ttft_warm_memory_ratio": "warm, memory",
+    "ttft_warm_disk_ratio": "warm, disk",
+    "ttft_warm_redis_ratio": "warm, Redis",
+    "decode_ratio": "tokens/s",
+    "together_ratio": "together",
+    "memory_ratio": "memory",
+    "memory_extra_ratio": "memory added",
+}
 
 
 def bench(
@@ -19,6 +39,15 @@ def bench(
     mitigation: Annotated[str | None, typer.Option("--mitigation", help="Names, comma-separated; else all.")] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds; ratios are medians over them.")] = 3,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Decode steps per round.")] = 16,
+    together: Annotated[
+        int, typer.Option("--together", min=0, help="Requests that decode together in a further reading; 0: none.")
+    ] = 0,
+    warm: Annotated[
+        bool, typer.Option("--warm/--no-warm", help="Also read the first token from passages that were kept.")
+    ] = True,
+    redis_url: Annotated[
+        str | None, typer.Option("--redis-url", help="Also keep passages in this Redis; what it holds stays.")
+    ] = None,
     model: ModelName = None,
     output: Annotated[Path | None, typer.Option("--out", help="Folder for a result record.")] = None,
     as_json: AsJson = False,
@@ -27,8 +56,9 @@ def bench(
     choices = None if mitigation is None else checked_choices(mitigation)
     settings = settings_from(model=model)
     with status("loading the model"):
+        from rag_posfix.evaluation.bench_layout import bench_layout
         from rag_posfix.evaluation.record import write_record
-        from rag_posfix.evaluation.speed import bench_layout, bench_record, measure, summarize_speed
+        from rag_posfix.evaluation.speed import bench_record, measure, summarize_speed
         from rag_posfix.generation.models import load_engine
         from rag_posfix.generation.request import MitigationChoice
         from rag_posfix.mitigations import MITIGATIONS
@@ -39,10 +69,29 @@ def bench(
     layout = bench_layout(engine.encoder, documents, tokens)
     if choices is None:
         choices = [MitigationChoice(name) for name in MITIGATIONS.names()]
-    with progress_bar("measuring") as progress:
-        found = measure(engine, layout, choices, repeats=repeats, new_tokens=new_tokens, progress=progress)
-    summary = {
-        **summarize_speed(found),
+    with _stores(warm, redis_url) as stores, progress_bar("measuring") as progress:
+        found = measure(
+            engine, layout, choices, repeats=repeats, new_tokens=new_tokens, stores=stores, together=together,
+            progress=progress,
+        )  # fmt: skip
+    summary = {**summarize_speed(found), **_prompt(engine, layout, documents, tokens)}
+    if output is not None:
+        used = {
+            "documents": documents,
+            "tokens": tokens,
+            "repeats": repeats,
+            "new_tokens": new_tokens,
+            "together": together,
+        }
+        summary["record"] = str(write_record(output, "bench", bench_record(engine, found, summary, used)))
+    if as_json:
+        emit_json(summary)
+    else:
+        _show(summary)
+
+
+def _prompt(engine: Engine, layout: Layout, documents: int, tokens: int) -> dict[str, Any]:
+    return {
         "model": engine.model_id,
         "device": str(engine.loaded.device),
         "dtype": str(engine.loaded.model.dtype).removeprefix("torch."),
@@ -50,13 +99,31 @@ def bench(
         "tokens_per_document": tokens,
         "prompt_tokens": len(layout.token_ids),
     }
-    if output is not None:
-        used = {"documents": documents, "tokens": tokens, "repeats": repeats, "new_tokens": new_tokens}
-        summary["record"] = str(write_record(output, "bench", bench_record(engine, found, summary, used)))
-    if as_json:
-        emit_json(summary)
-    else:
-        _show(summary)
+
+
+@contextmanager
+def _stores(warm: bool, redis_url: str | None) -> Iterator[dict[str, PassageStore]]:
+    """Hold one passage store per tier, each alone, so that each is what is measured."""
+    from rag_posfix.passages.disk import DiskPassages
+    from rag_posfix.passages.memory import MemoryPassages
+    from rag_posfix.passages.redis import RedisPassages
+    from rag_posfix.passages.store import PassageStore
+
+    stores: dict[str, PassageStore] = {}
+    with TemporaryDirectory(prefix="rag-posfix-bench-") as folder:
+        if warm:
+            stores["memory"] = PassageStore([MemoryPassages(_BENCH_BYTES)])
+            stores["disk"] = PassageStore(
+                [DiskPassages(Path(folder), max_bytes=_BENCH_BYTES)], queue_bytes=_BENCH_BYTES
+            )
+        if redis_url is not None:
+            tier = RedisPassages(redis_url, timeout_seconds=5.0, max_bytes=_BENCH_BYTES)
+            stores["redis"] = PassageStore([tier], queue_bytes=_BENCH_BYTES)
+        try:
+            yield stores
+        finally:
+            for store in stores.values():
+                store.close()
 
 
 def _show(summary: dict[str, Any]) -> None:
@@ -71,15 +138,15 @@ def _show(summary: dict[str, Any]) -> None:
         f"{_megabytes(stock['peak_memory_bytes'])} at most",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    table = Table(
-        Column("method", no_wrap=True),
-        *(f"{name} x" for name in ("first token", "tokens/s", "memory", "memory added")),
-    )
+    given = {key for found in summary["methods"].values() for key in found}
+    columns = {key: title for key, title in _COLUMNS.items() if key in given}
+    table = Table(Column("method", no_wrap=True), *(f"{title} x" for title in columns.values()))
     for name, found in summary["methods"].items():
-        keys = ("ttft_cold_ratio", "decode_ratio", "memory_ratio", "memory_extra_ratio")
-        table.add_row(name, *("-" if found[key] is None else f"{found[key]:.2f}" for key in keys))
+        table.add_row(name, *("-" if found.get(key) is None else f"{found[key]:.2f}" for key in columns))
     console.print(table)
     console.print("x: method / unmodified; lower is better, for tokens/s higher", highlight=False)
+    if "together_ratio" in given:
+        console.print("together: tokens/s of all requests / of one alone", highlight=False)
     for name, reason in summary["refused"].items():
         console.print(f"refused: {name}: {reason}", highlight=False, soft_wrap=True)
     if "record" in summary:

@@ -7,36 +7,26 @@ their mean, so that a machine that slows down or speeds up slows or speeds both.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
-from rag_posfix.assembly.layout import Passage, open_frame
-from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.attention.spans import Layout
-from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.errors import EvaluationError, PromptTooLongError, RagPosfixError
 from rag_posfix.evaluation.labels import label
 from rag_posfix.evaluation.memory import PeakMemory, peak_memory
 from rag_posfix.evaluation.record import environment
+from rag_posfix.evaluation.speed_runs import Run, concurrent_run, method_run, stock_run, with_store
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.request import MitigationChoice
-from rag_posfix.patching.install import stock_twin
-from rag_posfix.protocols import TokenEncoder
-from rag_posfix.text import content_hash
+from rag_posfix.passages.store import PassageStore
 
-__all__ = ["UNMODIFIED", "Bench", "Reading", "bench_layout", "bench_record", "measure", "summarize_speed"]
+__all__ = ["UNMODIFIED", "Bench", "Reading", "bench_record", "measure", "summarize_speed"]
 
 UNMODIFIED = "unmodified"
-WORDS_APART = 97
-"""Passages start this many words apart in the shipped corpus; it shares no divisor with the corpus, so all differ."""
 MEMORY_TOKENS = 4
-
-Run: TypeAlias = Callable[[int], tuple[float, float]]
-"""(new tokens) -> (seconds to the first token, seconds of the decode steps)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +38,16 @@ class Reading:
         name: Label of the method, or ``unmodified``.
         ttft_s: Seconds until the first token was known.
         decode_tokens_per_s: Tokens per second after it.
+        warm_ttft_s: Seconds until the first token when prefix and passages were found, by the store they were in.
+        together_tokens_per_s: Tokens per second of several equal requests in all, None where not asked for.
     """
 
     repeat: int
     name: str
     ttft_s: float
     decode_tokens_per_s: float
+    warm_ttft_s: Mapping[str, float] = field(default_factory=dict)
+    together_tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,39 +65,6 @@ class Bench:
     refused: Mapping[str, str]
 
 
-def bench_layout(encoder: TokenEncoder, documents: int, tokens: int) -> Layout:
-    """Return a prompt with ``documents`` different passages of exactly ``tokens`` tokens, of real words.
-
-    Raises:
-        EvaluationError: fewer passages or tokens than a prompt can be made of.
-    """
-    template = PromptTemplate()
-    separator = tuple(encoder.encode_text(template.separator))
-    if documents < 1 or tokens <= len(separator):
-        raise EvaluationError(
-            f"documents={documents} and tokens={tokens} must be at least 1 and {len(separator) + 1} (every passage "
-            "ends in a separator); give larger numbers"
-        )
-    words = " ".join(document.page_content for document in load_passages()).split()
-    passages = []
-    for index in range(documents):
-        ids = _words_as_tokens(encoder, words, index * WORDS_APART, tokens - len(separator))
-        relevance = 1.0 - 0.9 * index / documents  # all different: methods may sort by it
-        passages.append(Passage((), ids, separator, content_hash("", encoder.decode(ids)), relevance))
-    question = load_questions()[0].question
-    return open_frame(encoder, template, question, with_passages=True).around(passages)
-
-
-def _words_as_tokens(encoder: TokenEncoder, words: Sequence[str], start: int, count: int) -> tuple[int, ...]:
-    """Return ``count`` tokens of the words from ``start`` on, beginning again at the end."""
-    ids: list[int] = []
-    taken = 0
-    while len(ids) < count:
-        taken += count
-        ids = encoder.encode_text(" ".join(words[i % len(words)] for i in range(start, start + taken)))
-    return tuple(ids[:count])
-
-
 def measure(
     engine: Engine,
     layout: Layout,
@@ -111,9 +72,21 @@ def measure(
     *,
     repeats: int = 3,
     new_tokens: int = 16,
+    stores: Mapping[str, PassageStore] | None = None,
+    together: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Bench:
     """Time the stock model and each method on one prompt, in turns, after one untimed round that measures memory.
+
+    Args:
+        engine: The model. What it keeps passages in is left out of it.
+        layout: The prompt.
+        choices: The methods.
+        repeats: Rounds.
+        new_tokens: Decode steps per reading.
+        stores: Warm readings are taken from each of these, by name; they are filled first.
+        together: Requests that decode together in another reading; 0 takes none.
+        progress: Called with (steps done, steps in all).
 
     Raises:
         EvaluationError: a number is out of range, or every method was refused.
@@ -124,17 +97,20 @@ def measure(
     _check_length(engine, layout, new_tokens)
     choices = list({label(choice): choice for choice in choices}.values())
     steps = _Steps(progress, total=2 + len(choices) + repeats * (2 * len(choices) + 1))
-    stock = _stock(engine, layout)
+    engine = with_store(engine, None)
+    stock = stock_run(engine, layout)
     stock(MEMORY_TOKENS)  # the first use of weights maps them, and sets up threads and kernels
     steps.advance()
     memory = {UNMODIFIED: peak_memory(lambda: stock(MEMORY_TOKENS), engine.loaded.device)}
     steps.advance()
     runs: dict[str, Run] = {}
+    extras: dict[str, _Extras] = {}
     refused: dict[str, str] = {}
     for choice in choices:
-        name, run = label(choice), _method(engine, layout, choice, new_tokens)
+        name, run = label(choice), method_run(engine, layout, choice, new_tokens)
         try:
             memory[name] = peak_memory(_short(run), engine.loaded.device)
+            extras[name] = _Extras.of(engine, layout, choice, stores or {}, together)
             runs[name] = run
         except RagPosfixError as error:
             refused[name] = str(error)
@@ -146,7 +122,8 @@ def measure(
     for repeat in range(repeats):
         for name, run in _turns(stock, runs):
             first, rest = run(new_tokens)
-            readings.append(Reading(repeat, name, first, new_tokens / rest))
+            more = extras[name].read(new_tokens) if name in extras else ({}, None)
+            readings.append(Reading(repeat, name, first, new_tokens / rest, *more))
             steps.advance()
     return Bench(tuple(readings), memory, refused)
 
@@ -155,22 +132,14 @@ def summarize_speed(bench: Bench) -> dict[str, Any]:
     """Return the stock model's medians, and each method's ratios: method / unmodified, neighbours in time."""
     stock = [reading for reading in bench.readings if reading.name == UNMODIFIED]
     base = bench.memory[UNMODIFIED]
-    paired: dict[str, list[tuple[float, float]]] = {}
+    paired: dict[str, list[_Ratios]] = {}
     for i, reading in enumerate(bench.readings):
         if reading.name != UNMODIFIED:
             before, after = bench.readings[i - 1], bench.readings[i + 1]
-            ttft = reading.ttft_s / statistics.mean((before.ttft_s, after.ttft_s))
-            speed = statistics.mean((before.decode_tokens_per_s, after.decode_tokens_per_s))
-            paired.setdefault(reading.name, []).append((ttft, reading.decode_tokens_per_s / speed))
-    methods = {}
-    for name, ratios in paired.items():
-        cold, decode = (statistics.median(column) for column in zip(*ratios, strict=True))
-        methods[name] = {
-            "ttft_cold_ratio": cold,
-            "ttft_warm_ratio": None,  # until passages are kept between questions
-            "decode_ratio": decode,
-            **_memory_ratios(bench.memory[name], base),
-        }
+            paired.setdefault(reading.name, []).append(_ratios(reading, before, after))
+    methods = {
+        name: {**_medians(ratios), **_memory_ratios(bench.memory[name], base)} for name, ratios in paired.items()
+    }
     return {
         UNMODIFIED: {
             "ttft_s": statistics.median(reading.ttft_s for reading in stock),
@@ -200,6 +169,60 @@ def bench_record(engine: Engine, bench: Bench, summary: Mapping[str, Any], setti
         "memory": {name: None if found is None else asdict(found) for name, found in bench.memory.items()},
         "readings": [asdict(reading) for reading in bench.readings],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Extras:
+    """What else is read of a method: warm first tokens, by store, and several requests together."""
+
+    warm: Mapping[str, Run]
+    together: Callable[[int], float] | None
+    count: int
+
+    @classmethod
+    def of(
+        cls, engine: Engine, layout: Layout, choice: MitigationChoice, stores: Mapping[str, PassageStore], count: int
+    ) -> _Extras:
+        """Fill the stores and return the runs; a method that finds nothing in them has no warm runs."""
+        warm: dict[str, Run] = {}
+        for name, store in stores.items():
+            kept = with_store(engine, store)
+            kept.open(layout, choice)
+            store.flush()
+            if kept.open(layout, choice).cached_tokens:
+                warm[name] = method_run(kept, layout, choice, 1)
+        filled = with_store(engine, next(iter(stores.values()), None))  # reading the prompts is not what is timed
+        several = concurrent_run(filled, layout, choice, count) if count else None
+        return cls(warm, several, count)
+
+    def read(self, new_tokens: int) -> tuple[dict[str, float], float | None]:
+        """Return seconds to the first token by store, and tokens per second of all requests together."""
+        warm = {name: run(1)[0] for name, run in self.warm.items()}
+        rate = None if self.together is None else self.count * new_tokens / self.together(new_tokens)
+        return warm, rate
+
+
+_Ratios = dict[str, float]
+
+
+def _ratios(reading: Reading, before: Reading, after: Reading) -> _Ratios:
+    """Return a reading over the mean of its neighbours; decoding together over decoding alone."""
+    ttft = statistics.mean((before.ttft_s, after.ttft_s))
+    speed = statistics.mean((before.decode_tokens_per_s, after.decode_tokens_per_s))
+    found = {"ttft_cold_ratio": reading.ttft_s / ttft, "decode_ratio": reading.decode_tokens_per_s / speed}
+    found.update({f"ttft_warm_{name}_ratio": seconds / ttft for name, seconds in reading.warm_ttft_s.items()})
+    if reading.together_tokens_per_s is not None:
+        found["together_ratio"] = reading.together_tokens_per_s / reading.decode_tokens_per_s
+    return found
+
+
+def _medians(ratios: Sequence[_Ratios]) -> dict[str, float | None]:
+    """Return each ratio's median over rounds. The warm ratio as such is that of the first store."""
+    medians: dict[str, float | None] = {
+        name: statistics.median(round_[name] for round_ in ratios) for name in ratios[0]
+    }
+    warm = next((value for name, value in medians.items() if name.startswith("ttft_warm_")), None)
+    return {"ttft_warm_ratio": warm, **medians}
 
 
 @dataclass(slots=True)
@@ -234,49 +257,6 @@ def _turns(stock: Run, runs: Mapping[str, Run]) -> Iterator[tuple[str, Run]]:
 
 def _short(run: Run) -> Callable[[], object]:
     return lambda: run(MEMORY_TOKENS)
-
-
-def _stock(engine: Engine, layout: Layout) -> Run:
-    """Return a run of transformers' own attention, its own cache and a plain loop. No mask, no plan, no observer."""
-    model = stock_twin(engine.loaded.model, engine.loaded.spec)
-    ids = torch.tensor([layout.token_ids], device=engine.loaded.device)
-
-    @torch.inference_mode()
-    def run(new_tokens: int) -> tuple[float, float]:
-        started = _now(ids.device)
-        output = model(ids, use_cache=True, logits_to_keep=1)
-        token = int(output.logits[0, -1].argmax())
-        first = _now(ids.device)
-        for _ in range(new_tokens):
-            step = torch.tensor([[token]], device=ids.device)
-            output = model(step, past_key_values=output.past_key_values, use_cache=True)
-            token = int(output.logits[0, -1].argmax())
-        return first - started, _now(ids.device) - first
-
-    return run
-
-
-def _method(engine: Engine, layout: Layout, choice: MitigationChoice, longest: int) -> Run:
-    """Return a run of the method through the engine's public calls."""
-    device = engine.loaded.device
-
-    def run(new_tokens: int) -> tuple[float, float]:
-        started = _now(device)
-        session = engine.open(layout, choice, max(longest, new_tokens) + 1)
-        token = int(session.next_log_probs().argmax())
-        first = _now(device)
-        for _ in range(new_tokens):
-            session.advance(token)
-            token = int(session.next_log_probs().argmax())
-        return first - started, _now(device) - first
-
-    return run
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _memory_ratios(found: PeakMemory | None, base: PeakMemory | None) -> dict[str, float | None]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rag_posfix.errors import EvaluationError, PromptTooLongError
+from rag_posfix.evaluation.bench_layout import bench_layout
 from rag_posfix.evaluation.memory import PeakMemory
 from rag_posfix.evaluation.speed import (
     UNMODIFIED,
     Bench,
     Reading,
-    bench_layout,
     bench_record,
     measure,
     summarize_speed,
