@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rag_posfix.generation.chat_model import RagPosfixChatModel
     from rag_posfix.generation.models import load_engine
     from rag_posfix.generation.request import MitigationChoice, Sampling
+    from rag_posfix.generation.scheduler import BatchingGenerator
     from rag_posfix.pipeline import Answer, Pipeline, Question
     from rag_posfix.retrieval.embeddings import SentenceEmbeddings
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [  # noqa: RUF022 - without regard to case, as people look names up
     "Answer",
     "Assembler",
+    "BatchingGenerator",
     "build_pipeline",
     "FaissVectorStore",
     "load_engine",
@@ -46,6 +48,7 @@ __all__ = [  # noqa: RUF022 - without regard to case, as people look names up
 _EXPORTS = {
     "Answer": "rag_posfix.pipeline",
     "Assembler": "rag_posfix.assembly.assembler",
+    "BatchingGenerator": "rag_posfix.generation.scheduler",
     "build_pipeline": "rag_posfix.build",
     "FaissVectorStore": "rag_posfix.retrieval.faiss_store",
     "load_engine": "rag_posfix.generation.models",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -19,6 +19,9 @@ from rag_posfix.generation.request import (
 if TYPE_CHECKING:  # assembly implements these roles and imports this module
     from rag_posfix.assembly.assembler import Assembled
     from rag_posfix.assembly.prompt import PromptTemplate
+    from rag_posfix.attention.spans import Layout
+    from rag_posfix.generation.session import Session
+    from rag_posfix.generation.tokenizer import Tokenizer
 
 __all__ = [
     "AnswerCache",
@@ -28,7 +31,9 @@ __all__ = [
     "PromptAssembler",
     "Reranker",
     "Retriever",
+    "SteppedGenerator",
     "TokenEncoder",
+    "WatchedGenerator",
 ]
 
 ChatMessage = Mapping[str, str]
@@ -109,6 +114,40 @@ class Generator(Protocol):
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; closing the iterator stops the computation within one step."""
+        ...
+
+
+@runtime_checkable
+class SteppedGenerator(Generator, Protocol):
+    """A generator whose answers can be written step by step from outside, several together. The engine is one."""
+
+    @property
+    def encoder(self) -> Tokenizer:
+        """The tokenizer, which also knows what ends an answer."""
+        ...
+
+    def open(
+        self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1, salt: str = ""
+    ) -> Session:
+        """Read a prompt and return the session that continues it."""
+        ...
+
+
+@runtime_checkable
+class WatchedGenerator(Generator, Protocol):
+    """A generator that works on answers before they are asked for, and looks whether they are still wanted."""
+
+    def stream_watched(
+        self, request: GenerationRequest, check: Callable[[], None], released: Callable[[], None]
+    ) -> Iterator[Chunk]:
+        """As ``stream``, followed from outside. Both functions run in the thread of the model: they must be quick.
+
+        Args:
+            request: What is asked.
+            check: Called before each step; what it raises ends the answer there, and is raised in the stream.
+            released: Called at most once, when the model has done its last work for the answer, although pieces of
+                it may still wait to be read.
+        """
         ...
 
 

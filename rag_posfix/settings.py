@@ -131,7 +131,8 @@ class ServiceSettings(BaseSettings):
     Attributes:
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
-        max_concurrent: Answers that the model works on at the same time.
+        max_concurrent: Answers that the model works on at the same time; their decode steps run together. Each takes
+            memory for its prompt.
         max_queue: Requests that may wait behind them; more are refused with 429.
         queue_timeout_seconds: How long a request waits for the model before it is refused with 429.
         request_timeout_seconds: How long one answer may take before it is stopped with 504.
@@ -145,7 +146,7 @@ class ServiceSettings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    max_concurrent: int = Field(default=1, ge=1)
+    max_concurrent: int = Field(default=8, ge=1)
     max_queue: int = Field(default=32, ge=0)
     queue_timeout_seconds: float = Field(default=60.0, gt=0)
     request_timeout_seconds: float = Field(default=300.0, gt=0)

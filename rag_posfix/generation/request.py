@@ -126,7 +126,7 @@ class Generation:
         usage: Token counts.
         attention: Share of each passage (in the order of the layout) in the attention that the first generated
             token pays to passages; sums to 1, empty without passages.
-        timings: Seconds by stage: ``prefill``, ``decode``.
+        timings: Seconds by stage: ``prefill``, ``decode``; also ``queue`` where requests wait for the model.
     """
 
     text: str

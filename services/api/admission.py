@@ -79,6 +79,11 @@ class Admission:
         """Tickets that are out."""
         return self._tickets
 
+    @property
+    def working(self) -> int:
+        """Permits that are out."""
+        return len(self._working)
+
     @contextmanager
     def admit(self, timeout: float) -> Iterator[Ticket]:
         """Hold a ticket; leaving gives its permit back as well.

@@ -6,10 +6,11 @@ from collections.abc import Generator as Generated
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
-from rag_posfix.protocols import Generator, TokenEncoder
+from rag_posfix.protocols import Generator, TokenEncoder, WatchedGenerator
 from services.api.admission import Admission, Ticket
 
 __all__ = ["TICKET", "AdmittedGenerator"]
@@ -21,7 +22,8 @@ TICKET: ContextVar[Ticket | None] = ContextVar("rag_posfix_service_ticket", defa
 class AdmittedGenerator:
     """Implements ``protocols.Generator`` around another one.
 
-    Whole answers are read from the stream too, so that they can be stopped between two steps.
+    Whole answers are read from the stream too, so that they can be stopped between two steps. A generator that works
+    ahead of its readers is told to look for itself, and a permit is free when its work is done, not when all is read.
 
     Args:
         generator: Does the work.
@@ -64,22 +66,29 @@ class AdmittedGenerator:
         raise GenerationError("the stream ended without its generation; please report this")
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
-        """Yield the answer piece by piece. The permit goes back when it ends, fails or is closed."""
+        """Yield the answer piece by piece. The permit goes back at the latest when it ends, fails or is closed."""
         ticket = TICKET.get()
         if ticket is None:
             yield from self._generator.stream(request)
             return
         self._admission.acquire(ticket)
-        stream = self._generator.stream(request)
+        stream = self._opened(request, ticket)
         try:
             for chunk in stream:
                 if chunk.generation is None:
                     ticket.check()
                     yield chunk
                 else:
-                    timings = {"queue": ticket.queued_seconds, **chunk.generation.timings}
+                    timings = chunk.generation.timings
+                    queued = ticket.queued_seconds + timings.get("queue", 0.0)
+                    timings = {**timings, "queue": queued}
                     yield replace(chunk, generation=replace(chunk.generation, timings=timings))
         finally:
             if isinstance(stream, Generated):  # any other iterator has nothing to close
                 stream.close()
             self._admission.release(ticket)
+
+    def _opened(self, request: GenerationRequest, ticket: Ticket) -> Iterator[Chunk]:
+        if isinstance(self._generator, WatchedGenerator):
+            return self._generator.stream_watched(request, ticket.check, partial(self._admission.release, ticket))
+        return self._generator.stream(request)

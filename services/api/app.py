@@ -37,7 +37,7 @@ def create_app(
         title="rag_posfix",
         summary="Answers from documents that do not depend on the order of the documents.",
         version=package_version(),
-        lifespan=_lifespan(state),
+        lifespan=_lifespan(state, pipeline),
         redoc_url=None,
         # Spans of requests would carry what clients wrote.
         telemetry={"tracing": False, "metrics": False, "logs": False},
@@ -51,19 +51,21 @@ def create_app(
     return app
 
 
-def _lifespan(service: Service) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _lifespan(service: Service, pipeline: Pipeline | None) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if service.is_ready:
-            yield
-            return
-        loading = asyncio.create_task(service.load())
+        loading = None
+        if pipeline is None:
+            loading = asyncio.create_task(service.load())
+        else:  # again: an app may be started a second time, after it was stopped
+            service.adopt(pipeline)
         try:
             yield
         finally:
-            loading.cancel()
-            with suppress(asyncio.CancelledError):
-                await loading
+            if loading is not None:
+                loading.cancel()
+                with suppress(asyncio.CancelledError):
+                    await loading
             service.close()
 
     return lifespan

@@ -17,10 +17,11 @@ class Metrics:
 
     Args:
         in_flight: Returns how many requests are being answered or waiting.
+        working: Returns how many answers the model works on.
         is_ready: Returns whether the model is loaded.
     """
 
-    def __init__(self, in_flight: Callable[[], int], is_ready: Callable[[], bool]) -> None:
+    def __init__(self, in_flight: Callable[[], int], working: Callable[[], int], is_ready: Callable[[], bool]) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._requests = Histogram(
@@ -45,6 +46,9 @@ class Metrics:
         Gauge(
             "rag_posfix_in_flight_requests", "Requests being answered or waiting.", registry=self.registry
         ).set_function(in_flight)
+        Gauge("rag_posfix_running_answers", "Answers that the model works on.", registry=self.registry).set_function(
+            working
+        )
         Gauge("rag_posfix_ready", "1 once the model is loaded and verified.", registry=self.registry).set_function(
             is_ready
         )

@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import anyio.to_thread
 from fastapi import Depends, Request
@@ -16,6 +16,7 @@ from rag_posfix.answer import Answer, Question
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.generation.request import Sampling
 from rag_posfix.pipeline import Pipeline
+from rag_posfix.protocols import Generator, SteppedGenerator
 from rag_posfix.settings import ServiceSettings, Settings
 from services.api.admission import Admission
 from services.api.admitted import AdmittedGenerator
@@ -23,6 +24,9 @@ from services.api.errors import ModelNotFoundError, NotReadyError
 from services.api.facts import Facts
 from services.api.jobs import Jobs
 from services.api.metrics import Metrics
+
+if TYPE_CHECKING:
+    from rag_posfix.generation.scheduler import BatchingGenerator
 
 __all__ = ["ReadyService", "Service", "ServiceState", "package_version", "service_of"]
 
@@ -41,11 +45,12 @@ class Service:
         self.settings = settings
         self.limits = limits
         self.started = int(time.time())
-        self.chat = self._jobs()
-        self.rerank = self._jobs()
-        self.metrics = Metrics(self._in_flight, lambda: self.is_ready)
+        self.chat = self._jobs(limits.max_concurrent)
+        self.rerank = self._jobs(1)  # scores are not batched over requests
+        self.metrics = Metrics(self._in_flight, lambda: self.chat.admission.working, lambda: self.is_ready)
         self._pipeline: Pipeline | None = None
         self._loaded: Pipeline | None = None
+        self._batching: BatchingGenerator | None = None
         self._reason = "the model is being loaded; try again later"
 
     @property
@@ -72,7 +77,7 @@ class Service:
     def adopt(self, pipeline: Pipeline) -> None:
         """Serve ``pipeline`` from now on. The pipeline itself is not changed."""
         served = copy.copy(pipeline)
-        served.generator = AdmittedGenerator(pipeline.generator, self.chat.admission)
+        served.generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
         self.metrics.served(package_version(), served.generator.model_id)
         self._pipeline = served
 
@@ -93,7 +98,9 @@ class Service:
         _log.info("serving %s, loaded in %.1f s", pipeline.generator.model_id, time.monotonic() - started)
 
     def close(self) -> None:
-        """Close what ``load`` opened; a pipeline that was handed in belongs to its owner."""
+        """Stop the model, and close what ``load`` opened; a pipeline that was handed in belongs to its owner."""
+        if self._batching is not None:
+            self._batching.close()
         if self._loaded is not None:
             self._loaded.close()
 
@@ -121,9 +128,19 @@ class Service:
         facts.mitigation, facts.order, facts.cache = answer.mitigation, answer.order, cache
         facts.tokens, facts.timings = tokens, dict(answer.timings)
 
-    def _jobs(self) -> Jobs:
+    def _batched(self, generator: Generator) -> Generator:
+        """Return a generator that decodes the answers it is asked for together, where ``generator`` can do so."""
+        if self.limits.max_concurrent == 1 or not isinstance(generator, SteppedGenerator):
+            return generator
+        from rag_posfix.generation.scheduler import BatchingGenerator  # torch
+
+        self._batching = BatchingGenerator(generator, self.limits.max_concurrent)
+        return self._batching
+
+    def _jobs(self, at_once: int) -> Jobs:
         limits = self.limits
-        admission = Admission(limits.max_concurrent, limits.max_queue, limits.queue_timeout_seconds)
+        waiting = limits.max_concurrent + limits.max_queue - at_once
+        admission = Admission(at_once, waiting, limits.queue_timeout_seconds)
         return Jobs(admission, limits.request_timeout_seconds)
 
     def _in_flight(self) -> int:

@@ -38,16 +38,21 @@ def post(url: str, **fields: Any) -> httpx2.Response:
 
 
 def in_flight(url: str) -> float:
+    return gauge(url, "rag_posfix_in_flight_requests")
+
+
+def gauge(url: str, name: str) -> float:
     text = httpx2.get(url + "/metrics").text
-    (line,) = [line for line in text.splitlines() if line.startswith("rag_posfix_in_flight_requests ")]
+    (line,) = [line for line in text.splitlines() if line.startswith(name + " ")]
     return float(line.split()[-1])
 
 
-def test_one_answer_at_a_time_works_on_the_model_and_others_wait():
+def test_no_more_answers_than_allowed_work_on_the_model_and_others_wait():
     generator = GatedGenerator()
-    with serving(make_pipeline(generator)) as url, ThreadPoolExecutor(4) as pool:
+    with serving(make_pipeline(generator), max_concurrent=1) as url, ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(post, url, stream=bool(i % 2)) for i in range(4)]
         wait_until(lambda: in_flight(url) == 4)
+        wait_until(lambda: gauge(url, "rag_posfix_running_answers") == 1)
         generator.gate.set()
         assert [answer.result().status_code for answer in answers] == [200] * 4
         assert generator.most_running == 1
@@ -56,7 +61,7 @@ def test_one_answer_at_a_time_works_on_the_model_and_others_wait():
 
 def test_beyond_the_queue_requests_are_refused_with_retry_after():
     generator = GatedGenerator()
-    with serving(make_pipeline(generator), max_queue=1) as url, ThreadPoolExecutor(2) as pool:
+    with serving(make_pipeline(generator), max_concurrent=1, max_queue=1) as url, ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(post, url) for _ in range(2)]
         wait_until(lambda: in_flight(url) == 2)
         for stream in (False, True):
@@ -71,7 +76,8 @@ def test_beyond_the_queue_requests_are_refused_with_retry_after():
 
 def test_waiting_too_long_for_the_model_is_refused():
     generator = GatedGenerator()
-    with serving(make_pipeline(generator), queue_timeout_seconds=0.2) as url, ThreadPoolExecutor(1) as pool:
+    only_one = {"max_concurrent": 1, "queue_timeout_seconds": 0.2}
+    with serving(make_pipeline(generator), **only_one) as url, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, url)
         assert generator.entered.wait(10)
         refused = post(url)
@@ -84,7 +90,8 @@ def test_waiting_too_long_for_the_model_is_refused():
 def test_a_stored_answer_does_not_wait_for_the_model():
     generator = GatedGenerator()
     generator.gate.set()
-    with serving(make_pipeline(generator, cache=DictCache())) as url, ThreadPoolExecutor(1) as pool:
+    pipeline = make_pipeline(generator, cache=DictCache())
+    with serving(pipeline, max_concurrent=1) as url, ThreadPoolExecutor(1) as pool:
         assert post(url).json()["cached"] is False
         generator.gate.clear()
         generator.entered.clear()
@@ -129,7 +136,7 @@ def test_when_the_client_goes_away_the_computation_stops(stream: bool):
 
 def test_a_client_that_goes_away_while_it_waits_never_reaches_the_model():
     generator = GatedGenerator()
-    with serving(make_pipeline(generator)) as url, ThreadPoolExecutor(1) as pool:
+    with serving(make_pipeline(generator), max_concurrent=1) as url, ThreadPoolExecutor(1) as pool:
         first = pool.submit(post, url)
         assert generator.entered.wait(10)
         with httpx2.Client(timeout=0.3) as client, pytest.raises(httpx2.TimeoutException):

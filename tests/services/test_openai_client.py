@@ -124,7 +124,7 @@ def test_a_failure_in_the_stream_reaches_the_client_as_an_error():
 
 def test_overload_is_a_rate_limit_error():
     generator = GatedGenerator()
-    with serving(make_pipeline(generator), max_queue=0) as url, connect(url) as client:
+    with serving(make_pipeline(generator), max_concurrent=1, max_queue=0) as url, connect(url) as client:
         first = threading.Thread(
             target=client.chat.completions.create, kwargs={"model": "fake", "messages": MESSAGES}, daemon=True
         )

@@ -1,0 +1,260 @@
+"""Several answers at a time: the service around an engine whose answers are decoded together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from langchain_core.documents import Document
+
+import rag_posfix.generation.worker as worker_module
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.errors import GenerationCancelled
+from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.fake import FakeGenerator
+from rag_posfix.generation.request import Chunk, GenerationRequest, Sampling
+from rag_posfix.generation.scheduler import BatchingGenerator
+from rag_posfix.pipeline import Defaults, Pipeline
+from rag_posfix.settings import Settings
+from services.api.admission import Admission, Ticket
+from services.api.admitted import TICKET, AdmittedGenerator
+from services.api.app import create_app
+from tests.services.support import BRIDGE, HARBOUR, WordReranker, chat, limits, make_pipeline, serving, wait_until
+from tests.services.test_concurrency import CHAT, gauge, in_flight, post
+from tests.support.stepped import RecordingEngine, answer, ask
+from tests.support.tiny import loaded_model
+from tests.support.toy_encoder import ToyEncoder
+
+METHODS = ["none", "context_experts", "parallel_windows", "inter_document", "multi_base", "passage_answers"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_per_operation() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Pipeline:
+    """A random model that reads and writes bytes, and never ends of itself."""
+    encoder: Any = ToyEncoder()
+    encoder.eos_ids = frozenset()
+    loaded = loaded_model(vocab_size=ToyEncoder.vocab_size, max_position_embeddings=4096)
+    engine = Engine(loaded, encoder, "fake", "print")
+    return Pipeline(engine, Assembler(encoder, 4096), defaults=Defaults(sampling=Sampling(max_tokens=24)))
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many answers took part in each step."""
+    counts: list[int] = []
+    step = worker_module.step
+    monkeypatch.setattr(worker_module, "step", lambda running: (counts.append(len(running)), step(running))[1])
+    return counts
+
+
+def threads() -> int:
+    return sum(thread.name == "rag-posfix-generation" for thread in threading.enumerate())
+
+
+def streamed(client: openai.OpenAI, number: int) -> tuple[str, str | None]:
+    """The text and the finish reason of one streamed answer."""
+    chunks = list(
+        client.chat.completions.create(
+            model="fake",
+            messages=[{"role": "user", "content": f"What happened in {1900 + number}?"}],
+            stream=True,
+            temperature=number % 2,
+            seed=number,
+            max_tokens=12 + number,
+            extra_body={
+                "documents": [BRIDGE, HARBOUR][: 1 + number % 2],
+                "mitigation": METHODS[number % len(METHODS)],
+            },
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    return text, chunks[-1].choices[0].finish_reason
+
+
+def test_eight_streams_at_a_time_say_what_they_say_one_by_one(pipeline: Pipeline, together: list[int]):
+    with serving(pipeline, max_concurrent=1) as url, openai.OpenAI(base_url=url + "/v1", api_key="-") as client:
+        alone = [streamed(client, number) for number in range(8)]
+    assert together == []
+    with serving(pipeline) as url, openai.OpenAI(base_url=url + "/v1", api_key="-") as client:
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(lambda number: streamed(client, number), range(8))) == alone
+        wait_until(lambda: gauge(url, "rag_posfix_running_answers") == 0)
+    assert max(together) > 1
+    assert len({text for text, _ in alone}) == 8
+
+
+def test_whole_answers_run_together_too_and_tell_their_stages(pipeline: Pipeline, together: list[int]):
+    with serving(pipeline) as url, ThreadPoolExecutor(4) as pool:
+        bodies = [response.json() for response in pool.map(lambda seed: post(url, seed=seed), range(4))]
+    assert len({body["choices"][0]["message"]["content"] for body in bodies}) == 1
+    assert all({"assemble", "queue", "prefill", "decode"} <= set(body["timings"]) for body in bodies)
+    assert max(together) > 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_when_a_client_goes_away_its_answer_leaves_and_the_others_stay(
+    pipeline: Pipeline, together: list[int], stream: bool
+):
+    body = chat(documents=[BRIDGE], stream=stream, max_tokens=3000, mitigation="none")
+    with serving(pipeline) as url, ThreadPoolExecutor(1) as pool:
+        with httpx2.Client(timeout=10 if stream else 0.5) as client:
+            if stream:
+                with client.stream("POST", url + CHAT, json=body) as response:
+                    lines = response.iter_lines()  # dropped, it would close the connection
+                    assert next(lines).startswith("data: ")
+                    stays = pool.submit(post, url, max_tokens=100)
+                    wait_until(lambda: together[-1] == 2)
+            else:
+                stays = pool.submit(post, url, max_tokens=100)
+                with pytest.raises(httpx2.TimeoutException):
+                    client.post(url + CHAT, json=body)
+        assert stays.result().status_code == 200
+        wait_until(lambda: in_flight(url) == 0)
+        steps = len(together)
+        time.sleep(0.05)
+        assert len(together) == steps < 2500
+
+
+def test_an_answer_that_takes_too_long_leaves(pipeline: Pipeline, together: list[int]):
+    with serving(pipeline, request_timeout_seconds=0.4) as url:
+        late = post(url, max_tokens=3000, mitigation="none")
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        wait_until(lambda: in_flight(url) == 0)
+        steps = len(together)
+        time.sleep(0.05)
+        assert len(together) == steps
+
+
+def test_shutting_down_ends_the_thread_and_an_app_may_be_started_again(pipeline: Pipeline):
+    before = threads()
+    app = create_app(Settings(), pipeline, limits())
+    for _ in range(2):
+        with TestClient(app) as client:
+            assert threads() == before
+            assert client.post(CHAT, json=chat(documents=[BRIDGE])).status_code == 200
+            assert threads() == before + 1
+        assert threads() == before
+
+
+def test_one_at_a_time_needs_no_thread(pipeline: Pipeline):
+    before = threads()
+    with TestClient(create_app(Settings(), pipeline, limits(max_concurrent=1))) as client:
+        assert client.post(CHAT, json=chat(documents=[BRIDGE])).status_code == 200
+        assert threads() == before
+
+
+def test_a_pipeline_that_brings_its_own_batching_is_served_as_it_is(pipeline: Pipeline, together: list[int]):
+    generator = BatchingGenerator(pipeline.generator)  # type: ignore[arg-type]
+    own = Pipeline(generator, pipeline.assembler, defaults=pipeline.defaults)
+    with TestClient(create_app(Settings(), own, limits())) as client:
+        assert client.post(CHAT, json=chat(documents=[BRIDGE])).status_code == 200
+    assert generator.generate(ask("none", 2)).usage.completion_tokens == 2  # it was not closed by the service
+    generator.close()
+    assert together
+
+
+class GatedReranker(WordReranker):
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.running = 0
+
+    def compress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Any = None
+    ) -> Sequence[Document]:
+        self.running += 1
+        assert self.gate.wait(20)
+        return super().compress_documents(documents, query)
+
+
+def test_scores_are_computed_for_one_request_at_a_time():
+    reranker = GatedReranker()
+    body = {"query": "bridge", "documents": [BRIDGE]}
+    with serving(make_pipeline(reranker=reranker)) as url, ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(httpx2.post, url + "/v1/rerank", json=body, timeout=20) for _ in range(3)]
+        wait_until(lambda: in_flight(url) == 3 and reranker.running)
+        time.sleep(0.05)
+        assert reranker.running == 1
+        reranker.gate.set()
+        assert [answer.result().status_code for answer in answers] == [200] * 3
+
+
+class TestPermits:
+    @pytest.fixture
+    def engine(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingEngine]:
+        engine = RecordingEngine(by_turns=True).install(monkeypatch)
+        yield engine
+        engine.run_free()
+
+    @pytest.fixture
+    def admission(self) -> Admission:
+        return Admission(1, 10, 10.0)
+
+    @pytest.fixture
+    def admitted(self, engine: RecordingEngine, admission: Admission) -> Iterator[AdmittedGenerator]:
+        generator = BatchingGenerator(engine, 1)
+        yield AdmittedGenerator(generator, admission)
+        engine.run_free()
+        generator.close()
+
+    def with_ticket(self, ticket: Ticket, function: Any) -> Any:
+        token = TICKET.set(ticket)
+        try:
+            return function()
+        finally:
+            TICKET.reset(token)
+
+    def test_a_reader_that_takes_its_time_holds_no_permit(
+        self, engine: RecordingEngine, admitted: AdmittedGenerator, admission: Admission
+    ):
+        engine.run_free()
+        slow = admitted.stream(ask("a", 9))
+        first = self.with_ticket(Ticket(20, time.monotonic()), lambda: next(slow))
+        wait_until(lambda: admission.working == 0)
+        second = self.with_ticket(Ticket(20, time.monotonic()), lambda: admitted.generate(ask("b")))
+        assert second.text == answer()
+        chunks = [first, *slow]
+        assert "".join(chunk.text for chunk in chunks) == answer(9)
+
+    def test_the_time_in_both_queues_is_told_as_one(self, admission: Admission):
+        class Waits(FakeGenerator):
+            def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+                for chunk in super().stream(request):
+                    if chunk.generation is not None:
+                        generation = replace(chunk.generation, timings={"queue": 5.0, "decode": 1.0})
+                        yield Chunk("", generation)
+
+        ticket = Ticket(20, time.monotonic(), queued_seconds=100.0)
+        admitted = AdmittedGenerator(Waits(ToyEncoder()), admission)
+        timings = self.with_ticket(ticket, lambda: admitted.generate(ask("none"))).timings
+        assert set(timings) == {"queue", "decode"}
+        assert 105.0 < timings["queue"] < 106.0
+
+    def test_a_ticket_that_is_cancelled_ends_the_wait_for_a_piece_that_is_not_there_yet(
+        self, engine: RecordingEngine, admitted: AdmittedGenerator, admission: Admission
+    ):
+        ticket = Ticket(20, time.monotonic())
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(self.with_ticket, ticket, lambda: admitted.generate(ask("a", 50)))
+            engine.turns(2)
+            admission.cancel(ticket)
+            engine._turns.release()
+            assert isinstance(waiting.exception(timeout=10), GenerationCancelled)
+        assert engine.events == ["open a", "step a", "step a"]
+        assert admission.working == 0
