@@ -62,8 +62,9 @@ def test_warm_answers_are_cold_answers(loaded, name):
     assert warm.token_ids == cold.token_ids == engine_of(loaded).generate(asked).token_ids
     assert torch.equal(first(engine, asked), said)
     assert cold.usage.cached_tokens == 0
-    reuses = name in APART + LEADING
-    assert warm.usage.cached_tokens == (layout.suffix.start if reuses else 0)
+    again = 4 if name == "blended" else 0  # 15 % of 26 tokens are read again
+    reuses = name in [*APART, *LEADING, "blended"]
+    assert warm.usage.cached_tokens == (layout.suffix.start - again if reuses else 0)
 
 
 @pytest.mark.parametrize("name", APART)
