@@ -22,14 +22,14 @@ __all__ = ["bench"]
 
 _BENCH_BYTES = 8 * 1024**3
 _COLUMNS = {
-    "ttft_cold_ratio": "first token",
-    "ttft_warm_memory_ratio": "warm, memory",
-    "ttft_warm_disk_ratio": "warm, disk",
-    "ttft_warm_redis_ratio": "warm, Redis",
+    "ttft_cold_ratio": "cold",
+    "ttft_warm_memory_ratio": "warm",
+    "ttft_warm_disk_ratio": "disk",
+    "ttft_warm_redis_ratio": "Redis",
     "decode_ratio": "tokens/s",
     "together_ratio": "together",
     "memory_ratio": "memory",
-    "memory_extra_ratio": "memory added",
+    "memory_extra_ratio": "added",
 }
 
 
@@ -144,7 +144,11 @@ def _show(summary: dict[str, Any]) -> None:
     for name, found in summary["methods"].items():
         table.add_row(name, *("-" if found.get(key) is None else f"{found[key]:.2f}" for key in columns))
     console.print(table)
-    console.print("x: method / unmodified; lower is better, for tokens/s higher", highlight=False)
+    console.print(
+        "x: method / unmodified; lower is better, for tokens/s higher. cold, warm, disk, Redis: time to the first "
+        "token with nothing kept, and from passages kept in memory, on disk, in Redis",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
     if "together_ratio" in given:
         console.print("together: tokens/s of all requests / of one alone", highlight=False)
     for name, reason in summary["refused"].items():

@@ -104,19 +104,23 @@ def measure(
     memory = {UNMODIFIED: peak_memory(lambda: stock(MEMORY_TOKENS), engine.loaded.device)}
     steps.advance()
     runs: dict[str, Run] = {}
-    extras: dict[str, _Extras] = {}
     refused: dict[str, str] = {}
     for choice in choices:
         name, run = label(choice), method_run(engine, layout, choice, new_tokens)
         try:
             memory[name] = peak_memory(_short(run), engine.loaded.device)
-            extras[name] = _Extras.of(engine, layout, choice, stores or {}, together)
             runs[name] = run
         except RagPosfixError as error:
             refused[name] = str(error)
         steps.advance()
     if not runs:
         raise EvaluationError(f"no method is left to measure: {'; '.join(refused.values()) or 'none was given'}")
+    # Stores hold memory: they are filled when the memory of all methods has been measured.
+    extras = {
+        label(choice): _Extras.of(engine, layout, choice, stores or {}, together)
+        for choice in choices
+        if label(choice) in runs
+    }
     steps.total -= repeats * 2 * len(refused)
     readings: list[Reading] = []
     for repeat in range(repeats):

@@ -78,7 +78,7 @@ class Rows:
     def joins(self) -> bool:
         """Whether the next tokens may be read in one pass with those of other rows: see ``forward_together``."""
         edits = self.edits_now()
-        own = edits.holds_rotation or edits.attend is not None or edits.mask is not None
+        own = edits.holds_rotation or edits.mask is not None
         return self.loaded.keeps_all_keys and not own
 
     @property
@@ -173,7 +173,9 @@ def forward_together(groups: Sequence[Rows], token_ids: Sequence[Tensor], keep: 
         pairs = zip(groups, token_ids, strict=True)
         return [rows.forward(ids, rows.next_positions(ids.shape[1]), keep) for rows, ids in pairs]
     count = token_ids[0].shape[1]
-    members, at = [], 0
+    members: list[Member] = []
+    newest: list[Tensor] = []
+    at = 0
     for rows in groups:
         edits, positions = rows.edits_now(), rows.next_positions(count)
         rows.take(positions)
@@ -182,11 +184,12 @@ def forward_together(groups: Sequence[Rows], token_ids: Sequence[Tensor], keep: 
         def keys(layer: int, layers: Any = layers) -> tuple[Tensor, Tensor]:
             return layers[layer].keys, layers[layer].values
 
-        members.append(Member(slice(at, at + rows.n_rows), edits, positions, keys, rows.first_tokens))
+        members.append(Member(slice(at, at + rows.n_rows), edits, rows.positions, keys, rows.first_tokens))
+        newest.append(positions)
         at += rows.n_rows
     loaded = groups[0].loaded
     counts = [rows.n_rows for rows in groups]
-    positions = torch.cat([member.positions for member in members])
+    positions = torch.cat(newest)
     call = SeamCall(positions=positions, spec=loaded.spec, members=tuple(members))
     cache = JointCache([rows.cache for rows in groups], counts)
     logits = run_model(loaded, call, cache, torch.cat(list(token_ids)), positions, keep)

@@ -89,8 +89,8 @@ class Member:
 
     Attributes:
         rows: Which rows of the batch.
-        edits: What their plan asks for: nothing that rotates in the seam, no attention and no mask of its own.
-        positions: (R, Tq) float32, of the new tokens.
+        edits: What their plan asks for: nothing that rotates in the seam, and no mask of its own.
+        positions: (R, Tk) float32, of all tokens so far.
         keys: Layer -> (keys, values), each (R, Hkv, Tk, D), of all tokens so far.
         starts: The first token of each row among the keys; those before it are padding.
     """

@@ -18,7 +18,7 @@ from rag_posfix.attention.attend import AttendInput, Rotated
 from rag_posfix.attention.newest import attend_rows
 from rag_posfix.attention.observe import last_query_attention
 from rag_posfix.errors import GenerationError
-from rag_posfix.patching.call import SeamCall, current
+from rag_posfix.patching.call import Member, SeamCall, current
 from rag_posfix.patching.hidden import attend_with_scaled_channel
 from rag_posfix.patching.rotation import LayerRotation, layer_rotation
 from rag_posfix.patching.spec import ModelSpec
@@ -64,7 +64,7 @@ def _angles_of_members(
     for member in call.members:
         if member.edits.sets_angles:
             rotation = layer_rotation(member.edits, spec, module)
-            found.append(rotation.angles(states[member.rows], member.positions))
+            found.append(rotation.angles(states[member.rows], member.positions[:, -states.shape[1] :]))
         else:
             found.append((own[0][member.rows], own[1][member.rows]))
     embeddings = tuple(torch.cat(part) for part in zip(*found, strict=True))
@@ -191,11 +191,23 @@ class _Layer:
 
     def _apart(self, query: Tensor) -> Tensor:
         """Attend in each member to its own keys. Returns (B, Tq, Hq, D)."""
-        outs = [
-            attend_rows(query[member.rows], *member.keys(self.layer), self.scaling, member.starts)
-            for member in self.call.members
-        ]
+        outs = [self._member(member, query[member.rows], *member.keys(self.layer)) for member in self.call.members]
         return torch.cat(outs).transpose(1, 2)
+
+    def _member(self, member: Member, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend as one member's plan asks. Returns (R, Hq, Tq, D)."""
+
+        def plain() -> Tensor:
+            return attend_rows(query, key, value, self.scaling, member.starts)
+
+        attend = member.edits.attend
+        if attend is None or not (attend.layers is None or self.layer in attend.layers):
+            return plain()
+        rotate = layer_rotation(member.edits, _needed(self.call)[0], self.module)
+        given = AttendInput(
+            query, key, value, member.positions, self.scaling, self.layer, rotate, plain, observed=False
+        )
+        return attend(given)[0]
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = self.mask
