@@ -9,6 +9,7 @@ from rag_posfix.caching.build import build_answer_cache
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.models import load_engine, quiet_loading
 from rag_posfix.generation.request import MitigationChoice, Sampling
+from rag_posfix.generation.scheduler import BatchingGenerator
 from rag_posfix.passages.build import build_passage_store
 from rag_posfix.pipeline import Defaults, Pipeline
 from rag_posfix.protocols import Generator
@@ -47,9 +48,9 @@ def build_pipeline(
     engine = generator or load_engine(
         chosen.model, dtype=chosen.dtype, device=chosen.device, cache_dir=chosen.cache_dir
     )
-    passages = None
-    if isinstance(engine, Engine):
-        passages = engine.passages = build_passage_store(chosen.passages, chosen.cache_dir, engine.loaded.device)
+    passages, reader = None, engine.engine if isinstance(engine, BatchingGenerator) else engine
+    if isinstance(reader, Engine):
+        passages = reader.passages = build_passage_store(chosen.passages, chosen.cache_dir, reader.loaded.device)
     pipeline = Pipeline(
         engine,
         Assembler(engine.encoder, engine.context_window),

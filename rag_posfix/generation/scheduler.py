@@ -43,6 +43,11 @@ class BatchingGenerator:
         weakref.finalize(self, self._worker.stop)  # the thread holds the worker, and would outlive whoever forgets it
 
     @property
+    def engine(self) -> SteppedGenerator:
+        """The model."""
+        return self._engine
+
+    @property
     def model_id(self) -> str:
         """Name of the model."""
         return self._engine.model_id

@@ -67,6 +67,7 @@ class RecordingEngine:
         self.encoder = Letters()
         self.events = []
         self.failures = {}
+        self.salts = []
         self.alone = alone
         self.next_up = None  # decided, and waiting for its turn
         self._by_turns = by_turns
@@ -86,6 +87,7 @@ class RecordingEngine:
 
     def open(self, layout, mitigation=None, max_tokens=1, salt=""):
         self._turn("open", mitigation.name)
+        self.salts.append(salt)
         return RecordingSession(self, mitigation.name)
 
     def turns(self, count):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rag_posfix.build import build_pipeline
 from rag_posfix.errors import ConfigError, GenerationCancelled, GenerationError, PromptTooLongError, UnknownNameError
 from rag_posfix.generation.delivery import Delivery, Running
 from rag_posfix.generation.engine import Engine
@@ -22,8 +23,10 @@ from rag_posfix.generation.scheduler import BatchingGenerator
 from rag_posfix.generation.steps import step
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.protocols import Generator, SteppedGenerator, WatchedGenerator
+from rag_posfix.settings import CacheSettings, Settings
 from tests.support.stepped import Letters, RecordingEngine, answer, ask, wait_until
 from tests.support.tiny import loaded_model, toy_layout
+from tests.support.toy_encoder import ToyEncoder
 
 ROOT = Path(__file__).parents[3]
 RELEVANCE = (0.9, 0.2, 0.5, 0.4)
@@ -136,6 +139,48 @@ class TestAnswers:
                     alone.text, alone.token_ids, alone.finish_reason, alone.usage
                 )  # fmt: skip
                 assert mine.attention == pytest.approx(alone.attention, abs=1e-6)
+
+    def test_answers_that_can_share_a_step_share_one_forward_pass(self, tiny, pool):
+        begin = threading.Event()
+
+        class Held(Engine):
+            def open(self, *request):
+                assert begin.wait(10)
+                return super().open(*request)
+
+        shapes = []
+        handle = tiny.loaded.model.register_forward_pre_hook(
+            lambda module, arguments, keywords: shapes.append(tuple(keywords["input_ids"].shape)), with_kwargs=True
+        )
+        generator = BatchingGenerator(Held(tiny.loaded, tiny.encoder, "tiny", "print"))
+        layouts = [toy_layout(lengths, prefix=4, suffix=7) for lengths in [(7, 4), (3,), (12, 2, 5)]]
+        sampling = Sampling(max_tokens=4)
+        futures = start_all(pool, generator, [GenerationRequest(layout, sampling=sampling) for layout in layouts])
+        begin.set()
+        for future in futures:
+            future.result()
+        handle.remove()
+        generator.close()
+        # Prompts of 22, 14 and 30 tokens, each followed by a step of all that run.
+        assert shapes == [(1, 22), (1, 1), (1, 14), (2, 1), (1, 30), (3, 1), (2, 1), (1, 1)]
+
+    def test_the_salt_of_a_request_reaches_the_engine(self, make):
+        engine, generator = make()
+        generator.generate(GenerationRequest(toy_layout(()), MitigationChoice("a"), Sampling(max_tokens=1), "salt"))
+        assert engine.salts == ["salt"]
+
+    def test_in_a_pipeline_it_reads_from_the_passage_store_as_its_engine_does(self, tiny, tmp_path):
+        engine = Engine(tiny.loaded, ToyEncoder(), "tiny", "print")
+        settings = Settings(cache=CacheSettings(enabled=False), cache_dir=tmp_path)
+        generator = BatchingGenerator(engine)
+        pipeline = build_pipeline(settings, generator=generator)
+        assert pipeline.generator is generator
+        assert generator.engine is engine
+        assert engine.passages is pipeline.passages is not None
+        request = GenerationRequest(toy_layout(), MitigationChoice("context_experts"), Sampling(max_tokens=2))
+        assert [generator.generate(request).usage.cached_tokens > 0 for _ in range(2)] == [False, True]
+        generator.close()
+        pipeline.close()
 
     def test_a_seed_gives_the_same_answer_alone_and_in_company(self, tiny, pool):
         seeded = GenerationRequest(toy_layout(), sampling=Sampling(max_tokens=12, temperature=2.0, seed=7))
