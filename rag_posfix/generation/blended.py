@@ -85,7 +85,7 @@ def _first_layers(loaded: LoadedModel, row: Spelled, count: int) -> GrowingCache
     call = SeamCall(positions=row.positions[:, :length], spec=loaded.spec, listener=stop, starts=(0,))
     ids = torch.tensor([row.layout.token_ids[:length]], device=loaded.device)
     try:
-        run_model(loaded, call, cache, ids, row.positions[:, :length], 1)
+        run_model(loaded, call, cache, ids, row.positions[:, :length].long(), 1)
     except _Enough:
         return cache
     if count < loaded.spec.shape.n_layers:
@@ -116,4 +116,4 @@ def _read_again(loaded: LoadedModel, row: Spelled, rows: Rows, chosen: Tensor) -
     edits = Edits(attend=SelectedAttention(chosen))
     call = SeamCall(edits, rows.positions, loaded.spec, n_prompt=rows.length, starts=(0,))
     ids = torch.tensor([row.layout.token_ids], device=loaded.device)[:, chosen]
-    run_model(loaded, call, _OverwritingCache(rows.cache, chosen), ids, row.positions[:, chosen], 1)
+    run_model(loaded, call, _OverwritingCache(rows.cache, chosen), ids, row.positions[:, chosen].long(), 1)

@@ -58,6 +58,7 @@ class Rows:
         scratch: What the layers remember.
         n_prompt: Tokens of the prompt; 0 until it has been read.
         length: Tokens in the cache, padding included.
+        whole: Whether the positions of the last pass were whole numbers; those of generated tokens then are too.
     """
 
     loaded: LoadedModel
@@ -68,6 +69,7 @@ class Rows:
     scratch: Scratch = field(default_factory=Scratch)
     n_prompt: int = 0
     length: int = field(default=0)
+    whole: bool = True
 
     @property
     def n_rows(self) -> int:
@@ -94,6 +96,8 @@ class Rows:
             returns: (R, keep, V), in the model's dtype.
         """
         edits = self.edits_now()
+        if not self.n_prompt:  # once per prompt and not per token: it waits for the device
+            self.whole = torch.equal(positions.round(), positions)
         self.take(positions)
         call = SeamCall(
             edits,
@@ -104,7 +108,7 @@ class Rows:
             observer,
             starts=self.first_tokens if self.loaded.keeps_all_keys else None,
         )
-        logits = run_model(self.loaded, call, self.cache, token_ids, positions, keep)
+        logits = run_model(self.loaded, call, self.cache, token_ids, _as_ids(positions, self.whole), keep)
         self.n_prompt = self.n_prompt or self.length
         return logits
 
@@ -192,23 +196,26 @@ def forward_together(groups: Sequence[Rows], token_ids: Sequence[Tensor], keep: 
     positions = torch.cat(newest)
     call = SeamCall(positions=positions, spec=loaded.spec, members=tuple(members))
     cache = JointCache([rows.cache for rows in groups], counts)
-    logits = run_model(loaded, call, cache, torch.cat(list(token_ids)), positions, keep)
+    ids = _as_ids(positions, all(rows.whole for rows in groups))
+    logits = run_model(loaded, call, cache, torch.cat(list(token_ids)), ids, keep)
     for rows in groups:
         rows.n_prompt = rows.n_prompt or rows.length
     return list(torch.split(logits, counts))
 
 
 def run_model(loaded: LoadedModel, call: SeamCall, cache: Any, ids: Tensor, positions: Tensor, keep: int) -> Tensor:
-    """Run the model on (R, Tq) tokens under a call and return the logits of the last ``keep``, (R, keep, V)."""
+    """Run the model on (R, Tq) tokens at positions under a call; return the logits of the last ``keep``, (R, keep, V).
+
+    Positions are integers, as the model was trained with them, where they are whole numbers.
+    """
     with active(call):
         output = loaded.model(
-            input_ids=ids, position_ids=_as_ids(positions), past_key_values=cache, use_cache=True, logits_to_keep=keep
+            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep
         )
     logits: Tensor = output.logits
     return logits
 
 
-def _as_ids(positions: Tensor) -> Tensor:
-    """Return whole positions as integers, as the model was trained with them, and fractional ones as they are."""
-    whole = positions.round()
-    return whole.long() if torch.equal(whole, positions) else positions
+def _as_ids(positions: Tensor, whole: bool) -> Tensor:
+    """Return whole positions as integers and fractional ones as they are."""
+    return positions.round().long() if whole else positions
