@@ -238,6 +238,8 @@ def _group(
             question[r] = said.gather(1, target[:, None]).mean() if len(target) else 0.0
     mass = torch.zeros((len(read), layout.n_passages), device=logits.device)
     attended = observer.mean()
+    if attended is not None:
+        attended = rows.loaded.spec.ranks.mean(attended)
     for r, row in enumerate(read):
         for passage, span in _passages_of(row):
             mass[r, passage] = attended[r, span.slice].sum() if attended is not None else 0.0
