@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -77,7 +77,7 @@ class Engine:
             UnsupportedModelError: the model cannot be served by the mitigation.
             PromptTooLongError: prompt and ``max_tokens`` exceed the context window; raised before any work.
         """
-        return self._session(layout, self._plan(layout, mitigation or MitigationChoice(), max_tokens))
+        return self.read(layout, self.plan(layout, mitigation or MitigationChoice(), max_tokens))
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters and return what caching needs to know of it."""
@@ -105,25 +105,36 @@ class Engine:
         Errors as those of ``open``; they raise here, before the first piece is asked for. Closing the iterator stops
         the computation: no step runs unless its text is asked for.
         """
-        return self._stream(request, self._plan(request.layout, request.mitigation, request.sampling.max_tokens))
+        return self._stream(request, self.plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
     def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:
-        yield from self.resume(self._session(request.layout, plan), request)
+        yield from self.resume(self.read(request.layout, plan), request)
 
-    def resume(self, session: Session, request: GenerationRequest) -> Iterator[Chunk]:
-        """Decode from a session that has read the request's prompt; as ``stream`` otherwise."""
+    def resume(
+        self, session: Session, request: GenerationRequest, advance: Callable[[int], None] | None = None
+    ) -> Iterator[Chunk]:
+        """Decode from a session that has read the request's prompt; as ``stream`` otherwise.
+
+        Args:
+            session: The session.
+            request: What is answered.
+            advance: Called with each token in the place of ``session.advance``.
+        """
+        advance = advance or session.advance
         writer = Writer(self._encoder, session, request)
         while not writer.done:
             if new := writer.write(session.next_log_probs()):
                 yield Chunk(new)
             if not writer.done:
-                session.advance(writer.last)
+                advance(writer.last)
         yield Chunk(*writer.end())
 
-    def _session(self, layout: Layout, plan: Plan) -> Session:
+    def read(self, layout: Layout, plan: Plan) -> Session:
+        """Read a prompt under a plan that was made for it by ``plan``, and return the session that continues it."""
         return Session(self._loaded, layout, plan, AnswerText(self._encoder.eos_ids, self._encoder.decode_answer))
 
-    def _plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
+    def plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
+        """Return what a mitigation does with a prompt. Runs no model. Errors as those of ``open``."""
         plan = create(choice.name, choice.parameters).checked_plan(layout, self._loaded.spec.shape)
         self._check_length(layout, plan, max_tokens)
         return plan
