@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.build import build_answer_cache
 from rag_posfix.generation.models import load_engine, quiet_loading
+from rag_posfix.generation.parallel import load_parallel
 from rag_posfix.generation.request import MitigationChoice, Sampling
 from rag_posfix.pipeline import Defaults, Pipeline
 from rag_posfix.protocols import Generator
@@ -42,9 +45,7 @@ def build_pipeline(
         with quiet_loading():
             store = FaissVectorStore.load(Path(folder), embeddings)
         retriever = PassageRetriever(store=store, k=chosen.k)
-    engine = generator or load_engine(
-        chosen.model, dtype=chosen.dtype, device=chosen.device, cache_dir=chosen.cache_dir
-    )
+    engine, on_close = (generator, None) if generator is not None else _load(chosen)
     return Pipeline(
         engine,
         Assembler(engine.encoder, engine.context_window),
@@ -58,4 +59,14 @@ def build_pipeline(
             sampling=Sampling(max_tokens=chosen.max_tokens),
             tenant=chosen.tenant,
         ),
+        on_close=on_close,
     )
+
+
+def _load(settings: Settings) -> tuple[Generator, Callable[[], None] | None]:
+    """Return the generator that the settings ask for, and what ends it, where something must."""
+    how: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "cache_dir": settings.cache_dir}
+    if settings.tp == 1:
+        return load_engine(settings.model, **how), None
+    split = load_parallel(settings.model, tp=settings.tp, **how)
+    return split, split.close

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,7 @@ class Pipeline:
         reranker: Scores documents that come without a ``relevance_score``.
         cache: Keeps answers.
         defaults: What a question that does not say gets.
+        on_close: Called when the pipeline is closed; for a generator that belongs to nobody else.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Pipeline:
         reranker: Reranker | None = None,
         cache: AnswerCache | None = None,
         defaults: Defaults | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         self.generator = generator
         self.retriever = retriever
@@ -82,11 +84,14 @@ class Pipeline:
         self.cache = cache
         self.assembler = assembler
         self.defaults = defaults or Defaults()
+        self._on_close = on_close
 
     def close(self) -> None:
-        """Close the cache; later questions are answered without it."""
+        """Close the cache; later questions are answered without it. Ends the processes of a model that is split."""
         if self.cache is not None:
             self.cache.close()
+        if self._on_close is not None:
+            self._on_close()
 
     def ask(self, question: Question | str) -> Answer:
         """Return the answer. Equal questions at the same time compute once.
