@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.build import build_answer_cache
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.models import load_engine, quiet_loading
+from rag_posfix.generation.parallel import load_parallel
 from rag_posfix.generation.request import MitigationChoice, Sampling
 from rag_posfix.generation.scheduler import BatchingGenerator
 from rag_posfix.passages.build import build_passage_store
@@ -45,9 +48,7 @@ def build_pipeline(
         with quiet_loading():
             store = FaissVectorStore.load(Path(folder), embeddings)
         retriever = PassageRetriever(store=store, k=chosen.k)
-    engine = generator or load_engine(
-        chosen.model, dtype=chosen.dtype, device=chosen.device, cache_dir=chosen.cache_dir
-    )
+    engine, on_close = (generator, None) if generator is not None else _load(chosen)
     passages, reader = None, engine.engine if isinstance(engine, BatchingGenerator) else engine
     if isinstance(reader, Engine):
         passages = reader.passages = build_passage_store(chosen.passages, chosen.cache_dir, reader.loaded.device)
@@ -65,7 +66,17 @@ def build_pipeline(
             tenant=chosen.tenant,
         ),
         passages=passages,
+        on_close=on_close,
     )
     if store is not None:
         store.on_delete = pipeline.forget
     return pipeline
+
+
+def _load(settings: Settings) -> tuple[Generator, Callable[[], None] | None]:
+    """Return the generator that the settings ask for, and what ends it, where something must."""
+    how: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "cache_dir": settings.cache_dir}
+    if settings.tp == 1:
+        return load_engine(settings.model, **how), None
+    split = load_parallel(settings.model, tp=settings.tp, **how)
+    return split, split.close

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,7 @@ class Pipeline:
         cache: Keeps answers.
         defaults: What a question that does not say gets.
         passages: Keeps keys and values for ``generator``; closed with the pipeline.
+        on_close: Called when the pipeline is closed; for a generator that belongs to nobody else.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Pipeline:
         cache: AnswerCache | None = None,
         defaults: Defaults | None = None,
         passages: PassageKeeper | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         self.generator = generator
         self.retriever = retriever
@@ -86,12 +88,15 @@ class Pipeline:
         self.assembler = assembler
         self.defaults = defaults or Defaults()
         self.passages = passages
+        self._on_close = on_close
 
     def close(self) -> None:
-        """Close the caches; later questions are answered without them."""
+        """Close the caches; later questions are answered without them. Ends the processes of a model that is split."""
         for kept in (self.cache, self.passages):
             if kept is not None:
                 kept.close()
+        if self._on_close is not None:
+            self._on_close()
 
     def forget(self, documents: Sequence[Document]) -> None:
         """Drop what was kept of documents that are gone: answers made from them, and their keys and values.

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-__all__ = ["CacheSettings", "PassageStoreSettings", "ServiceSettings", "Settings", "default_cache_dir"]
+__all__ = [
+    "CacheSettings",
+    "PassageStoreSettings",
+    "ServiceSettings",
+    "Settings",
+    "TorchrunSettings",
+    "default_cache_dir",
+    "environment_with",
+]
 
 
 def default_cache_dir() -> Path:
     """Return the folder for converted weights and cached answers: ``~/.cache/rag_posfix``."""
     return Path.home() / ".cache" / "rag_posfix"
+
+
+def environment_with(**changes: str) -> dict[str, str]:
+    """Return the environment of this process with ``changes``, for a process that is started."""
+    return {**os.environ, **changes}
 
 
 class CacheSettings(BaseSettings):
@@ -97,6 +111,7 @@ class Settings(BaseSettings):
         embedding_model: ``minilm`` (the packaged embeddings), a model id, or a folder.
         dtype: ``auto`` picks bfloat16 where it is fast, float32 elsewhere.
         device: ``auto``, ``cpu``, ``cuda``, ...
+        tp: Processes, each with a GPU if there are any, that ``ask`` and ``serve`` split the model over.
         index: Folder of a served index, or None.
         mitigation: Used where a request names none.
         order: Used where a request names none.
@@ -114,6 +129,7 @@ class Settings(BaseSettings):
     embedding_model: str = "minilm"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: str = "auto"
+    tp: int = Field(default=1, ge=1)
     index: Path | None = None
     mitigation: str = "context_experts"
     order: str = "relevance"
@@ -154,3 +170,17 @@ class ServiceSettings(BaseSettings):
     api_key: SecretStr | None = Field(default=None, min_length=1)
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1)
     max_documents: int = Field(default=1000, ge=1)
+
+
+class TorchrunSettings(BaseSettings):
+    """What torchrun tells each of the processes that it starts; these variables have no prefix.
+
+    Attributes:
+        rank: Which of the processes this one is, from 0; None where torchrun has not started it.
+        world_size: How many there are on all machines.
+    """
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore")
+
+    rank: int | None = None
+    world_size: int | None = None

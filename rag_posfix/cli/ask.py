@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, checked_choice, settings_from
+from rag_posfix.cli.options import AsJson, ModelName, Split, checked_choice, follows, settings_from
 from rag_posfix.cli.output import emit_json, out, status
 from rag_posfix.errors import ConfigError
 
@@ -29,6 +29,7 @@ def ask(
     k: Annotated[int | None, typer.Option("--k", min=1, help="Passages to retrieve.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="New tokens at most.")] = None,
     model: ModelName = None,
+    tp: Split = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it is written.")] = False,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use the answer cache.")] = True,
     as_json: AsJson = False,
@@ -36,8 +37,10 @@ def ask(
     """Answer a question from an index, with its sources."""
     if stream and as_json:
         raise ConfigError("--stream and --json exclude each other; --json prints one object at the end")
-    settings = settings_from(model=model, max_tokens=max_tokens, order=order, k=k)
+    settings = settings_from(model=model, max_tokens=max_tokens, order=order, k=k, tp=tp)
     choice = checked_choice(mitigation) if mitigation else None
+    if follows(settings):
+        return
     with status("loading the model"):
         from rag_posfix.build import build_pipeline
         from rag_posfix.pipeline import Question

@@ -15,8 +15,10 @@ from rag_posfix.settings import Settings
 __all__ = [
     "AsJson",
     "ModelName",
+    "Split",
     "checked_choice",
     "checked_choices",
+    "follows",
     "parse_choice",
     "settings_from",
     "split_outside",
@@ -25,6 +27,10 @@ __all__ = [
 _PAIRS = {"[": "]", "{": "}"}
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Split = Annotated[
+    int | None,
+    typer.Option("--tp", min=1, help="Processes to split the model over, with a GPU each if there are any."),
+]
 ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, gemma3-270m, a model id, or a folder.")]
 
 
@@ -125,3 +131,18 @@ def settings_from(**changes: Any) -> Settings:
         raise ConfigError(f"setting {where}: {first['msg']}, got {first.get('input')!r}") from error
     except SettingsError as error:
         raise ConfigError(f"an environment variable RAG_POSFIX_... cannot be read: {error}") from error
+
+
+def follows(settings: Settings) -> bool:
+    """Return whether torchrun started this process to hold a part of the model; it has done that part then.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    if settings.tp == 1:
+        return False
+    from rag_posfix.generation.parallel import follow_torchrun
+
+    return follow_torchrun(
+        settings.model, tp=settings.tp, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
+    )

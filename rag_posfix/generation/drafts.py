@@ -72,10 +72,11 @@ def draft_answers(
 def _write(groups: Sequence[Rows], log_probs: Tensor, max_tokens: int, text: AnswerText) -> list[tuple[int, ...]]:
     """Return each row's greedy answer, without what ends it."""
     running = [group.fork() for group in groups]
+    agree = groups[0].loaded.spec.ranks.agree
     answers: list[list[int]] = [[] for _ in log_probs]
     open_rows = set(range(len(answers)))
     for step in range(max_tokens):
-        tokens: list[int] = log_probs.argmax(dim=-1).tolist()
+        tokens: list[int] = agree(log_probs.argmax(dim=-1)).tolist()
         for row in sorted(open_rows):
             if tokens[row] not in text.eos_ids:
                 answers[row].append(tokens[row])

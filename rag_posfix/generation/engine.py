@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,7 +98,7 @@ class Engine:
             PromptTooLongError: prompt and ``max_tokens`` exceed the context window; raised before any work.
         """
         choice = mitigation or MitigationChoice()
-        return self._session(layout, choice, self._plan(layout, choice, max_tokens), salt)
+        return self.read(layout, self.plan(layout, choice, max_tokens), choice, salt)
 
     def read_ahead(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
         """Read prefix and passages of a prompt into the passage store; return how many tokens had to be read.
@@ -152,30 +152,49 @@ class Engine:
         Errors as those of ``open``; they raise here, before the first piece is asked for. Closing the iterator stops
         the computation: no step runs unless its text is asked for.
         """
-        return self._stream(request, self._plan(request.layout, request.mitigation, request.sampling.max_tokens))
+        return self._stream(request, self.plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
     def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:
-        session = self._session(request.layout, request.mitigation, plan, request.salt)
+        session = self.read(request.layout, plan, request.mitigation, request.salt)
         yield from self.resume(session, request)
 
-    def resume(self, session: Session, request: GenerationRequest) -> Iterator[Chunk]:
-        """Decode from a session that has read the request's prompt; as ``stream`` otherwise."""
+    def resume(
+        self, session: Session, request: GenerationRequest, advance: Callable[[int], None] | None = None
+    ) -> Iterator[Chunk]:
+        """Decode from a session that has read the request's prompt; as ``stream`` otherwise.
+
+        Args:
+            session: The session.
+            request: What is answered.
+            advance: Called with each token in the place of ``session.advance``.
+        """
+        advance = advance or session.advance
         writer = Writer(self._encoder, session, request)
         while not writer.done:
             if new := writer.write(session.next_log_probs()):
                 yield Chunk(new)
             if not writer.done:
-                session.advance(writer.last)
+                advance(writer.last)
         yield Chunk(*writer.end())
 
-    def _session(self, layout: Layout, choice: MitigationChoice, plan: Plan, salt: str) -> Session:
+    def read(self, layout: Layout, plan: Plan, choice: MitigationChoice | None = None, salt: str = "") -> Session:
+        """Read a prompt under a plan that was made for it by ``plan``, and return the session that continues it.
+
+        Args:
+            layout: The prompt.
+            plan: What is done differently.
+            choice: What the plan was made by; without it nothing is found in the passage store, or kept there.
+            salt: As in ``GenerationRequest``.
+        """
         reuse = None
-        if self.passages is not None:
+        # What is split over processes is kept by none: they would have to find the same, and each has its own heads.
+        if self.passages is not None and choice is not None and self._loaded.spec.ranks.count == 1:
             reuse = Reuse(self.passages, self._fingerprint, self.describe(choice).fingerprint, salt)
         text = AnswerText(self._encoder.eos_ids, self._encoder.decode_answer)
         return Session(self._loaded, layout, plan, text, reuse)
 
-    def _plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
+    def plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
+        """Return what a mitigation does with a prompt. Runs no model. Errors as those of ``open``."""
         plan = create(choice.name, choice.parameters).checked_plan(layout, self._loaded.spec.shape)
         self._check_length(layout, plan, max_tokens)
         return plan

@@ -11,17 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.errors import ConfigError, UnsupportedModelError, missing_extra
+from rag_posfix.attention.shape import ModelShape
+from rag_posfix.errors import ConfigError, RagPosfixError, missing_extra
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.forward import LoadedModel
 from rag_posfix.generation.packaged import PACKAGED, PackagedModel
 from rag_posfix.generation.tokenizer import Tokenizer
-from rag_posfix.patching.families import family_of
+from rag_posfix.patching.families import family_of, shape_of
 from rag_posfix.patching.install import install
+from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.verify import verify
 from rag_posfix.settings import default_cache_dir
 
-__all__ = ["load_engine", "quiet_loading"]
+__all__ = ["load_engine", "quiet_loading", "read_shape", "source_of", "usable_device"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +31,12 @@ DEMO_MODEL = "smollm2"
 
 
 def load_engine(
-    model: str = DEMO_MODEL, *, dtype: str = "auto", device: str = "auto", cache_dir: Path | None = None
+    model: str = DEMO_MODEL,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    cache_dir: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """Load a model, put the seam on it and check it.
 
@@ -38,19 +45,23 @@ def load_engine(
         dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``. ``auto`` is bfloat16 where it is fast.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ...
         cache_dir: Where the packaged weights are kept once converted; default ``~/.cache/rag_posfix``.
+        ranks: The processes that the model is split over, each of which calls this; None loads it whole. See
+            ``generation.parallel``, which starts them.
 
     Raises:
         ConfigError: the model cannot be found or read, or a setting is outside of what is allowed.
         UnsupportedModelError: its family is not supported, or the seam changes what it computes.
     """
-    place = _device(device)
+    place = usable_device(device)
     kind = _dtype(dtype, place)
+    options = {} if ranks is None or ranks.count == 1 else {"distributed_config": _split(ranks.count)}
     packaged = PACKAGED.get(model)
     if packaged is not None:
-        source, loaded, tokenizer = _load_packaged(packaged, cache_dir or default_cache_dir(), kind, place)
+        source, loaded, tokenizer = _load_packaged(packaged, cache_dir or default_cache_dir(), kind, place, **options)
     else:
-        source, (loaded, tokenizer) = model, _load(model, kind, place)
-    spec = install(loaded)
+        source, (loaded, tokenizer) = model, _load(model, kind, place, **options)
+    spec = install(loaded, ranks)
+    spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
     verify(loaded, spec)
     identity = _identity(source, loaded)
     fingerprint = hashlib.blake2b(f"{identity}:{kind}".encode(), digest_size=16).hexdigest()
@@ -59,7 +70,29 @@ def load_engine(
     return Engine(LoadedModel(loaded, spec), Tokenizer(tokenizer), name, fingerprint)
 
 
-def _device(device: str) -> str:
+def source_of(model: str, cache_dir: Path | None = None) -> str:
+    """Return the folder or the id that a model is loaded from; a packaged model is converted if it has not been."""
+    packaged = PACKAGED.get(model)
+    return model if packaged is None else str(_converted(packaged, cache_dir or default_cache_dir()))
+
+
+def read_shape(source: str) -> ModelShape:
+    """Return what a model's configuration says of it; no weights are read.
+
+    Raises:
+        ConfigError: there is no such model.
+        UnsupportedModelError: its family is not supported.
+    """
+    config = _read_config(source)
+    return shape_of(config, family_of(config))
+
+
+def usable_device(device: str) -> str:
+    """Return the device that is meant, ``cpu`` or ``cuda`` for ``auto``.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
     import torch
 
     if device == "auto":
@@ -103,33 +136,55 @@ def quiet_loading() -> Iterator[None]:
 
 def _load(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, Any]:
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise missing_extra("transformers", "local") from error
     try:
         with quiet_loading():
             if "gguf_file" not in options:  # a family that is refused is told before its weights are read
-                family_of(AutoConfig.from_pretrained(source).get_text_config())
+                family_of(_read_config(source))
             tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **options)
-    except UnsupportedModelError:
+    except RagPosfixError:
         raise
     # Hub, configuration, tokenizer and weights come from different libraries, which raise what they like.
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"model {source!r} cannot be loaded: {reason}") from error
-    return model.eval().to(device), tokenizer
+        raise _cannot_be_loaded(source, error) from error
+    # A part of a model is where it belongs already.
+    return (model.eval() if "distributed_config" in options else model.eval().to(device)), tokenizer
 
 
-def _load_packaged(packaged: PackagedModel, cache_dir: Path, dtype: Any, device: str) -> tuple[str, Any, Any]:
+def _read_config(source: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source).get_text_config()
+    except Exception as error:
+        raise _cannot_be_loaded(source, error) from error
+
+
+def _cannot_be_loaded(source: str, error: Exception) -> ConfigError:
+    return ConfigError(f"model {source!r} cannot be loaded: {' '.join(str(error).split())[:300]}")
+
+
+def _split(count: int) -> Any:
+    """Return what makes transformers load this rank's share: heads and channels of each layer, dealt out evenly."""
+    from transformers import DistributedConfig
+
+    return DistributedConfig(tp_size=count)
+
+
+def _load_packaged(
+    packaged: PackagedModel, cache_dir: Path, dtype: Any, device: str, **options: Any
+) -> tuple[str, Any, Any]:
     """Return where the model was loaded from, and it; converted weights that are damaged are converted again, once."""
     source = str(_converted(packaged, cache_dir))
     try:
-        loaded, tokenizer = _load(source, dtype, device)
+        loaded, tokenizer = _load(source, dtype, device, **options)
     except ConfigError as error:
         _log.warning("the converted weights are damaged and are made again: %s", error)
         source = str(_converted(packaged, cache_dir, again=True))
-        loaded, tokenizer = _load(source, dtype, device)
+        loaded, tokenizer = _load(source, dtype, device, **options)
     return source, loaded, tokenizer
 
 

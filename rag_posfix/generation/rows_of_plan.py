@@ -99,6 +99,7 @@ def group_of(
     mass = torch.zeros((len(read), layout.n_passages), device=logits.device)
     attended = observer.mean()
     if attended is not None:
+        attended = rows.loaded.spec.ranks.mean(attended)
         for r, (row, start) in enumerate(zip(read, rows.first_tokens, strict=True)):
             for passage, span in row.placed:
                 mass[r, passage] = attended[r, start + span.start : start + span.stop].sum()

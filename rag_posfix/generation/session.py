@@ -137,7 +137,8 @@ class Session:
 
     def _draft(self, draft: Draft, text: AnswerText) -> None:
         """Weigh the rows by the short answers that they write; those of weight 0 are not read any further."""
-        weights = draft.choose(draft_answers(self._groups, self._log_probs, self._question, draft.max_tokens, text))
+        drafts = draft_answers(self._groups, self._log_probs, self._question, draft.max_tokens, text)
+        weights = self._groups[0].loaded.spec.ranks.agree(draft.choose(drafts))
         counts = [rows.n_rows for rows in self._groups]
         kept = [part.nonzero().flatten().tolist() for part in torch.split(weights, counts)]
         if sum(map(len, kept)) < len(weights):

@@ -18,7 +18,7 @@ __all__ = ["Edits", "Member", "Observer", "Scratch", "SeamCall", "active", "curr
 
 @dataclass(slots=True)
 class Observer:
-    """Collects the attention of the newest query, averaged over layers.
+    """Collects the attention of the newest query, averaged over layers and the heads that are here.
 
     Shapes:
         total: (B, Tk) float32, summed over layers.

@@ -11,36 +11,46 @@ from torch import Tensor
 from rag_posfix.attention.plan import HiddenScale
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.call import SeamCall
+from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.rotation import LayerRotation
 
 __all__ = ["attend_with_scaled_channel", "channel_columns"]
 
 
-def channel_columns(module: Any, channel: int) -> tuple[Tensor, Tensor]:
+def channel_columns(module: Any, channel: int, n_heads: int, n_kv_heads: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Return what one hidden channel adds to queries and keys: (Hq, D) and (Hkv, D), a column of each weight.
+
+    Args:
+        module: The attention module.
+        channel: The hidden channel.
+        n_heads: Query heads that the module computes here, Hq; fewer than the model's where it is split over ranks.
+        n_kv_heads: Key/value heads that it computes here, Hkv.
+        ranks: The processes that it is split over.
 
     Raises:
         UnsupportedModelError: the module has no projections that it can be read from.
     """
     size = module.head_dim
     if hasattr(module, "qkv_proj"):
-        column = _column(module.qkv_proj, channel)
-        n_query = module.config.num_attention_heads * size
-        n_key = module.config.num_key_value_heads * size
+        n_query, n_key = n_heads * size, n_kv_heads * size
+        column = _column(module.qkv_proj, channel, n_query + 2 * n_key, ranks)
         return column[:n_query].view(-1, size), column[n_query : n_query + n_key].view(-1, size)
     if not hasattr(module, "q_proj") or not hasattr(module, "k_proj"):
         raise UnsupportedModelError(f"{type(module).__name__} has no q_proj and k_proj; it cannot scale a channel")
-    return _column(module.q_proj, channel).view(-1, size), _column(module.k_proj, channel).view(-1, size)
+    query = _column(module.q_proj, channel, n_heads * size, ranks)
+    return query.view(-1, size), _column(module.k_proj, channel, n_kv_heads * size, ranks).view(-1, size)
 
 
-def _column(projection: Any, channel: int) -> Tensor:
-    weight: Tensor = projection.weight
+def _column(projection: Any, channel: int, size: int, ranks: Ranks) -> Tensor:
+    """Return the column of a projection, ``size`` long: that of the outputs which attention gets here."""
+    weight: Any = projection.weight
     if not weight.is_floating_point():
         raise UnsupportedModelError(
             f"{type(projection).__name__} holds its weights as {weight.dtype}, from which no channel can be read; "
             "load the model without quantization to scale a channel"
         )
-    return weight[:, channel]
+    own = weight.to_local() if hasattr(weight, "to_local") else weight  # a DTensor where the model is split over ranks
+    return ranks.gather(own[:, channel], size, 0)
 
 
 def attend_with_scaled_channel(
@@ -64,7 +74,8 @@ def attend_with_scaled_channel(
     """
     n_query = query.shape[2]
     first_newest = max(0, call.n_prompt - 1 - (key.shape[2] - n_query))
-    query_column, key_column = channel_columns(module, scale.channel)
+    ranks = rotation.spec.ranks
+    query_column, key_column = channel_columns(module, scale.channel, query.shape[1], key.shape[1], ranks)
     amount = ((scale.factor - 1.0) * call.scratch.channel.pop(module.layer_idx))[:, None, :, None]  # (B, 1, Tq, 1)
     at, fresh = positions[:, -n_query:], key[:, :, -n_query:]
     raw = fresh.clone() if first_newest else None

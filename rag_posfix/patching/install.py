@@ -12,6 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.families import family_of, shape_of
+from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.rotation import scaled_base_angles
 from rag_posfix.patching.seam import before_attention, seam_attention, seam_mask
 from rag_posfix.patching.spec import ModelSpec
@@ -21,7 +22,7 @@ __all__ = ["SEAM", "install", "stock_twin", "uninstall"]
 SEAM = "rag_posfix"
 
 
-def install(model: Any) -> ModelSpec:
+def install(model: Any, ranks: Ranks | None = None) -> ModelSpec:
     """Route a model's attention through the seam and return what is known of it.
 
     Idle, the model computes bit for bit what it computed before with ``sdpa`` attention. No class is subclassed,
@@ -30,6 +31,7 @@ def install(model: Any) -> ModelSpec:
 
     Args:
         model: A causal language model of transformers.
+        ranks: The processes that it is split over; None if it is whole.
 
     Raises:
         UnsupportedModelError: the family is unknown, or the model is built in an unexpected way.
@@ -62,6 +64,7 @@ def install(model: Any) -> ModelSpec:
         shape=shape_of(config, family),
         angles=angles,
         handles=tuple(module.register_forward_pre_hook(before_attention, with_kwargs=True) for module in modules),
+        ranks=ranks or Ranks(),
     )
 
 

@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from rag_posfix.attention.attend import AttendInput, Rotated
 from rag_posfix.attention.newest import attend_rows
 from rag_posfix.attention.observe import last_query_attention
+from rag_posfix.attention.plan import HeadScale
 from rag_posfix.errors import GenerationError
 from rag_posfix.patching.call import Member, SeamCall, current
 from rag_posfix.patching.hidden import attend_with_scaled_channel
@@ -157,8 +158,15 @@ class _Layer:
         if decide is None:
             return rotation
         if self.layer not in ratios:
-            ratios[self.layer] = decide(self.layer, query[:, :, -1:], key)
+            ratios[self.layer] = self._divisors(decide, query[:, :, -1:], key)
         return replace(rotation, ratios=ratios[self.layer])
+
+    def _divisors(self, decide: HeadScale, query: Tensor, key: Tensor) -> Tensor | None:
+        """Return the divisors of the key heads that are here; they are decided by how all heads compare."""
+        spec, _ = _needed(self.call)
+        shape, ranks = spec.shape, spec.ranks
+        found = decide(self.layer, ranks.gather(query, shape.n_heads, 1), ranks.gather(key, shape.n_kv_heads, 1))
+        return None if found is None else ranks.own_heads(found, key.shape[1])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, rotate: LayerRotation) -> Tensor:
         """Run the plan's own attention."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
 from rag_posfix.attention.shape import ModelShape
+from rag_posfix.patching.ranks import Ranks
 
 __all__ = ["Family", "ModelSpec", "Rotation"]
 
@@ -36,13 +37,15 @@ class ModelSpec:
 
     Attributes:
         family: Its row in the table of families.
-        shape: Sizes and capabilities.
+        shape: Sizes and capabilities of the whole model, however many ranks it is split over.
         angles: (states, (B, T) positions, factor of the RoPE base or None) -> (cos, sin), each (B, T, rotated), from
             the model's own rotary module, in the dtype of ``states``.
         handles: The hooks that the seam put on the model.
+        ranks: The processes that the model is split over.
     """
 
     family: Family
     shape: ModelShape
     angles: Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
     handles: tuple[Any, ...]
+    ranks: Ranks = field(default_factory=Ranks)

@@ -51,6 +51,7 @@ class Service:
         self._pipeline: Pipeline | None = None
         self._loaded: Pipeline | None = None
         self._batching: BatchingGenerator | None = None
+        self._generator: Generator | None = None
         self._reason = "the model is being loaded; try again later"
 
     @property
@@ -58,16 +59,24 @@ class Service:
         """The pipeline, with its generator behind admission.
 
         Raises:
-            NotReadyError: it is not loaded.
+            NotReadyError: it is not loaded, or its model has broken since.
         """
         if self._pipeline is None:
             raise NotReadyError(self._reason)
+        if self._failure is not None:
+            raise NotReadyError(f"the model cannot answer any more: {self._failure}; start the service again")
         return self._pipeline
 
     @property
     def is_ready(self) -> bool:
-        """Whether the pipeline is loaded."""
-        return self._pipeline is not None
+        """Whether the pipeline is loaded and its model has not broken."""
+        return self._pipeline is not None and self._failure is None
+
+    @property
+    def _failure(self) -> str | None:
+        """What has broken the model: one that is split over processes loses them for good."""
+        failure: str | None = getattr(self._generator, "failure", None)
+        return failure
 
     @property
     def model_id(self) -> str:
@@ -77,6 +86,7 @@ class Service:
     def adopt(self, pipeline: Pipeline) -> None:
         """Serve ``pipeline`` from now on. The pipeline itself is not changed."""
         served = copy.copy(pipeline)
+        self._generator = pipeline.generator
         served.generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
         self.metrics.served(package_version(), served.generator.model_id)
         self._pipeline = served

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 import services.api.service as service_module
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from services.api.app import create_app
@@ -28,6 +29,7 @@ from tests.services.support import (
     make_pipeline,
     wait_until,
 )
+from tests.support.toy_encoder import ToyEncoder
 
 CHAT = "/v1/chat/completions"
 
@@ -71,6 +73,24 @@ def test_while_the_model_loads_the_service_is_live_and_not_ready(monkeypatch: py
         wait_until(lambda: client.get("/readyz").status_code == 200)
         assert client.post(CHAT, json=chat(documents=[BRIDGE])).status_code == 200
         assert "rag_posfix_ready 1.0" in client.get("/metrics").text
+
+
+def test_a_model_that_has_broken_is_not_ready_any_more_and_says_why():
+    """One that is split over several processes does when one of them ends."""
+
+    class Breakable(FakeGenerator):
+        failure = None
+
+    generator = Breakable(ToyEncoder())
+    client = client_for(make_pipeline(generator))
+    assert client.get("/readyz").status_code == 200
+    generator.failure = "the process of rank 1 of 2 ended"
+    for method, path in (("GET", "/readyz"), ("POST", CHAT)):
+        response = client.request(method, path, json=chat() if method == "POST" else None)
+        assert response.status_code == 503
+        assert "cannot answer any more: the process of rank 1 of 2 ended" in error_of(response)["message"]
+    assert client.get("/livez").status_code == 200
+    assert "rag_posfix_ready 0.0" in client.get("/metrics").text
 
 
 @pytest.mark.parametrize(

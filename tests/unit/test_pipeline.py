@@ -397,6 +397,11 @@ class TestCache:
         assert made.ask(Question(QUESTION, [ROME])).cached is False
         pipeline().close()
 
+    def test_closing_ends_what_belongs_to_nobody_else(self):
+        ended = []
+        pipeline(on_close=lambda: ended.append(True)).close()
+        assert ended == [True]
+
     def test_a_failing_answer_is_not_kept_and_does_not_block_the_next(self):
         made = pipeline(cache=memory_cache())
         sound, made.generator._answer = made.generator._answer, lambda request: 1 / 0
