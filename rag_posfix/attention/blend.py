@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rag_posfix.attention.attend import Attend, AttendInput
 from rag_posfix.attention.blockwise import QUERY_BLOCK
 
-__all__ = ["Blend", "SelectedAttention", "first_tokens", "most_deviating"]
+__all__ = ["Blend", "SelectedAttention", "deviation", "first_tokens", "most_deviating"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,28 @@ class Blend:
     layers: int
 
 
-def most_deviating(fresh: Tensor, kept: Tensor, start: int, fraction: float) -> Tensor:
-    """Return the tokens from ``start`` on whose values deviate most, ascending.
+def deviation(fresh: Tensor, kept: Tensor) -> Tensor:
+    """Return how far each token's values are from what they should be, (T,) float32.
 
     Source: Yao et al. (2024), CacheBlend, section 4.2, https://arxiv.org/abs/2405.16444
-    Formula: the ceil(fraction (T - start)) tokens with the largest sum of (V - V kept)^2 over heads and channels.
+    Formula: the sum of (V - V kept)^2 over heads and channels.
 
     Shapes:
-        fresh, kept: (1, Hkv, T, D), values of one layer. returns: (n,) int64.
+        fresh, kept: (1, Hkv, T, D), values of one layer.
     """
-    deviation = (fresh.float() - kept.float()).square().sum(dim=(0, 1, 3))[start:]  # (T - start,)
-    count = _share(fraction, deviation.shape[0])
-    # A stable sort: of tokens that deviate alike the first are taken, on every machine.
-    order = deviation.argsort(descending=True, stable=True)[:count]
+    return (fresh.float() - kept.float()).square().sum(dim=(0, 1, 3))
+
+
+def most_deviating(deviations: Tensor, start: int, fraction: float) -> Tensor:
+    """Return the ceil(fraction (T - start)) tokens from ``start`` on that deviate most, ascending.
+
+    Of tokens that deviate alike the first are taken, on every machine.
+
+    Shapes:
+        deviations: (T,). returns: (n,) int64.
+    """
+    some = deviations[start:]
+    order = some.argsort(descending=True, stable=True)[: _share(fraction, some.shape[0])]
     return (order + start).sort().values
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blend import Blend, SelectedAttention, first_tokens, most_deviating
+from rag_posfix.attention.blend import Blend, SelectedAttention, deviation, first_tokens, most_deviating
 from rag_posfix.attention.spans import Layout
 from rag_posfix.attention.windows import window_positions, windows_of
 from rag_posfix.errors import GenerationError
@@ -62,7 +62,8 @@ def _chosen(loaded: LoadedModel, row: Spelled, rows: Rows, blend: Blend) -> Tens
     fresh = _first_layers(loaded, row, blend.layers)
     last = blend.layers - 1
     start = len(row.layout.prefix)
-    chosen = most_deviating(fresh.layers[last].values, rows.cache.layers[last].values, start, blend.fraction)
+    deviations = deviation(fresh.layers[last].values, rows.cache.layers[last].values)
+    chosen = most_deviating(loaded.spec.ranks.mean(deviations), start, blend.fraction)
     for old, new in zip(rows.cache.layers[: blend.layers], fresh.layers, strict=False):
         old.keys.copy_(new.keys)
         old.values.copy_(new.values)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rag_posfix.attention.blend import SelectedAttention, first_tokens, most_deviating
+from rag_posfix.attention.blend import SelectedAttention, deviation, first_tokens, most_deviating
 from rag_posfix.attention.masks import windows_mask
 from rag_posfix.attention.plan import Plan, RowPlan
 from rag_posfix.attention.windows import windows_of
@@ -37,10 +37,10 @@ def test_the_tokens_that_deviate_most_are_chosen():
     fresh[0, 1, 2, 1] = 1.0  # 1
     fresh[0, 0, 3] = torch.tensor([2.0, 1.0])  # 4 + 1
     fresh[0, 1, 5, 0] = -2.0  # 4
-    assert most_deviating(fresh, kept, 1, 0.4).tolist() == [3, 5]
-    assert most_deviating(fresh, kept, 1, 0.41).tolist() == [2, 3, 5], "rounded up"
-    assert most_deviating(fresh, kept, 1, 0.0).tolist() == []
-    assert most_deviating(kept, kept, 1, 0.2).tolist() == [1], "of equals the first"
+    assert most_deviating(deviation(fresh, kept), 1, 0.4).tolist() == [3, 5]
+    assert most_deviating(deviation(fresh, kept), 1, 0.41).tolist() == [2, 3, 5], "rounded up"
+    assert most_deviating(deviation(fresh, kept), 1, 0.0).tolist() == []
+    assert most_deviating(deviation(kept, kept), 1, 0.2).tolist() == [1], "of equals the first"
 
 
 def test_the_first_tokens_of_each_passage():
