@@ -59,9 +59,9 @@ def content_key(document: Document) -> str:
         document: A document that can be read.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is no Document, or its content is no string.
     """
-    return read_document(document, 0).key
+    return read_document(document, with_relevance=False).key
 
 
 def document_id(document: Document) -> str:
@@ -76,12 +76,13 @@ def document_id(document: Document) -> str:
     return content_hash(document.page_content)
 
 
-def read_document(document: Document, index: int = 0) -> Candidate:
+def read_document(document: Document, index: int = 0, *, with_relevance: bool = True) -> Candidate:
     """Read and check one document.
 
     Args:
         document: The document; it is not changed.
         index: Where it stands among its neighbours, for messages.
+        with_relevance: Whether its score matters. That of a document that was not found for a question does not.
 
     Raises:
         ConfigError: it is no Document, its content is no string, or its score is no finite number.
@@ -104,7 +105,7 @@ def read_document(document: Document, index: int = 0) -> Candidate:
         text=text,
         key=content_hash(title, text),
         folded=content_hash(" ".join(text.split())),
-        relevance=_relevance(document.metadata.get("relevance_score"), name),
+        relevance=_relevance(document.metadata.get("relevance_score"), name) if with_relevance else None,
         document=document,
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +13,7 @@ import typer
 from rag_posfix.cli.options import AsJson, ModelName, checked_choice, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar, status
 from rag_posfix.errors import ConfigError
+from rag_posfix.settings import PASSAGES_FOLDER
 
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
@@ -41,6 +44,8 @@ def index(
     """Split files into passages, embed them, and write an index."""
     settings = settings_from(embedding_model=embedding_model, model=model)
     chosen = None if precompute is None else checked_choice(precompute)
+    if chosen is not None:
+        _check_store(settings)
     started = time.perf_counter()
     with status("loading the embeddings"):
         from rag_posfix.retrieval.embeddings import SentenceEmbeddings
@@ -71,6 +76,36 @@ def index(
         )
 
 
+def _check_store(settings: Settings) -> None:
+    """Raise where the settings leave nothing that outlives this process, before any work is done."""
+    kept = settings.passages
+    if not kept.enabled or (kept.disk_bytes == 0 and kept.redis_url is None):
+        raise ConfigError(
+            "--precompute needs a passage store that outlives this process, and the settings turn it off; set "
+            "RAG_POSFIX_PASSAGES_ENABLED=true and RAG_POSFIX_PASSAGES_DISK_BYTES or RAG_POSFIX_PASSAGES_REDIS_URL"
+        )
+
+
+@contextmanager
+def _disk_on(settings: Settings) -> Iterator[None]:
+    """Turn the disk tier on, here and later, where the settings say neither on nor off; not if nothing is kept."""
+    folder = settings.cache_dir / PASSAGES_FOLDER
+    if settings.passages.disk_bytes is None and settings.passages.redis_url is None:
+        try:
+            settings.cache_dir.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True, mode=0o700)  # passages are private
+        except OSError as error:
+            raise ConfigError(
+                f"the passage store cannot be put into {str(folder)!r}: {error.strerror or error}; set "
+                "RAG_POSFIX_CACHE_DIR to a folder that can be written to"
+            ) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            folder.rmdir()  # which fails where it holds something
+
+
 def _precompute(folder: Path, embeddings: Embeddings, choice: MitigationChoice, settings: Settings) -> dict[str, Any]:
     """Read the passages of an index into the store that outlives this process, and say what it took."""
     from rag_posfix.caching.keys import tenant_salt
@@ -78,30 +113,21 @@ def _precompute(folder: Path, embeddings: Embeddings, choice: MitigationChoice, 
     from rag_posfix.passages.build import build_passage_store
     from rag_posfix.precompute import precompute
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
-    from rag_posfix.settings import PASSAGES_FOLDER
 
     started = time.perf_counter()
-    kept = settings.passages
-    if kept.disk_bytes is None and kept.redis_url is None:  # asking for it turns the disk tier on, here and later
-        (settings.cache_dir / PASSAGES_FOLDER).mkdir(parents=True, exist_ok=True)
-    if not kept.outlives_the_process(settings.cache_dir):
-        raise ConfigError(
-            "--precompute needs a passage store that outlives this process, and the settings turn it off; set "
-            "RAG_POSFIX_PASSAGES_ENABLED=true and RAG_POSFIX_PASSAGES_DISK_BYTES or RAG_POSFIX_PASSAGES_REDIS_URL"
-        )
     with status("loading the model"):
         engine = load_engine(
             settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
         )
-    store = engine.passages = build_passage_store(kept, settings.cache_dir, engine.loaded.device)
     documents = FaissVectorStore.load(folder, embeddings).documents()
-    try:
-        with progress_bar("reading passages") as progress:
+    with _disk_on(settings), progress_bar("reading passages") as progress:
+        store = engine.passages = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
+        try:
             tokens = precompute(engine, documents, choice, salt=tenant_salt(settings.tenant, ""), progress=progress)
-        held = 0 if store is None else max(tier.get("bytes") or 0 for tier in store.stats()["tiers"][1:])
-    finally:
-        if store is not None:
-            store.close()
+            held = 0 if store is None else max(tier.get("bytes") or 0 for tier in store.lasting_stats())
+        finally:
+            if store is not None:
+                store.close()
     return {
         "mitigation": choice.name,
         "tokens": tokens,

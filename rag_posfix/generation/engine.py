@@ -22,11 +22,11 @@ from rag_posfix.generation.request import (
     MitigationInfo,
 )
 from rag_posfix.generation.reuse import Reuse
-from rag_posfix.generation.rows_of_plan import spell_out
+from rag_posfix.generation.rows_of_plan import Spelled, spell_out, starts_of
 from rag_posfix.generation.session import Session
 from rag_posfix.generation.tokenizer import Tokenizer
 from rag_posfix.generation.writer import Writer
-from rag_posfix.mitigations import create
+from rag_posfix.mitigations import Mitigation, create
 
 if TYPE_CHECKING:
     from rag_posfix.passages.store import PassageStore
@@ -109,7 +109,8 @@ class Engine:
             ConfigError: the engine has no store, or the mitigation does not read passages apart.
             UnsupportedModelError: the model cannot be served by the mitigation.
         """
-        plan = create(mitigation.name, mitigation.parameters).checked_plan(layout, self._loaded.spec.shape)
+        method, shape = create(mitigation.name, mitigation.parameters), self._loaded.spec.shape
+        plan = method.checked_plan(layout, shape)
         if self.passages is None:
             raise ConfigError(
                 "reading ahead needs a passage store; give the engine one, or turn it on in the settings"
@@ -121,10 +122,25 @@ class Engine:
                 "cannot be read ahead; use parallel_windows, set_prompting, parallel_encoding, context_experts or "
                 "passage_answers"
             )
+        if not self._placed_alike(layout, method, rows):
+            raise ConfigError(
+                f"{mitigation.name} with these parameters places a passage by the length of those around it, so that "
+                "it cannot be read ahead of them; use the default ones"
+            )
         reuse = Reuse(self.passages, self._fingerprint, self.describe(mitigation).fingerprint, salt)
         with torch.inference_mode():
             states, cached = encode_passages(self._loaded, layout, rows, reuse)
         return sum(one.shape[3] for one in states.values()) - cached
+
+    def _placed_alike(self, layout: Layout, method: Mitigation, rows: Sequence[Spelled]) -> bool:
+        """Return whether the shortest passage stands where it stands without company."""
+        if layout.n_passages < 2:
+            return True
+        shortest = min(range(layout.n_passages), key=lambda i: len(layout.passages[i]))
+        alone = layout.select((shortest,))
+        plan = method.checked_plan(alone, self._loaded.spec.shape)
+        spelled = [spell_out(row, alone, self._loaded.device) for row in plan.rows]
+        return starts_of(spelled, 0) == starts_of(rows, shortest)
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters and return what caching needs to know of it."""

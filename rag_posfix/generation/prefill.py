@@ -76,12 +76,12 @@ def _read_whole(
 
 
 def _leading(row: Spelled) -> list[Wanted]:
-    """Return the row's reusable stretches, each after those before it."""
+    """Return the row's reusable stretches, each after those before it and tagged by all passages that went into it."""
     bounds = list(itertools.pairwise((0, *row.reusable)))
     stretches = [Stretch(row.layout.token_ids[a:b], row.positions[0, a:b]) for a, b in bounds]
     tags = [
-        tuple(key for key, span in zip(row.layout.keys, row.layout.passages, strict=True) if a <= span.start < b)
-        for a, b in bounds
+        tuple(key for key, span in zip(row.layout.keys, row.layout.passages, strict=True) if span.start < b)
+        for _, b in bounds
     ]
     return [Wanted(one, tuple(stretches[:i]), tags[i]) for i, one in enumerate(stretches)]
 

@@ -13,7 +13,7 @@ from rag_posfix.attention.spans import Layout, Span
 from rag_posfix.generation.forward import Rows
 from rag_posfix.patching.call import Edits, Observer
 
-__all__ = ["PrefilledGroup", "Spelled", "group_of", "logits_to_keep", "spell_out"]
+__all__ = ["PrefilledGroup", "Spelled", "group_of", "logits_to_keep", "spell_out", "starts_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +77,16 @@ def spell_out(row: RowPlan, layout: Layout, device: torch.device) -> Spelled:
         attend=row.attend,
     )
     return Spelled(seen, passages, positions.to(device), edits, row.reusable)
+
+
+def starts_of(rows: Sequence[Spelled], passage: int) -> set[float]:
+    """Return the first position of a passage of the prompt in each row that holds it."""
+    return {
+        float(row.positions[0, span.start])
+        for row in rows
+        for held, span in row.placed
+        if held == passage and len(span)
+    }
 
 
 def logits_to_keep(layout: Layout, score_question: bool) -> int:

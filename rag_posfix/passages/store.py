@@ -62,6 +62,11 @@ class PassageStore:
         # otherwise the copy could bring back what was dropped meanwhile.
         self._drops = 0
 
+    @property
+    def queue_bytes(self) -> int:
+        """Most bytes of entries that wait to be written."""
+        return self._behind.max_bytes
+
     def get_many(self, keys: Mapping[str, EntryShape]) -> dict[str, PassageKV]:
         """Return those of ``keys`` that a tier has whole and as expected, on the store's device."""
         found: dict[str, PassageKV] = {}
@@ -109,12 +114,15 @@ class PassageStore:
         ``hits`` and ``misses`` count entries asked for, ``hit_bytes`` what the hits held, ``bytes`` what the tiers
         hold, ``dropped_writes`` entries that the queue had no room for, ``pending_writes`` those in it.
         """
-        tiers: list[dict[str, Any]] = [
-            tier.call(lambda t: asdict(t.stats()), {"name": tier.name}) for tier in self._tiers
-        ]
+        tiers = [_stats_of(tier) for tier in self._tiers]
         counts = {name: self._counters[name] for name in ("hits", "misses", "hit_bytes", "errors", "dropped_writes")}
         held = sum(int(tier.get("bytes") or 0) for tier in tiers)
         return {**counts, "bytes": held, "pending_writes": self._behind.pending, "tiers": tiers}
+
+    def lasting_stats(self) -> list[dict[str, Any]]:
+        """Return the counts of the tiers that are written behind the answer; of all if there are none such."""
+        behind = [tier for tier, immediate in zip(self._tiers, self._immediate, strict=True) if not immediate]
+        return [_stats_of(tier) for tier in behind or self._tiers]
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
         """Write what waits, for ``timeout_seconds`` at most, and close every tier; later calls are misses."""
@@ -168,3 +176,8 @@ class PassageStore:
             finally:
                 with self._copy_lock:
                     self._drops += 1
+
+
+def _stats_of(tier: Guard[PassageTier]) -> dict[str, Any]:
+    counts: dict[str, Any] = tier.call(lambda t: asdict(t.stats()), {"name": tier.name})
+    return counts

@@ -42,6 +42,11 @@ class WriteBehind:
         self._changed = threading.Condition()
 
     @property
+    def max_bytes(self) -> int:
+        """Most bytes of entries that wait."""
+        return self._max_bytes
+
+    @property
     def pending(self) -> int:
         """Entries that wait or are being written."""
         with self._changed:

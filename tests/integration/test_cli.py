@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -229,6 +230,75 @@ class TestIndex:
             "index", files, "--out", tmp_path / "i", "--embedding-model", tmp_path / "none", "--json"
         ).error  # fmt: skip
         assert str(tmp_path / "none") in error["message"]
+
+
+@pytest.mark.weights
+class TestPrecompute:
+    def test_what_was_read_for_the_index_is_not_read_again_by_another_process(self, run, files, tmp_path, cache_dir):
+        index = tmp_path / "new.index"
+        found = run("index", files, "--out", index, "--precompute", "context_experts", "--json").json
+        assert found["passages"] == 3
+        read = found["precomputed"]
+        assert set(read) == {"mitigation", "tokens", "bytes", "seconds"}
+        assert read["mitigation"] == "context_experts"
+        assert read["bytes"] == sum(file.stat().st_size for file in (cache_dir / "passages").rglob("*.kv"))
+        assert read["seconds"] > 0
+        assert (cache_dir / "passages").stat().st_mode & 0o077 == 0, "passages are private"
+
+        command = [sys.executable, "-m", "rag_posfix.cli.main", "ask", QUESTION, "--index", str(index), "--json"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAG_POSFIX_MAX_TOKENS": "8"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        answer = json.loads(done.stdout)
+        assert answer["cached"] is False
+        assert answer["usage"]["cached_tokens"] == read["tokens"], "the prefix and all three passages"
+        assert 0 < answer["usage"]["cached_tokens"] < answer["usage"]["prompt_tokens"]
+        assert answer["answer"]
+
+        again = run("index", files, "--out", index, "--precompute", "set_prompting", "--json").json["precomputed"]
+        assert (again["tokens"], again["bytes"]) == (0, read["bytes"]), "which reads passages alike"
+
+    def test_without_json_it_is_one_more_line(self, run, files, tmp_path, monkeypatch):
+        monkeypatch.setenv("RAG_POSFIX_PASSAGES_MEMORY_BYTES", "0")
+        monkeypatch.setenv("RAG_POSFIX_PASSAGES_DISK_BYTES", "100000000")
+        result = run("index", files / "bread.txt", "--out", tmp_path / "i", "--precompute", "parallel_windows")
+        assert result.code == 0
+        assert re.search(r"read \d+ tokens for parallel_windows in .* store holds [1-9]", " ".join(result.out.split()))
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("RAG_POSFIX_PASSAGES_ENABLED", "false"), ("RAG_POSFIX_PASSAGES_DISK_BYTES", "0")]
+    )
+    def test_a_store_that_is_turned_off_is_told_before_anything_is_done(
+        self, run, files, tmp_path, cache_dir, monkeypatch, name, value
+    ):
+        monkeypatch.setenv(name, value)
+        index = tmp_path / "new.index"
+        error = run("index", files, "--out", index, "--precompute", "context_experts", "--json").error
+        assert error["type"] == "ConfigError"
+        assert error["message"].startswith(
+            "--precompute needs a passage store that outlives this process, and the settings turn it off; set "
+            "RAG_POSFIX_PASSAGES_ENABLED=true and "
+        )
+        assert not index.exists()
+        assert not (cache_dir / "passages").exists()
+
+    def test_an_unknown_method_is_told_before_anything_is_done(self, run, files, tmp_path):
+        error = run("index", files, "--out", tmp_path / "new.index", "--precompute", "pine", "--json").error
+        assert error["type"] == "UnknownNameError"
+        assert not (tmp_path / "new.index").exists()
+
+    def test_a_method_that_does_not_read_apart_leaves_the_index_and_no_store(self, run, files, tmp_path, cache_dir):
+        index = tmp_path / "new.index"
+        error = run("index", files, "--out", index, "--precompute", "none", "--json").error
+        assert error["type"] == "ConfigError"
+        assert error["message"].startswith("none does not read passages independently of each other on SmolLM2-135M")
+        assert index.exists()
+        assert not (cache_dir / "passages").exists(), "or later questions would be written to disk"
+
+    def test_a_folder_that_cannot_be_made_is_one_line(self, run, files, tmp_path, cache_dir):
+        (cache_dir / "passages").write_text("in the way")
+        error = run("index", files, "--out", tmp_path / "i", "--precompute", "context_experts", "--json").error
+        assert error["type"] == "ConfigError"
+        assert error["message"].startswith(f"the passage store cannot be put into '{cache_dir / 'passages'}': ")
 
 
 @pytest.mark.weights
