@@ -56,8 +56,8 @@ def _read_whole(
     empty = Rows(loaded, new_cache(loaded), row.positions[:, :0], edits=row.edits)
     if reuse is None or not row.reusable or not loaded.keeps_all_keys:
         return _read_rest(loaded, layout, row, empty, keep)
-    leading = _leading(row)
-    found = [*reuse.find(loaded, reuse.leading(), leading), None]
+    leading, part = _leading(row), reuse.leading(row.edits)
+    found = [*reuse.find(loaded, part, leading), None]
     held = [states for states in found[: found.index(None)] if states is not None]
     before, cached = empty, 0
     if held:
@@ -71,7 +71,7 @@ def _read_whole(
     before.n_prompt = 0  # the prompt is not read yet
     group = _read_rest(loaded, layout, row, before, keep, cached)
     bounds = list(itertools.pairwise((0, *row.reusable)))[len(held) :]
-    reuse.keep(reuse.leading(), [(one, cut_out(group.rows, *span)) for one, span in zip(new, bounds, strict=True)])
+    reuse.keep(part, [(one, cut_out(group.rows, *span)) for one, span in zip(new, bounds, strict=True)])
     return group
 
 

@@ -59,9 +59,10 @@ class Reuse:
         """
         return "apart", edits.rope_base_factor, edits.layer_scale
 
-    def leading(self) -> Part:
-        """Return the same for the leading tokens of a prompt, which a method may read in any way."""
-        return "leading", self.method
+    def leading(self, edits: Edits) -> Part:
+        """Return the same for the leading tokens of a prompt. What is read causally is shared between methods."""
+        causal = edits.attend is None and edits.mask is None and not edits.holds_rotation
+        return "leading", edits.rope_base_factor, edits.layer_scale, "" if causal else self.method
 
     def find(self, loaded: LoadedModel, part: Part, wanted: Sequence[Wanted]) -> list[Tensor | None]:
         """Return the keys and values (2, L, Hkv, T, D) of each stretch that is in the store, on the model's device."""

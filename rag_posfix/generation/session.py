@@ -33,7 +33,7 @@ class Session:
         reuse: Keys and values that need not be computed again.
 
     Attributes:
-        cached_tokens: Tokens of the prompt, in all of its rows, that were found in ``reuse``.
+        cached_tokens: Tokens of the prompt that were found in ``reuse``, whichever row they are read in.
     """
 
     @torch.inference_mode()
@@ -47,7 +47,7 @@ class Session:
     ) -> None:
         started = time.perf_counter()
         self._plan, groups = read(loaded, layout, plan, reuse)
-        self.cached_tokens = min(sum(group.cached_tokens for group in groups), len(layout.token_ids))
+        self.cached_tokens = min(group.cached_tokens for group in groups)
         self._groups = [group.rows for group in groups]
         self._log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)  # (R, V)
         self._question = torch.cat([group.question for group in groups])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def read(
     survey = plan.survey
     if survey is None:
         return plan, prefill(loaded, layout, plan, reuse)
-    measured, first = measure(loaded, survey.layouts, survey.continue_from or 0)
+    measured, first = measure(loaded, survey.layouts, survey.continue_from or 0, reuse)
     decided = survey.decide(measured)
     if survey.continue_from is None or not loaded.keeps_all_keys:
         return read(loaded, layout, decided, reuse)
@@ -38,10 +39,13 @@ def read(
             "no further survey"
         )
     rest = first.rows.first(first.rows.length - 1)
-    return decided, [read_on(loaded, layout, decided.rows[0], rest)]
+    group = read_on(loaded, layout, decided.rows[0], rest)
+    return decided, [replace(group, cached_tokens=first.cached_tokens)]
 
 
-def measure(loaded: LoadedModel, layouts: Sequence[Layout], base: int = 0) -> tuple[Tensor, PrefilledGroup]:
+def measure(
+    loaded: LoadedModel, layouts: Sequence[Layout], base: int = 0, reuse: Reuse | None = None
+) -> tuple[Tensor, PrefilledGroup]:
     """Read prompts unmodified; return the last token's mean attention per token of each passage, and one reading.
 
     Cost: the prompt ``base`` is read whole; of every other, only what follows the tokens that it shares with it.
@@ -49,7 +53,8 @@ def measure(loaded: LoadedModel, layouts: Sequence[Layout], base: int = 0) -> tu
     Shapes:
         returns: (len(layouts), N) float32 on the CPU, averaged over layers and heads; the reading of ``base``.
     """
-    whole = prefill(loaded, layouts[base], Plan())[0]
+    plain = Plan(rows=(RowPlan(reusable=layouts[base].boundaries),))
+    whole = prefill(loaded, layouts[base], plain, reuse)[0]
     rows = []
     for index, layout in enumerate(layouts):
         if index == base:

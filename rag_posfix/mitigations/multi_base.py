@@ -79,5 +79,8 @@ class MultiBase(Mitigation):
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per factor; a row of factor 1 reads as the unmodified model does."""
-        rows = tuple(RowPlan(rope_base_factor=None if factor == 1.0 else factor) for factor in self.factors)
+        rows = tuple(
+            RowPlan(rope_base_factor=None if factor == 1.0 else factor, reusable=layout.boundaries)
+            for factor in self.factors
+        )
         return Plan(rows=rows, combine=weigh_by_confidence)

@@ -16,7 +16,7 @@ from tests.support.tiny import loaded_model, toy_layout
 from tests.unit.generation.test_engine import Letters
 
 APART = ["parallel_windows", "set_prompting", "parallel_encoding", "context_experts", "passage_answers"]
-LEADING = ["none", "layer_scaling", "sorted_inter_document"]
+LEADING = ["none", "calibrated_attention", "layer_scaling", "multi_base", "sorted_inter_document"]
 
 
 @pytest.fixture(scope="module")
