@@ -32,8 +32,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.torch_worker import STOCK
 from rag_posfix.attention.spans import Layout
+from rag_posfix.evaluation.bench_layout import bench_layout
 from rag_posfix.evaluation.record import environment, file_digest, write_record
-from rag_posfix.evaluation.speed import bench_layout
 from rag_posfix.generation.commands import Read, encode
 from rag_posfix.generation.models import source_of
 from rag_posfix.generation.packaged import PACKAGED
