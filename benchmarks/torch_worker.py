@@ -20,6 +20,8 @@ from rag_posfix.generation.commands import Read, decode
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.models import load_engine
 from rag_posfix.generation.request import MitigationChoice
+from rag_posfix.passages.memory import MemoryPassages
+from rag_posfix.passages.store import PassageStore
 from rag_posfix.patching.install import stock_twin
 
 STOCK = "transformers"
@@ -84,6 +86,7 @@ def main() -> None:
     job = json.load(sys.stdin)
     torch.set_num_threads(job["threads"])
     engine = load_engine(job["model"], device="cpu")
+    engine.passages = PassageStore([MemoryPassages()])  # as a pipeline has it; the stock model does not see it
     read = stock(engine) if job["name"] == STOCK else method(engine, job["name"])
     prompt, reordered = layout_of(job["prompt"]), layout_of(job["reordered"])
     timed(read, layout_of(job["other"]), 1)  # the first use maps the weights and starts the threads
