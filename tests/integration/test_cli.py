@@ -124,7 +124,7 @@ class TestMethods:
         error = run("methods", "nope", "--json").error
         assert error["type"] == "UnknownNameError"
         assert error["message"].startswith("unknown mitigation 'nope'. ")
-        assert "Available: calibrated_attention, context_experts, " in error["message"]
+        assert "Available: blended, calibrated_attention, context_experts, " in error["message"]
 
 
 class TestUsage:
@@ -598,7 +598,10 @@ class TestBench:
             assert set(ratios) >= {"ttft_cold_ratio", "ttft_warm_ratio", "decode_ratio", "memory_ratio"}
             assert ratios["ttft_cold_ratio"] > 0
             assert ratios["decode_ratio"] > 0
-            assert ratios["ttft_warm_ratio"] is None
+            assert ratios["ttft_warm_ratio"] is None or ratios["ttft_warm_ratio"] > 0
+        kept = {name for name, ratios in found["methods"].items() if ratios["ttft_warm_ratio"] is not None}
+        assert {"none", "parallel_windows", "parallel_encoding", "context_experts", "blended"} <= kept
+        assert found["methods"]["none"]["ttft_warm_ratio"] == found["methods"]["none"]["ttft_warm_memory_ratio"]
         assert not set(found["methods"]) & set(found["refused"])
         assert (found["device"], found["documents"], found["tokens_per_document"]) == ("cpu", 2, 20)
         assert found["dtype"] == "float32"
