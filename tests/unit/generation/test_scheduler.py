@@ -312,11 +312,12 @@ class TestLeaving:
 
     def test_an_iterator_that_is_forgotten_is_an_iterator_that_is_closed(self, make):
         engine, generator = make()
-        stream = generator.stream(ask(max_tokens=80))
+        released = threading.Event()
+        stream = generator.stream_watched(ask(max_tokens=80), lambda: None, released.set)
         next(stream)
         del stream
         gc.collect()
-        wait_until(lambda: generator._worker._running == [])
+        assert released.wait(10)
         steps = len(engine.events)
         time.sleep(0.02)
         assert len(engine.events) == steps
@@ -371,9 +372,7 @@ class TestLeaving:
         generator = BatchingGenerator(Watched(tiny.loaded, tiny.encoder, "tiny", "print"))
         stream = generator.stream(GenerationRequest(toy_layout(), sampling=Sampling(max_tokens=4)))
         next(stream)
-        wait_until(lambda: generator._worker._running == [])
-        gc.collect()
-        assert [session() for session in opened] == [None]
+        wait_until(lambda: gc.collect() >= 0 and [session() for session in opened] == [None])
         assert list(stream)[-1].generation is not None
         generator.close()
 
