@@ -15,7 +15,7 @@ from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError, PromptTooLongError
 from rag_posfix.protocols import ChatMessage, TokenEncoder
-from rag_posfix.text import clean_text, content_hash
+from rag_posfix.text import clean_text
 
 __all__ = ["Assembled", "Assembler"]
 
@@ -134,7 +134,7 @@ class Assembler:
         selection = choose(sizes(), budget, smallest)
         if selection.cut:
             best = ranked[0]
-            return {best: self._cut(candidates[best], encoded[0], budget)}, (best,)
+            return {best: self._cut(encoded[0], budget)}, (best,)
         return {ranked[position]: encoded[position] for position in selection.kept}, ()
 
     def _encode(self, candidate: Candidate) -> Passage:
@@ -142,10 +142,10 @@ class Assembler:
             self.encoder, self.template, candidate.text, title=candidate.title, relevance=candidate.relevance
         )
 
-    def _cut(self, candidate: Candidate, passage: Passage, budget: int) -> Passage:
+    def _cut(self, passage: Passage, budget: int) -> Passage:
+        """Return the beginning of a passage. Its key stays: what is kept of it goes when the document goes."""
         limit = budget - len(passage.heading) - len(passage.separator)
-        text = truncate(passage.text, limit, self.encoder.decode)
-        return replace(passage, text=text, key=content_hash(candidate.title, self.encoder.decode(text)))
+        return replace(passage, text=truncate(passage.text, limit, self.encoder.decode))
 
 
 def _check(question: str, order: str, max_new_tokens: int, budget_tokens: int | None) -> None:

@@ -35,7 +35,7 @@ class Passage:
         heading: Tokens of the heading; may be none.
         text: Tokens of the document's text.
         separator: Tokens that end the passage.
-        key: A content hash of title and text.
+        key: A content hash of the document's title and whole text.
         relevance: The document's score, or None.
     """
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
+import torch
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.demo_data import load_passages, load_questions
+from rag_posfix.generation.batch import write_together
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.passages.disk import DiskPassages
@@ -16,11 +18,19 @@ from rag_posfix.passages.store import PassageStore
 
 pytestmark = pytest.mark.weights
 
-APART = ["parallel_windows", "set_prompting", "parallel_encoding", "context_experts", "passage_answers"]
-LEADING = ["none", "sorted_inter_document"]
-QUESTIONS = load_questions()[:1]
+APART = {
+    "parallel_windows": {},
+    "set_prompting": {},
+    "parallel_encoding": {},
+    "context_experts": {},
+    "passage_answers": {"answer_tokens": 3},  # the drafts take most of the time
+}
+LEADING = {"none": {}, "sorted_inter_document": {}}
+METHODS = {**APART, **LEADING}
+NEW_TOKENS = 12
+QUESTIONS = load_questions()[:2]
 PASSAGES = {passage.id: passage for passage in load_passages()}
-CHARACTERS = 160
+CHARACTERS = 100
 """Of each passage, so that reading them all takes about as long as writing the answer."""
 
 
@@ -42,29 +52,35 @@ def request(engine, question, name):
         for one in (question.gold, *question.distractors[:3])
     ]
     assembler = Assembler(engine.encoder, engine.context_window)
-    layout = assembler.assemble(question.question, documents, order="original", max_new_tokens=12).layout
-    return GenerationRequest(layout, MitigationChoice(name), Sampling(max_tokens=12))
+    layout = assembler.assemble(question.question, documents, order="original", max_new_tokens=NEW_TOKENS).layout
+    return GenerationRequest(layout, MitigationChoice(name, METHODS[name]), Sampling(max_tokens=NEW_TOKENS))
 
 
-@pytest.mark.parametrize("name", [*APART, *LEADING])
+def sessions_of(half, asked, folder):
+    """Read one prompt with nothing in the store, all of it in memory, all on disk, and the third passage gone."""
+    first = with_store(half, MemoryPassages(), DiskPassages(folder, max_bytes=10**9))
+    with closing(first.passages):
+        cold, warm = [first.open(asked.layout, asked.mitigation, NEW_TOKENS) for _ in range(2)]
+    second = with_store(half, DiskPassages(folder, max_bytes=10**9))
+    with closing(second.passages):
+        disk = second.open(asked.layout, asked.mitigation, NEW_TOKENS)
+        assert second.passages.drop([asked.layout.keys[2]]) > 0
+        return cold, warm, disk, second.open(asked.layout, asked.mitigation, NEW_TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.id)
 def test_the_answer_is_the_same_whatever_the_store_holds(half, tmp_path, question, name):
     asked = request(half, question, name)
-    everything, keys = asked.layout.suffix.start, asked.layout.keys
-    answers = {}
-    first = with_store(half, MemoryPassages(), DiskPassages(tmp_path, max_bytes=10**9))
-    with closing(first.passages):
-        answers["cold"] = first.generate(asked)
-        answers["memory"] = first.generate(asked)
-    second = with_store(half, DiskPassages(tmp_path, max_bytes=10**9))
-    with closing(second.passages):
-        answers["disk"] = second.generate(asked)
-        assert second.passages.drop([keys[1], keys[3]]) > 0
-        answers["mixed"] = second.generate(asked)
-    found = {state: answer.usage.cached_tokens for state, answer in answers.items()}
-    assert (found["cold"], found["memory"], found["disk"]) == (0, everything, everything)
-    assert found["mixed"] < everything
-    assert found["mixed"] > 0 or name == "sorted_inter_document", "whose passages are found together or not at all"
-    assert {answer.token_ids for answer in answers.values()} == {answers["cold"].token_ids}, {
-        state: answer.text for state, answer in answers.items()
-    }
+    sessions = sessions_of(half, asked, tmp_path)
+    everything, gone = asked.layout.suffix.start, asked.layout.passages[2]
+    mixed = {"none": gone.start, "sorted_inter_document": 0}.get(name, everything - len(gone))
+    assert [session.cached_tokens for session in sessions] == [0, everything, everything, mixed]
+    cold, warm, disk, _ = (session.next_log_probs() for session in sessions)
+    assert torch.equal(warm, cold)
+    assert torch.equal(disk, cold)
+    # Together: a step of four answers takes little longer than one of a single answer.
+    answers = write_together(half, sessions, [asked] * len(sessions))
+    assert {answer.token_ids for answer in answers} == {answers[0].token_ids}, [answer.text for answer in answers]
+    assert len(answers[0].token_ids) > 3

@@ -97,3 +97,12 @@ def test_an_index_that_is_emptied_leaves_nothing_but_the_words_around_it(pipelin
     pipeline.retriever.store.delete()
     assert pipeline.passages.stats()["tiers"][1]["entries"] == 1
     assert found(pipeline, ["rome", "paris", "bread"]) == len("?user\n") + len(pipeline.assembler.template.opening)
+
+
+def test_a_document_that_was_read_cut_is_forgotten_like_any_other(pipeline):
+    long = Document(id="long", page_content="secret " * 200)
+    pipeline.retriever.store.add_documents([long])
+    assert pipeline.ask(Question("Who?", [long])).usage.prompt_tokens == pipeline.generator.context_window - 2
+    assert pipeline.passages.stats()["tiers"][0]["entries"] == 2, "the prefix and the document"
+    pipeline.retriever.store.delete(["long"])
+    assert pipeline.passages.stats()["tiers"][0]["entries"] == 1
