@@ -50,7 +50,7 @@ def build_pipeline(
         retriever = PassageRetriever(store=store, k=chosen.k)
     engine, on_close = (generator, None) if generator is not None else _load(chosen)
     passages, reader = None, engine.engine if isinstance(engine, BatchingGenerator) else engine
-    if isinstance(reader, Engine):
+    if isinstance(reader, Engine) and reader.passages is None:  # a store that it has belongs to whoever gave it
         passages = reader.passages = build_passage_store(chosen.passages, chosen.cache_dir, reader.loaded.device)
     pipeline = Pipeline(
         engine,

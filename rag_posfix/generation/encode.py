@@ -17,6 +17,10 @@ __all__ = ["Stretch", "cut_out", "encode", "join"]
 BATCH_TOKENS = 8192
 """Stretches are encoded together up to this many padded tokens: enough to fill the processor, little memory."""
 
+TILE = 16
+"""Rows that attention kernels compute at once. Those of an incomplete tile are computed in another way, in bfloat16
+with other last bits. Padded to whole tiles, what a stretch becomes does not depend on the longest of its batch."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
@@ -43,7 +47,7 @@ def encode(
     result: dict[int, Tensor] = {}
     by_length = sorted(range(len(stretches)), key=lambda i: len(stretches[i]))
     while by_length:
-        longest = len(stretches[by_length[-1]])
+        longest = -(-len(stretches[by_length[-1]]) // TILE) * TILE
         count = max(1, BATCH_TOKENS // longest)
         batch, by_length = by_length[-count:], by_length[:-count]
         rows = _after(loaded, prefix, len(batch), longest, edits)
