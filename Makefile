@@ -6,6 +6,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# Processes that `make test` runs the tests in, with a thread each.
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,7 +40,7 @@ demo: $(DEMO_STAMP) ## Set up what is needed and run the demo on the shipped cor
 	@$(BIN)/rag-posfix demo $(ARGS)
 
 test: $(DEV_STAMP) ## Set up what is needed and run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(DEV_STAMP) ## Check style and formatting
 	@$(BIN)/ruff check .
