@@ -63,7 +63,7 @@ def split_outside(text: str, separator: str) -> list[str]:
     return [*parts, text[start:]]
 
 
-def parse_choice(text: str) -> MitigationChoice:
+def parse_choice(text: str, kind: str = "mitigation") -> MitigationChoice:
     """Read ``name`` or ``name:parameter=value:parameter=value``; values are JSON where they parse as JSON.
 
     A value may be a JSON list or text in double quotes, which may hold colons and commas.
@@ -76,7 +76,7 @@ def parse_choice(text: str) -> MitigationChoice:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{pair!r} in mitigation {text!r} must be parameter=value, for example experts=5")
+            raise ConfigError(f"{pair!r} in {kind} {text!r} must be parameter=value, for example experts=5")
         try:
             parameters[key] = json.loads(value)
         except json.JSONDecodeError:
