@@ -38,7 +38,7 @@ def rerank(
     ] = None,
     first_stage: Annotated[
         str, typer.Option("--first-stage", help="bm25, dense, hybrid, with parameters; or the path of a TREC run.")
-    ] = "dense",
+    ] = "bm25",
     depth: Annotated[int, typer.Option("--depth", min=1, help="Candidates per topic.")] = 20,
     measures: Annotated[
         str,

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
+from pydantic import ValidationError
 
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.collection import Collection, Topic
@@ -20,12 +21,17 @@ from rag_posfix.evaluation.trec import read_run
 from rag_posfix.protocols import Retriever
 from rag_posfix.text import content_hash
 
+if TYPE_CHECKING:
+    from rag_posfix.retrieval.faiss_store import FaissVectorStore
+
 __all__ = ["FIRST_STAGES", "FirstStage", "Progress", "open_first_stage", "run_as_first_stage", "silent"]
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 """Given what is done, returns a context whose value is called with (done, total)."""
 
 FIRST_STAGES = ("bm25", "dense", "hybrid")
+_BM25_PARAMETERS = ("k1", "b")
+_HYBRID_PARAMETERS = ("fusion", "weights", "rank_constant", "candidates")
 _DOCUMENTS_PER_BATCH = 128
 _BATCHES_PER_SAVE = 16
 
@@ -128,10 +134,9 @@ def _over(retriever: Retriever, name: str, made_from: Sequence[str]) -> FirstSta
 
 def _dense(documents: Sequence[Document], embeddings: Embeddings, place: Path, progress: Progress) -> Retriever:
     """Return a retriever over vectors that are kept in ``place`` as they are made, so that an interrupt loses few."""
-    from rag_posfix.retrieval.faiss_store import FaissVectorStore
     from rag_posfix.retrieval.retriever import PassageRetriever
 
-    store = FaissVectorStore.load(place, embeddings) if place.is_dir() else FaissVectorStore(embeddings)
+    store = _store(place, embeddings)
     known = {str(document.id) for document in store.documents()}
     # Texts of like length share a batch, which spares padding; with the id, batches are the same in every run.
     missing = sorted(
@@ -149,9 +154,40 @@ def _dense(documents: Sequence[Document], embeddings: Embeddings, place: Path, p
     return PassageRetriever(store=store)
 
 
+def _store(place: Path, embeddings: Embeddings) -> FaissVectorStore:
+    from rag_posfix.retrieval.faiss_store import FaissVectorStore
+
+    if place.is_dir():  # flat: candidates are the nearest, whatever the size of the collection
+        return FaissVectorStore.load(place, embeddings, kind="flat")
+    return FaissVectorStore(embeddings, kind="flat")
+
+
 def _bm25(documents: Sequence[Document], parameters: Mapping[str, Any]) -> Retriever:
-    raise ConfigError("first stage 'bm25' is not part of this version; use dense, or give a TREC run")
+    from rag_posfix.retrieval.bm25 import BM25Retriever
+
+    _check_parameters("bm25", parameters, _BM25_PARAMETERS)
+    return _made("bm25", lambda: BM25Retriever.from_documents(documents, **parameters))
 
 
 def _hybrid(dense: Retriever, documents: Sequence[Document], parameters: Mapping[str, Any]) -> Retriever:
-    raise ConfigError("first stage 'hybrid' is not part of this version; use dense, or give a TREC run")
+    from rag_posfix.retrieval.hybrid import HybridRetriever
+
+    _check_parameters("hybrid", parameters, (*_HYBRID_PARAMETERS, *_BM25_PARAMETERS))
+    bm25 = _bm25(documents, {name: value for name, value in parameters.items() if name in _BM25_PARAMETERS})
+    own = {name: value for name, value in parameters.items() if name in _HYBRID_PARAMETERS}
+    return _made("hybrid", lambda: HybridRetriever(retrievers=[dense, bm25], **own))
+
+
+def _check_parameters(name: str, parameters: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    for key in parameters:
+        if key not in allowed:
+            raise ConfigError(f"first stage {name} has no parameter {key!r}. It takes: {', '.join(allowed) or 'none'}")
+
+
+def _made(name: str, make: Callable[[], Retriever]) -> Retriever:
+    try:
+        return make()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"first stage {name}: {where}={first.get('input')!r}: {first['msg']}") from error

@@ -61,7 +61,7 @@ class RerankJob:
     files: BeirFiles
     rerankers: Sequence[RerankerChoice]
     out: Path
-    first_stage: str | None = "dense"
+    first_stage: str | None = "bm25"
     first_stage_parameters: Mapping[str, Any] = field(default_factory=dict)
     run: Path | None = None
     depth: int = 20
