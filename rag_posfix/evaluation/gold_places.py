@@ -28,7 +28,7 @@ class GoldRank:
         gold_position: Place of the gold passage in the list that came in, from 0.
         gold_rank: Its place in the list that came out, from 0; None where the reranker left it out.
         seconds: Time to rank the list.
-        calls: Times that the model was asked, where the reranker says so.
+        calls: Answers that the model was asked to write, where the reranker counts them.
         forward_passes: Forward passes of the generator.
         tokens_read: Tokens in these, padding included.
         reused: An earlier run ranked the same list.

@@ -28,7 +28,7 @@ class Ranking:
         ids: Their ids.
         scores: Their scores, not increasing.
         seconds: Time to rank them.
-        calls: Times that the model was asked, where the reranker says so.
+        calls: Answers that the model was asked to write, where the reranker counts them (``generations``).
         forward_passes: Forward passes of the generator, 0 where there is none.
         tokens_read: Tokens in these, padding included.
     """

@@ -54,6 +54,8 @@ def ray_rankers(
         EvaluationError: the cluster cannot be reached or started.
     """
     ray = _import()
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it reports each data set
     started = not ray.is_initialized()
     if started:
         try:

@@ -78,7 +78,8 @@ def summary(one: MeasuredRun) -> dict[str, Any]:
     """Return means over the topics, their intervals, and what a query cost.
 
     ``seconds``, ``forward_passes``, ``tokens_read`` and ``calls`` are means per query that had candidates; ``calls``
-    is None where the reranker does not say. ``ci95`` is the interval of each mean, queries resampled.
+    (answers that the model was asked to write) is None
+    where the reranker does not count them. ``ci95`` is the interval of each mean, queries resampled.
 
     Args:
         one: The run.

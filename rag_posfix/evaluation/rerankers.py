@@ -38,8 +38,6 @@ __all__ = [
     "rerank_one",
 ]
 
-_CALLS = ("calls", "model_calls")
-
 
 @dataclass(frozen=True, slots=True)
 class RerankerChoice:
@@ -162,6 +160,7 @@ def rerank_one(opened: OpenedReranker, candidates: Candidates) -> Ranking:
         return Ranking((), (), 0.0)
     reranker = opened.reranker
     given = [Document(id=d.id, page_content=d.page_content, metadata=dict(d.metadata)) for d in candidates.documents]
+    before = _generations(reranker)
     with counted(getattr(reranker, "generator", None)) as work:
         started = time.perf_counter()
         try:
@@ -173,18 +172,17 @@ def rerank_one(opened: OpenedReranker, candidates: Candidates) -> Ranking:
             ) from error
         seconds = time.perf_counter() - started
     ids, scores = checked_ranking(opened.label, candidates.query, candidates.documents, returned)
+    after = _generations(reranker)
     return Ranking(
-        ids, scores, seconds, calls=_calls(returned), forward_passes=work.forward_passes, tokens_read=work.tokens
-    )
+        ids, scores, seconds, forward_passes=work.forward_passes, tokens_read=work.tokens,
+        calls=None if before is None or after is None else after - before,
+    )  # fmt: skip
 
 
-def _calls(returned: Sequence[Document]) -> int | None:
-    """Return how often the model was asked, where ``metadata["reranking"]`` of the documents says so."""
-    said = ((document.metadata or {}).get("reranking") for document in returned)
-    counts = [
-        one[name] for one in said if isinstance(one, Mapping) for name in _CALLS if isinstance(one.get(name), int)
-    ]
-    return max(counts, default=None)
+def _generations(reranker: Reranker) -> int | None:
+    """Return how many answers a reranker let the model write so far, None where it counts none."""
+    counted_so_far = getattr(reranker, "generations", None)
+    return counted_so_far if isinstance(counted_so_far, int) else None
 
 
 def _identity(name: str, reranker: BaseDocumentCompressor) -> str:
