@@ -143,7 +143,7 @@ def relevance(scores: Sequence[float]) -> list[float]:
     if all(0.0 <= score <= 1.0 for score in scores):
         return list(scores)
     if min(scores) >= 0.0:
-        return [score / scores[0] for score in scores]
+        return [score / max(scores) for score in scores]
     return [1.0 - index / len(scores) for index in range(len(scores))]
 
 

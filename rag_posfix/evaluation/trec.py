@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,8 +56,8 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
 def read_run(path: Path) -> dict[str, list[tuple[str, float]]]:
     """Return the ranking of each query, best first: ``query Q0 document rank score tag``.
 
-    The score decides and the rank column is not read, as in trec_eval; equal scores are ordered by document id,
-    descending, as trec_eval orders them.
+    The score decides and the rank column is not read, as in trec_eval: scores are compared in single precision, and
+    equal ones are ordered by document id, descending.
 
     Args:
         path: The file; its name ends in ``.gz`` where it is compressed.
@@ -85,8 +86,8 @@ def read_run(path: Path) -> dict[str, list[tuple[str, float]]]:
         raise EvaluationError(f"{path} holds no ranking; give a TREC run file")
     ranked = {}
     for query, scores in found.items():
-        by_id = sorted(scores.items(), reverse=True)  # equal scores: the larger id first
-        ranked[query] = sorted(by_id, key=lambda pair: -pair[1])
+        by_id = sorted(scores.items(), key=lambda pair: pair[0].encode(), reverse=True)
+        ranked[query] = sorted(by_id, key=lambda pair: -ctypes.c_float(pair[1]).value)
     return ranked
 
 
