@@ -92,15 +92,13 @@ class TestMeasureThatFails:
     def test_one_without_a_value_for_a_query_is_an_error_and_no_zero(self, monkeypatch):
         (one,) = parse_measures("nDCG@10")[:1]
         monkeypatch.setattr(type(one), "DEFAULT", math.nan)
-        with pytest.raises(
-            EvaluationError, match=r"measure nDCG@10 has no value for query 'r'; leave the measure out"
-        ):
+        with pytest.raises(EvaluationError, match="measure nDCG@10 has no value for query 'r'; leave"):
             measure([one], {"q": {"a": 1}, "r": {"a": 1}}, {"q": {"a": 1.0}})
 
     def test_one_that_breaks_is_one_line(self):
-        # ir-measures divides by the number of judged documents that are not relevant.
+        # ir-measures divides by a count of pairs, and a ranking of one document has none.
         with pytest.raises(EvaluationError, match=r"ir-measures failed on .*Accuracy \(ZeroDivisionError"):
-            measure(parse_measures("Accuracy"), {"q": {"a": 1}}, {"q": {"a": 1.0, "x": 0.5}})
+            measure(parse_measures("Accuracy"), {"r": {"a": 1}}, {"r": {"a": 1.0}})
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch):
