@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from langchain_core.documents import BaseDocumentCompressor, Document
+from pydantic import Field
 
 from rag_posfix.evaluation.rerankers import OpenedReranker
 
@@ -38,9 +39,9 @@ def write_collection(folder: Path, corpus=None, queries=None, qrels=None, *, com
 
 
 class ByLength(BaseDocumentCompressor):
-    """Scores short documents high, whatever is asked. Counts what it is asked."""
+    """Scores short documents high, whatever is asked. Keeps what it was asked, and is interrupted where told so."""
 
-    asked: list[str] = []
+    asked: list[str] = Field(default_factory=list)
     fail_on: str = ""
 
     def compress_documents(self, documents, query, callbacks=None):

@@ -17,11 +17,11 @@ def write(tmp_path, text, name="file"):
 
 
 def read(path):
-    return [(d.id, d.metadata.get("title"), d.page_content) for _, d in read_corpus(path)]
+    return tuple((d.id, d.metadata.get("title"), d.page_content) for _, d in read_corpus(path))
 
 
 class TestCorpus:
-    expected = [("a", "A title", "Some text."), ("5", None, "More.")]
+    expected = (("a", "A title", "Some text."), ("5", None, "More."))
 
     @pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.jsonl.gz"])
     def test_of_json_lines(self, tmp_path, name):
@@ -40,11 +40,11 @@ class TestCorpus:
             "<DOC>\n<DOCNO>5</DOCNO>\nMore.\n</DOC>\n"
         )
         found = read(write(tmp_path, text))
-        assert found == [("a", "A title", "Some text ."), ("5", None, "More.")]
+        assert found == (("a", "A title", "Some text ."), ("5", None, "More."))
 
     def test_entities_and_several_texts_of_markup_are_read(self, tmp_path):
         text = "<DOC><DOCNO>a</DOCNO><TEXT>p &amp; q</TEXT>\n<TEXT>&lt;r&gt;</TEXT></DOC>"
-        assert read(write(tmp_path, text)) == [("a", None, "p & q <r>")]
+        assert read(write(tmp_path, text)) == (("a", None, "p & q <r>"),)
 
     @pytest.mark.parametrize(
         ("text", "said"),
