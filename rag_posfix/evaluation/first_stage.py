@@ -24,14 +24,21 @@ from rag_posfix.text import content_hash
 if TYPE_CHECKING:
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
-__all__ = ["FIRST_STAGES", "FirstStage", "Progress", "open_first_stage", "run_as_first_stage", "silent"]
+__all__ = [
+    "FIRST_STAGES",
+    "FirstStage",
+    "Progress",
+    "check_first_stage",
+    "open_first_stage",
+    "run_as_first_stage",
+    "silent",
+]
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 """Given what is done, returns a context whose value is called with (done, total)."""
 
 FIRST_STAGES = ("bm25", "dense", "hybrid")
-_BM25_PARAMETERS = ("k1", "b")
-_HYBRID_PARAMETERS = ("fusion", "weights", "rank_constant", "candidates")
+_PARAMETERS = {"bm25": ("k1", "b"), "dense": (), "hybrid": ("fusion", "weights", "rank_constant", "candidates")}
 _DOCUMENTS_PER_BATCH = 128
 _BATCHES_PER_SAVE = 16
 
@@ -56,6 +63,40 @@ class FirstStage:
 def silent(_what: str) -> AbstractContextManager[Callable[[int, int], None]]:
     """Show no progress."""
     return nullcontext(lambda done, total: None)
+
+
+def check_first_stage(name: str, parameters: Mapping[str, Any]) -> None:
+    """Check a first stage and its parameters: a typing error is told before anything is read.
+
+    ``bm25`` takes ``k1`` and ``b``; ``hybrid`` takes these, ``fusion``, ``weights`` (of dense and BM25),
+    ``rank_constant`` and ``candidates``; ``dense`` takes none.
+
+    Args:
+        name: Its name.
+        parameters: Its own.
+
+    Raises:
+        ConfigError: an unknown name or parameter, or a value outside of what is allowed.
+    """
+    if name not in FIRST_STAGES:
+        raise ConfigError(f"first stage {name!r} must be one of {', '.join(FIRST_STAGES)}, or the path of a TREC run")
+    allowed = [*_PARAMETERS[name], *(_PARAMETERS["bm25"] if name == "hybrid" else ())]
+    for key in parameters:
+        if key not in allowed:
+            raise ConfigError(f"first stage {name} has no parameter {key!r}. It takes: {', '.join(allowed) or 'none'}")
+    if name == "dense":
+        return
+    from rag_posfix.retrieval.bm25 import BM25Retriever
+    from rag_posfix.retrieval.document_table import DocumentTable
+    from rag_posfix.retrieval.hybrid import HybridRetriever
+
+    try:
+        bm25 = BM25Retriever(table=DocumentTable(), **_own(parameters, "bm25"))
+        HybridRetriever(retrievers=[bm25, bm25], **_own(parameters, "hybrid"))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"first stage {name}: {where}={first.get('input')!r}: {first['msg']}") from error
 
 
 def run_as_first_stage(path: Path) -> tuple[FirstStage, frozenset[str]]:
@@ -91,14 +132,13 @@ def open_first_stage(
 
     Args:
         name: One of ``FIRST_STAGES``.
-        parameters: Its own.
+        parameters: Its own, checked (see ``check_first_stage``).
         collection: The documents.
         embeddings: Returns the embedding model.
         folder: Where an index of vectors is kept for later runs.
         progress: Shows how far the embedding of documents is.
 
     Raises:
-        ConfigError: an unknown parameter.
         RetrievalError: the documents cannot be indexed.
         EvaluationError: no document has text.
     """
@@ -108,10 +148,6 @@ def open_first_stage(
     made_from = [name, repr(sorted(parameters.items())), collection.digest]
     if name == "bm25":
         return _over(_bm25(documents, parameters), name, made_from)
-    if parameters and name == "dense":
-        raise ConfigError(
-            f"first stage dense takes no parameters, got {', '.join(parameters)}; --embedding-model does"
-        )
     from rag_posfix.retrieval.embeddings import embedding_identity
 
     identity = embedding_identity(embeddings())
@@ -165,29 +201,14 @@ def _store(place: Path, embeddings: Embeddings) -> FaissVectorStore:
 def _bm25(documents: Sequence[Document], parameters: Mapping[str, Any]) -> Retriever:
     from rag_posfix.retrieval.bm25 import BM25Retriever
 
-    _check_parameters("bm25", parameters, _BM25_PARAMETERS)
-    return _made("bm25", lambda: BM25Retriever.from_documents(documents, **parameters))
+    return BM25Retriever.from_documents(documents, **_own(parameters, "bm25"))
 
 
 def _hybrid(dense: Retriever, documents: Sequence[Document], parameters: Mapping[str, Any]) -> Retriever:
     from rag_posfix.retrieval.hybrid import HybridRetriever
 
-    _check_parameters("hybrid", parameters, (*_HYBRID_PARAMETERS, *_BM25_PARAMETERS))
-    bm25 = _bm25(documents, {name: value for name, value in parameters.items() if name in _BM25_PARAMETERS})
-    own = {name: value for name, value in parameters.items() if name in _HYBRID_PARAMETERS}
-    return _made("hybrid", lambda: HybridRetriever(retrievers=[dense, bm25], **own))
+    return HybridRetriever(retrievers=[dense, _bm25(documents, parameters)], **_own(parameters, "hybrid"))
 
 
-def _check_parameters(name: str, parameters: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    for key in parameters:
-        if key not in allowed:
-            raise ConfigError(f"first stage {name} has no parameter {key!r}. It takes: {', '.join(allowed) or 'none'}")
-
-
-def _made(name: str, make: Callable[[], Retriever]) -> Retriever:
-    try:
-        return make()
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"first stage {name}: {where}={first.get('input')!r}: {first['msg']}") from error
+def _own(parameters: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    return {name: value for name, value in parameters.items() if name in _PARAMETERS[kind]}

@@ -13,9 +13,9 @@ from rag_posfix.evaluation.beir import BeirFiles
 from rag_posfix.evaluation.collection import Collection, Topic, load_collection, load_topics
 from rag_posfix.evaluation.files import write_text
 from rag_posfix.evaluation.first_stage import (
-    FIRST_STAGES,
     FirstStage,
     Progress,
+    check_first_stage,
     open_first_stage,
     run_as_first_stage,
     silent,
@@ -79,10 +79,8 @@ class RerankJob:
             raise ConfigError(f"depth={self.depth} must be at least 1: candidates per topic")
         if (self.first_stage is None) == (self.run is None):
             raise ConfigError("a reranking evaluation needs either a first stage or a run, not both")
-        if self.run is None and self.first_stage not in FIRST_STAGES:
-            raise ConfigError(
-                f"first stage {self.first_stage!r} must be one of {', '.join(FIRST_STAGES)}, or the path of a TREC run"
-            )
+        if self.first_stage is not None:
+            check_first_stage(self.first_stage, self.first_stage_parameters)
         check_distinct(self.rerankers)
 
 
