@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 from langchain_core.documents import Document
 
-from rag_posfix.errors import EvaluationError, missing_extra
+from rag_posfix.errors import EvaluationError, RagPosfixError, missing_extra
 from rag_posfix.evaluation.rankings import Candidates, Ranking
 from rag_posfix.evaluation.rerankers import (
     OpenedReranker,
@@ -98,8 +98,14 @@ class _RankQueries:
         self._opened = opener(choice, settings)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        rankings = [rerank_one(self._opened, _candidates(packed)) for packed in batch["query"]]
-        return {"index": batch["index"], "ranking": [orjson.dumps(asdict(ranking)).decode() for ranking in rankings]}
+        return {"index": batch["index"], "ranking": [self._ranked(packed) for packed in batch["query"]]}
+
+    def _ranked(self, packed: str) -> str:
+        # A failure is a result: Ray would try again, and wrap the message in its own.
+        try:
+            return orjson.dumps(asdict(rerank_one(self._opened, _candidates(packed)))).decode()
+        except EvaluationError as error:
+            return orjson.dumps({"error": str(error)}).decode()
 
 
 def _opened(choice: RerankerChoice, settings: Settings) -> OpenedReranker:
@@ -124,19 +130,21 @@ def _candidates(packed: str) -> Candidates:
 
 def _unpacked(packed: str) -> Ranking:
     row = orjson.loads(packed)
+    if "error" in row:
+        raise EvaluationError(row["error"])
     return Ranking(**{**row, "ids": tuple(row["ids"]), "scores": tuple(row["scores"])})
 
 
 def _found(ask: Callable[[], Any]) -> Any:
-    """Return what a worker found; its own error, where that is one of ours, else one line on what went wrong."""
+    """Return what a worker found; where it failed, its own error in one line."""
     try:
         return ask()
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, EvaluationError):
-            cause = getattr(cause, "cause", None) or cause.__cause__
-        reason = str(cause or error).strip().splitlines() or [type(error).__name__]
-        raise EvaluationError(reason[0] if cause else f"a Ray worker failed: {reason[-1]}") from error
+    except Exception as error:  # Ray raises errors of classes that it makes at run time
+        cause = getattr(error, "cause", error)
+        if isinstance(cause, RagPosfixError):
+            raise EvaluationError(str(cause)) from error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise EvaluationError(f"a Ray worker failed ({type(cause).__name__}: {reason})") from error
 
 
 def _import() -> Any:

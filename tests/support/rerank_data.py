@@ -9,6 +9,7 @@ from pathlib import Path
 from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import Field
 
+from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.rerankers import OpenedReranker
 
 CORPUS = [
@@ -58,3 +59,20 @@ class ByLength(BaseDocumentCompressor):
 def open_by_length(choice, settings) -> OpenedReranker:
     """Return ``ByLength``, as an actor makes it."""
     return OpenedReranker(choice.label, "by length", ByLength())
+
+
+class Failing(BaseDocumentCompressor):
+    """Fails on every query."""
+
+    def compress_documents(self, documents, query, callbacks=None):
+        raise ConfigError("nothing is ranked here")
+
+
+def open_failing(choice, settings) -> OpenedReranker:
+    """Return ``Failing``, as an actor makes it."""
+    return OpenedReranker(choice.label, "failing", Failing())
+
+
+def open_nothing(choice, settings) -> OpenedReranker:
+    """Fail as a model that cannot be loaded."""
+    raise ConfigError("no such model")
