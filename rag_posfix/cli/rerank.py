@@ -28,7 +28,7 @@ def rerank(
         typer.Option("--corpus", help="A BEIR folder, or a file: JSON lines, tab-separated or TREC markup."),
     ],
     output: Annotated[Path, typer.Option("--out", help="Folder for runs, record, journal, index, plot and page.")],
-    reranker: Rerankers,
+    reranker: Rerankers = "",
     queries: Annotated[
         Path | None,
         typer.Option("--queries", help="JSON lines, tab-separated or TREC topics; default: the folder's."),
@@ -60,6 +60,8 @@ def rerank(
 ) -> None:
     """Rerank a first stage's candidates with each reranker: TREC runs, nDCG@10 and others, significance, a page.
 
+    Without --reranker the first stage alone is measured.
+
     Every ranking goes to OUT/rerank-journal.jsonl as soon as it is made. The same command, or one with more topics or
     rerankers, then computes only what is missing; anything that changes a ranking is part of the journal's key, except
     the version of this program: after a change to a reranker's code use --fresh.
@@ -90,7 +92,7 @@ def reranker_choices(text: str) -> list[RerankerChoice]:
     """
     from rag_posfix.evaluation.rerankers import RerankerChoice
 
-    choices = [parse_choice(part, "reranker") for part in split_outside(text, ",")]
+    choices = [parse_choice(part, "reranker") for part in split_outside(text, ",")] if text.strip() else []
     return [RerankerChoice(choice.name, choice.parameters) for choice in choices]
 
 
@@ -100,10 +102,10 @@ def _show(result: dict[str, Any]) -> None:
 
     first = result["first_stage"]
     measures = list(first["ci95"])
-    table = Table("run", *measures, "seconds per query", "run file")
+    table = Table("run", *measures, "seconds per query")
     for label, found in {first["name"]: first, **result["runs"]}.items():
         values = [f"{found[name]:.3f}" for name in measures]
-        table.add_row(escape(label), *values, f"{found['seconds']:.3f}", escape(Path(found["run_file"]).name))
+        table.add_row(escape(label), *values, f"{found['seconds']:.3f}")
     console = out()
     console.print(table)
     for one in result["significance"]:

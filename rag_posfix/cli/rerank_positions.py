@@ -44,6 +44,8 @@ def rerank_positions(
     from rag_posfix.evaluation.reranking import local_ranker
 
     choices = reranker_choices(reranker)
+    if not choices:
+        raise ConfigError("--reranker is empty; name at least one, for example embedding")
     check_distinct(choices)
     for choice in choices:
         check_reranker(choice)

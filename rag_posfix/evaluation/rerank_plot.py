@@ -45,6 +45,8 @@ def draw_runs(runs: Mapping[str, Mapping[str, Any]]) -> bytes:
     costs.set_xlabel("seconds per query")
     costs.set_ylabel(_plain(measures[0]))
     costs.margins(0.15)
+    if all(found["seconds"] > 0 for found in runs.values()):
+        costs.set_xscale("log")
     figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     written = io.BytesIO()
     canvas.print_png(written, metadata={"Software": None})
