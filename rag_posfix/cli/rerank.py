@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, parse_choice, settings_from, split_outside
+from rag_posfix.choices import parse_named, split_outside
+from rag_posfix.cli.options import AsJson, ModelName, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar
 
 if TYPE_CHECKING:
@@ -70,10 +71,10 @@ def rerank(
     from rag_posfix.evaluation.rerank_run import RerankJob, run_rerank_job
 
     run = Path(first_stage) if Path(first_stage).is_file() else None
-    stage = parse_choice(first_stage) if run is None else None
+    name, parameters = parse_named(first_stage, "first stage", "k1=1.2") if run is None else (None, {})
     job = RerankJob(
         files=beir_files(corpus, queries, qrels, split), rerankers=reranker_choices(reranker), out=output,
-        first_stage=stage.name if stage else None, first_stage_parameters=stage.parameters if stage else {}, run=run,
+        first_stage=name, first_stage_parameters=parameters, run=run,
         depth=depth, measures=measures, limit=limit, skip=skip, binary=binary, titles=titles, fresh=fresh, ray=ray,
         actors=actors,
     )  # fmt: skip
@@ -92,8 +93,8 @@ def reranker_choices(text: str) -> list[RerankerChoice]:
     """
     from rag_posfix.evaluation.rerankers import RerankerChoice
 
-    choices = [parse_choice(part, "reranker") for part in split_outside(text, ",")] if text.strip() else []
-    return [RerankerChoice(choice.name, choice.parameters) for choice in choices]
+    parts = split_outside(text, ",") if text.strip() else []
+    return [RerankerChoice(*parse_named(part, "reranker", "top_n=5")) for part in parts]
 
 
 def _show(result: dict[str, Any]) -> None:
