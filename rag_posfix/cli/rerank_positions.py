@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +13,9 @@ from rag_posfix.cli.options import AsJson, ModelName, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar
 from rag_posfix.cli.rerank import EmbeddingModel, Fresh, Rerankers, reranker_choices
 from rag_posfix.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rag_posfix.evaluation.rerankers import RerankerChoice
 
 __all__ = ["rerank_positions"]
 
@@ -39,17 +43,10 @@ def rerank_positions(
     from rag_posfix.evaluation.datasets import load_examples
     from rag_posfix.evaluation.gold_places import rank_gold_places, summarize_gold_places
     from rag_posfix.evaluation.rankings import RankJournal
-    from rag_posfix.evaluation.record import environment, file_digest, write_record
-    from rag_posfix.evaluation.rerankers import check_distinct, check_reranker, open_reranker, parts_of
+    from rag_posfix.evaluation.rerankers import open_reranker, parts_of
     from rag_posfix.evaluation.reranking import local_ranker
 
-    choices = reranker_choices(reranker)
-    if not choices:
-        raise ConfigError("--reranker is empty; name at least one, for example embedding")
-    check_distinct(choices)
-    for choice in choices:
-        check_reranker(choice)
-    places = _places(gold_positions)
+    choices, places = _checked(reranker), _places(gold_positions)
     examples = load_examples(data, limit=limit, skip=skip)
     for example in examples:  # before any model: too few distractors are told at once
         for place in places:
@@ -63,25 +60,52 @@ def rerank_positions(
             local_ranker(open_reranker(choice, parts)), examples, gold_positions=places, n_documents=documents,
             journal=journal, progress=progress_bar,
         )  # fmt: skip
+    used = {
+        "documents": documents, "gold_positions": places, "limit": limit, "skip": skip, "model": settings.model,
+        "embedding_model": settings.embedding_model, "dtype": settings.dtype, "device": settings.device,
+        "rankings_of_earlier_runs_by": journal.sources,
+    }  # fmt: skip
     summary = summarize_gold_places(rows)
+    result = {**summary, "record": _record(output, data, choices, used, summary, [asdict(row) for row in rows])}
+    if as_json:
+        emit_json(result)
+    else:
+        _show(result, places)
+
+
+def _checked(text: str) -> list[RerankerChoice]:
+    from rag_posfix.evaluation.rerankers import check_distinct, check_reranker
+
+    choices = reranker_choices(text)
+    if not choices:
+        raise ConfigError("--reranker is empty; name at least one, for example embedding")
+    check_distinct(choices)
+    for choice in choices:
+        check_reranker(choice)
+    return choices
+
+
+def _record(
+    output: Path,
+    data: Path,
+    choices: Sequence[RerankerChoice],
+    used: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+) -> str:
+    """Write the record and return its path."""
+    from rag_posfix.evaluation.record import environment, file_digest, write_record
+
     record = {
         "kind": "rerank-positions",
         **environment(),
         "data": {"name": data.name, "sha256": file_digest(data)},
         "rerankers": {choice.label: dict(choice.parameters) for choice in choices},
-        "settings": {
-            "documents": documents, "gold_positions": places, "limit": limit, "skip": skip, "model": settings.model,
-            "embedding_model": settings.embedding_model, "dtype": settings.dtype, "device": settings.device,
-            "rankings_of_earlier_runs_by": journal.sources,
-        },
+        "settings": used,
         "summary": summary,
-        "rows": [asdict(row) for row in rows],
-    }  # fmt: skip
-    result = {**summary, "record": str(write_record(output, "rerank-positions", record))}
-    if as_json:
-        emit_json(result)
-    else:
-        _show(result, places)
+        "rows": rows,
+    }
+    return str(write_record(output, "rerank-positions", record))
 
 
 def _places(text: str) -> list[int]:
@@ -100,7 +124,7 @@ def _show(result: dict[str, Any], places: list[int]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("reranker", *(f"gold at {place}" for place in places), "spread", "rankings that change", "seconds")
+    table = Table("reranker", *(f"at {place}" for place in places), "spread", "changed", "seconds")
     for label, found in result["rerankers"].items():
         cells = [f"{one['recall@1']:.2f} ({one['recall@3']:.2f})" for one in found["places"].values()]
         table.add_row(
@@ -109,7 +133,10 @@ def _show(result: dict[str, Any], places: list[int]) -> None:
         )  # fmt: skip
     console = out()
     console.print(table)
-    console.print("share of questions whose gold passage is ranked first (among the first three)", highlight=False)
+    console.print(
+        "gold passage at a place: share of questions that rank it first (among the first three); changed: share whose "
+        "gold passage ends elsewhere from another place", highlight=False,
+    )  # fmt: skip
     console.print(
         f"{result['n']} questions; {result['reused']} rankings were known already; record: {result['record']}",
         highlight=False, markup=False,

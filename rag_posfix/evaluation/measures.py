@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rag_posfix.errors import ConfigError, EvaluationError, missing_extra
 from rag_posfix.evaluation.trec import Qrels, Run
@@ -14,9 +14,12 @@ from rag_posfix.evaluation.trec import Qrels, Run
 if TYPE_CHECKING:
     from ir_measures.measures import Measure
 
-__all__ = ["DEFAULT_MEASURES", "Measured", "measure", "parse_measures"]
+__all__ = ["DEFAULT_MEASURES", "Measured", "Measures", "measure", "parse_measures"]
 
 DEFAULT_MEASURES = ("nDCG@10", "RR@10", "R@10", "P@1")
+
+Measures: TypeAlias = "Sequence[Measure]"
+"""What to compute, as ``parse_measures`` returns it."""
 
 Measured = dict[str, dict[str, float]]
 """Measure -> query id -> value."""
@@ -40,7 +43,7 @@ def parse_measures(text: str = "") -> list[Measure]:
     return list(found.values())
 
 
-def measure(measures: Sequence[Measure], qrels: Qrels, run: Run) -> Measured:
+def measure(measures: Measures, qrels: Qrels, run: Run) -> Measured:
     """Return the value of each measure for each judged query.
 
     trec_eval decides what a measure is: linear gains and log2 discounts in nDCG, grades of 1 and above relevant

@@ -7,19 +7,16 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rag_posfix.evaluation.collection import Topic
-from rag_posfix.evaluation.measures import Measured, measure
+from rag_posfix.evaluation.measures import Measured, Measures, measure
 from rag_posfix.evaluation.rankings import Ranking
 from rag_posfix.evaluation.record import file_digest
 from rag_posfix.evaluation.reranking import RankedTopics
 from rag_posfix.evaluation.significance import compare_all, difference_interval
 from rag_posfix.evaluation.statistics import mean
 from rag_posfix.evaluation.trec import write_run
-
-if TYPE_CHECKING:
-    from ir_measures.measures import Measure
 
 __all__ = ["MeasuredRun", "comparisons", "measure_run", "per_query", "run_files", "summary"]
 
@@ -57,7 +54,7 @@ def run_files(folder: Path, labels: Sequence[str]) -> dict[str, Path]:
     return names
 
 
-def measure_run(ranked: RankedTopics, topics: Sequence[Topic], measures: Sequence[Measure], file: Path) -> MeasuredRun:
+def measure_run(ranked: RankedTopics, topics: Sequence[Topic], measures: Measures, file: Path) -> MeasuredRun:
     """Write rankings as a TREC run and measure exactly the scores that were written.
 
     Args:

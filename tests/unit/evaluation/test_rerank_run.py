@@ -1,5 +1,6 @@
 import json
 import math
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from rag_posfix.evaluation.beir import beir_files
 from rag_posfix.evaluation.rerank_page import render_page
 from rag_posfix.evaluation.rerank_run import RerankJob, run_rerank_job
 from rag_posfix.evaluation.rerank_summary import run_files
-from rag_posfix.evaluation.rerankers import RerankerChoice
+from rag_posfix.evaluation.rerankers import RerankerChoice, open_reranker, parts_of
+from rag_posfix.evaluation.reranking import local_ranker
 from rag_posfix.evaluation.trec import read_run
 from rag_posfix.settings import Settings
 from tests.support.rerank_data import CORPUS, QRELS, write_collection
@@ -192,6 +194,25 @@ def test_judged_documents_that_nobody_can_find_lower_recall_and_are_counted(job)
     found = job(collection={"qrels": [("1", "d1", 1), ("1", "gone", 1)]})
     assert found["counts"]["judged_documents_not_in_corpus"] == 1
     assert found["runs"]["embedding"]["R@10"] == 0.5
+
+
+def test_with_ray_the_rankings_come_from_there_and_go_to_the_same_journal(job, monkeypatch):
+    asked = []
+
+    @contextmanager
+    def ray_rankers(settings, actors):
+        asked.append(actors)
+        parts = parts_of(settings)
+        yield lambda choice: local_ranker(open_reranker(choice, parts))
+        asked.append("left")
+
+    monkeypatch.setattr("rag_posfix.evaluation.ray_rerank.ray_rankers", ray_rankers)
+    there = job(ray=True, actors=5)
+    assert asked == [5, "left"]
+    assert json.loads(Path(there["record"]).read_text("utf-8"))["settings"]["ray"] is True
+    here = job()
+    assert here["runs"]["embedding"]["reused"] == 3
+    assert without_time(here["runs"]["embedding"]) == without_time(there["runs"]["embedding"])
 
 
 @pytest.mark.parametrize(
