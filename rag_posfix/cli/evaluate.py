@@ -11,6 +11,8 @@ import typer
 
 from rag_posfix.cli.options import AsJson, ModelName, checked_choices, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar, status
+from rag_posfix.cli.rerank import rerank
+from rag_posfix.cli.rerank_positions import rerank_positions
 from rag_posfix.errors import ConfigError
 
 __all__ = ["app", "permutations", "positions"]
@@ -37,6 +39,8 @@ MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens 
 
 _REUSE_BYTES = 2 * 1024**3
 app = typer.Typer(help="Measure how much answers depend on the order of the passages.", no_args_is_help=True)
+app.command("rerank")(rerank)
+app.command("rerank-positions")(rerank_positions)
 
 
 @app.callback()

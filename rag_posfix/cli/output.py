@@ -9,7 +9,17 @@ from typing import Any
 
 import orjson
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 __all__ = ["emit_json", "err", "out", "progress_bar", "status"]
 
@@ -30,6 +40,17 @@ def emit_json(data: Mapping[str, Any]) -> None:
     sys.stdout.buffer.flush()
 
 
+class _Rate(ProgressColumn):
+    """How much is done per second, or how many seconds one takes where that is below one."""
+
+    def render(self, task: Task) -> Text:
+        """Return the column's text; empty until something is done."""
+        speed = task.finished_speed or task.speed
+        if not speed:
+            return Text("")
+        return Text(f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each")
+
+
 @contextmanager
 def status(message: str) -> Iterator[None]:
     """Show ``message`` with a spinner on a terminal, and as a plain line elsewhere, while the block runs."""
@@ -44,10 +65,11 @@ def status(message: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function (done, total) that moves a progress bar on a terminal; silent elsewhere."""
+    """Yield a function (done, total) that moves a progress bar with rate and remaining time; silent elsewhere."""
     console = err()
     columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _Rate(),
+        TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(description, total=None)

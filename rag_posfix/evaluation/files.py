@@ -1,0 +1,81 @@
+"""Text files line by line, compressed or not, with errors that name the place."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from rag_posfix.errors import EvaluationError
+
+__all__ = ["checked_id", "read_lines", "write_text"]
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (place, line) of every line with visible characters; a place reads ``file:number``.
+
+    Args:
+        path: UTF-8 text, compressed where the name ends in ``.gz``; a byte order mark is passed over.
+
+    Raises:
+        EvaluationError: the file is missing, or cannot be read as UTF-8 text.
+    """
+    if not path.is_file():
+        raise EvaluationError(f"{path} is not a file; give the path of a file, .gz or plain")
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig", newline="\n") as opened:
+            for number, line in enumerate(opened, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", line.rstrip("\r\n")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise EvaluationError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); it must be UTF-8 text, compressed where its "
+            "name ends in .gz"
+        ) from error
+
+
+def checked_id(value: object, place: str, what: str) -> str:
+    """Return an id that TREC files can hold: text without white space.
+
+    Args:
+        value: What stands where the id is expected; integers become text.
+        place: Where, for the message.
+        what: Of what, for the message.
+
+    Raises:
+        EvaluationError: it is missing, empty, of another type, or holds white space.
+    """
+    name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(name, str) or not name:
+        raise EvaluationError(f"{place}: {what} without an id (found {value!r}); give each an id, text or integer")
+    if len(name.split()) != 1 or name.split()[0] != name or "\0" in name:
+        raise EvaluationError(f"{place}: {what} id {name!r} holds white space, which TREC files cannot; rename it")
+    return name
+
+
+def write_text(path: Path, pieces: Iterable[str | bytes]) -> None:
+    """Write a file whole or not at all, replacing one that is there.
+
+    Args:
+        path: The file; its folder is made.
+        pieces: Its content; text is encoded as UTF-8.
+
+    Raises:
+        EvaluationError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as scratch:
+            try:
+                for piece in pieces:
+                    scratch.write(piece.encode() if isinstance(piece, str) else piece)
+            except BaseException:
+                Path(scratch.name).unlink(missing_ok=True)
+                raise
+        os.replace(scratch.name, path)
+    except OSError as error:
+        raise EvaluationError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error

@@ -1,0 +1,171 @@
+"""``rag-posfix eval rerank`` and ``eval rerank-positions`` as users see them; letter counts stand for vectors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rag_posfix.cli import main as cli
+from rag_posfix.cli import output
+from tests.support.rerank_data import write_collection
+from tests.unit.retrieval.letters import LetterEmbeddings
+
+
+@pytest.fixture(autouse=True)
+def _letters(monkeypatch):
+    monkeypatch.setattr("rag_posfix.retrieval.embeddings.SentenceEmbeddings", lambda model: LetterEmbeddings(model))
+
+
+@pytest.fixture
+def run(capsysbinary):
+    def call(*arguments):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsysbinary.readouterr()
+        return exit_.value.code or 0, captured.out.decode(), captured.err.decode()
+
+    return call
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_collection(tmp_path / "beir")
+
+
+def rows(path, count=3):
+    contexts = [{"title": "t", "text": "abc" * (n + 1), "isgold": n == 0} for n in range(4)]
+    lines = [json.dumps({"question": f"ab {n}", "answers": ["x"], "ctxs": contexts}) for n in range(count)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+class TestRerank:
+    def test_the_contract_holds_for_three_files(self, run, folder, tmp_path):
+        code, out, _ = run(
+            "eval", "rerank", "--corpus", folder / "corpus.jsonl", "--queries", folder / "queries.jsonl",
+            "--qrels", folder / "qrels" / "test.tsv", "--reranker", "embedding,embedding:top_n=1", "--depth", 2,
+            "--out", tmp_path / "out", "--json",
+        )  # fmt: skip
+        assert code == 0
+        (line,) = out.splitlines()
+        found = json.loads(line)
+        assert {"runs", "first_stage", "record", "significance", "n", "counts", "page", "plot"} <= set(found)
+        assert list(found["runs"]) == ["embedding", "embedding:top_n=1"]
+        for one in [found["first_stage"], *found["runs"].values()]:
+            assert {"nDCG@10", "RR@10", "R@10", "P@1", "seconds", "run_file"} <= set(one)
+            columns = [line.split() for line in Path(one["run_file"]).read_text("utf-8").splitlines()]
+            assert {len(column) for column in columns} == {6}
+        for name in ("record", "page", "plot"):
+            assert Path(found[name]).is_file()
+
+    def test_a_folder_is_enough_and_the_result_is_a_table(self, run, folder, tmp_path):
+        code, out, _ = run("eval", "rerank", "--corpus", folder, "--reranker", "embedding", "--out", tmp_path / "out")
+        assert code == 0
+        for words in ("nDCG@10", "bm25", "embedding against first_stage", "Holm", "5 documents, 1 documents without"):
+            assert words in " ".join(out.split())
+
+    def test_trec_files_are_taken_for_every_part(self, run, tmp_path):
+        (tmp_path / "docs").write_text("<DOC><DOCNO>d1</DOCNO><TEXT>a lighthouse</TEXT></DOC>\n")
+        (tmp_path / "topics").write_text("<top>\n<num> Number: 7\n<title> lighthouse\n</top>\n")
+        (tmp_path / "qrels").write_text("7 0 d1 1\n")
+        (tmp_path / "first.trec").write_text("7 Q0 d1 1 3.5 bm25\n")
+        code, out, _ = run(
+            "eval", "rerank", "--corpus", tmp_path / "docs", "--queries", tmp_path / "topics",
+            "--qrels", tmp_path / "qrels", "--first-stage", tmp_path / "first.trec", "--reranker", "embedding",
+            "--out", tmp_path / "out", "--json",
+        )  # fmt: skip
+        assert code == 0
+        found = json.loads(out)
+        assert found["first_stage"]["name"] == "first.trec"
+        assert found["runs"]["embedding"]["nDCG@10"] == 1.0
+
+    def test_without_a_reranker_the_first_stage_is_measured(self, run, folder, tmp_path):
+        code, out, _ = run(
+            "eval", "rerank", "--corpus", folder, "--first-stage", 'hybrid:weights=[1,2]:k1=1.2', "--measures",
+            "AP,P(rel=2)@5", "--out", tmp_path / "out", "--json",
+        )  # fmt: skip
+        assert code == 0
+        found = json.loads(out)
+        assert found["runs"] == {}
+        assert {"AP", "P(rel=2)@5"} <= set(found["first_stage"])
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "part"),
+        [
+            (["--reranker", "embeding"], "UnknownNameError", "unknown reranker 'embeding'. Did you mean 'embedding'"),
+            (["--reranker", "embedding:top_n"], "ConfigError", "'top_n' in reranker 'embedding:top_n' must be"),
+            (["--measures", "nDGC@10"], "ConfigError", "unknown measure 'nDGC@10'"),
+            (["--first-stage", "absent.trec"], "ConfigError", "first stage 'absent.trec' must be one of bm25, dense"),
+            (["--split", "dev"], "EvaluationError", "has no qrels/dev.tsv"),
+            (["--qrels", "absent"], "EvaluationError", "absent is not a file"),
+        ],
+    )
+    def test_what_cannot_be_done_is_one_line(self, run, folder, tmp_path, options, kind, part):
+        code, out, _ = run("eval", "rerank", "--corpus", folder, "--out", tmp_path / "out", *options, "--json")
+        assert code == 1
+        error = json.loads(out)["error"]
+        assert error["type"] == kind
+        assert part in error["message"]
+        assert "\n" not in error["message"]
+        assert not (tmp_path / "out").exists()
+
+
+class TestRerankPositions:
+    def test_recall_is_told_per_reranker_and_place(self, run, tmp_path):
+        arguments = (
+            "eval", "rerank-positions", "--data", rows(tmp_path / "rows.jsonl"), "--reranker", "embedding",
+            "--gold-positions", "0,1,3", "--documents", 4, "--out", tmp_path / "out",
+        )  # fmt: skip
+        code, out, _ = run(*arguments, "--json")
+        assert code == 0
+        found = json.loads(out)
+        one = found["rerankers"]["embedding"]
+        assert list(one["places"]) == ["0", "1", "3"]
+        assert {"recall@1", "recall@3", "ci95", "seconds"} <= set(one["places"]["0"])
+        assert {"mean", "worst", "spread", "spread_ci95", "first_minus_last"} <= set(one["recall@1"])
+        assert (found["n"], found["reused"]) == (3, 0)
+        record = json.loads(Path(found["record"]).read_text("utf-8"))
+        assert len(record["rows"]) == 9
+        code, out, _ = run(*arguments)
+        assert code == 0
+        assert "at 3" in out
+        assert "3 questions; 9 rankings were known already" in " ".join(out.split())
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "part"),
+        [
+            (["--reranker", ""], "ConfigError", "--reranker is empty"),
+            (["--reranker", "embedding", "--gold-positions", "0,x"], "ConfigError", "'0,x' must be numbers"),
+            (["--reranker", "embedding", "--gold-positions", "0,0"], "ConfigError", "'0,0' names a place twice"),
+            (
+                ["--reranker", "embedding", "--documents", "9"],
+                "EvaluationError",
+                "documents=9 must be between 1 and 4",
+            ),
+            (["--reranker", "embedding:top_n=0"], "ConfigError", "embedding: top_n=0"),
+        ],
+    )
+    def test_what_cannot_be_done_is_one_line(self, run, tmp_path, options, kind, part):
+        code, out, _ = run(
+            "eval", "rerank-positions", "--data", rows(tmp_path / "rows.jsonl"), "--reranker", "embedding",
+            "--gold-positions", "0", "--documents", 4, *options, "--out", tmp_path / "out", "--json",
+        )  # fmt: skip
+        assert code == 1
+        error = json.loads(out)["error"]
+        assert (error["type"], part in error["message"]) == (kind, True), error
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_progress_bar_shows_how_many_are_done_each_second_or_how_long_one_takes():
+    from rich.progress import Task
+
+    def task(done, seconds):
+        made = Task(0, "", total=100, completed=done, _get_time=lambda: seconds)
+        made.start_time, made.finished_speed = 0.0, done / seconds if seconds else None
+        return output._Rate().render(made).plain
+
+    assert task(50, 10) == "5.0/s"
+    assert task(5, 10) == "2.0 s each"
+    assert task(0, 0) == ""
