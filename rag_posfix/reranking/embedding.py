@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field
 
 from rag_posfix.errors import ConfigError, RerankingError
 from rag_posfix.reranking.base import RERANKERS, ranked_copies
+from rag_posfix.reranking.candidates import read_candidates
 from rag_posfix.text import clean_text, titled_text
 
 __all__ = ["EmbeddingReranker"]
@@ -49,7 +50,7 @@ class EmbeddingReranker(BaseDocumentCompressor):
             callbacks: Not used; part of langchain's interface.
 
         Raises:
-            ConfigError: the question is empty.
+            ConfigError: the question is empty, or a document is malformed.
             RerankingError: the embedding model returned unusable vectors.
         """
         if not documents:
@@ -99,6 +100,7 @@ def _text(document: Document) -> str:
 
 def _distinct_texts(documents: Sequence[Document]) -> list[str]:
     """Return each text once, sorted: batches, and with them the last digits of scores, depend on content alone."""
+    read_candidates(documents)  # which checks them
     return sorted({text for text in map(_text, documents) if text.strip()})
 
 
