@@ -1,4 +1,4 @@
-"""How a pipeline asks a reranker: which candidates are best, or for scores that documents lack. Knows the role only."""
+"""How a pipeline asks a reranker: which candidates are best, or for scores that documents lack. Knows roles only."""
 
 from __future__ import annotations
 

@@ -38,4 +38,6 @@ def shares(raw: Sequence[float]) -> list[float]:
     Formula: s_k / sum(s).
     """
     total = math.fsum(raw)
+    if not raw:
+        return []
     return [min(value / total, 1.0) for value in raw] if total > 0 else [1 / len(raw)] * len(raw)

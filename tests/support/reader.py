@@ -9,15 +9,15 @@ from tests.support.toy_encoder import ToyEncoder
 class ScriptedReader:
     """Implements ``PassageReader``.
 
-    ``values`` gives a number for the text of a passage; ``tokens`` the attention of a question to each token of a text,
-    from (question, text); ``written`` what it answers. ``seen`` holds the texts of each prompt, in its order.
+    ``values`` gives a number for the text of a passage; ``tokens`` the attention to each token of a text, from
+    (question, text); ``written`` what it answers. ``seen`` holds the texts of each prompt, in its order.
     """
 
     model_id = "scripted"
     fingerprint = "scripted"
 
     def __init__(self, values=None, tokens=None, written="", context_window=100_000):
-        self.values, self.tokens, self.written = values or {}, tokens, written
+        self.values, self.tokens, self.written = values, tokens, written
         self.context_window = context_window
         self.encoder = ToyEncoder()
         self.seen = []
@@ -27,8 +27,10 @@ class ScriptedReader:
     def texts(self, layout):
         return [self.encoder.decode(layout.tokens(span)) for span in layout.texts]
 
-    def _read(self, layout, salt):
-        assert len(layout.token_ids) <= self.context_window
+    def _read(self, layout, salt, together=True):
+        passages = [len(span) for span in layout.passages]
+        around = len(layout.prefix) + len(layout.suffix)
+        assert around + (sum if together else max)(passages) <= self.context_window
         self.before_each()
         self.seen.append(self.texts(layout))
         self.salts.append(salt)
@@ -37,7 +39,7 @@ class ScriptedReader:
         return MitigationInfo("none", "none", False)
 
     def question_likelihood(self, layout, salt=""):
-        self._read(layout, salt)
+        self._read(layout, salt, together=False)
         return tuple(self.values[text] for text in self.texts(layout))
 
     def question_attention(self, layouts, salt="", check=None):
@@ -69,6 +71,7 @@ class ScriptedReader:
         return [chunk.generation for chunk in self.stream(request)][-1]
 
     def stream(self, request):
+        assert len(request.layout.token_ids) + request.sampling.max_tokens <= self.context_window
         self._read(request.layout, request.salt)
         text = self.written(self.texts(request.layout)) if callable(self.written) else self.written
         for letter in text:
