@@ -31,6 +31,9 @@ DEFAULT_MODEL = "cross-encoder/ms-marco-MiniLM-L6-v2"
 class CrossEncoderReranker(BaseDocumentCompressor):
     """Let a small model trained for it read each passage together with the question.
 
+    The score of a passage does not depend on the others, nor on their order. Documents with equal title and text are
+    read once; those without visible text score 0 with ``"read": False``.
+
     Source: Nogueira and Cho (2019), Passage Re-ranking with BERT, https://arxiv.org/abs/1901.04085; models of
         sentence-transformers (``CrossEncoder``).
     Formula: z_k = model(question, passage k); relevance_score = z_k where the model ends in a sigmoid, else
@@ -40,9 +43,6 @@ class CrossEncoderReranker(BaseDocumentCompressor):
     Limits: passages longer than the model's window are read in pieces, the best of which counts
         (``long_document: "chunked"``), or up to its end (``"truncated"``). Of a model that is only known by
         langchain's interface the window is not known: it cuts by itself, and nobody says so.
-
-    The score of a passage does not depend on the others, nor on their order. Documents with equal title and text are
-    read once; those without visible text score 0 with ``"read": False``.
 
     Attributes:
         model: A model id, a folder, a ``CrossEncoder``, or a langchain ``BaseCrossEncoder``. Loaded on first use.

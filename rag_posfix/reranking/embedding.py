@@ -24,10 +24,15 @@ _SCORE_DECIMALS = 6
 
 @RERANKERS.register("embedding")
 class EmbeddingReranker(BaseDocumentCompressor):
-    """Re-scores passages with any embedding model; negative cosines count as 0.
+    """Re-score passages with any embedding model.
 
     Useful after a retriever without scores of that kind (BM25, a web search), or with a larger embedding model
     than the index was built with. A passage without visible text scores 0.
+
+    Source: Karpukhin et al. (2020), Dense Passage Retrieval, section 3, https://arxiv.org/abs/2004.04906
+    Formula: relevance_score = the cosine of the vectors of question and passage (title and text); 0 where negative.
+    Cost: tokens read, by the embedding model: each passage and the question once; nothing is kept between questions.
+    Limits: what exceeds the embedding model's window is cut by it, and nobody says so.
 
     Attributes:
         embeddings: Any langchain embedding model; its vectors need not have length one.

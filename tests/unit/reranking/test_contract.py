@@ -133,10 +133,9 @@ def test_top_n_cuts_and_must_be_one_or_more(reranker, rerankers):
     cut = reranker.model_copy(update={"top_n": 2})
     whole = reranker.compress_documents(documents(*TEXTS), "Which river?")
     assert list(cut.compress_documents(documents(*TEXTS), "Which river?")) == list(whole)[:2]
+    parts = Parts(lambda: DeterministicFakeEmbedding(size=8), lambda: reranker.generator)
     with pytest.raises(ConfigError, match="top_n=0"):
-        build_reranker(
-            name, {"top_n": 0}, Parts(lambda: DeterministicFakeEmbedding(size=8), lambda: reranker.generator)
-        )
+        build_reranker(name, {"top_n": 0}, parts)
 
 
 @pytest.mark.parametrize("name", [*PLACELESS, *BY_CONTENT])
@@ -161,7 +160,7 @@ def test_every_parameter_is_described(name):
         assert f"    {parameter}: " in cls.__doc__
 
 
-@pytest.mark.parametrize("name", [name for name in RERANKERS.names() if name != "embedding"])
+@pytest.mark.parametrize("name", RERANKERS.names())
 def test_every_method_says_where_it_is_from_and_what_it_costs(name):
     for fact in ("Source:", "Formula:", "Cost:", "Limits:"):
         assert f"    {fact} " in RERANKERS.get(name).__doc__
