@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from langchain_core.embeddings import Embeddings
+
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.build import build_answer_cache
+from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.models import load_engine, quiet_loading
 from rag_posfix.generation.parallel import load_parallel
@@ -16,13 +20,16 @@ from rag_posfix.generation.scheduler import BatchingGenerator
 from rag_posfix.passages.build import build_passage_store
 from rag_posfix.pipeline import Defaults, Pipeline
 from rag_posfix.protocols import Generator
-from rag_posfix.reranking.embedding import EmbeddingReranker
+from rag_posfix.reranking.build import Parts, build_reranker, parse_reranker
+from rag_posfix.reranking.guarded import GuardedReranker
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.retriever import PassageRetriever
 from rag_posfix.settings import Settings
 
 __all__ = ["build_pipeline"]
+
+DEFAULT_RERANKER = "embedding"
 
 
 def build_pipeline(
@@ -41,6 +48,7 @@ def build_pipeline(
         UnsupportedModelError: the model cannot carry the seam.
     """
     chosen = settings or Settings()
+    parse_reranker(chosen.reranker or DEFAULT_RERANKER)  # before the model, as the index below
     embeddings = SentenceEmbeddings(chosen.embedding_model)
     folder = index if index is not None else chosen.index
     retriever, store = None, None
@@ -49,6 +57,7 @@ def build_pipeline(
             store = FaissVectorStore.load(Path(folder), embeddings)
         retriever = PassageRetriever(store=store, k=chosen.k)
     engine, on_close = (generator, None) if generator is not None else _load(chosen)
+    guarded = _reranker(chosen, embeddings, engine, on_close)
     passages, reader = None, engine.engine if isinstance(engine, BatchingGenerator) else engine
     if isinstance(reader, Engine) and reader.passages is None:  # a store that it has belongs to whoever gave it
         passages = reader.passages = build_passage_store(chosen.passages, chosen.cache_dir, reader.loaded.device)
@@ -56,7 +65,7 @@ def build_pipeline(
         engine,
         Assembler(engine.encoder, engine.context_window),
         retriever=retriever,
-        reranker=EmbeddingReranker(embeddings=embeddings),
+        reranker=guarded,
         cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
         defaults=Defaults(
             mitigation=MitigationChoice(chosen.mitigation),
@@ -66,11 +75,32 @@ def build_pipeline(
             tenant=chosen.tenant,
         ),
         passages=passages,
-        on_close=on_close,
+        on_close=partial(_close, guarded, on_close),
+        candidates=chosen.candidates if chosen.reranker is not None else 0,
     )
     if store is not None:
         store.on_delete = pipeline.forget
     return pipeline
+
+
+def _reranker(
+    settings: Settings, embeddings: Embeddings, engine: Generator, on_close: Callable[[], None] | None
+) -> GuardedReranker:
+    """Return the reranker that the settings ask for; if it cannot be made, what was loaded is closed."""
+    try:
+        name, parameters = parse_reranker(settings.reranker or DEFAULT_RERANKER)
+        made = build_reranker(name, parameters, Parts(lambda: embeddings, lambda: engine))
+    except ConfigError:
+        if on_close is not None:
+            on_close()
+        raise
+    return GuardedReranker(reranker=made, deadline_seconds=settings.reranker_deadline_seconds)
+
+
+def _close(guarded: GuardedReranker, on_close: Callable[[], None] | None) -> None:
+    guarded.close()
+    if on_close is not None:
+        on_close()
 
 
 def _load(settings: Settings) -> tuple[Generator, Callable[[], None] | None]:

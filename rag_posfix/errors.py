@@ -8,6 +8,7 @@
     ├── PromptTooLongError         the prompt and the tokens to generate exceed the context window
     ├── RetrievalError             reading documents, building, saving, loading or searching an index
     ├── RerankingError             scoring documents
+    │   └── RerankingTimeoutError  scoring took longer than it may, or nobody waits for it any more
     ├── GenerationError            the generator failed
     │   └── GenerationCancelled    the caller went away
     ├── CacheError                 a cache was configured wrongly (a failing cache never raises)
@@ -30,6 +31,7 @@ __all__ = [
     "PromptTooLongError",
     "RagPosfixError",
     "RerankingError",
+    "RerankingTimeoutError",
     "RetrievalError",
     "UnknownNameError",
     "UnsupportedModelError",
@@ -67,6 +69,10 @@ class RetrievalError(RagPosfixError):
 
 class RerankingError(RagPosfixError):
     """Documents could not be scored."""
+
+
+class RerankingTimeoutError(RerankingError):
+    """Scoring took longer than it may, or nobody waits for it any more."""
 
 
 class GenerationError(RagPosfixError):

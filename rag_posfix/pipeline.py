@@ -17,6 +17,7 @@ from rag_posfix.citations import find_quotes
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling, Usage
 from rag_posfix.protocols import AnswerCache, Generator, PassageKeeper, PromptAssembler, Reranker, Retriever
+from rag_posfix.rescoring import best_of, score_in_place
 from rag_posfix.text import clean_text, content_hash
 
 if TYPE_CHECKING:
@@ -62,11 +63,14 @@ class Pipeline:
         generator: Answers prompts.
         assembler: Makes prompts for ``generator``.
         retriever: Finds passages; without one, questions bring their documents or are answered without.
-        reranker: Scores documents that come without a ``relevance_score``.
+        reranker: Scores documents that come without a ``relevance_score``; with ``candidates``, those that are
+            retrieved too.
         cache: Keeps answers.
         defaults: What a question that does not say gets.
         passages: Keeps keys and values for ``generator``; closed with the pipeline.
         on_close: Called when the pipeline is closed; for a generator that belongs to nobody else.
+        candidates: How many passages are retrieved for the reranker to choose from, at least as many as are asked
+            for. 0: passages keep the scores that the retriever gave them.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Pipeline:
         defaults: Defaults | None = None,
         passages: PassageKeeper | None = None,
         on_close: Callable[[], None] | None = None,
+        candidates: int = 0,
     ) -> None:
         self.generator = generator
         self.retriever = retriever
@@ -89,6 +94,7 @@ class Pipeline:
         self.defaults = defaults or Defaults()
         self.passages = passages
         self._on_close = on_close
+        self.candidates = candidates
 
     def close(self) -> None:
         """Close the caches; later questions are answered without them. Ends the processes of a model that is split."""
@@ -172,18 +178,27 @@ class Pipeline:
         return _Prepared(assembled, request, info, key, timings)
 
     def _documents(self, asked: Question, timings: dict[str, float]) -> Sequence[Document]:
+        salt = tenant_salt(self.defaults.tenant, asked.tenant)
         if asked.documents is None:
-            if self.retriever is None:
-                return ()
-            with _timed(timings, "retrieve"):
-                return self.retriever.retrieve(asked.text, self.defaults.k if asked.k is None else asked.k)
+            return self._retrieved(asked, timings, salt)
         documents = list(asked.documents)
         if not all(isinstance(d, Document) for d in documents):
             return documents  # assembly says which one is not
         if self.reranker is None or all("relevance_score" in d.metadata for d in documents):
             return documents
         with _timed(timings, "rerank"):
-            return _score_in_place(self.reranker, asked.text, documents)
+            return score_in_place(self.reranker, asked.text, documents, salt)
+
+    def _retrieved(self, asked: Question, timings: dict[str, float], salt: str) -> Sequence[Document]:
+        if self.retriever is None:
+            return ()
+        k = self.defaults.k if asked.k is None else asked.k
+        with _timed(timings, "retrieve"):
+            found = self.retriever.retrieve(asked.text, max(k, self.candidates))
+        if self.reranker is None or not self.candidates:
+            return found
+        with _timed(timings, "rerank"):
+            return best_of(self.reranker, asked.text, found, k, salt)
 
     def _key(self, asked: Question, assembled: Assembled, info: MitigationInfo, sampling: Sampling) -> str:
         layout = assembled.layout
@@ -284,18 +299,6 @@ def _readable(stored: Any) -> bool:
         and isinstance(stored.get("attention"), dict)
         and all(isinstance(share, int | float) for share in stored["attention"].values())
     )
-
-
-def _score_in_place(reranker: Reranker, question: str, documents: Sequence[Document]) -> list[Document]:
-    """Return scored copies in the order given: the order of the prompt is chosen later, by name."""
-    marked = [
-        Document(page_content=d.page_content, metadata={**d.metadata, "_place": place}, id=d.id)
-        for place, d in enumerate(documents)
-    ]
-    scored = sorted(reranker.compress_documents(marked, question), key=lambda d: int(d.metadata["_place"]))
-    for document in scored:
-        del document.metadata["_place"]
-    return scored
 
 
 def _text_or_none(value: object) -> str | None:

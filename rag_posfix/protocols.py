@@ -28,6 +28,7 @@ __all__ = [
     "ChatMessage",
     "Generator",
     "PassageKeeper",
+    "PassageReader",
     "PromptAssembler",
     "Reranker",
     "Retriever",
@@ -130,6 +131,33 @@ class SteppedGenerator(Generator, Protocol):
         self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1, salt: str = ""
     ) -> Session:
         """Read a prompt and return the session that continues it."""
+        ...
+
+
+@runtime_checkable
+class PassageReader(Generator, Protocol):
+    """A generator that tells what it makes of passages while it reads them; rerankers ask it. The engine is one."""
+
+    def question_likelihood(self, layout: Layout, salt: str = "") -> tuple[float, ...]:
+        """Return for each passage the mean log-probability of the question's tokens after that passage alone."""
+        ...
+
+    def question_attention(
+        self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
+    ) -> list[tuple[tuple[float, ...], ...]]:
+        """Return the attention of each prompt's suffix to each token of each passage, over all layers and heads.
+
+        The prompts differ in their suffix alone. ``check`` is called between readings; what it raises ends them.
+        """
+        ...
+
+    def passage_attention(
+        self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
+    ) -> list[tuple[float, ...]]:
+        """Return for each prompt and passage the mean attention per token that the prompt's last token pays to it.
+
+        ``check`` is called between readings; what it raises ends them.
+        """
         ...
 
 

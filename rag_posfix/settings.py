@@ -116,6 +116,10 @@ class Settings(BaseSettings):
         mitigation: Used where a request names none.
         order: Used where a request names none.
         k: Passages per question where a request names none.
+        reranker: ``name`` or ``name:parameter=value`` of what chooses among retrieved passages and scores documents
+            that come without a score; None scores the latter alone, by their embeddings.
+        reranker_deadline_seconds: After so long, or if it fails, documents keep their order.
+        candidates: Passages that are retrieved for a named reranker to choose ``k`` from.
         cache_dir: Converted weights and the disk tiers of the answer cache and the passage store.
         max_tokens: New tokens per answer where a request names none.
         tenant: Salt of every cache key.
@@ -134,6 +138,9 @@ class Settings(BaseSettings):
     mitigation: str = "context_experts"
     order: str = "relevance"
     k: int = Field(default=10, ge=1)
+    reranker: str | None = Field(default=None, min_length=1)
+    reranker_deadline_seconds: float = Field(default=30.0, gt=0)
+    candidates: int = Field(default=20, ge=1)
     max_tokens: int = Field(default=128, ge=1)
     cache_dir: Path = Field(default_factory=default_cache_dir)
     tenant: str = ""

@@ -1,4 +1,4 @@
-"""How much attention the newest query pays to each key."""
+"""How much attention the newest queries pay to each key."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import last_row
+from rag_posfix.attention.blockwise import scores
 
 __all__ = ["last_query_attention"]
+
+ROWS = 64
+"""Queries at a time whose attention is spelled out."""
 
 
 def last_query_attention(
@@ -19,23 +22,42 @@ def last_query_attention(
     scaling: float,
     softcap: float | None = None,
     starts: Sequence[int] | None = None,
+    count: int = 1,
 ) -> Tensor:
-    """Return the attention probabilities of the last query, averaged over heads, in float32.
+    """Return the attention probabilities of the last ``count`` queries, averaged over them and over heads, in float32.
 
-    Cost: one row of the score matrix, (B, Hq, 1, Tk).
+    Cost: the rows of the score matrix that are asked for, at most 64 at a time: (B, Hq, 64, Tk).
 
     Shapes:
-        query: (B, Hq, Tq, D). key: (B, Hkv, Tk, D). attention_mask: (B, 1, Tq, Tk), bool or additive, or None.
+        query: (B, Hq, Tq, D), the newest of the tokens that the keys belong to. key: (B, Hkv, Tk, D).
+        attention_mask: (B, 1, Tq, Tk), bool or additive; None is causal.
         starts: the first key of each row; those before it get 0.
         returns: (B, Tk), each row sums to 1.
     """
-    scores = last_row(query, key, scaling)  # (B, Hq, 1, Tk)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if attention_mask is not None:
-        row = attention_mask[:, :, -1:, : key.shape[2]]
-        scores = scores.masked_fill(~row, float("-inf")) if row.dtype == torch.bool else scores + row.float()
-    if starts is not None and any(starts):
-        first = torch.tensor(starts, device=scores.device)[:, None, None, None]
-        scores = scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) < first, float("-inf"))
-    return scores.softmax(dim=-1).mean(dim=(1, 2))  # (B, Tk)
+    n_query = query.shape[2]
+    total = torch.zeros((query.shape[0], key.shape[2]), device=query.device)
+    for at in range(n_query - count, n_query, ROWS):
+        stop = min(at + ROWS, n_query)
+        spelled = scores(query[:, :, at:stop], key, scaling)  # (B, Hq, stop - at, Tk)
+        if softcap is not None:
+            spelled = torch.tanh(spelled / softcap) * softcap
+        spelled = _masked(spelled, attention_mask, n_query - stop)
+        if starts is not None and any(starts):
+            first = torch.tensor(starts, device=spelled.device)[:, None, None, None]
+            before = torch.arange(spelled.shape[-1], device=spelled.device) < first
+            spelled = spelled.masked_fill(before, float("-inf"))
+        total += spelled.softmax(dim=-1).mean(dim=(1, 2)) * ((stop - at) / count)
+    return total
+
+
+def _masked(spelled: Tensor, mask: Tensor | None, after: int) -> Tensor:
+    """Hide what the queries do not see; ``after`` more queries follow them."""
+    n_rows, n_key = spelled.shape[2:]
+    if mask is not None:
+        stop = mask.shape[2] - after
+        rows = mask[:, :, stop - n_rows : stop, :n_key]
+        return spelled.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else spelled + rows.float()
+    if n_rows + after == 1:  # the newest query sees every key
+        return spelled
+    newest = torch.arange(n_key - after - n_rows, n_key - after, device=spelled.device)[:, None]
+    return spelled.masked_fill(torch.arange(n_key, device=spelled.device) > newest, float("-inf"))

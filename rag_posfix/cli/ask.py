@@ -25,6 +25,9 @@ def ask(
     mitigation: Annotated[
         str | None, typer.Option("--mitigation", help="Name, or name:parameter=value; see `rag-posfix methods`.")
     ] = None,
+    reranker: Annotated[
+        str | None, typer.Option("--reranker", help="Chooses among more passages; name, or name:parameter=value.")
+    ] = None,
     order: Annotated[str | None, typer.Option("--order", help="Order of the passages in the prompt.")] = None,
     k: Annotated[int | None, typer.Option("--k", min=1, help="Passages to retrieve.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="New tokens at most.")] = None,
@@ -37,8 +40,12 @@ def ask(
     """Answer a question from an index, with its sources."""
     if stream and as_json:
         raise ConfigError("--stream and --json exclude each other; --json prints one object at the end")
-    settings = settings_from(model=model, max_tokens=max_tokens, order=order, k=k, tp=tp)
+    settings = settings_from(model=model, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker)
     choice = checked_choice(mitigation) if mitigation else None
+    if settings.reranker is not None:
+        from rag_posfix.reranking.build import parse_reranker
+
+        parse_reranker(settings.reranker)  # a typing error is told before a model is loaded
     if follows(settings):
         return
     with status("loading the model"):

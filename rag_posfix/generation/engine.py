@@ -10,10 +10,12 @@ from torch import Tensor
 
 from rag_posfix.attention.plan import Plan
 from rag_posfix.attention.spans import Layout
-from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError
+from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError, UnsupportedModelError
 from rag_posfix.generation.by_passage import encode_passages, joinable
 from rag_posfix.generation.drafts import AnswerText
 from rag_posfix.generation.forward import LoadedModel
+from rag_posfix.generation.question_attention import question_attention
+from rag_posfix.generation.question_likelihood import question_likelihood
 from rag_posfix.generation.request import (
     Chunk,
     Generation,
@@ -24,6 +26,7 @@ from rag_posfix.generation.request import (
 from rag_posfix.generation.reuse import Reuse
 from rag_posfix.generation.rows_of_plan import Spelled, spell_out, starts_of
 from rag_posfix.generation.session import Session
+from rag_posfix.generation.survey import measure
 from rag_posfix.generation.tokenizer import Tokenizer
 from rag_posfix.generation.writer import Writer
 from rag_posfix.mitigations import Mitigation, create
@@ -35,7 +38,7 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Answers prompts with a patched model. Implements ``protocols.Generator``.
+    """Answers prompts with a patched model. Implements ``protocols.Generator`` and ``protocols.PassageReader``.
 
     Several threads may call it; each answer keeps its own state.
 
@@ -154,6 +157,76 @@ class Engine:
     def score(self, layout: Layout, answer: Sequence[int], mitigation: MitigationChoice | None = None) -> float:
         """Return the mean log-probability per token of a given answer."""
         return sum(self.open(layout, mitigation, len(answer)).score(answer)) / len(answer)
+
+    def question_likelihood(self, layout: Layout, salt: str = "") -> tuple[float, ...]:
+        """Return for each passage the mean log-probability of the question's tokens after that passage alone.
+
+        Args:
+            layout: The passages, and the suffix that each of them is followed by. All are read together.
+            salt: As in ``GenerationRequest``.
+
+        Raises:
+            PromptTooLongError: a passage exceeds the context window with what stands around it.
+        """
+        around = len(layout.prefix) + len(layout.suffix)
+        self._check_reading(around + max((len(span) for span in layout.passages), default=0))
+        return question_likelihood(self._loaded, layout, self._reuse(salt))
+
+    def question_attention(
+        self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
+    ) -> list[tuple[tuple[float, ...], ...]]:
+        """Return the attention of each prompt's suffix to each token of each passage, over all layers and heads.
+
+        Summed over layers and heads, averaged over the tokens of the suffix.
+
+        Args:
+            layouts: Prompts that differ in their suffix alone: what they share is read once.
+            salt: As in ``GenerationRequest``.
+            check: Called before each suffix is read; what it raises ends the reading.
+
+        Raises:
+            ConfigError: the prompts differ in more.
+            PromptTooLongError: one exceeds the context window.
+        """
+        self._check_reading(max((len(layout.token_ids) for layout in layouts), default=0))
+        return question_attention(self._loaded, layouts, self._reuse(salt), check)
+
+    @torch.inference_mode()
+    def passage_attention(
+        self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
+    ) -> list[tuple[float, ...]]:
+        """Return for each prompt and passage the mean attention per token that the prompt's last token pays to it.
+
+        Averaged over layers and heads. The first prompt is read whole; of the others, what follows the tokens that
+        they share with it.
+
+        Args:
+            layouts: Prompts with the same number of passages each.
+            salt: As in ``GenerationRequest``.
+            check: Called before each further prompt is read; what it raises ends the reading.
+
+        Raises:
+            PromptTooLongError: one exceeds the context window.
+        """
+        self._check_reading(max((len(layout.token_ids) for layout in layouts), default=0))
+        measured, _ = measure(self._loaded, layouts, 0, self._reuse(salt), check)
+        return [tuple(row) for row in measured.tolist()]
+
+    def _reuse(self, salt: str) -> Reuse | None:
+        """Return the store as prompts see it that are read as the model was trained to, whatever the method."""
+        return None if self.passages is None else Reuse(self.passages, self._fingerprint, "", salt)
+
+    def _check_reading(self, n_tokens: int) -> None:
+        if self._loaded.spec.ranks.count > 1:
+            raise UnsupportedModelError(
+                f"{self._model_id} is split over {self._loaded.spec.ranks.count} processes, which read no passages "
+                "for rerankers; serve it with tp=1, or use the embedding or the cross_encoder reranker"
+            )
+        if n_tokens > self.context_window:
+            raise PromptTooLongError(
+                f"a prompt of {n_tokens} tokens exceeds the context window of {self.context_window}; use fewer or "
+                "shorter passages"
+            )
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Return the whole answer. Errors as those of ``open``."""

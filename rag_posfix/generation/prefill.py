@@ -20,7 +20,7 @@ from rag_posfix.generation.reuse import Reuse, Wanted
 from rag_posfix.generation.rows_of_plan import PrefilledGroup, Spelled, group_of, logits_to_keep, spell_out
 from rag_posfix.patching.call import Observer
 
-__all__ = ["PrefilledGroup", "prefill", "read_on"]
+__all__ = ["PrefilledGroup", "prefill", "read_leading", "read_on"]
 
 
 def prefill(loaded: LoadedModel, layout: Layout, plan: Plan, reuse: Reuse | None = None) -> list[PrefilledGroup]:
@@ -44,6 +44,60 @@ def read_on(loaded: LoadedModel, layout: Layout, row: RowPlan, before: Rows) -> 
     return _read_rest(loaded, layout, spelled, before, 1)
 
 
+def read_leading(loaded: LoadedModel, layout: Layout, reuse: Reuse | None = None) -> Rows:
+    """Read prefix and passages of a prompt as the model was trained to, and return rows that any suffix may follow.
+
+    For models whose every layer keeps all keys. Shares what ``reuse`` holds with prompts that are read whole.
+    """
+    row = spell_out(RowPlan(reusable=layout.boundaries), layout, loaded.device)
+    if reuse is not None and row.reusable:
+        led = _Led(loaded, row, reuse)
+        led.read_missing()
+        led.keep(led.rows)
+        return led.rows
+    rows = Rows(loaded, new_cache(loaded), row.positions[:, :0])
+    leading = layout.token_ids[: layout.suffix.start]
+    if leading:
+        rows.forward(torch.tensor([leading], device=loaded.device), row.positions[:, : len(leading)], keep=1)
+        rows.n_prompt = 0  # the prompt is not read yet
+    return rows
+
+
+class _Led:
+    """The leading tokens of a row: those that are found, and those that are missing.
+
+    Attributes:
+        rows: Hold what was found, and what ``read_missing`` has read.
+        cached: How many tokens were found.
+    """
+
+    def __init__(self, loaded: LoadedModel, row: Spelled, reuse: Reuse) -> None:
+        self._reuse, self._row = reuse, row
+        self._part, leading = reuse.leading(row.edits), _leading(row)
+        found = [*reuse.find(loaded, self._part, leading), None]
+        held = [states for states in found[: found.index(None)] if states is not None]
+        self._missing = leading[len(held) :]
+        self.cached = row.reusable[len(held) - 1] if held else 0
+        self.rows = Rows(loaded, new_cache(loaded), row.positions[:, :0], edits=row.edits)
+        if held:
+            room = len(row.layout.token_ids) - self.cached
+            self.rows = join(loaded, [held], [row.positions[:, : self.cached]], room, row.edits)
+
+    def read_missing(self) -> None:
+        """Read each missing stretch in a pass of its own, as it would be had those before it been found."""
+        for wanted in self._missing:
+            ids = torch.tensor([wanted.stretch.token_ids], device=self.rows.positions.device)
+            self.rows.forward(ids, wanted.stretch.positions[None], keep=1)
+        self.rows.n_prompt = 0  # the prompt is not read yet
+
+    def keep(self, rows: Rows) -> None:
+        """Keep the missing stretches, from rows that have read them."""
+        bounds = list(itertools.pairwise((0, *self._row.reusable)))
+        bounds = bounds[len(bounds) - len(self._missing) :]
+        kept = [(one, cut_out(rows, *span)) for one, span in zip(self._missing, bounds, strict=True)]
+        self._reuse.keep(self._part, kept)
+
+
 def _read_whole(
     loaded: LoadedModel, layout: Layout, row: Spelled, score_question: bool, reuse: Reuse | None
 ) -> PrefilledGroup:
@@ -53,25 +107,14 @@ def _read_whole(
     from it is the same to the last bit.
     """
     keep = logits_to_keep(row.layout, score_question)
-    empty = Rows(loaded, new_cache(loaded), row.positions[:, :0], edits=row.edits)
     if reuse is None or not row.reusable or not loaded.keeps_all_keys:
+        empty = Rows(loaded, new_cache(loaded), row.positions[:, :0], edits=row.edits)
         return _read_rest(loaded, layout, row, empty, keep)
-    leading, part = _leading(row), reuse.leading(row.edits)
-    found = [*reuse.find(loaded, part, leading), None]
-    held = [states for states in found[: found.index(None)] if states is not None]
-    before, cached = empty, 0
-    if held:
-        cached = row.reusable[len(held) - 1]
-        room = len(row.layout.token_ids) - cached
-        before = join(loaded, [held], [row.positions[:, :cached]], room, row.edits)
-    new = leading[len(held) :]
-    for wanted in new if row.edits.attend is None else ():
-        ids = torch.tensor([wanted.stretch.token_ids], device=loaded.device)
-        before.forward(ids, wanted.stretch.positions[None], keep=1)
-    before.n_prompt = 0  # the prompt is not read yet
-    group = _read_rest(loaded, layout, row, before, keep, cached)
-    bounds = list(itertools.pairwise((0, *row.reusable)))[len(held) :]
-    reuse.keep(part, [(one, cut_out(group.rows, *span)) for one, span in zip(new, bounds, strict=True)])
+    led = _Led(loaded, row, reuse)
+    if row.edits.attend is None:
+        led.read_missing()
+    group = _read_rest(loaded, layout, row, led.rows, keep, led.cached)
+    led.keep(group.rows)
     return group
 
 

@@ -7,13 +7,14 @@ digits may differ with the company that an answer keeps, as they do with any bat
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from rag_posfix.errors import ConfigError, GenerationError
+from rag_posfix.attention.spans import Layout
+from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
 from rag_posfix.generation.delivery import Delivery
 from rag_posfix.generation.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
 from rag_posfix.generation.worker import Worker
-from rag_posfix.protocols import SteppedGenerator, TokenEncoder
+from rag_posfix.protocols import PassageReader, SteppedGenerator, TokenEncoder
 
 __all__ = ["BatchingGenerator"]
 
@@ -102,6 +103,30 @@ class BatchingGenerator:
                 wait to be read. Not called where the stream raises before it is taken in.
         """
         yield from self._pieces(Delivery(request, check, released))
+
+    def question_likelihood(self, layout: Layout, salt: str = "") -> tuple[float, ...]:
+        """As ``Engine.question_likelihood``, in the thread of the caller: beside the answers, not between them."""
+        return self._reader().question_likelihood(layout, salt)
+
+    def question_attention(
+        self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
+    ) -> list[tuple[tuple[float, ...], ...]]:
+        """As ``Engine.question_attention``, in the thread of the caller."""
+        return self._reader().question_attention(layouts, salt, check)
+
+    def passage_attention(
+        self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
+    ) -> list[tuple[float, ...]]:
+        """As ``Engine.passage_attention``, in the thread of the caller."""
+        return self._reader().passage_attention(layouts, salt, check)
+
+    def _reader(self) -> PassageReader:
+        if not isinstance(self._engine, PassageReader):
+            raise UnsupportedModelError(
+                f"{type(self._engine).__name__} reads no passages for rerankers; give the reranker an engine, or use "
+                "the embedding or the cross_encoder reranker"
+            )
+        return self._engine
 
     def close(self) -> None:
         """End the thread, after the prompt or step that it is at. Open answers fail with ``GenerationError``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -44,11 +44,16 @@ def read(
 
 
 def measure(
-    loaded: LoadedModel, layouts: Sequence[Layout], base: int = 0, reuse: Reuse | None = None
+    loaded: LoadedModel,
+    layouts: Sequence[Layout],
+    base: int = 0,
+    reuse: Reuse | None = None,
+    check: Callable[[], None] | None = None,
 ) -> tuple[Tensor, PrefilledGroup]:
     """Read prompts unmodified; return the last token's mean attention per token of each passage, and one reading.
 
     Cost: the prompt ``base`` is read whole; of every other, only what follows the tokens that it shares with it.
+    ``check`` is called before each of the others; what it raises ends the reading.
 
     Shapes:
         returns: (len(layouts), N) float32 on the CPU, averaged over layers and heads; the reading of ``base``.
@@ -57,6 +62,8 @@ def measure(
     whole = prefill(loaded, layouts[base], plain, reuse)[0]
     rows = []
     for index, layout in enumerate(layouts):
+        if check is not None and index != base:
+            check()
         if index == base:
             group = whole
         elif loaded.keeps_all_keys:

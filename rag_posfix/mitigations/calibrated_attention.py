@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -17,6 +15,7 @@ from rag_posfix.attention.blockwise import scores, weigh
 from rag_posfix.attention.dummy import with_dummy
 from rag_posfix.attention.masks import segment_ids
 from rag_posfix.attention.plan import Plan, RowPlan, Survey
+from rag_posfix.attention.profile import read_profile
 from rag_posfix.attention.shape import Capability, ModelShape
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
@@ -25,7 +24,6 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number,
 __all__ = ["CalibratedAttention", "passage_weights", "redistribute", "slot_bias"]
 
 MOST_SLOTS = 1000
-PROFILE_BYTES = 1 << 16
 EQUAL = 1e-5
 """Differences below this share of what is measured are rounding."""
 ROWS = 64
@@ -180,7 +178,7 @@ class CalibratedAttention(Mitigation):
             raise ConfigError("calibrated_attention: temperature=0 must be above 0; try 0.1 for a sharp choice")
         checked_number(self.name, "strength", self.strength, 0.0, 1.0)
         if self.profile is not None:
-            given: Any = _read_profile(self.profile) if isinstance(self.profile, str) else self.profile
+            given: Any = read_profile(self.name, self.profile) if isinstance(self.profile, str) else self.profile
             numbers = checked_numbers(self.name, "profile", given, 0.0, 1e6, (2, MOST_SLOTS))
             if not any(numbers):
                 raise ConfigError("calibrated_attention: profile holds zeros only; measure it again")
@@ -203,15 +201,3 @@ class CalibratedAttention(Mitigation):
             return Plan(rows=(RowPlan(attend=_Calibrated(layout, layers, alpha, self.strength)),))
 
         return Plan(survey=Survey(layouts=(layout, *dummies), decide=decide, continue_from=0))
-
-
-def _read_profile(path: str) -> Any:
-    """Return the list in a profile."""
-    try:
-        with Path(path).open("rb") as opened:
-            return json.loads(opened.read(PROFILE_BYTES))["profile"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(
-            f'calibrated_attention: profile={path!r} cannot be read; it must be a JSON file {{"profile": [...]}}, as '
-            "rag-posfix probe slot-attention writes it"
-        ) from error

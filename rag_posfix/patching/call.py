@@ -18,14 +18,17 @@ __all__ = ["Edits", "Member", "Observer", "Scratch", "SeamCall", "active", "curr
 
 @dataclass(slots=True)
 class Observer:
-    """Collects the attention of the newest query, averaged over layers and the heads that are here.
+    """Collects the attention of the newest queries, averaged over them, over layers and the heads that are here.
 
-    Shapes:
+    Attributes:
         total: (B, Tk) float32, summed over layers.
+        n_layers: Layers that have reported.
+        queries: How many of the newest queries count. With a plan that replaces attention: one.
     """
 
     total: Tensor | None = None
     n_layers: int = 0
+    queries: int = 1
 
     def add(self, attention: Tensor) -> None:
         """Add one layer's (B, Tk)."""
@@ -113,7 +116,7 @@ class SeamCall:
         spec: The model's; needed with ``positions``.
         scratch: Of this sequence.
         n_prompt: Tokens that the prompt holds; queries from the last of them on are newest tokens.
-        observer: Receives the attention of the newest query.
+        observer: Receives the attention of the newest queries.
         listener: Receives each layer's number and what its attention reads, (B, Tq, hidden).
         starts: The first token of each row among the keys; those before it are padding. Not None: the seam knows all
             that a mask would say, and none is made unless the plan has one. None: the model's own mask counts.

@@ -227,11 +227,10 @@ class _Layer:
         return out
 
     def _observe(self, query: Tensor, key: Tensor) -> None:
-        if self.call.observer is not None:
-            softcap = self.options.get("softcap")
-            self.call.observer.add(
-                last_query_attention(query, key, self.mask, self.scaling, softcap, self.call.starts)
-            )
+        observer = self.call.observer
+        if observer is not None:
+            softcap, count = self.options.get("softcap"), min(observer.queries, query.shape[2])
+            observer.add(last_query_attention(query, key, self.mask, self.scaling, softcap, self.call.starts, count))
 
 
 def _needed(call: SeamCall) -> tuple[ModelSpec, Tensor]:

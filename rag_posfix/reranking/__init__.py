@@ -3,7 +3,24 @@
 Importing ``RERANKERS`` from here finds every built-in reranker registered; none of them loads a model on import.
 """
 
+from rag_posfix.reranking.attention_sorting import AttentionSortingReranker
 from rag_posfix.reranking.base import RERANKERS
+from rag_posfix.reranking.calibrated_attention import CalibratedAttentionReranker
+from rag_posfix.reranking.cross_encoder import CrossEncoderReranker
 from rag_posfix.reranking.embedding import EmbeddingReranker
+from rag_posfix.reranking.guarded import GuardedReranker
+from rag_posfix.reranking.in_context import InContextReranker
+from rag_posfix.reranking.likelihood import LikelihoodReranker
+from rag_posfix.reranking.listwise import ListwiseReranker
 
-__all__ = ["RERANKERS", "EmbeddingReranker"]
+__all__ = [
+    "RERANKERS",
+    "AttentionSortingReranker",
+    "CalibratedAttentionReranker",
+    "CrossEncoderReranker",
+    "EmbeddingReranker",
+    "GuardedReranker",
+    "InContextReranker",
+    "LikelihoodReranker",
+    "ListwiseReranker",
+]

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field
 
 from rag_posfix.errors import ConfigError, RerankingError
 from rag_posfix.reranking.base import RERANKERS, ranked_copies
+from rag_posfix.reranking.candidates import read_candidates
 from rag_posfix.text import clean_text, titled_text
 
 __all__ = ["EmbeddingReranker"]
@@ -23,10 +24,15 @@ _SCORE_DECIMALS = 6
 
 @RERANKERS.register("embedding")
 class EmbeddingReranker(BaseDocumentCompressor):
-    """Re-scores passages with any embedding model; negative cosines count as 0.
+    """Re-score passages with any embedding model.
 
     Useful after a retriever without scores of that kind (BM25, a web search), or with a larger embedding model
     than the index was built with. A passage without visible text scores 0.
+
+    Source: Karpukhin et al. (2020), Dense Passage Retrieval, section 3, https://arxiv.org/abs/2004.04906
+    Formula: relevance_score = the cosine of the vectors of question and passage (title and text); 0 where negative.
+    Cost: tokens read, by the embedding model: each passage and the question once; nothing is kept between questions.
+    Limits: what exceeds the embedding model's window is cut by it, and nobody says so.
 
     Attributes:
         embeddings: Any langchain embedding model; its vectors need not have length one.
@@ -49,7 +55,7 @@ class EmbeddingReranker(BaseDocumentCompressor):
             callbacks: Not used; part of langchain's interface.
 
         Raises:
-            ConfigError: the question is empty.
+            ConfigError: the question is empty, or a document is malformed.
             RerankingError: the embedding model returned unusable vectors.
         """
         if not documents:
@@ -99,6 +105,7 @@ def _text(document: Document) -> str:
 
 def _distinct_texts(documents: Sequence[Document]) -> list[str]:
     """Return each text once, sorted: batches, and with them the last digits of scores, depend on content alone."""
+    read_candidates(documents)  # which checks them
     return sorted({text for text in map(_text, documents) if text.strip()})
 
 

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 __all__ = ["Metrics"]
 
 _REQUEST_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _STAGE_BUCKETS = (0.001, 0.0025, 0.005, *_REQUEST_BUCKETS)
+
+
+class _RerankingFailures(Collector):
+    """Counts that are kept by the reranker itself, read when they are asked for."""
+
+    def __init__(self) -> None:
+        self.counts: Callable[[], Mapping[str, int]] = dict
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(
+            "rag_posfix_reranking_failures", "Rerankings that left documents in their order.", labels=["reason"]
+        )
+        for reason, count in self.counts().items():
+            family.add_metric([reason], count)
+        yield family
 
 
 class Metrics:
@@ -42,6 +59,8 @@ class Metrics:
         self._cache = Counter(
             "rag_posfix_cache_requests", "Look-ups in the answer cache.", ["result"], registry=self.registry
         )
+        self._reranking = _RerankingFailures()
+        self.registry.register(self._reranking)
         self._info = Info("rag_posfix", "What is served.", registry=self.registry)
         Gauge(
             "rag_posfix_in_flight_requests", "Requests being answered or waiting.", registry=self.registry
@@ -56,6 +75,10 @@ class Metrics:
     def served(self, version: str, model: str) -> None:
         """Tell what is served."""
         self._info.info({"version": version, "model": model})
+
+    def count_reranking(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Tell who counts rerankings that failed, by reason."""
+        self._reranking.counts = counts
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """Count one request; ``route`` is the template of its path."""

@@ -89,6 +89,9 @@ class Service:
         self._generator = pipeline.generator
         served.generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
         self.metrics.served(package_version(), served.generator.model_id)
+        counts = getattr(pipeline.reranker, "counts", None)
+        if callable(counts):
+            self.metrics.count_reranking(counts)
         self._pipeline = served
 
     async def load(self) -> None:

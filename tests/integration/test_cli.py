@@ -95,6 +95,7 @@ class TestMethods:
         by_name = {one["name"]: one for one in found["mitigations"]}
         assert {"none", "context_experts", "parallel_windows"} <= set(by_name)
         assert {"ends_first", "original", "random", "relevance", "reverse"} <= set(found["orders"])
+        assert {"cross_encoder", "embedding", "in_context", "likelihood", "listwise"} <= set(found["rerankers"])
         for one in by_name.values():
             assert {"paper", "order_invariant", "needs_calibration", "training_free", "parameters"} <= set(one)
         experts = by_name["context_experts"]
@@ -333,6 +334,13 @@ class TestAsk:
         assert found["documents"][0]["score"] < found["documents"][1]["score"]
         assert found["usage"]["completion_tokens"] == 1
 
+    def test_a_reranker_chooses_among_what_was_retrieved(self, run, index):
+        options = ["--reranker", "likelihood:batch_size=2", "--k", "1", "--max-tokens", "2", "--no-cache", "--json"]
+        found = run("ask", QUESTION, "--index", index, *options).json
+        assert [document["id"] for document in found["documents"]] == ["lighthouse"]
+        assert 0 < found["documents"][0]["score"] < 1
+        assert "rerank" in found["timings"]
+
     def test_without_json_answer_and_sources_are_printed(self, run, index):
         plain = run("ask", QUESTION, "--index", index, "--max-tokens", "16")
         streamed = run("ask", QUESTION, "--index", index, "--max-tokens", "16", "--stream", "--no-cache")
@@ -350,6 +358,9 @@ class TestAsk:
             (["--mitigation", "none:x=1"], "ConfigError", "none has no parameter 'x'. It takes: none"),
             (["--mitigation", "none:x"], "ConfigError", "'x' in mitigation 'none:x' must be parameter=value"),
             (["--order", "revers"], "UnknownNameError", "Did you mean 'reverse'"),
+            (["--reranker", "likelyhood"], "UnknownNameError", "Did you mean 'likelihood'"),
+            (["--reranker", "likelihood:batch=2"], "ConfigError", "Did you mean 'batch_size'"),
+            (["--reranker", "likelihood:batch_size=0"], "ConfigError", "likelihood: batch_size=0: "),
             (["--model", "/no/such/model"], "ConfigError", "model '/no/such/model' cannot be loaded"),
         ],
     )

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from langchain_core.documents import BaseDocumentCompressor
 from pydantic import ValidationError
 
 import services.api.service as service_module
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline import Pipeline
+from rag_posfix.reranking import GuardedReranker
 from rag_posfix.settings import ServiceSettings, Settings
 from services.api.app import create_app
 from services.api.observability import JsonFormatter
@@ -320,6 +322,23 @@ def test_rerank_tells_bad_input(fields: dict[str, Any], status: int, param: str)
     client = client_for(make_pipeline(reranker=WordReranker()), max_documents=3)
     response = client.post("/v1/rerank", json={"query": "q", "documents": ["a"], **fields})
     assert (response.status_code, error_of(response)["param"]) == (status, param)
+
+
+def test_a_reranker_that_fails_costs_no_answer_and_is_counted():
+    class Failing(BaseDocumentCompressor):
+        def compress_documents(self, documents: Any, query: str, callbacks: Any = None) -> Any:
+            raise RuntimeError
+
+    client = client_for(make_pipeline(reranker=GuardedReranker(reranker=Failing())))
+    counter = "rag_posfix_reranking_failures_total"
+    assert f'{counter}{{reason="error"}} 0.0' in client.get("/metrics").text
+    assert client.post(CHAT, json=chat(documents=["a"])).status_code == 200
+    response = client.post("/v1/rerank", json={"query": "q", "documents": ["a"]})
+    assert (response.status_code, error_of(response)["code"]) == (500, "reranking_failed"), "there is no score to give"
+    text = client.get("/metrics").text
+    assert f'{counter}{{reason="error"}} 2.0' in text
+    assert f'{counter}{{reason="timeout"}} 0.0' in text
+    assert counter + "{" not in client_for().get("/metrics").text
 
 
 def test_rerank_without_a_reranker_or_with_a_broken_one(caplog: pytest.LogCaptureFixture):

@@ -9,8 +9,11 @@ from langchain_core.documents import Document
 
 from rag_posfix import build as module
 from rag_posfix.build import build_pipeline
+from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline import Question
+from rag_posfix.reranking import EmbeddingReranker, LikelihoodReranker
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.settings import PassageStoreSettings, Settings
 from tests.support.tiny import loaded_model
@@ -52,6 +55,52 @@ def ask(pipeline, names, *, use_cache=True):
         if one.id in names
     ]
     return pipeline.ask(Question("Which river?", documents, use_cache=use_cache))
+
+
+def built_with(loaded, tmp_path, monkeypatch, generator=None, **settings):
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: LetterEmbeddings())
+    engine = generator or Engine(loaded, ToyEncoder(), "tiny", "print")
+    return build_pipeline(Settings(cache_dir=tmp_path / "cache", **settings), generator=engine)
+
+
+def test_documents_without_a_score_are_scored_by_their_embeddings(pipeline):
+    assert isinstance(pipeline.reranker.reranker, EmbeddingReranker)
+    assert (pipeline.reranker.deadline_seconds, pipeline.candidates) == (30.0, 0)
+
+
+def test_a_reranker_is_named_with_its_parameters_and_shares_model_and_passages(loaded, tmp_path, monkeypatch):
+    named = {"reranker": "likelihood:batch_size=2", "reranker_deadline_seconds": 60, "candidates": 7, "max_tokens": 2}
+    with closing(built_with(loaded, tmp_path, monkeypatch, **named)) as pipeline:
+        inner = pipeline.reranker.reranker
+        assert isinstance(inner, LikelihoodReranker)
+        assert (inner.batch_size, pipeline.reranker.deadline_seconds, pipeline.candidates) == (2, 60, 7)
+        assert inner.generator is pipeline.generator
+        answer = pipeline.ask(Question("Which river?", DOCUMENTS[1:], use_cache=False))
+        assert all(0 < document.score < 1 for document in answer.documents)
+        whole = answer.usage.prompt_tokens - len("Question: Which river?\nAnswer:") - len(".\n.assistant\n")
+        assert answer.usage.cached_tokens == whole, "what the reranker read, the answer need not read"
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("likelyhood", "Did you mean 'likelihood'"),
+        ("likelihood:batchsize=2", "Did you mean 'batch_size'"),
+        ("likelihood:batch_size", "must be parameter=value, for example top_n=5"),
+    ],
+)
+def test_a_reranker_that_does_not_exist_is_told_before_anything_is_loaded(monkeypatch, named, message):
+    monkeypatch.setattr(module, "load_engine", None)
+    with pytest.raises(ConfigError, match=message):
+        build_pipeline(Settings(reranker=named))
+
+
+def test_a_reranker_that_the_generator_cannot_serve_closes_what_was_loaded(tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(module, "_load", lambda _settings: (FakeGenerator(ToyEncoder()), lambda: closed.append(True)))
+    with pytest.raises(ConfigError, match="FakeGenerator cannot read passages"):
+        build_pipeline(Settings(reranker="in_context", cache_dir=tmp_path))
+    assert closed == [True]
 
 
 def found(pipeline, names):

@@ -7,16 +7,19 @@ import orjson
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from langchain_core.documents import Document
+from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.answer import AnswerDocument, Citation
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.caching.keys import tenant_salt
 from rag_posfix.caching.memory import MemoryCache
 from rag_posfix.caching.tiered import TieredAnswerCache
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.generation.request import MitigationChoice, Sampling
 from rag_posfix.pipeline import Defaults, Pipeline, Question
+from rag_posfix.reranking import GuardedReranker
+from rag_posfix.tenancy import current_salt
 from tests.support.texts import NASTY, texts
 from tests.support.toy_encoder import ToyEncoder
 
@@ -215,6 +218,43 @@ class TestReranking:
         reranker = ByLength()
         pipeline(reranker=reranker, retriever=Shelf()).ask(QUESTION)
         assert reranker.calls == 0
+
+    def test_with_candidates_the_reranker_chooses_among_more_than_are_asked_for(self):
+        shelf = Shelf()
+        answer = pipeline(reranker=ByLength(), retriever=shelf, candidates=3).ask(Question(QUESTION, k=1))
+        assert shelf.asked == [(QUESTION, 3)]
+        assert ids(answer) == ["bread"], "the shortest of three"
+        assert set(answer.timings) >= {"retrieve", "rerank"}
+        pipeline(reranker=ByLength(), retriever=shelf, candidates=1).ask(Question(QUESTION, k=2))
+        assert shelf.asked[1] == (QUESTION, 2)
+
+    @pytest.mark.parametrize("documents", [None, [ROME, BREAD]])
+    def test_a_reranker_that_fails_leaves_the_documents_as_they_came(self, documents):
+        class Broken(ByLength, BaseDocumentCompressor):
+            def compress_documents(self, documents, query, callbacks=None):
+                raise RuntimeError
+
+            def __init__(self):
+                BaseDocumentCompressor.__init__(self)
+
+        guarded = GuardedReranker(reranker=Broken(), deadline_seconds=5)
+        made = pipeline(reranker=guarded, retriever=Shelf(), candidates=3)
+        answer = made.ask(Question(QUESTION, documents, k=2, order="original"))
+        assert ids(answer) == (["rome", "paris"] if documents is None else ["rome", "bread"])
+        assert guarded.failures == 1
+
+    def test_what_a_reranker_keeps_is_kept_for_the_tenant(self):
+        salts = []
+
+        class Telling(ByLength):
+            def compress_documents(self, documents, query, callbacks=None):
+                salts.append(current_salt())
+                return super().compress_documents(documents, query)
+
+        made = pipeline(reranker=Telling(), retriever=Shelf(), candidates=3, defaults=Defaults(tenant="process"))
+        made.ask(Question(QUESTION, tenant="a"))
+        made.ask(Question(QUESTION, [ROME], tenant="b"))
+        assert salts == [tenant_salt("process", "a"), tenant_salt("process", "b")]
 
     def test_the_documents_given_are_not_changed(self):
         given_document = Document(page_content="Rome.", id="r", metadata={"page": 1})

@@ -95,6 +95,9 @@ def test_settings_are_frozen_and_refuse_unknown_names(cls):
     [
         (Settings, "k", 0),
         (Settings, "max_tokens", 0),
+        (Settings, "reranker", ""),
+        (Settings, "reranker_deadline_seconds", 0),
+        (Settings, "candidates", 0),
         (Settings, "dtype", "int3"),
         (CacheSettings, "memory_entries", -1),
         (CacheSettings, "disk_bytes", -1),

@@ -6,8 +6,10 @@ from fastapi import APIRouter, Request
 from langchain_core.documents import Document
 from starlette.responses import Response
 
+from rag_posfix.caching.keys import tenant_salt
 from rag_posfix.errors import RerankingError
 from rag_posfix.pipeline import Pipeline
+from rag_posfix.tenancy import salted
 from services.api.errors import InvalidRequestError, UnsupportedFeatureError
 from services.api.facts import RequestFacts
 from services.api.questions import check_count
@@ -56,7 +58,8 @@ def _score(pipeline: Pipeline, body: RerankRequest, model: str) -> RerankRespons
         raise UnsupportedFeatureError("this server has no reranker; serve a pipeline with one to use /v1/rerank")
     texts = [document_text(document) for document in body.documents]
     marked = [Document(page_content=text, metadata={_PLACE: place}) for place, text in enumerate(texts)]
-    scored = pipeline.reranker.compress_documents(marked, body.query) if marked else []
+    with salted(tenant_salt(pipeline.defaults.tenant)):
+        scored = pipeline.reranker.compress_documents(marked, body.query) if marked else []
     shown = body.return_documents is not False
     results = [
         RerankResult(
@@ -76,5 +79,5 @@ def _score(pipeline: Pipeline, body: RerankRequest, model: str) -> RerankRespons
 def _relevance(document: Document) -> float:
     score = document.metadata.get("relevance_score")
     if score is None:
-        raise RerankingError("the reranker returned a document without metadata['relevance_score']")
+        raise RerankingError("the reranker failed, or was late, and scored nothing; its log line says which")
     return float(score)

@@ -1,0 +1,69 @@
+"""Rerankers that ask the real SmolLM2: the passage that answers is found, in float32 as the stock model says it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rag_posfix.demo_data import load_passages, load_questions
+from rag_posfix.patching.install import stock_twin
+from rag_posfix.reranking import RERANKERS
+from rag_posfix.reranking.build import Parts, build_reranker
+
+pytestmark = pytest.mark.weights
+
+QUESTIONS = load_questions()[:2]
+PASSAGES = {passage.id: passage for passage in load_passages()}
+
+
+def passages(question, count=4):
+    return [PASSAGES[name] for name in (*question.distractors[: count - 1], question.gold)]
+
+
+def made(engine, name, **parameters):
+    return build_reranker(name, parameters, Parts(embeddings=lambda: None, generator=lambda: engine))
+
+
+@pytest.mark.parametrize("name", ["likelihood", "in_context"])
+def test_the_passage_that_answers_comes_first(engine, name):
+    for question in QUESTIONS:
+        result = made(engine, name).compress_documents(passages(question), question.question)
+        assert result[0].id == question.gold
+
+
+@pytest.mark.parametrize("name", ["attention_sorting", "calibrated_attention", "listwise"])
+def test_the_others_rank_all_of_them(engine, name):
+    given = passages(QUESTIONS[0], 3)
+    result = made(engine, name).compress_documents(given, QUESTIONS[0].question)
+    assert sorted(one.id for one in result) == sorted(one.id for one in given)
+    assert name in RERANKERS
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """The real model in float32, and the same weights as transformers runs them."""
+    from rag_posfix.generation.models import load_engine
+
+    engine = load_engine(dtype="float32")
+    return engine, stock_twin(engine.loaded.model, engine.loaded.spec)
+
+
+def test_what_is_read_off_is_what_the_stock_model_says(exact):
+    engine, stock = exact
+    reranker = made(engine, "in_context")
+    layouts = []
+    original = engine.question_attention
+    try:
+        engine.question_attention = lambda given, *rest: layouts.extend(given) or original(given, *rest)
+        short = [one.model_copy(update={"page_content": one.page_content[:80]}) for one in passages(QUESTIONS[0], 2)]
+        reranker.compress_documents(short, QUESTIONS[0].question)
+    finally:
+        del engine.question_attention
+    found = engine.question_attention(layouts)
+    stock.set_attn_implementation("eager")
+    for layout, paid in zip(layouts, found, strict=True):
+        with torch.no_grad():
+            output = stock(torch.tensor([layout.token_ids]), output_attentions=True)
+        expected = torch.stack(output.attentions)[:, 0, :, layout.suffix.start :].mean(dim=2).sum(dim=(0, 1))
+        for one, span in zip(paid, layout.passages, strict=True):
+            assert one == pytest.approx(expected[span.slice].tolist(), abs=2e-3, rel=1e-3)

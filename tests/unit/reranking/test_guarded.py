@@ -1,0 +1,170 @@
+"""A reranker that fails or is late leaves the documents in their order."""
+
+import asyncio
+import copy
+import threading
+import time
+
+import pytest
+from langchain_core.documents import BaseDocumentCompressor, Document
+
+from rag_posfix.errors import ConfigError, RerankingTimeoutError
+from rag_posfix.reranking import GuardedReranker, LikelihoodReranker, ListwiseReranker
+from rag_posfix.reranking.base import ranked_copies
+from rag_posfix.reranking.deadline import check_time, in_thread, watched
+from rag_posfix.tenancy import current_salt, salted
+from tests.support.reader import ScriptedReader, order
+
+GIVEN = [
+    Document(page_content="a", metadata={"relevance_score": 0.3, "tags": ["t"]}),
+    Document(page_content="b", metadata={"relevance_score": 0.9}),
+    Document(page_content="c"),
+]
+
+
+class Acting(BaseDocumentCompressor):
+    """Does what it is told, then scores by place."""
+
+    act: object
+
+    def compress_documents(self, documents, query, callbacks=None):
+        self.act()
+        return ranked_copies(documents, [place / 10 for place in range(len(documents))])
+
+    async def acompress_documents(self, documents, query, callbacks=None):
+        return await in_thread(lambda: self.compress_documents(documents, query, callbacks))
+
+
+def guard(act, seconds=5.0):
+    return GuardedReranker(reranker=Acting(act=act), deadline_seconds=seconds)
+
+
+def fail():
+    raise RuntimeError("secret text of a document")
+
+
+async def both(guarded, documents=GIVEN):
+    return [
+        list(guarded.compress_documents(documents, "why?")),
+        list(await guarded.acompress_documents(documents, "why?")),
+    ]
+
+
+@pytest.mark.parametrize("seconds", [5.0, None])
+async def test_what_works_is_returned_as_it_is(seconds):
+    guarded = guard(lambda: None, seconds)
+    for result in await both(guarded):
+        assert order(result) == ["c", "b", "a"]
+    assert (guarded.failures, guarded.timeouts) == (0, 0)
+
+
+@pytest.mark.parametrize("seconds", [5.0, None])
+async def test_a_failure_returns_copies_in_their_order_with_a_warning_and_a_count(caplog, seconds):
+    guarded, before = guard(fail, seconds), copy.deepcopy(GIVEN)
+    for result in await both(guarded):
+        assert result == GIVEN == before
+        assert all(one is not other for one, other in zip(result, GIVEN, strict=True))
+        result[0].metadata["relevance_score"] = 7
+        assert before == GIVEN
+    assert guarded.counts() == {"error": 2, "timeout": 0}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "Acting failed (RuntimeError); the documents keep their order" in caplog.text
+    assert "secret" not in caplog.text
+
+
+async def test_a_late_reranker_is_left_behind(caplog):
+    release = threading.Event()
+    guarded = guard(lambda: release.wait(20), 0.05)
+    started = time.monotonic()
+    for result in await both(guarded):
+        assert result == GIVEN
+    assert time.monotonic() - started < 10
+    assert guarded.counts() == {"error": 0, "timeout": 2}
+    assert "took longer than 0.05 s" in caplog.text
+    release.set()
+    guarded.close()
+
+
+async def test_what_the_caller_did_wrong_is_raised():
+    def refuse():
+        raise ConfigError("the question is empty")
+
+    guarded = guard(refuse)
+    with pytest.raises(ConfigError):
+        guarded.compress_documents(GIVEN, "")
+    with pytest.raises(ConfigError):
+        await guarded.acompress_documents(GIVEN, "")
+    assert guarded.counts() == {"error": 0, "timeout": 0}
+
+
+def test_the_salt_reaches_the_thread():
+    seen = []
+    with salted("tenant"):
+        guard(lambda: seen.append(current_salt())).compress_documents(GIVEN, "why?")
+    assert seen == ["tenant"]
+    assert current_salt() == ""
+
+
+def late_reader():
+    """A reader whose first reading takes longer than the deadline of its guard, and which counts the readings."""
+    reader = ScriptedReader(dict.fromkeys("abc", -1.0), written="[1] > [2] > [3]")
+    reader.release = threading.Event()
+    reader.before_each = lambda: reader.release.wait(20)
+    return reader
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "most"), [(LikelihoodReranker, {"batch_size": 1}, 1), (ListwiseReranker, {}, 1)]
+)
+def test_a_late_ranking_lets_go_of_the_model_at_its_next_step(kind, options, most):
+    reader = late_reader()
+    inner = kind(generator=reader, **options)
+    guarded = GuardedReranker(reranker=inner, deadline_seconds=0.05)
+    assert order(guarded.compress_documents(GIVEN, "why?")) == ["a", "b", "c"]
+    assert guarded.timeouts == 1
+    reader.release.set()
+    guarded.close()
+    assert guarded._runner.running == 0
+    assert len(reader.seen) == most, "three batches were to be read"
+    assert order(inner.compress_documents(GIVEN, "why?")) == ["a", "b", "c"], "its turn was given back"
+
+
+async def test_a_cancelled_ranking_lets_go_of_the_model_at_its_next_step():
+    reader = late_reader()
+    inner = LikelihoodReranker(generator=reader, batch_size=1)
+    task = asyncio.create_task(inner.acompress_documents(GIVEN, "why?"))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    reader.release.set()
+    for _ in range(200):
+        if not inner._turns.locked():
+            break
+        await asyncio.sleep(0.01)
+    assert len(reader.seen) == 1
+
+
+def test_waiting_for_another_ranking_counts_against_the_deadline():
+    reader = ScriptedReader(dict.fromkeys("abc", -1.0))
+    inner = LikelihoodReranker(generator=reader)
+    guarded = GuardedReranker(reranker=inner, deadline_seconds=0.1)
+    with inner._turns:
+        assert order(guarded.compress_documents(GIVEN, "why?")) == ["a", "b", "c"]
+        guarded.close()
+        assert guarded._runner.running == 0
+    assert reader.seen == []
+
+
+def test_a_watch_tells_why():
+    check_time()
+    with watched(60), watched(0.0):
+        time.sleep(0.001)
+        with pytest.raises(RerankingTimeoutError, match="longer than its deadline"):
+            check_time()
+    with watched(None) as watch:
+        check_time()
+        watch.cancelled = True
+        with pytest.raises(RerankingTimeoutError, match="nobody waits"):
+            check_time()
+    check_time()
