@@ -28,10 +28,10 @@ __all__ = ["HybridRetriever"]
 class HybridRetriever(BaseRetriever):
     """Returns what two or more retrievers find, as one ranking with ``relevance_score`` in [0, 1], ties by id.
 
-    ``rank`` (reciprocal rank fusion) looks at places only, so that scores of any kind go together; 1 is a passage that
-    is first everywhere, and scores fall slowly: the tenth place of two is .87. ``score`` is the weighted mean of scores
-    that are stretched to [0, 1] for each question and retriever; it keeps how much better the best are, and the last
-    candidate of each retriever gets nothing from it. See ``fusion`` for formulas and sources.
+    ``rank`` (reciprocal rank fusion) looks at places only, so that scores of any kind go together; 1 is a passage
+    that is first everywhere, and scores fall slowly: ten places down everywhere is .86. ``score`` is the weighted mean
+    of scores that are stretched to [0, 1] for each question and retriever; it keeps how much better the best are, and
+    the last candidate of each retriever gets nothing from it. See ``fusion`` for formulas and sources.
 
     A passage that several find keeps the metadata of the first of them, and what the others add to it, such as
     ``bm25_score``. Retrievers are asked one after the other by ``retrieve``, together by ``aretrieve``.
@@ -43,6 +43,10 @@ class HybridRetriever(BaseRetriever):
         rank_constant: The constant of reciprocal rank fusion, at least 0; the paper's is 60.
         candidates: How many passages each retriever is asked for, ``k`` if that is more.
         k: How many passages ``invoke`` returns where the call names no ``k``.
+
+    Raises:
+        ValidationError: fewer than two retrievers, something else among them, weights that fit no mean, or another
+            value outside of what is allowed (pydantic's, a ``ValueError``).
     """
 
     retrievers: Sequence[Any]
@@ -53,11 +57,7 @@ class HybridRetriever(BaseRetriever):
     k: int = Field(default=10, ge=1)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Check what pydantic does not.
-
-        Raises:
-            ConfigError: fewer than two retrievers, something else among them, or weights that fit no mean.
-        """
+        """Check what pydantic does not, which then says so with its own ``ValidationError``, a ``ValueError``."""
         super().model_post_init(context)
         if len(self.retrievers) < 2:
             raise ConfigError(f"hybrid retrieval needs two or more retrievers, got {len(self.retrievers)}")
@@ -70,7 +70,7 @@ class HybridRetriever(BaseRetriever):
         usable = all(math.isfinite(weight) and weight >= 0 for weight in weights) and sum(weights) > 0
         if len(weights) != len(self.retrievers) or not usable:
             raise ConfigError(
-                f"weights={weights!r} for {len(self.retrievers)} retrievers; give one number >= 0 for each, and one > 0"
+                f"weights={weights!r} for {len(self.retrievers)} retrievers; give a number >= 0 for each, and one > 0"
             )
 
     def retrieve(self, question: str, k: int) -> list[Document]:
