@@ -144,9 +144,9 @@ def test_what_is_no_file_is_refused(tmp_path):
     ("name", "data"),
     [
         ("rows.jsonl.gz", b"plain text"),
-        ("rows.jsonl.gz", gzip.compress(json.dumps(ROW).encode())[:-20]),
-        ("rows.jsonl.gz", gzip.compress(json.dumps(ROW).encode())[:20] + b"damage" * 9),
-        ("rows.jsonl", gzip.compress(json.dumps(ROW).encode())),
+        ("rows.jsonl.gz", gzip.compress(json.dumps(ROW).encode(), mtime=0)[:-20]),
+        ("rows.jsonl.gz", gzip.compress(json.dumps(ROW).encode(), mtime=0)[:20] + b"damage" * 9),
+        ("rows.jsonl", gzip.compress(json.dumps(ROW).encode(), mtime=0)),
         ("rows.jsonl", b"\xff\xfe"),
     ],
 )
