@@ -1,8 +1,9 @@
-"""An index as a folder: ``manifest.json``, the vectors as faiss writes them, the documents as JSON lines.
+"""An index as a folder: ``manifest.json``, the vectors as faiss writes them, the documents as JSON lines, and more.
 
-The manifest names the other two files and their hashes, and is the last to be put in place. Each save writes new
-file names, so that a folder is one complete index at every moment, whenever the process is stopped. Knows nothing
-of embedding models or searching; nothing is pickled.
+The manifest names the other files and their hashes, and is the last to be put in place. Each save writes new
+file names, so that a folder is one complete index at every moment, whenever the process is stopped. Word statistics
+are a part that may be missing. Knows nothing of embedding models or searching; what is in a file is known to
+``index_parts``, and ``index_reading`` puts it together again.
 """
 
 from __future__ import annotations
@@ -13,23 +14,38 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rag_posfix.errors import RetrievalError
-from rag_posfix.retrieval.records import dump_record, parse_json
+from rag_posfix.retrieval.bm25_index import BM25Index
+from rag_posfix.retrieval.document_table import Record
+from rag_posfix.retrieval.index_parts import BM25_ROLES, write_bm25_parts, write_records, write_vectors
+from rag_posfix.retrieval.vector_index import import_faiss
 
-__all__ = ["IndexContents", "IndexManifest", "check_writable", "read_index", "read_manifest", "write_index"]
+__all__ = [
+    "REBUILD",
+    "IndexContents",
+    "IndexFile",
+    "IndexManifest",
+    "check_writable",
+    "damaged",
+    "describe_file",
+    "read_manifest",
+    "write_index",
+]
 
 _FORMAT: Final = "rag-posfix-index"
-_VERSION = 1
+_VERSION = 2
+_READABLE = (1, 2)
+"""Version 1 had neither a table nor vectors of removed documents in a graph."""
 _MANIFEST = "manifest.json"
-_DATA_FILE = re.compile(r"(vectors|documents)-[0-9a-f]{12}\.(faiss|jsonl)")
-_REBUILD = "build the index again with: rag-posfix index PATH... --out DIR"
+_DATA_FILE = re.compile(r"\w+-[0-9a-f]{12}\.(faiss|jsonl|json|npy)")
+REBUILD: Final = "build the index again with: rag-posfix index PATH... --out DIR --rebuild"
 
 
 class _Frozen(BaseModel):
@@ -53,7 +69,8 @@ class IndexManifest(_Frozen):
         embedding: Identity of the embedding model.
         dimension: Length of a vector.
         count: Number of documents.
-        files: ``vectors`` and ``documents``.
+        removed: Number of vectors in a graph whose documents are gone.
+        files: ``vectors``, ``documents``, ``table``, and those of ``BM25_ROLES`` where there are word statistics.
     """
 
     format: Literal["rag-posfix-index"] = _FORMAT
@@ -61,6 +78,7 @@ class IndexManifest(_Frozen):
     embedding: str
     dimension: int = Field(ge=1)
     count: int = Field(ge=0)
+    removed: int = Field(default=0, ge=0)
     files: dict[str, IndexFile]
 
 
@@ -69,14 +87,24 @@ class IndexContents:
     """What is kept of an index.
 
     Attributes:
-        vectors: A faiss index whose keys are those of ``documents``.
-        documents: Documents by key.
+        vectors: A faiss index whose keys are those of ``records``, and maybe some of removed documents.
+        records: Documents by key, ascending.
         embedding: Identity of the embedding model.
+        bm25: Word statistics, a row for each document, or None.
     """
 
     vectors: Any
-    documents: dict[int, Document]
+    records: Mapping[int, Record]
     embedding: str
+    bm25: BM25Index | None = None
+
+    def removed(self) -> set[int]:
+        """Return the keys of vectors whose documents are gone."""
+        import numpy as np
+
+        stored = import_faiss().vector_to_array(self.vectors.id_map)
+        kept = np.fromiter(self.records, dtype=np.int64, count=len(self.records))
+        return set(np.setdiff1d(stored, kept, assume_unique=True).tolist())
 
 
 def write_index(folder: Path, contents: IndexContents) -> IndexManifest:
@@ -104,33 +132,6 @@ def write_index(folder: Path, contents: IndexContents) -> IndexManifest:
     return manifest
 
 
-def read_index(folder: Path, embedding: str) -> IndexContents:
-    """Read an index after checking that it is whole and was built with the model ``embedding``.
-
-    Raises:
-        RetrievalError: it is missing, damaged, of another program or version, or of another embedding model.
-    """
-    manifest = read_manifest(folder)
-    if manifest.embedding != embedding:
-        raise RetrievalError(
-            f"index {str(folder)!r} was built with embedding model {manifest.embedding!r}, not {embedding!r}; "
-            f"use that model, or {_REBUILD}"
-        )
-    for role in ("vectors", "documents"):
-        _check_file(folder, manifest.files.get(role), role)
-    vectors = _read_vectors(folder / manifest.files["vectors"].name)
-    documents = _read_documents(folder / manifest.files["documents"].name)
-    if not manifest.count == vectors.ntotal == len(documents) or manifest.dimension != vectors.d:
-        raise _damaged(
-            folder,
-            f"it holds {vectors.ntotal} vectors of dimension {vectors.d} and {len(documents)} documents, "
-            f"the manifest says {manifest.count} of dimension {manifest.dimension}",
-        )
-    if _keys(vectors) != set(documents):
-        raise _damaged(folder, "its vectors and its documents have different keys")
-    return IndexContents(vectors, documents, manifest.embedding)
-
-
 def read_manifest(folder: Path) -> IndexManifest:
     """Return the manifest of the index in ``folder``.
 
@@ -140,27 +141,28 @@ def read_manifest(folder: Path) -> IndexManifest:
     try:
         text = (folder / _MANIFEST).read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
-        raise RetrievalError(f"no index in {str(folder)!r} ({_MANIFEST} is missing); {_REBUILD}") from None
+        raise RetrievalError(f"no index in {str(folder)!r} ({_MANIFEST} is missing); {REBUILD}") from None
     except UnicodeDecodeError:
-        raise _damaged(folder, f"{_MANIFEST} is not text") from None
+        raise damaged(folder, f"{_MANIFEST} is not text") from None
     except OSError as error:
         raise RetrievalError(f"cannot read the index {str(folder)!r}: {error.strerror or error}") from error
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
-        raise _damaged(folder, f"{_MANIFEST} is not JSON") from None
+        raise damaged(folder, f"{_MANIFEST} is not JSON") from None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise RetrievalError(f"{str(folder)!r} is not an index of rag-posfix; give the folder of one, or {_REBUILD}")
-    if data.get("version") != _VERSION:
+        raise RetrievalError(f"{str(folder)!r} is not an index of rag-posfix; give the folder of one, or {REBUILD}")
+    if data.get("version") not in _READABLE:
+        known = " and ".join(map(str, _READABLE))
         raise RetrievalError(
-            f"index {str(folder)!r} has format version {data.get('version')!r}, this release reads {_VERSION}; "
-            f"install the release that wrote it, or {_REBUILD}"
+            f"index {str(folder)!r} has format version {data.get('version')!r}, this release reads {known}; "
+            f"install the release that wrote it, or {REBUILD}"
         )
     try:
         return IndexManifest.model_validate(data)
     except ValidationError as error:
         fields = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
-        raise _damaged(folder, f"{_MANIFEST} has missing or wrong fields: {fields}") from None
+        raise damaged(folder, f"{_MANIFEST} has missing or wrong fields: {fields}") from None
 
 
 def check_writable(folder: Path) -> None:
@@ -186,25 +188,27 @@ def check_writable(folder: Path) -> None:
 
 
 def _stage(staging: Path, contents: IndexContents, token: str) -> IndexManifest:
-    import faiss
-
-    vectors, documents = staging / f"vectors-{token}.faiss", staging / f"documents-{token}.jsonl"
-    try:
-        faiss.write_index(contents.vectors, str(vectors))
-    except RuntimeError as error:
-        raise OSError(f"faiss could not write the vectors: {str(error).splitlines()[0]}") from error
-    with documents.open("w", encoding="utf-8", newline="\n") as handle:
-        for key, document in contents.documents.items():
-            record = {"key": key, "id": document.id, "text": document.page_content, "metadata": document.metadata}
-            handle.write(dump_record(record) + "\n")
+    paths = {
+        "vectors": staging / f"vectors-{token}.faiss",
+        "documents": staging / f"documents-{token}.jsonl",
+        "table": staging / f"table-{token}.npy",
+    }
+    write_vectors(contents.vectors, paths["vectors"])
+    write_records(contents.records, paths["documents"], paths["table"])
+    if contents.bm25 is not None:
+        statistics = {role: staging / f"{role}-{token}.npy" for role in BM25_ROLES}
+        statistics["bm25_words"] = staging / f"bm25_words-{token}.json"
+        write_bm25_parts(contents.bm25, statistics)
+        paths |= statistics
     manifest = IndexManifest(
         embedding=contents.embedding,
         dimension=contents.vectors.d,
-        count=contents.vectors.ntotal,
-        files={"vectors": _describe(vectors), "documents": _describe(documents)},
+        count=len(contents.records),
+        removed=contents.vectors.ntotal - len(contents.records),
+        files={role: describe_file(path) for role, path in paths.items()},
     )
     (staging / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    for path in (vectors, documents, staging / _MANIFEST, staging):
+    for path in (*paths.values(), staging / _MANIFEST, staging):
         _sync(path)
     return manifest
 
@@ -247,57 +251,13 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _describe(path: Path) -> IndexFile:
+def describe_file(path: Path) -> IndexFile:
+    """Return name, size and hash of a file."""
     with path.open("rb") as handle:
         digest = hashlib.file_digest(handle, "sha256").hexdigest()
     return IndexFile(name=path.name, bytes=path.stat().st_size, sha256=digest)
 
 
-def _check_file(folder: Path, expected: IndexFile | None, role: str) -> None:
-    if expected is None:
-        raise _damaged(folder, f"{_MANIFEST} names no {role} file")
-    try:
-        found = _describe(folder / expected.name)
-    except FileNotFoundError:
-        raise _damaged(folder, f"{expected.name} is missing") from None
-    except OSError as error:
-        raise RetrievalError(f"cannot read {expected.name} of {str(folder)!r}: {error.strerror or error}") from error
-    if found.bytes != expected.bytes:
-        raise _damaged(folder, f"{expected.name} has {found.bytes} bytes, expected {expected.bytes}")
-    if found.sha256 != expected.sha256:
-        raise _damaged(folder, f"{expected.name} has changed (its sha256 does not match the manifest)")
-
-
-def _read_vectors(path: Path) -> Any:
-    import faiss
-
-    try:
-        vectors = faiss.read_index(str(path))
-    except RuntimeError as error:
-        raise _damaged(path.parent, f"faiss cannot read {path.name}") from error
-    if not isinstance(vectors, faiss.IndexIDMap2):
-        raise _damaged(path.parent, f"{path.name} holds a {type(vectors).__name__}, expected an IndexIDMap2")
-    return vectors
-
-
-def _keys(vectors: Any) -> set[int]:
-    import faiss
-
-    return set(faiss.vector_to_array(vectors.id_map).tolist())
-
-
-def _read_documents(path: Path) -> dict[int, Document]:
-    try:
-        with path.open(encoding="utf-8", newline="\n") as handle:
-            return dict(_parse_document(line) for line in handle)
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path.parent, f"{path.name} holds a line that is not a document") from error
-
-
-def _parse_document(line: str) -> tuple[int, Document]:
-    record = parse_json(line)
-    return record["key"], Document(id=record["id"], page_content=record["text"], metadata=record["metadata"])
-
-
-def _damaged(folder: Path, detail: str) -> RetrievalError:
-    return RetrievalError(f"index {str(folder)!r} is damaged: {detail}; {_REBUILD}")
+def damaged(folder: Path, detail: str) -> RetrievalError:
+    """Return the error for an index that does not hold what its manifest says."""
+    return RetrievalError(f"index {str(folder)!r} is damaged: {detail}; {REBUILD}")

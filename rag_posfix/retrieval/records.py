@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any, NoReturn
 
@@ -10,7 +11,7 @@ from langchain_core.documents import Document
 from rag_posfix.errors import RetrievalError
 from rag_posfix.text import clean_text, content_hash
 
-__all__ = ["clean_json", "document_id", "dump_record", "parse_json"]
+__all__ = ["clean_json", "copied", "document_id", "dump_record", "owned_document", "parse_json"]
 
 
 def clean_json(value: Any) -> Any:
@@ -33,6 +34,21 @@ def document_id(document: Document) -> str:
         return clean_text(str(document.id))
     metadata = sorted((str(key), repr(value)) for key, value in document.metadata.items())
     return content_hash(document.page_content, *(part for pair in metadata for part in pair))
+
+
+def copied(document: Document) -> Document:
+    """Return a copy that shares nothing with ``document`` that can be changed."""
+    return Document(id=document.id, page_content=document.page_content, metadata=copy.deepcopy(document.metadata))
+
+
+def owned_document(document: Document, name: str | None = None) -> Document:
+    """Return a copy with clean text and an id: ``name``, else the document's, else one made from its content."""
+    owned = copied(document)
+    owned.page_content = clean_json(owned.page_content)
+    owned.metadata = clean_json(owned.metadata)
+    owned.id = name or owned.id
+    owned.id = document_id(owned)
+    return owned
 
 
 def dump_record(record: dict[str, Any]) -> str:

@@ -6,6 +6,8 @@ Knows nothing of how passages are stored or embedded.
 
 from __future__ import annotations
 
+from typing import Any
+
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
@@ -17,7 +19,7 @@ from rag_posfix.retrieval.records import document_id
 from rag_posfix.retrieval.vectors import cosine_relevance
 from rag_posfix.text import clean_text
 
-__all__ = ["PassageRetriever"]
+__all__ = ["PassageRetriever", "checked_question"]
 
 
 class PassageRetriever(BaseRetriever):
@@ -28,10 +30,13 @@ class PassageRetriever(BaseRetriever):
     Attributes:
         store: Where the passages are.
         k: How many passages ``invoke`` returns where the call names no ``k``.
+        filter: Handed to the store with every question, where it is not None; for ``FaissVectorStore`` see
+            ``filters.MetadataFilter``.
     """
 
     store: VectorStore
     k: int = Field(default=10, ge=1)
+    filter: Any = None
 
     def retrieve(self, question: str, k: int) -> list[Document]:
         """Return at most ``k`` documents for ``question``, best first.
@@ -44,8 +49,8 @@ class PassageRetriever(BaseRetriever):
             ConfigError: the question is empty, or ``k`` is below 1.
             RetrievalError: the store cannot be searched.
         """
-        question = _checked(question, k)
-        return _scored(self.store.similarity_search_with_relevance_scores(question, k))
+        question = checked_question(question, k)
+        return _scored(self.store.similarity_search_with_relevance_scores(question, k, **self._options()))
 
     async def aretrieve(self, question: str, k: int) -> list[Document]:
         """Do what ``retrieve`` does without blocking the event loop.
@@ -54,8 +59,11 @@ class PassageRetriever(BaseRetriever):
             question: Must hold a visible character.
             k: How many at most.
         """
-        question = _checked(question, k)
-        return _scored(await self.store.asimilarity_search_with_relevance_scores(question, k))
+        question = checked_question(question, k)
+        return _scored(await self.store.asimilarity_search_with_relevance_scores(question, k, **self._options()))
+
+    def _options(self) -> dict[str, Any]:
+        return {} if self.filter is None else {"filter": self.filter}
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
@@ -68,7 +76,16 @@ class PassageRetriever(BaseRetriever):
         return await self.aretrieve(query, self.k if k is None else k)
 
 
-def _checked(question: str, k: int) -> str:
+def checked_question(question: str, k: int) -> str:
+    """Return ``question`` with clean text.
+
+    Args:
+        question: What is asked.
+        k: How many passages are wanted.
+
+    Raises:
+        ConfigError: the question has no visible character, or ``k`` is below 1.
+    """
     if not question.strip():
         raise ConfigError(f"the question is empty ({question!r}); pass a question with at least one visible character")
     if not isinstance(k, int) or k < 1:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rag_posfix.errors import RetrievalError
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
 __all__ = ["cosine_relevance", "unit_rows"]
 
@@ -23,7 +22,7 @@ def cosine_relevance(cosine: float) -> float:
     return min(max(float(cosine), 0.0), 1.0)
 
 
-def unit_rows(vectors: Sequence[Sequence[float]]) -> NDArray[np.float32]:
+def unit_rows(vectors: ArrayLike) -> NDArray[np.float32]:
     """Return ``vectors`` as rows of length one; a zero vector stays zero, so that it is similar to nothing.
 
     Raises:

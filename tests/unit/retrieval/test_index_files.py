@@ -54,7 +54,7 @@ def test_a_loaded_store_can_be_changed_and_saved_again(folder, embeddings):
     again = FaissVectorStore.load(folder, embeddings)
     assert [document.id for document in again.similarity_search("ccc", k=3)] == ["four", "three", "two"]
     assert again.similarity_search("bba", k=1)[0].page_content == "bab"
-    assert len(list(folder.iterdir())) == 3
+    assert len(list(folder.iterdir())) == 4
 
 
 def test_an_index_can_be_moved(folder, embeddings, tmp_path):
@@ -69,7 +69,7 @@ def test_an_empty_store_can_be_saved_and_loaded(embeddings, tmp_path):
 
 def test_an_existing_empty_folder_is_used(store, tmp_path):
     store.save(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_the_manifest_holds_no_path_of_this_machine(folder, tmp_path):
@@ -118,7 +118,7 @@ def test_a_missing_index_says_how_to_build_one(tmp_path):
         (b"\xff\xfe", "is not text"),
         (b'{"name": "web app"}', "is not an index of rag-posfix"),
         (b"[]", "is not an index of rag-posfix"),
-        (b'{"format": "rag-posfix-index", "version": 2}', "format version 2, this release reads 1"),
+        (b'{"format": "rag-posfix-index", "version": 3}', "format version 3, this release reads 1 and 2"),
         (
             b'{"format": "rag-posfix-index", "version": 1}',
             "missing or wrong fields: embedding, dimension, count, files",
@@ -152,7 +152,7 @@ def forge(folder, role, data):
     path = data_file(folder, role)
     path.write_bytes(data)
     files = json.loads((folder / "manifest.json").read_text())["files"]
-    rewrite(folder, files={**files, role: index_files._describe(path).model_dump()})
+    rewrite(folder, files={**files, role: index_files.describe_file(path).model_dump()})
 
 
 @pytest.mark.parametrize("line", [b"{}\n", b"[]\n", b"x\n", b"\xff\n", b'{"key":0,"id":"a","text":5,"metadata":{}}\n'])
@@ -192,7 +192,7 @@ def test_a_save_that_is_interrupted_leaves_the_old_index(folder, embeddings, mon
             bigger.save(folder)
     assert len(FaissVectorStore.load(folder, embeddings)) == 3
     assert [path.name for path in folder.parent.iterdir()] == ["index"]
-    assert len(list(folder.iterdir())) == 3
+    assert len(list(folder.iterdir())) == 4
     bigger.save(folder)
     assert len(FaissVectorStore.load(folder, embeddings)) == 4
 
