@@ -116,6 +116,8 @@ class Settings(BaseSettings):
         mitigation: Used where a request names none.
         order: Used where a request names none.
         k: Passages per question where a request names none.
+        retriever: How passages are found: ``dense`` by embeddings, ``bm25`` by words, ``hybrid`` by both, their
+            rankings fused.
         cache_dir: Converted weights and the disk tiers of the answer cache and the passage store.
         max_tokens: New tokens per answer where a request names none.
         tenant: Salt of every cache key.
@@ -134,6 +136,7 @@ class Settings(BaseSettings):
     mitigation: str = "context_experts"
     order: str = "relevance"
     k: int = Field(default=10, ge=1)
+    retriever: Literal["dense", "bm25", "hybrid"] = "dense"
     max_tokens: int = Field(default=128, ge=1)
     cache_dir: Path = Field(default_factory=default_cache_dir)
     tenant: str = ""

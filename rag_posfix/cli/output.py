@@ -11,7 +11,7 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-__all__ = ["emit_json", "err", "out", "progress_bar", "status"]
+__all__ = ["emit_json", "err", "out", "progress_bar", "progress_bars", "status"]
 
 
 def out() -> Console:
@@ -45,10 +45,21 @@ def status(message: str) -> Iterator[None]:
 @contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function (done, total) that moves a progress bar on a terminal; silent elsewhere."""
+    with progress_bars(description) as (move,):
+        yield move
+
+
+@contextmanager
+def progress_bars(*descriptions: str) -> Iterator[list[Callable[[int, int], None]]]:
+    """Yield a function (done, total) for each bar; silent off a terminal. All but the first show once they move."""
     console = err()
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+        def bar(number: int, description: str) -> Callable[[int, int], None]:
+            task = progress.add_task(description, total=None, visible=number == 0)
+            return lambda done, total: progress.update(task, completed=done, total=total, visible=True)
+
+        yield [bar(number, description) for number, description in enumerate(descriptions)]
