@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from rag_posfix.generation.request import MitigationChoice, Sampling
     from rag_posfix.generation.scheduler import BatchingGenerator
     from rag_posfix.pipeline import Answer, Pipeline, Question
+    from rag_posfix.retrieval.bm25 import BM25Retriever
     from rag_posfix.retrieval.embeddings import SentenceEmbeddings
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
+    from rag_posfix.retrieval.hybrid import HybridRetriever
     from rag_posfix.retrieval.ingest import read_documents
     from rag_posfix.retrieval.retriever import PassageRetriever
     from rag_posfix.settings import Settings
@@ -29,8 +31,10 @@ __all__ = [  # noqa: RUF022 - without regard to case, as people look names up
     "Answer",
     "Assembler",
     "BatchingGenerator",
+    "BM25Retriever",
     "build_pipeline",
     "FaissVectorStore",
+    "HybridRetriever",
     "load_engine",
     "MitigationChoice",
     "PassageRetriever",
@@ -49,8 +53,10 @@ _EXPORTS = {
     "Answer": "rag_posfix.pipeline",
     "Assembler": "rag_posfix.assembly.assembler",
     "BatchingGenerator": "rag_posfix.generation.scheduler",
+    "BM25Retriever": "rag_posfix.retrieval.bm25",
     "build_pipeline": "rag_posfix.build",
     "FaissVectorStore": "rag_posfix.retrieval.faiss_store",
+    "HybridRetriever": "rag_posfix.retrieval.hybrid",
     "load_engine": "rag_posfix.generation.models",
     "MitigationChoice": "rag_posfix.generation.request",
     "PassageRetriever": "rag_posfix.retrieval.retriever",

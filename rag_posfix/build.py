@@ -19,11 +19,13 @@ from rag_posfix.generation.request import MitigationChoice, Sampling
 from rag_posfix.generation.scheduler import BatchingGenerator
 from rag_posfix.passages.build import build_passage_store
 from rag_posfix.pipeline import Defaults, Pipeline
-from rag_posfix.protocols import Generator
+from rag_posfix.protocols import Generator, Retriever
 from rag_posfix.reranking.build import Parts, build_reranker, parse_reranker
 from rag_posfix.reranking.guarded import GuardedReranker
+from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from rag_posfix.retrieval.hybrid import HybridRetriever
 from rag_posfix.retrieval.retriever import PassageRetriever
 from rag_posfix.settings import Settings
 
@@ -53,9 +55,7 @@ def build_pipeline(
     folder = index if index is not None else chosen.index
     retriever, store = None, None
     if folder is not None:  # before the model: a wrong path is told at once
-        with quiet_loading():
-            store = FaissVectorStore.load(Path(folder), embeddings)
-        retriever = PassageRetriever(store=store, k=chosen.k)
+        retriever, store = _retriever(chosen, Path(folder), embeddings)
     engine, on_close = (generator, None) if generator is not None else _load(chosen)
     guarded = _reranker(chosen, embeddings, engine, on_close)
     passages, reader = None, engine.engine if isinstance(engine, BatchingGenerator) else engine
@@ -101,6 +101,21 @@ def _close(guarded: GuardedReranker, on_close: Callable[[], None] | None) -> Non
     guarded.close()
     if on_close is not None:
         on_close()
+
+
+def _retriever(
+    settings: Settings, folder: Path, embeddings: SentenceEmbeddings
+) -> tuple[Retriever, FaissVectorStore | None]:
+    """Return the retriever that the settings ask for, and the vector store in it, where there is one."""
+    if settings.retriever == "bm25":
+        return BM25Retriever.load(folder, k=settings.k), None
+    with quiet_loading():
+        store = FaissVectorStore.load(folder, embeddings)
+    dense = PassageRetriever(store=store, k=settings.k)
+    if settings.retriever == "dense":
+        return dense, store
+    words = BM25Retriever.load(folder, table=store.table, k=settings.k)
+    return HybridRetriever(retrievers=[dense, words], k=settings.k), store
 
 
 def _load(settings: Settings) -> tuple[Generator, Callable[[], None] | None]:

@@ -120,6 +120,8 @@ class Settings(BaseSettings):
             that come without a score; None scores the latter alone, by their embeddings.
         reranker_deadline_seconds: After so long, or if it fails, documents keep their order.
         candidates: Passages that are retrieved for a named reranker to choose ``k`` from.
+        retriever: How passages are found: ``dense`` by embeddings, ``bm25`` by words, ``hybrid`` by both, their
+            rankings fused.
         cache_dir: Converted weights and the disk tiers of the answer cache and the passage store.
         max_tokens: New tokens per answer where a request names none.
         tenant: Salt of every cache key.
@@ -141,6 +143,7 @@ class Settings(BaseSettings):
     reranker: str | None = Field(default=None, min_length=1)
     reranker_deadline_seconds: float = Field(default=30.0, gt=0)
     candidates: int = Field(default=20, ge=1)
+    retriever: Literal["dense", "bm25", "hybrid"] = "dense"
     max_tokens: int = Field(default=128, ge=1)
     cache_dir: Path = Field(default_factory=default_cache_dir)
     tenant: str = ""

@@ -136,6 +136,19 @@ IMPORT_RULES = [
         never=("torch", "transformers"),
     ),
     ImportRule(
+        why="retrieval finds documents: it knows roles and text, no model that writes and no prompt",
+        files=("rag_posfix/retrieval/*",),
+        among=("rag_posfix",),
+        only=("rag_posfix.errors", "rag_posfix.protocols", "rag_posfix.retrieval", "rag_posfix.text"),
+        never=("torch", "transformers"),
+    ),
+    ImportRule(
+        why="only retrieval knows how vectors and words are indexed and files are read",
+        files=EVERYWHERE,
+        but=("rag_posfix/retrieval/*",),
+        never=("faiss", "bm25s", "pypdf"),
+    ),
+    ImportRule(
         why="the pipeline knows roles, plain data and pure functions, never a class that fills a role",
         files=("rag_posfix/pipeline.py",),
         among=("rag_posfix",),
@@ -295,6 +308,8 @@ FORBIDDEN = [
     ("rag_posfix/mitigations/a.py", "from .other import Other"),
     ("rag_posfix/mitigations/__init__.py", "from rag_posfix.patching import install"),
     ("rag_posfix/retrieval/a.py", "import transformers"),
+    ("rag_posfix/retrieval/a.py", "from rag_posfix.generation.engine import Engine"),
+    ("rag_posfix/build.py", "import bm25s"),
     ("rag_posfix/retrieval/a.py", "import importlib\nimportlib.import_module('transformers.masking_utils')"),
     ("rag_posfix/generation/engine.py", "from transformers import AutoModelForCausalLM"),
     ("rag_posfix/generation/engine.py", "from transformers.cache_utils import DynamicCache"),

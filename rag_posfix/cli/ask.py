@@ -30,6 +30,9 @@ def ask(
     ] = None,
     order: Annotated[str | None, typer.Option("--order", help="Order of the passages in the prompt.")] = None,
     k: Annotated[int | None, typer.Option("--k", min=1, help="Passages to retrieve.")] = None,
+    retriever: Annotated[
+        str | None, typer.Option("--retriever", help="dense (by embeddings), bm25 (by words), or hybrid (both).")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="New tokens at most.")] = None,
     model: ModelName = None,
     tp: Split = None,
@@ -40,7 +43,9 @@ def ask(
     """Answer a question from an index, with its sources."""
     if stream and as_json:
         raise ConfigError("--stream and --json exclude each other; --json prints one object at the end")
-    settings = settings_from(model=model, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker)
+    settings = settings_from(
+        model=model, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker, retriever=retriever
+    )
     choice = checked_choice(mitigation) if mitigation else None
     if settings.reranker is not None:
         from rag_posfix.reranking.build import parse_reranker

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rag_posfix.cli.options import AsJson, ModelName, checked_choice, settings_from
-from rag_posfix.cli.output import emit_json, out, progress_bar, status
+from rag_posfix.cli.output import emit_json, out, progress_bar, progress_bars, status
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import PASSAGES_FOLDER
 
@@ -19,14 +19,17 @@ if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
 
     from rag_posfix.generation.request import MitigationChoice
+    from rag_posfix.retrieval.indexing import IndexUpdate
     from rag_posfix.settings import Settings
 
 __all__ = ["index"]
 
 
 def index(
-    paths: Annotated[list[Path], typer.Argument(help="Files (.txt, .md, .jsonl) or folders.")],
-    output: Annotated[Path, typer.Option("--out", help="Folder for the index; replaced whole if it is one already.")],
+    paths: Annotated[list[Path], typer.Argument(help="Files (.txt, .md, .html, .pdf, .jsonl, .jsonl.gz) or folders.")],
+    output: Annotated[
+        Path, typer.Option("--out", help="Folder for the index; one that is there is brought up to date.")
+    ],
     embedding_model: Annotated[
         str | None, typer.Option("--embedding-model", help="minilm, a model id, or a folder.")
     ] = None,
@@ -39,9 +42,12 @@ def index(
         ),
     ] = None,
     model: ModelName = None,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Keep nothing of an index that is there: embed everything again.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Split files into passages, embed them, and write an index."""
+    """Split files into passages, embed the new ones, and write an index; passages of files that are gone go too."""
     settings = settings_from(embedding_model=embedding_model, model=model)
     chosen = None if precompute is None else checked_choice(precompute)
     if chosen is not None:
@@ -49,31 +55,52 @@ def index(
     started = time.perf_counter()
     with status("loading the embeddings"):
         from rag_posfix.retrieval.embeddings import SentenceEmbeddings
-        from rag_posfix.retrieval.indexing import build_index
+        from rag_posfix.retrieval.indexing import update_index
 
         embeddings = SentenceEmbeddings(settings.embedding_model)
-    with progress_bar("embedding") as progress:
-        manifest = build_index([Path(p) for p in paths], output, embeddings, progress=progress)
-    found: dict[str, Any] = {
-        "index": str(output),
-        "passages": manifest.count,
-        "dimension": manifest.dimension,
-        "embedding": manifest.embedding,
-        "seconds": time.perf_counter() - started,
-    }
+    with progress_bars("reading", "embedding") as (reading, progress):
+        update = update_index(
+            [Path(p) for p in paths], output, embeddings, rebuild=rebuild, progress=progress, reading=reading
+        )
+    found = {"index": str(output), **_described(update, settings), "seconds": time.perf_counter() - started}
     if chosen is not None:
         found["precomputed"] = _precompute(output, embeddings, chosen, settings)
     if as_json:
         emit_json(found)
-        return
-    out().print(f"indexed {manifest.count} passages in {found['seconds']:.1f} s: {output}", highlight=False)
+    else:
+        _show(found, chosen)
+
+
+def _described(update: IndexUpdate, settings: Settings) -> dict[str, Any]:
+    """Return what became of the index, after other processes' answers from documents that are gone were dropped."""
+    from rag_posfix.forgetting import forget
+
+    answers, passages = forget(update.gone, settings)
+    return {
+        "passages": update.manifest.count,
+        "dimension": update.manifest.dimension,
+        "embedding": update.manifest.embedding,
+        "added": update.added,
+        "changed": update.changed,
+        "unchanged": update.unchanged,
+        "removed": update.removed,
+        "forgotten": {"answers": answers, "passages": passages},
+    }
+
+
+def _show(found: dict[str, Any], chosen: MitigationChoice | None) -> None:
+    lines = [f"indexed {found['passages']} passages in {found['seconds']:.1f} s: {found['index']}"]
+    if found["added"] < found["passages"] or found["removed"]:
+        counts = (f"{found[name]} {name}" for name in ("added", "changed", "unchanged", "removed"))
+        lines.append(", ".join(counts))
     if chosen is not None:
         read = found["precomputed"]
-        out().print(
+        lines.append(
             f"read {read['tokens']} tokens for {chosen.name} in {read['seconds']:.1f} s; the passage store holds "
-            f"{read['bytes'] / 1e6:.0f} MB",
-            highlight=False,
+            f"{read['bytes'] / 1e6:.0f} MB"
         )
+    for line in lines:
+        out().print(line, highlight=False)
 
 
 def _check_store(settings: Settings) -> None:

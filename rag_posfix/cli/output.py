@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-__all__ = ["emit_json", "err", "out", "progress_bar", "status"]
+__all__ = ["emit_json", "err", "out", "progress_bar", "progress_bars", "status"]
 
 
 def out() -> Console:
@@ -66,11 +66,22 @@ def status(message: str) -> Iterator[None]:
 @contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function (done, total) that moves a progress bar with rate and remaining time; silent elsewhere."""
+    with progress_bars(description) as (move,):
+        yield move
+
+
+@contextmanager
+def progress_bars(*descriptions: str) -> Iterator[list[Callable[[int, int], None]]]:
+    """Yield a function (done, total) for each bar; silent off a terminal. All but the first show once they move."""
     console = err()
     columns = (
         SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _Rate(),
         TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+        def bar(number: int, description: str) -> Callable[[int, int], None]:
+            task = progress.add_task(description, total=None, visible=number == 0)
+            return lambda done, total: progress.update(task, completed=done, total=total, visible=True)
+
+        yield [bar(number, description) for number, description in enumerate(descriptions)]

@@ -74,11 +74,7 @@ class BM25Retriever(BaseRetriever):
     _lock: Any = PrivateAttr(default_factory=threading.Lock)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Check what pydantic does not.
-
-        Raises:
-            ConfigError: ``k1``, ``b`` or the filter is outside of what is allowed.
-        """
+        """Check what pydantic does not, which then says so with its own ``ValidationError``, a ``ValueError``."""
         super().model_post_init(context)
         check_parameters(self.k1, self.b)
         if self.filter is not None:
@@ -93,7 +89,8 @@ class BM25Retriever(BaseRetriever):
             **options: ``k``, ``k1``, ``b``, ``filter``.
 
         Raises:
-            ConfigError: bm25s is not installed, or an option is outside of what is allowed.
+            ConfigError: bm25s is not installed.
+            ValidationError: an option is outside of what is allowed (pydantic's, a ``ValueError``).
         """
         owned = {str(document.id): Record(document) for document in map(owned_document, documents)}
         table = DocumentTable()
@@ -118,7 +115,8 @@ class BM25Retriever(BaseRetriever):
 
         Raises:
             RetrievalError: the index is missing, damaged or foreign.
-            ConfigError: bm25s is not installed, or an option is outside of what is allowed.
+            ConfigError: bm25s is not installed.
+            ValidationError: an option is outside of what is allowed (pydantic's, a ``ValueError``).
         """
         import numpy as np
 

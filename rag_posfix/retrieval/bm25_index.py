@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
+import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -153,10 +155,14 @@ def check_parameters(k1: float, b: float) -> None:
 
 
 def _new_scorer(k1: float, b: float) -> Any:
+    level = logging.getLogger("bm25s").level
+    first_time = "bm25s" not in sys.modules
     try:
         import bm25s
     except ImportError as error:
         raise missing_extra("bm25s", "local") from error
+    if first_time:  # its import turns debug messages on, whatever the application chose
+        logging.getLogger("bm25s").setLevel(level)
     return bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy", csc_backend="numpy")
 
 

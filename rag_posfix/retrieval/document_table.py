@@ -174,6 +174,8 @@ class DocumentTable:
             self._postings[field] = {folded: np.asarray(found, dtype=np.int64) for folded, found in keys.items()}
         postings = self._postings[field]
         found = [postings[folded] for folded in allowed_values(value) if folded in postings]
+        if len(found) == 1:
+            return found[0]
         return np.sort(np.concatenate(found)) if found else np.empty(0, dtype=np.int64)
 
     def _names(self) -> dict[str, int]:

@@ -93,7 +93,7 @@ class FaissVectorStore(VectorStore):
             names.append(str(owned.id))
             added[str(owned.id)] = owned
         if added:
-            rows = self._embed([searchable_text(document) for document in added.values()])
+            rows = self.embed_texts([searchable_text(document) for document in added.values()])
             self._tell_deleted(self._held.put({name: Record(document) for name, document in added.items()}, rows))
         return names
 
@@ -184,8 +184,7 @@ class FaissVectorStore(VectorStore):
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> list[tuple[Document, float]]:
         """Return the ``k`` documents nearest to ``query`` with their cosine in [-1, 1], best first.
 
-        With a filter these are the nearest among the documents that it lets through: ``k`` of them where there are as
-        many.
+        A filter lets documents through; ``k`` of those are found where there are as many.
 
         Args:
             query: Any text.
@@ -296,8 +295,15 @@ class FaissVectorStore(VectorStore):
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         return cosine_relevance
 
-    def _embed(self, texts: list[str]) -> NDArray[np.float32]:
-        """Embed each distinct text once: equal texts then tie exactly."""
+    def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return unit vectors of ``texts``, each distinct one embedded once: equal texts then tie exactly.
+
+        Args:
+            texts: What to embed.
+
+        Raises:
+            RetrievalError: the embedding model returned unusable vectors.
+        """
         rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
         vectors = self._embeddings.embed_documents(list(rows))
         if len(vectors) != len(rows):

@@ -31,8 +31,8 @@ def reciprocal_ranks(rankings: Sequence[Sequence[str]], weights: Sequence[float]
 def weighted_scores(rankings: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
     """Return the weighted mean of the scores of each id, in [0, 1], after ``min_max`` of each ranking.
 
-    A ranking that does not hold a document counts as its lowest score, 0: the convex combination of Bruch, Gai and
-    Ingber (ACM TOIS 2024, arXiv 2210.11934, section 4).
+    A ranking that does not hold a document counts as its lowest score, 0. Bruch, Gai and Ingber (arXiv 2210.11934)
+    study such convex combinations beside ``reciprocal_ranks``.
 
     Args:
         rankings: Scores by id.

@@ -45,7 +45,7 @@ _READABLE = (1, 2)
 """Version 1 had neither a table nor vectors of removed documents in a graph."""
 _MANIFEST = "manifest.json"
 _DATA_FILE = re.compile(r"\w+-[0-9a-f]{12}\.(faiss|jsonl|json|npy)")
-REBUILD: Final = "build the index again with: rag-posfix index PATH... --out DIR"
+REBUILD: Final = "build the index again with: rag-posfix index PATH... --out DIR --rebuild"
 
 
 class _Frozen(BaseModel):

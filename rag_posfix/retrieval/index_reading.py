@@ -40,7 +40,8 @@ def read_index(folder: Path, embedding: str, *, mmap: bool = False, verify: bool
     Args:
         folder: Of the index.
         embedding: Identity of the embedding model.
-        mmap: Leave vectors and documents in their files, to be read as they are needed.
+        mmap: Leave vectors and documents in their files, to be read as they are needed; the records are then no dict.
+            An index of the first version is read whole.
         verify: Compare files with their hashes, not with their sizes alone.
 
     Raises:
@@ -52,10 +53,13 @@ def read_index(folder: Path, embedding: str, *, mmap: bool = False, verify: bool
             f"index {str(folder)!r} was built with embedding model {manifest.embedding!r}, not {embedding!r}; "
             f"use that model, or {REBUILD}"
         )
-    path = _checked_file(folder, manifest, "vectors", verify)
-    records = _records(folder, manifest, mmap, verify)
+    for role in manifest.files:  # those too that are not read here: a damaged index is not used at all
+        _checked_file(folder, manifest, role, verify)
+    path = _checked_file(folder, manifest, "vectors", False)
+    records = _records(folder, manifest, mmap, False)
     with _damage(folder):
-        vectors = read_vectors(path, mapped=mmap)
+        # Documents that can be changed need vectors that can: faiss ends the process where mapped ones are added to.
+        vectors = read_vectors(path, mapped=mmap and not isinstance(records, dict))
     found = IndexContents(vectors, records, manifest.embedding)
     count, removed = len(records), found.removed()
     if manifest.count != count or manifest.dimension != vectors.d or manifest.removed + count != vectors.ntotal:

@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["GRAPH_FROM", "IndexKind", "VectorIndex", "check_kind", "import_faiss"]
+__all__ = [
+    "BUILD_WIDTH",
+    "GRAPH_FROM",
+    "NEIGHBOURS",
+    "SEARCH_WIDTH",
+    "IndexKind",
+    "VectorIndex",
+    "check_kind",
+    "import_faiss",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +34,16 @@ GRAPH_FROM: Final = 100_000
 """Vectors from which on ``auto`` builds a graph: there an exact search takes some 10 ms for 384 dimensions."""
 
 # The graph (Malkov and Yashunin, arXiv 1603.09320): M, efConstruction and efSearch of the paper.
-_NEIGHBOURS: Final = 16
-_BUILD_WIDTH: Final = 80
-_SEARCH_WIDTH: Final = 128
+NEIGHBOURS: Final = 16
+BUILD_WIDTH: Final = 80
+SEARCH_WIDTH: Final = 128
 
 # Removed vectors stay in a graph as stepping stones; past this share of it, it is built anew without them.
 _REBUILD_SHARE: Final = 0.25
 
-# Where this many results are wanted, or this few vectors are allowed, all are looked at instead of the graph.
+# Where this many results are wanted, or this few vectors or this small a share of them is allowed, all are compared.
 _WIDEST_WALK: Final = 1024
+_EXACT_UNTIL: Final = 4096
 _EXACT_SHARE: Final = 0.1
 
 # Two scores that are nearer than this may be equal: faiss sums in single precision.
@@ -44,11 +54,12 @@ class VectorIndex:
     """Vectors of length one, searched by inner product, which is then the cosine.
 
     ``flat`` compares the question with every vector. ``hnsw`` walks a graph of near neighbours: a few milliseconds
-    among millions, at the price of a neighbour missed now and then, of minutes to build, and of results that depend
-    a little on the order in which vectors came. ``auto`` is flat below ``GRAPH_FROM`` vectors and a graph from there
-    on, built by the call that gets there. faiss cannot take a vector out of a graph: a removed one is left out of
-    results, and the graph is built anew when a quarter of it is removed (``rebuild`` does it at once). Until then its
-    numbers are still in memory and in what is saved.
+    among millions, at the price of a neighbour missed now and then (most of all where many vectors are equal), of
+    minutes to build, and of results that depend a little on the order in which vectors came. Up to 4096 vectors are
+    compared with all the same. ``auto`` is flat below ``GRAPH_FROM`` vectors and a graph from there on, built by the
+    call that gets there. faiss cannot take a vector out of a graph: a removed one is left out of results, and the
+    graph is built anew when a quarter of it is removed (``rebuild`` does it at once). Until then its numbers are still
+    in memory and in what is saved.
 
     Not safe for use by several threads at once.
 
@@ -66,6 +77,7 @@ class VectorIndex:
         self._removed: set[int] = set()
         self._faiss = _empty(dimension, graph=kind == "hnsw")
         self._keys: NDArray[np.int64] | None = None
+        self._unremoved: Any = None
 
     @classmethod
     def over(cls, stored: Any, kind: IndexKind, removed: set[int]) -> VectorIndex:
@@ -100,17 +112,20 @@ class VectorIndex:
 
     def add(self, keys: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
         """Add vectors under keys that are larger than all before."""
-        if not self.is_graph and self._wants_graph(len(self) + len(rows)):
+        if self.is_graph and self.kind == "flat":  # it was stored as a graph
+            self._build(graph=False)
+        elif not self.is_graph and self._wants_graph(len(self) + len(rows)):
             self._build(graph=True)
         self._faiss.add_with_ids(rows, keys)
-        self._keys = None
+        self._changed()
 
     def remove(self, keys: NDArray[np.int64]) -> None:
         """Take vectors out, each of which is in."""
         if not self.is_graph:
             self._faiss.remove_ids(keys)
-            self._keys = None
+            self._changed()
             return
+        self._changed()
         self._removed.update(keys.tolist())
         if len(self._removed) > _REBUILD_SHARE * self._faiss.ntotal:
             self.rebuild()
@@ -152,8 +167,8 @@ class VectorIndex:
         faiss = import_faiss()
         inner, keys, chosen = _inner(self._faiss), self._stored_keys(), self._selector(allowed)
         if self.is_graph:
-            if width <= _WIDEST_WALK and count > _EXACT_SHARE * len(keys):
-                how = faiss.SearchParametersHNSW(sel=chosen, efSearch=max(_SEARCH_WIDTH, width))
+            if width <= _WIDEST_WALK and count > max(_EXACT_UNTIL, _EXACT_SHARE * len(keys)):
+                how = faiss.SearchParametersHNSW(sel=chosen, efSearch=max(SEARCH_WIDTH, width))
                 scores, rows = inner.search(query, width, params=how)
                 if rows[0, -1] >= 0:
                     return scores[0], keys[rows[0]]
@@ -171,18 +186,24 @@ class VectorIndex:
             return None
         keys = self._stored_keys()
         if allowed is None:
-            mask = np.ones(len(keys), dtype=bool)
-            mask[np.searchsorted(keys, np.fromiter(self._removed, dtype=np.int64))] = False
-        else:
-            mask = np.zeros(len(keys), dtype=bool)
-            mask[np.searchsorted(keys, allowed)] = True
-        return import_faiss().IDSelectorBitmap(np.packbits(mask, bitorder="little"))
+            if self._unremoved is None:
+                mask = np.ones(len(keys), dtype=bool)
+                mask[np.searchsorted(keys, np.fromiter(self._removed, dtype=np.int64))] = False
+                self._unremoved = _selector_of(mask)
+            return self._unremoved
+        mask = np.zeros(len(keys), dtype=bool)
+        unbroken = keys[-1] - keys[0] + 1 == len(keys)  # as long as nothing was removed from it, and quicker
+        mask[allowed - keys[0] if unbroken else np.searchsorted(keys, allowed)] = True
+        return _selector_of(mask)
 
     def _stored_keys(self) -> NDArray[np.int64]:
         """Return the key of each row, ascending."""
         if self._keys is None:
             self._keys = import_faiss().vector_to_array(self._faiss.id_map)
         return self._keys
+
+    def _changed(self) -> None:
+        self._keys = self._unremoved = None
 
     def _wants_graph(self, count: int) -> bool:
         return self.kind == "hnsw" or (self.kind == "auto" and count >= GRAPH_FROM)
@@ -198,7 +219,8 @@ class VectorIndex:
         built = _empty(self.dimension, graph=graph)
         if len(keys):
             built.add_with_ids(self._faiss.reconstruct_batch(keys), keys)
-        self._faiss, self._removed, self._keys = built, set(), None
+        self._faiss, self._removed = built, set()
+        self._changed()
 
 
 def check_kind(kind: object) -> None:
@@ -228,9 +250,15 @@ def _empty(dimension: int, *, graph: bool) -> Any:
     faiss = import_faiss()
     if not graph:
         return faiss.IndexIDMap2(faiss.IndexFlatIP(dimension))
-    index = faiss.IndexHNSWFlat(dimension, _NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction = _BUILD_WIDTH
+    index = faiss.IndexHNSWFlat(dimension, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
+    index.hnsw.efConstruction = BUILD_WIDTH
     return faiss.IndexIDMap2(index)
+
+
+def _selector_of(mask: NDArray[np.bool_]) -> Any:
+    import numpy as np
+
+    return import_faiss().IDSelectorBitmap(np.packbits(mask, bitorder="little"))
 
 
 def _inner(stored: Any) -> Any:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -214,6 +215,24 @@ class TestIndex:
     def test_without_json_it_is_one_line(self, run, files, tmp_path):
         result = run("index", files / "bread.txt", "--out", tmp_path / "new.index")
         assert result.out.startswith("indexed 1 passages in ")
+        assert "added" not in result.out
+        again = run("index", files, "--out", tmp_path / "new.index")
+        assert again.out.splitlines()[-1] == "2 added, 0 changed, 1 unchanged, 0 removed"
+
+    def test_a_second_time_only_what_is_new_is_read_and_what_is_gone_is_forgotten(self, run, files, tmp_path):
+        folder, index = tmp_path / "files", tmp_path / "new.index"
+        shutil.copytree(files, folder)
+        assert run("index", folder, "--out", index, "--json").json["added"] == 3
+        asked = ["ask", QUESTION, "--index", index, "--max-tokens", "2", "--json"]
+        assert len(run(*asked).json["documents"]) == 3
+        (folder / "bread.txt").unlink()
+        (folder / "new.html").write_text("<title>New</title><p>A new page.")
+        found = run("index", folder, "--out", index, "--json").json
+        counts = [found[name] for name in ("passages", "added", "changed", "unchanged", "removed")]
+        assert counts == [3, 1, 0, 2, 1]
+        assert found["forgotten"]["answers"] == 1
+        again = run("index", folder, "--out", index, "--rebuild", "--json").json
+        assert [again[name] for name in ("added", "unchanged", "removed")] == [3, 0, 0]
 
     def test_an_empty_folder_is_refused_and_nothing_is_written(self, run, tmp_path):
         (tmp_path / "empty").mkdir()
@@ -340,6 +359,15 @@ class TestAsk:
         assert [document["id"] for document in found["documents"]] == ["lighthouse"]
         assert 0 < found["documents"][0]["score"] < 1
         assert "rerank" in found["timings"]
+
+    def test_passages_may_be_found_by_words_or_by_both(self, run, index):
+        arguments = ["ask", QUESTION, "--index", index, "--max-tokens", "2", "--no-cache", "--json", "--retriever"]
+        dense, words, both = (run(*arguments, name).json["documents"] for name in ("dense", "bm25", "hybrid"))
+        assert {one["id"] for one in words} <= {one["id"] for one in dense} == {one["id"] for one in both}
+        assert [one["score"] for one in both] != [one["score"] for one in dense]
+        error = run(*arguments, "sparse").error
+        assert error["type"] == "ConfigError"
+        assert "retriever" in error["message"]
 
     def test_without_json_answer_and_sources_are_printed(self, run, index):
         plain = run("ask", QUESTION, "--index", index, "--max-tokens", "16")

@@ -10,12 +10,13 @@ from langchain_core.documents import Document
 from rag_posfix import build as module
 from rag_posfix.build import build_pipeline
 from rag_posfix.errors import ConfigError
+from rag_posfix.forgetting import forget
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline import Question
 from rag_posfix.reranking import EmbeddingReranker, LikelihoodReranker
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.settings import PassageStoreSettings, Settings
+from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
 from tests.unit.retrieval.letters import LetterEmbeddings
@@ -33,17 +34,28 @@ def loaded():
 
 
 @pytest.fixture
-def pipeline(loaded, tmp_path, monkeypatch):
-    """A pipeline on an index of three documents; its caches are in memory and on disk."""
+def build(loaded, tmp_path, monkeypatch):
+    """Builds a pipeline on an index of three documents; its caches are in memory and on disk."""
     monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: LetterEmbeddings())
     index = FaissVectorStore(LetterEmbeddings())
     index.add_documents(DOCUMENTS)
     index.save(tmp_path / "index")
-    settings = Settings(
-        cache_dir=tmp_path / "cache", max_tokens=2, passages=PassageStoreSettings(disk_bytes=10_000_000)
-    )
-    engine = Engine(loaded, ToyEncoder(), "tiny", "print")
-    with closing(build_pipeline(settings, index=tmp_path / "index", generator=engine)) as built:
+
+    def built(**changes):
+        engine = Engine(loaded, ToyEncoder(), "tiny", "print")
+        return build_pipeline(settings_in(tmp_path, **changes), index=tmp_path / "index", generator=engine)
+
+    return built
+
+
+def settings_in(folder, **changes):
+    passages = PassageStoreSettings(disk_bytes=10_000_000)
+    return Settings(cache_dir=folder / "cache", max_tokens=2, passages=passages, **changes)
+
+
+@pytest.fixture
+def pipeline(build):
+    with closing(build()) as built:
         yield built
 
 
@@ -155,3 +167,49 @@ def test_a_document_that_was_read_cut_is_forgotten_like_any_other(pipeline):
     assert pipeline.passages.stats()["tiers"][0]["entries"] == 2, "the prefix and the document"
     pipeline.retriever.store.delete(["long"])
     assert pipeline.passages.stats()["tiers"][0]["entries"] == 1
+
+
+def test_what_is_forgotten_from_outside_is_gone_for_every_process_that_starts_later(build, tmp_path):
+    with closing(build()) as first:
+        assert found(first, ["rome", "paris", "bread"]) == 0
+        assert ask(first, ["rome"]).cached is False
+        assert ask(first, ["bread"]).cached is False
+        assert first.passages.flush()
+    answers, passages = forget([DOCUMENTS[0]], settings_in(tmp_path))
+    assert (answers, passages) == (1, 1)
+    with closing(build()) as second:
+        assert ask(second, ["bread"]).cached is True
+        assert ask(second, ["rome"]).cached is False
+    assert forget([], settings_in(tmp_path)) == (0, 0)
+
+
+@pytest.mark.parametrize("caches", [{"cache": CacheSettings(enabled=False)}, {"cache": CacheSettings(disk_bytes=0)}])
+def test_forgetting_where_nothing_is_kept_does_nothing(tmp_path, caches):
+    settings = Settings(cache_dir=tmp_path / "cache", passages=PassageStoreSettings(enabled=False), **caches)
+    assert forget(DOCUMENTS, settings) == (0, 0)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_by_words_no_embedding_model_is_needed(build, monkeypatch):
+    class Unloaded(LetterEmbeddings):
+        def embed_query(self, text):
+            raise AssertionError("needed after all")
+
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: Unloaded("unloaded"))
+    with closing(build(retriever="bm25")) as pipeline:
+        assert [document.id for document in pipeline.retriever.retrieve("seine tiber lies", 5)] == ["rome", "paris"]
+        assert [document.id for document in pipeline.ask("Which ovens?").documents] == ["bread"]
+
+
+def test_hybrid_fuses_both_and_what_is_deleted_is_gone_from_both(build):
+    with closing(build(retriever="hybrid", k=3)) as pipeline:
+        dense, words = pipeline.retriever.retrievers
+        assert dense.retrieve("Which ovens?", 3)[0].id == "paris"
+        assert words.retrieve("Which ovens?", 3)[0].id == "bread"
+        fused = pipeline.retriever.retrieve("Which ovens?", 3)
+        assert {document.id for document in fused} == {"rome", "paris", "bread"}
+        assert fused[0].id == "bread"
+        assert ask(pipeline, ["bread"]).cached is False
+        dense.store.delete(["bread"])
+        assert "bread" not in {document.id for document in pipeline.retriever.retrieve("Which ovens?", 3)}
+        assert ask(pipeline, ["bread"]).cached is False

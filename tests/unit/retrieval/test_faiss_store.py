@@ -38,8 +38,8 @@ def test_k_below_one_is_refused(store, k):
 
 
 def test_a_search_option_that_would_be_ignored_is_refused(store):
-    with pytest.raises(ConfigError, match="filter"):
-        store.similarity_search("a", filter={"year": 1})
+    with pytest.raises(ConfigError, match="not supported by this store: fetch_k, lambda_mult; k and filter are"):
+        store.similarity_search("a", lambda_mult=0.5, fetch_k=1, filter={"year": 1})
 
 
 def test_an_empty_store_finds_nothing_without_embedding(embeddings):
@@ -164,3 +164,38 @@ def test_threads_may_add_search_and_delete_at_once(embeddings):
         thread.join()
     assert errors == []
     assert [document.id for document in store.similarity_search("abc", k=9)] == ["stays"]
+
+
+def test_documents_may_come_with_their_vectors(embeddings):
+    store = FaissVectorStore(embeddings)
+    documents = [Document(id="a", page_content="x"), Document("y")]
+    assert store.add_vectors(documents, [[2.0] + [0.0] * 25, embeddings.embed_query("b")])[0] == "a"
+    assert embeddings.texts == []
+    assert [(found.page_content, score) for found, score in store.similarity_search_with_score("aaa", k=2)] == [
+        ("x", 1.0), ("y", 0.0),
+    ]  # fmt: skip
+    store.add_vectors([Document(id="a", page_content="z")], [embeddings.embed_query("z")])
+    assert [document.page_content for document in store.similarity_search("z", k=1)] == ["z"]
+    assert len(store) == 2
+    assert store.vectors_of(["a"])[0].tolist() == embeddings.embed_query("z")
+
+
+@pytest.mark.parametrize(
+    ("documents", "vectors", "problem"),
+    [
+        ([Document(id="a", page_content="x")] * 2, [[1.0]] * 2, "2 documents have 1 different ids"),
+        ([Document("x")], [[1.0]] * 2, "2 vectors for 1 documents"),
+        ([Document("x")], [[float("inf")]], "not finite"),
+        ([Document("x")], [1.0], "shape"),
+    ],
+)
+def test_vectors_that_do_not_fit_are_refused(embeddings, documents, vectors, problem):
+    store = FaissVectorStore(embeddings)
+    with pytest.raises((ConfigError, RetrievalError), match=problem):
+        store.add_vectors(documents, vectors)
+    assert len(store) == 0
+
+
+def test_an_unknown_kind_is_refused_at_once(embeddings):
+    with pytest.raises(ConfigError, match="choose one of auto, flat, hnsw"):
+        FaissVectorStore(embeddings, kind="ivf")

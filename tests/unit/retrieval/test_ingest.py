@@ -1,10 +1,12 @@
+import gzip
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
 from rag_posfix.errors import RetrievalError
-from rag_posfix.retrieval.ingest import read_documents
+from rag_posfix.retrieval.ingest import read_corpus, read_documents
 from rag_posfix.retrieval.splitting import PassageSize
 
 
@@ -128,9 +130,10 @@ def test_a_malformed_line_is_an_error_with_file_and_line(tmp_path, line, problem
 
 
 def test_an_unsupported_suffix_names_the_allowed_ones(tmp_path):
-    (tmp_path / "a.pdf").write_bytes(b"")
-    with pytest.raises(RetrievalError, match=r"'\.pdf' is not one of \.jsonl, \.md, \.txt"):
-        read_documents([tmp_path / "a.pdf"])
+    (tmp_path / "a.docx").write_bytes(b"")
+    allowed = r"\.htm, \.html, \.jsonl, \.jsonl\.gz, \.md, \.pdf, \.txt"
+    with pytest.raises(RetrievalError, match=rf"'\.docx' is not one of {allowed}"):
+        read_documents([tmp_path / "a.docx"])
 
 
 def test_a_missing_path_is_an_error(tmp_path):
@@ -144,3 +147,54 @@ def test_an_empty_corpus_is_an_error(tmp_path):
         read_documents([tmp_path])
     with pytest.raises(RetrievalError, match="no documents in no path"):
         read_documents([])
+
+
+def test_compressed_lines_are_read_like_others(tmp_path):
+    lines = b'{"_id": "a", "title": "T", "text": "one"}\n{"_id": "b", "text": "two"}\n'
+    (tmp_path / "c.JSONL.gz").write_bytes(gzip.compress(lines))
+    first, second = read_documents([tmp_path])
+    assert (first.id, first.metadata["title"], second.page_content) == ("a", "T", "two")
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"x"))
+    with pytest.raises(RetrievalError, match=r"'\.gz' is not one of"):
+        read_documents([tmp_path / "c.txt.gz"])
+
+
+@pytest.mark.parametrize("data", [b"not gzip", gzip.compress(b'{"text": "x"}\n' * 99)[:-20]])
+def test_a_damaged_compressed_file_is_named(tmp_path, data):
+    (tmp_path / "c.jsonl.gz").write_bytes(data)
+    with pytest.raises(RetrievalError, match=r"cannot unpack '.*c\.jsonl\.gz': .*cut off or not gzip"):
+        read_documents([tmp_path])
+
+
+@pytest.mark.parametrize("corpus", ["corpus.jsonl", "corpus.jsonl.gz"])
+@pytest.mark.parametrize("questions", ["queries.jsonl", "qrels"])
+def test_of_a_beir_folder_only_the_corpus_is_read(tmp_path, corpus, questions):
+    folder = tmp_path / "data" / "scifact"
+    (folder / "qrels").mkdir(parents=True)
+    line = b'{"_id": "4983", "title": "Microstructure", "text": "Alterations.", "metadata": {}}\n'
+    (folder / corpus).write_bytes(gzip.compress(line) if corpus.endswith(".gz") else line)
+    if questions == "queries.jsonl":
+        (folder / questions).write_text('{"_id": "1", "text": "A claim."}\n')
+        (folder / "qrels").rmdir()
+    else:
+        (folder / "qrels" / "notes.txt").write_text("query-id corpus-id score")
+    (tmp_path / "data" / "beside.txt").write_text("kept")
+    found = read_documents([tmp_path])
+    assert [document.page_content for document in found] == ["kept", "Alterations."]
+    assert found[1].metadata["title"] == "Microstructure"
+
+
+def test_a_folder_with_a_corpus_and_no_questions_is_an_ordinary_one(tmp_path):
+    write_lines(tmp_path / "corpus.jsonl", {"text": "one"})
+    write_lines(tmp_path / "more.jsonl", {"text": "two"})
+    assert len(read_documents([tmp_path])) == 2
+
+
+def test_the_corpus_tells_in_which_files_each_document_is_and_how_far_it_is(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text("same" if name != "b" else "other")
+    seen = []
+    found = read_corpus([tmp_path], progress=lambda done, total: seen.append((done, total)))
+    assert [[Path(file).name for file in record.files] for record in found] == [["a.txt", "c.txt"], ["b.txt"]]
+    assert found[0].document.metadata["source"].endswith("a.txt")
+    assert seen == [(1, 3), (2, 3), (3, 3)]

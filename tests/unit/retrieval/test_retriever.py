@@ -24,6 +24,16 @@ async def test_invoke_uses_k_of_the_retriever_or_of_the_call(store):
     assert await retriever.ainvoke("aaa", k=2) == await retriever.aretrieve("aaa", 2) == retriever.retrieve("aaa", 2)
 
 
+async def test_a_filter_goes_to_the_store_with_every_question(embeddings):
+    metadatas = [{"year": 1}, {"year": 2}, {"year": 2}]
+    store = FaissVectorStore.from_texts(["aaa", "aab", "bbb"], embeddings, metadatas, ids=["one", "two", "three"])
+    retriever = PassageRetriever(store=store, filter={"year": 2})
+    assert [document.id for document in retriever.retrieve("aaa", 3)] == ["two", "three"]
+    assert await retriever.ainvoke("aaa", k=1) == retriever.retrieve("aaa", 1)
+    with pytest.raises(ConfigError, match="filter="):
+        PassageRetriever(store=store, filter="year=2").retrieve("aaa", 3)
+
+
 @pytest.mark.parametrize("question", ["", " \n"])
 async def test_an_empty_question_is_refused(store, question):
     retriever = PassageRetriever(store=store)

@@ -1,0 +1,129 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from langchain_core.documents import Document
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.protocols import Retriever
+from rag_posfix.retrieval.fusion import min_max, reciprocal_ranks, weighted_scores
+from rag_posfix.retrieval.hybrid import HybridRetriever
+
+
+class Fixed:
+    """Finds the same passages whatever is asked, and remembers how many were wanted."""
+
+    def __init__(self, scores, **metadata):
+        self.scores, self.metadata, self.asked = scores, metadata, []
+
+    def retrieve(self, question, k):
+        self.asked.append((question, k))
+        return [
+            Document(id=name, page_content=f"text {name}", metadata={**self.metadata, "relevance_score": score})
+            for name, score in list(self.scores.items())[:k]
+        ]
+
+
+A = {"x": 0.9, "y": 0.5, "z": 0.1}
+B = {"y": 0.8, "w": 0.4}
+
+
+def scores(found):
+    return {document.id: document.metadata["relevance_score"] for document in found}
+
+
+def test_reciprocal_ranks_worked_by_hand():
+    found = HybridRetriever(retrievers=[Fixed(A), Fixed(B)]).retrieve("q", 9)
+    # The largest value is 2 / 61. y: 1/62 + 1/61; x: 1/61; w: 1/62; z: 1/63
+    expected = {"y": (1 / 62 + 1 / 61) * 61 / 2, "x": 0.5, "w": 61 / 124, "z": 61 / 126}
+    assert list(scores(found)) == ["y", "x", "w", "z"]
+    assert scores(found) == pytest.approx(expected)
+
+
+def test_reciprocal_ranks_with_weights_and_another_constant_worked_by_hand():
+    hybrid = HybridRetriever(retrievers=[Fixed(A), Fixed(B)], weights=[3, 1], rank_constant=1)
+    # Largest (3 + 1) / 2 = 2. x: 3/2; y: 3/3 + 1/2; z: 3/4; w: 1/3
+    assert scores(hybrid.retrieve("q", 9)) == pytest.approx({"x": 0.75, "y": 0.75, "z": 0.375, "w": 1 / 6})
+
+
+def test_weighted_scores_worked_by_hand():
+    hybrid = HybridRetriever(retrievers=[Fixed(A), Fixed(B)], fusion="score", weights=[1, 3])
+    # Stretched: A x 1, y 1/2, z 0; B y 1, w 0. y: (1/2 + 3) / 4; x: 1/4; w and z: 0
+    found = hybrid.retrieve("q", 9)
+    assert list(scores(found)) == ["y", "x", "w", "z"]
+    assert scores(found) == pytest.approx({"y": 0.875, "x": 0.25, "w": 0.0, "z": 0.0})
+
+
+def test_a_retriever_whose_scores_are_all_equal_gives_each_its_whole_weight():
+    assert min_max({"a": 0.3, "b": 0.3}) == {"a": 1.0, "b": 1.0}
+    assert min_max({}) == {}
+    hybrid = HybridRetriever(retrievers=[Fixed({"a": 0.3}), Fixed({})], fusion="score")
+    assert scores(hybrid.retrieve("q", 1)) == {"a": 0.5}
+
+
+rankings = st.lists(st.lists(st.sampled_from("abcdef"), unique=True), min_size=2, max_size=4)
+
+
+@given(lists=rankings, constant=st.floats(0, 100), data=st.data())
+def test_fused_scores_lie_between_zero_and_one_and_only_first_everywhere_is_one(lists, constant, data):
+    weights = data.draw(st.lists(st.floats(0.01, 5), min_size=len(lists), max_size=len(lists)))
+    for name, score in reciprocal_ranks(lists, weights, constant).items():
+        assert 0 < score <= 1
+        assert (score > 1 - 1e-9) == all(ranking[:1] == [name] for ranking in lists)
+    scored = [{name: data.draw(st.floats(0, 1)) for name in ranking} for ranking in lists]
+    assert all(0 <= score <= 1 for score in weighted_scores(scored, weights).values())
+
+
+def test_ties_go_by_id_and_no_more_than_k_are_returned():
+    hybrid = HybridRetriever(retrievers=[Fixed({"b": 1.0}), Fixed({"a": 1.0}), Fixed({"c": 1.0})])
+    assert list(scores(hybrid.retrieve("q", 2))) == ["a", "b"]
+
+
+def test_metadata_of_the_first_is_kept_and_that_of_the_others_added():
+    hybrid = HybridRetriever(retrievers=[Fixed(A, source="first"), Fixed(B, source="second", bm25_score=7.0)])
+    best = hybrid.retrieve("q", 1)[0]
+    assert (best.id, best.metadata["source"], best.metadata["bm25_score"]) == ("y", "first", 7.0)
+
+
+def test_each_retriever_is_asked_for_the_candidates_or_for_k_if_that_is_more():
+    parts = [Fixed(A), Fixed(B)]
+    hybrid = HybridRetriever(retrievers=parts, candidates=5)
+    hybrid.retrieve("\ud800q", 2)
+    hybrid.retrieve("q", 8)
+    assert [part.asked for part in parts] == [[("\ufffdq", 5), ("q", 8)]] * 2
+
+
+async def test_it_is_a_retriever_for_the_pipeline_and_for_langchain():
+    inner = HybridRetriever(retrievers=[Fixed(A), Fixed(B)], fusion="score")
+    hybrid = HybridRetriever(retrievers=[inner, Fixed(B)], k=1)
+    assert isinstance(hybrid, Retriever)
+    assert len(hybrid.invoke("q")) == 1
+    assert len(hybrid.invoke("q", k=3)) == 3
+    assert await hybrid.ainvoke("q", k=3) == await hybrid.aretrieve("q", 3) == hybrid.retrieve("q", 3)
+
+
+@pytest.mark.parametrize(("question", "k"), [("", 1), ("q", 0)])
+async def test_an_empty_question_and_a_k_below_one_are_refused(question, k):
+    hybrid = HybridRetriever(retrievers=[Fixed(A), Fixed(B)])
+    with pytest.raises(ConfigError, match=r"question is empty|must be an integer >= 1"):
+        hybrid.retrieve(question, k)
+    with pytest.raises(ConfigError, match=r"question is empty|must be an integer >= 1"):
+        await hybrid.aretrieve(question, k)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"retrievers": [Fixed(A)]}, "needs two or more retrievers, got 1"),
+        ({"retrievers": [Fixed(A), "bm25"]}, "a str cannot be part of hybrid retrieval"),
+        ({"weights": [1]}, "weights=.* for 2 retrievers"),
+        ({"weights": [1, -1]}, "weights="),
+        ({"weights": [0, 0]}, "weights="),
+        ({"weights": [1, float("nan")]}, "weights="),
+        ({"fusion": "sum"}, "fusion"),
+        ({"rank_constant": -1}, "rank_constant"),
+        ({"candidates": 0}, "candidates"),
+    ],
+)
+def test_what_cannot_be_fused_is_refused(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        HybridRetriever(**{"retrievers": [Fixed(A), Fixed(B)], **options})
