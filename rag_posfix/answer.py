@@ -22,7 +22,7 @@ class Question:
         documents: The passages to answer from; None retrieves them, where the pipeline has a retriever.
         history: Earlier messages of the conversation, ``{"role", "content"}``.
         mitigation: The mitigation and its parameters.
-        order: Name of the order of the passages.
+        order: The order of the passages: a name, or ``name:parameter=value``.
         seed: Seeds the order ``random``.
         k: Passages to retrieve.
         sampling: How tokens are chosen.

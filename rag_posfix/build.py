@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.orders import create_order
 from rag_posfix.caching.build import build_answer_cache
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.models import load_engine, quiet_loading
@@ -41,6 +42,7 @@ def build_pipeline(
         UnsupportedModelError: the model cannot carry the seam.
     """
     chosen = settings or Settings()
+    create_order(chosen.order, _order_parameters(chosen))  # before the model: what is wrong with it is told at once
     embeddings = SentenceEmbeddings(chosen.embedding_model)
     folder = index if index is not None else chosen.index
     retriever, store = None, None
@@ -54,7 +56,7 @@ def build_pipeline(
         passages = reader.passages = build_passage_store(chosen.passages, chosen.cache_dir, reader.loaded.device)
     pipeline = Pipeline(
         engine,
-        Assembler(engine.encoder, engine.context_window),
+        _assembler(chosen, engine),
         retriever=retriever,
         reranker=EmbeddingReranker(embeddings=embeddings),
         cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
@@ -71,6 +73,14 @@ def build_pipeline(
     if store is not None:
         store.on_delete = pipeline.forget
     return pipeline
+
+
+def _order_parameters(settings: Settings) -> dict[str, dict[str, Any]]:
+    return {} if settings.profile is None else {"profile": {"file": str(settings.profile)}}
+
+
+def _assembler(settings: Settings, generator: Generator) -> Assembler:
+    return Assembler(generator.encoder, generator.context_window, order_parameters=_order_parameters(settings))
 
 
 def _load(settings: Settings) -> tuple[Generator, Callable[[], None] | None]:

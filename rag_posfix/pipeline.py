@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.answer import Answer, AnswerChunk, AnswerDocument, Citation, Question
+from rag_posfix.answer import Answer, AnswerChunk, Question
 from rag_posfix.assembly.documents import content_key, document_id
+from rag_posfix.assembly.recent import RecentPrompts
 from rag_posfix.caching.keys import AnswerKey, tenant_salt
-from rag_posfix.citations import find_quotes
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling, Usage
-from rag_posfix.protocols import AnswerCache, Generator, PassageKeeper, PromptAssembler, Reranker, Retriever
-from rag_posfix.text import clean_text, content_hash
+from rag_posfix.generation.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
+from rag_posfix.protocols import (
+    AnswerCache,
+    Generator,
+    PassageKeeper,
+    PromptAssembler,
+    PromptMemory,
+    Reranker,
+    Retriever,
+)
+from rag_posfix.stored_answer import answer_from, readable, to_store
+from rag_posfix.text import content_hash
 
 if TYPE_CHECKING:
     from rag_posfix.assembly.assembler import Assembled
@@ -52,6 +61,7 @@ class _Prepared:
     request: GenerationRequest
     info: MitigationInfo
     key: str | None
+    scope: str
     timings: dict[str, float]
 
 
@@ -66,6 +76,7 @@ class Pipeline:
         cache: Keeps answers.
         defaults: What a question that does not say gets.
         passages: Keeps keys and values for ``generator``; closed with the pipeline.
+        recent: Remembers recent prompts, for the order ``cache_aware``; a bounded memory of its own if None.
         on_close: Called when the pipeline is closed; for a generator that belongs to nobody else.
     """
 
@@ -79,6 +90,7 @@ class Pipeline:
         cache: AnswerCache | None = None,
         defaults: Defaults | None = None,
         passages: PassageKeeper | None = None,
+        recent: PromptMemory | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.generator = generator
@@ -88,6 +100,7 @@ class Pipeline:
         self.assembler = assembler
         self.defaults = defaults or Defaults()
         self.passages = passages
+        self.recent = recent or RecentPrompts()
         self._on_close = on_close
 
     def close(self) -> None:
@@ -105,8 +118,10 @@ class Pipeline:
         """
         if self.cache is not None:
             self.cache.drop_documents([document_id(document) for document in documents])
+        keys = [content_key(document) for document in documents]
+        self.recent.forget(keys)
         if self.passages is not None:
-            self.passages.drop([content_key(document) for document in documents])
+            self.passages.drop(keys)
 
     def ask(self, question: Question | str) -> Answer:
         """Return the answer. Equal questions at the same time compute once.
@@ -121,9 +136,10 @@ class Pipeline:
             stored = self._look_up(prepared)
             if stored is not None:
                 return self._finish(prepared, stored, cached=True)
+            self.recent.add(prepared.scope, prepared.assembled.layout.keys)
             generation = self.generator.generate(prepared.request)
             prepared.timings.update(generation.timings)
-            return self._keep(prepared, _to_store(prepared, generation))
+            return self._keep(prepared, to_store(prepared.assembled, generation))
 
     def stream(self, question: Question | str) -> Iterator[AnswerChunk]:
         """Yield the answer piece by piece; the last chunk carries the whole answer.
@@ -135,6 +151,7 @@ class Pipeline:
         stored = self._look_up(prepared)
         if stored is not None:
             return iter([AnswerChunk(stored["text"], self._finish(prepared, stored, cached=True))])
+        self.recent.add(prepared.scope, prepared.assembled.layout.keys)
         return self._stream(prepared, self.generator.stream(prepared.request))
 
     def _stream(self, prepared: _Prepared, chunks: Iterator[Chunk]) -> Iterator[AnswerChunk]:
@@ -143,7 +160,7 @@ class Pipeline:
                 yield AnswerChunk(chunk.text)
                 continue
             prepared.timings.update(chunk.generation.timings)
-            yield AnswerChunk(chunk.text, self._keep(prepared, _to_store(prepared, chunk.generation)))
+            yield AnswerChunk(chunk.text, self._keep(prepared, to_store(prepared.assembled, chunk.generation)))
 
     def _prepare(self, question: Question | str) -> _Prepared:
         asked = Question(question) if isinstance(question, str) else question
@@ -155,6 +172,8 @@ class Pipeline:
         info = self.generator.describe(mitigation)
         timings: dict[str, float] = {}
         documents = self._documents(asked, timings)
+        salt = tenant_salt(self.defaults.tenant, asked.tenant)
+        scope = content_hash(salt, info.fingerprint, _words(asked))
         with _timed(timings, "assemble"):
             assembled = self.assembler.assemble(
                 asked.text,
@@ -163,13 +182,14 @@ class Pipeline:
                 seed=asked.seed,
                 max_new_tokens=sampling.max_tokens,
                 history=asked.history,
+                recent=self.recent.recent(scope),
+                order_free=info.order_invariant,
             )
         key = None
         if self.cache is not None and asked.use_cache and sampling.deterministic:
             key = self._key(asked, assembled, info, sampling)
-        salt = tenant_salt(self.defaults.tenant, asked.tenant)
         request = GenerationRequest(assembled.layout, mitigation, sampling, salt)
-        return _Prepared(assembled, request, info, key, timings)
+        return _Prepared(assembled, request, info, key, scope, timings)
 
     def _documents(self, asked: Question, timings: dict[str, float]) -> Sequence[Document]:
         if asked.documents is None:
@@ -200,7 +220,7 @@ class Pipeline:
             mitigation=info.fingerprint,
             sampling=repr(sampling),
             question=asked.text,
-            history=repr([(m.get("role"), m.get("content")) for m in asked.history]),
+            history=_words(asked),
             documents=passages,
             order_invariant=info.order_invariant,
             tenant=tenant_salt(self.defaults.tenant, asked.tenant),
@@ -211,7 +231,7 @@ class Pipeline:
             return None
         with _timed(prepared.timings, "cache"):
             stored = self.cache.get(prepared.key)
-        return stored if stored is not None and _readable(stored) else None
+        return stored if stored is not None and readable(stored) else None
 
     def _keep(self, prepared: _Prepared, stored: Mapping[str, Any]) -> Answer:
         if self.cache is not None and prepared.key is not None:
@@ -220,70 +240,12 @@ class Pipeline:
         return self._finish(prepared, stored, cached=False)
 
     def _finish(self, prepared: _Prepared, stored: Mapping[str, Any], *, cached: bool) -> Answer:
-        """Return the answer for the documents as *this* question brought them: order and ids may differ."""
-        assembled, layout = prepared.assembled, prepared.assembled.layout
-        relevance = layout.relevance or (None,) * layout.n_passages
-        attention = stored["attention"]
-        documents = tuple(
-            AnswerDocument(
-                id=identity,
-                score=score,
-                position=position,
-                attention=float(attention.get(key, 0.0)),
-                title=_text_or_none(document.metadata.get("title")),
-                source=_text_or_none(document.metadata.get("source")),
-            )
-            for position, (identity, score, key, document) in enumerate(
-                zip(assembled.ids, relevance, layout.keys, assembled.documents, strict=True)
-            )
-        )
-        text = stored["text"]
-        quotes = find_quotes(text, [document.page_content for document in assembled.documents])
-        return Answer(
-            text=text,
-            documents=documents,
-            citations=tuple(
-                Citation(q.start, q.end, text[q.start : q.end], tuple(assembled.ids[i] for i in q.passages))
-                for q in quotes
-            ),
-            usage=Usage(
-                prompt_tokens=stored["prompt_tokens"],
-                completion_tokens=stored["completion_tokens"],
-                cached_tokens=stored["prompt_tokens"] if cached else stored["cached_tokens"],
-            ),
-            cached=cached,
-            mitigation=prepared.info.name,
-            order=assembled.order,
-            finish_reason=stored["finish_reason"],
-            dropped=tuple((dropped.id, dropped.reason) for dropped in assembled.dropped),
-            timings=dict(prepared.timings),
-        )
+        return answer_from(stored, prepared.assembled, prepared.info.name, prepared.timings, cached=cached)
 
 
-def _to_store(prepared: _Prepared, generation: Any) -> dict[str, Any]:
-    """Return what the cache keeps. Attention goes by content, because ids and order belong to one question only."""
-    attention = generation.attention or (0.0,) * prepared.assembled.layout.n_passages
-    return {
-        "text": generation.text,
-        "finish_reason": generation.finish_reason,
-        "prompt_tokens": generation.usage.prompt_tokens,
-        "completion_tokens": generation.usage.completion_tokens,
-        "cached_tokens": generation.usage.cached_tokens,
-        "attention": dict(zip(prepared.assembled.layout.keys, attention, strict=True)),
-    }
-
-
-def _readable(stored: Any) -> bool:
-    """Return whether a stored answer has the fields and types of ``_to_store``; anything else is a miss."""
-    numbers = ("prompt_tokens", "completion_tokens", "cached_tokens")
-    return (
-        isinstance(stored, Mapping)
-        and isinstance(stored.get("text"), str)
-        and stored.get("finish_reason") in ("stop", "length")
-        and all(isinstance(stored.get(name), int) for name in numbers)
-        and isinstance(stored.get("attention"), dict)
-        and all(isinstance(share, int | float) for share in stored["attention"].values())
-    )
+def _words(asked: Question) -> str:
+    """Return the conversation so far, as text that tells two conversations apart."""
+    return repr([(m.get("role"), m.get("content")) for m in asked.history])
 
 
 def _score_in_place(reranker: Reranker, question: str, documents: Sequence[Document]) -> list[Document]:
@@ -296,10 +258,6 @@ def _score_in_place(reranker: Reranker, question: str, documents: Sequence[Docum
     for document in scored:
         del document.metadata["_place"]
     return scored
-
-
-def _text_or_none(value: object) -> str | None:
-    return clean_text(value) if isinstance(value, str) and value else None
 
 
 @contextmanager

@@ -29,6 +29,7 @@ __all__ = [
     "Generator",
     "PassageKeeper",
     "PromptAssembler",
+    "PromptMemory",
     "Reranker",
     "Retriever",
     "SteppedGenerator",
@@ -169,8 +170,26 @@ class PromptAssembler(Protocol):
         max_new_tokens: int = 128,
         budget_tokens: int | None = None,
         history: Sequence[ChatMessage] = (),
+        recent: Sequence[Sequence[str]] = (),
+        order_free: bool = False,
     ) -> Assembled:
         """Return the prompt that asks ``question`` about ``documents``."""
+        ...
+
+
+class PromptMemory(Protocol):
+    """Remembers the passages of recent prompts, so that an order may begin as one of them began."""
+
+    def recent(self, scope: str) -> Sequence[Sequence[str]]:
+        """Return the content keys of the passages of a scope's recent prompts, the newest first."""
+        ...
+
+    def add(self, scope: str, keys: Sequence[str]) -> None:
+        """Remember a prompt's passages, in their order."""
+        ...
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Forget every prompt with one of these passages."""
         ...
 
 

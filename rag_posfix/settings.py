@@ -115,6 +115,7 @@ class Settings(BaseSettings):
         index: Folder of a served index, or None.
         mitigation: Used where a request names none.
         order: Used where a request names none.
+        profile: File of the order ``profile``: a record of ``rag-posfix probe slot-attention``.
         k: Passages per question where a request names none.
         cache_dir: Converted weights and the disk tiers of the answer cache and the passage store.
         max_tokens: New tokens per answer where a request names none.
@@ -133,6 +134,7 @@ class Settings(BaseSettings):
     index: Path | None = None
     mitigation: str = "context_experts"
     order: str = "relevance"
+    profile: Path | None = None
     k: int = Field(default=10, ge=1)
     max_tokens: int = Field(default=128, ge=1)
     cache_dir: Path = Field(default_factory=default_cache_dir)

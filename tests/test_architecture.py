@@ -128,6 +128,7 @@ IMPORT_RULES = [
         only=(
             "rag_posfix.assembly",
             "rag_posfix.attention.spans",
+            "rag_posfix.choices",
             "rag_posfix.errors",
             "rag_posfix.protocols",
             "rag_posfix.registry",
@@ -152,6 +153,7 @@ IMPORT_RULES = [
             "rag_posfix.protocols",
             "rag_posfix.registry",
             "rag_posfix.settings",
+            "rag_posfix.stored_answer",
             "rag_posfix.text",
         ),
         never=("torch", "transformers", "sentence_transformers", "faiss", "fastapi", "starlette", "redis"),

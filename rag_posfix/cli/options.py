@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rag_posfix.choices import read_choice, split_outside
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.request import MitigationChoice
 from rag_posfix.settings import Settings
@@ -24,43 +24,12 @@ __all__ = [
     "split_outside",
 ]
 
-_PAIRS = {"[": "]", "{": "}"}
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Split = Annotated[
     int | None,
     typer.Option("--tp", min=1, help="Processes to split the model over, with a GPU each if there are any."),
 ]
 ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, gemma3-270m, a model id, or a folder.")]
-
-
-def split_outside(text: str, separator: str) -> list[str]:
-    """Split at ``separator`` where it stands outside of brackets, braces and double quotes, as JSON nests them.
-
-    Raises:
-        ConfigError: a bracket, brace or quote has no partner.
-    """
-    parts, start = [], 0
-    expected: list[str] = []  # what closes the brackets and the quote that are open
-    at = iter(enumerate(text))
-    for index, character in at:
-        if expected[-1:] == ['"']:
-            if character == "\\":
-                next(at, None)
-            elif character == '"':
-                expected.pop()
-        elif character == '"' or character in _PAIRS:
-            expected.append(_PAIRS.get(character, '"'))
-        elif character in _PAIRS.values():
-            if expected[-1:] != [character]:
-                raise ConfigError(f"{text!r} has a {character} that closes nothing; write values as JSON")
-            expected.pop()
-        elif character == separator and not expected:
-            parts.append(text[start:index])
-            start = index + 1
-    if expected:
-        raise ConfigError(f"{text!r} lacks a closing {expected[-1]}; write values as JSON, quoted for the shell")
-    return [*parts, text[start:]]
 
 
 def parse_choice(text: str) -> MitigationChoice:
@@ -71,16 +40,7 @@ def parse_choice(text: str) -> MitigationChoice:
     Raises:
         ConfigError: a parameter without a value, or a bracket or quote without its partner.
     """
-    name, *pairs = split_outside(text.strip(), ":")
-    parameters: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"{pair!r} in mitigation {text!r} must be parameter=value, for example experts=5")
-        try:
-            parameters[key] = json.loads(value)
-        except json.JSONDecodeError:
-            parameters[key] = value
+    name, parameters = read_choice(text, "mitigation", "experts=5")
     return MitigationChoice(name, parameters)
 
 

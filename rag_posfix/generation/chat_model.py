@@ -40,7 +40,7 @@ class RagPosfixChatModel(BaseChatModel):
         model_name: ``smollm2``, ``gemma3-270m``, a model id or a folder; alias ``model``.
         mitigation: Name of the mitigation.
         mitigation_parameters: Its parameters.
-        order: Name of the order of the documents in the prompt.
+        order: The order of the documents in the prompt: a name, or ``name:parameter=value``.
         temperature: 0 is greedy.
         max_tokens: New tokens per answer.
         top_p: Keep the most likely tokens up to this probability.
@@ -125,16 +125,17 @@ class RagPosfixChatModel(BaseChatModel):
             seed=options.get("seed", self.seed),
             stop=self._stops(stop),
         )
+        choice = MitigationChoice(
+            options.get("mitigation", self.mitigation),
+            options.get("mitigation_parameters", self.mitigation_parameters),
+        )
         assembled = Assembler(generator.encoder, generator.context_window).assemble(
             conversation.question,
             conversation.documents,
             order=options.get("order", self.order),
             max_new_tokens=sampling.max_tokens,
             history=conversation.history,
-        )
-        choice = MitigationChoice(
-            options.get("mitigation", self.mitigation),
-            options.get("mitigation_parameters", self.mitigation_parameters),
+            order_free=generator.describe(choice).order_invariant,
         )
         return generator, assembled, GenerationRequest(assembled.layout, choice, sampling)
 

@@ -9,6 +9,7 @@ from langchain_core.documents import Document
 
 from rag_posfix import build as module
 from rag_posfix.build import build_pipeline
+from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.pipeline import Question
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
@@ -106,3 +107,20 @@ def test_a_document_that_was_read_cut_is_forgotten_like_any_other(pipeline):
     assert pipeline.passages.stats()["tiers"][0]["entries"] == 2, "the prefix and the document"
     pipeline.retriever.store.delete(["long"])
     assert pipeline.passages.stats()["tiers"][0]["entries"] == 1
+
+
+def test_the_profile_of_the_settings_is_that_of_the_order(loaded, tmp_path):
+    file = tmp_path / "slots.json"
+    file.write_text('{"profile": [0.1, 0.2, 0.9]}')
+    engine = Engine(loaded, ToyEncoder(), "tiny", "print")
+    settings = Settings(order="profile", profile=file, cache_dir=tmp_path / "cache", max_tokens=2)
+    with closing(build_pipeline(settings, generator=engine)) as built:
+        documents = [one.model_copy(update={"metadata": {"relevance_score": 0.5}}) for one in DOCUMENTS]
+        answer = built.ask(Question("Which river?", documents))
+    assert [document.id for document in answer.documents] == ["bread", "paris", "rome"]
+    assert answer.order == "profile"
+
+
+def test_an_order_that_cannot_be_made_is_told_before_the_model_is_loaded():
+    with pytest.raises(ConfigError, match="needs the measured value of each slot"):
+        build_pipeline(Settings(model="/nowhere", order="profile"))

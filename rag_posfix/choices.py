@@ -1,0 +1,70 @@
+"""A thing chosen by name with its parameters, as one line of text: ``name:parameter=value:parameter=value``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rag_posfix.errors import ConfigError
+
+__all__ = ["read_choice", "split_outside"]
+
+_PAIRS = {"[": "]", "{": "}"}
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """Split at ``separator`` where it stands outside of brackets, braces and double quotes, as JSON nests them.
+
+    Args:
+        text: What to split.
+        separator: One character.
+
+    Raises:
+        ConfigError: a bracket, brace or quote has no partner.
+    """
+    parts, start = [], 0
+    expected: list[str] = []  # what closes the brackets and the quote that are open
+    at = iter(enumerate(text))
+    for index, character in at:
+        if expected[-1:] == ['"']:
+            if character == "\\":
+                next(at, None)
+            elif character == '"':
+                expected.pop()
+        elif character == '"' or character in _PAIRS:
+            expected.append(_PAIRS.get(character, '"'))
+        elif character in _PAIRS.values():
+            if expected[-1:] != [character]:
+                raise ConfigError(f"{text!r} has a {character} that closes nothing; write values as JSON")
+            expected.pop()
+        elif character == separator and not expected:
+            parts.append(text[start:index])
+            start = index + 1
+    if expected:
+        raise ConfigError(f"{text!r} lacks a closing {expected[-1]}; write values as JSON, quoted for the shell")
+    return [*parts, text[start:]]
+
+
+def read_choice(text: str, kind: str, example: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the parameters in ``text``; values are JSON where they parse as JSON, else text.
+
+    Args:
+        text: ``name`` or ``name:parameter=value:parameter=value``. A value may be a JSON list or text in double
+            quotes, which may hold colons and commas.
+        kind: What is chosen, for messages.
+        example: A parameter with its value, for messages.
+
+    Raises:
+        ConfigError: a parameter without a value, or a bracket or quote without its partner.
+    """
+    name, *pairs = split_outside(text.strip(), ":")
+    parameters: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{pair!r} in {kind} {text!r} must be parameter=value, for example {example}")
+        try:
+            parameters[key] = json.loads(value)
+        except json.JSONDecodeError:
+            parameters[key] = value
+    return name, parameters
