@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.orders import create_order
 from rag_posfix.caching.build import build_answer_cache
 from rag_posfix.generation.engine import Engine
@@ -42,7 +43,7 @@ def build_pipeline(
         UnsupportedModelError: the model cannot carry the seam.
     """
     chosen = settings or Settings()
-    create_order(chosen.order, _order_parameters(chosen))  # before the model: what is wrong with it is told at once
+    assembly = _assembly(chosen)
     embeddings = SentenceEmbeddings(chosen.embedding_model)
     folder = index if index is not None else chosen.index
     retriever, store = None, None
@@ -56,7 +57,7 @@ def build_pipeline(
         passages = reader.passages = build_passage_store(chosen.passages, chosen.cache_dir, reader.loaded.device)
     pipeline = Pipeline(
         engine,
-        _assembler(chosen, engine),
+        Assembler(engine.encoder, engine.context_window, **assembly),
         retriever=retriever,
         reranker=EmbeddingReranker(embeddings=embeddings),
         cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
@@ -75,12 +76,12 @@ def build_pipeline(
     return pipeline
 
 
-def _order_parameters(settings: Settings) -> dict[str, dict[str, Any]]:
-    return {} if settings.profile is None else {"profile": {"file": str(settings.profile)}}
-
-
-def _assembler(settings: Settings, generator: Generator) -> Assembler:
-    return Assembler(generator.encoder, generator.context_window, order_parameters=_order_parameters(settings))
+def _assembly(settings: Settings) -> dict[str, Any]:
+    """Return the assembler's rules, checked: what is wrong with them is told before a model is loaded."""
+    parameters = {} if settings.profile is None else {"profile": {"file": str(settings.profile)}}
+    create_order(settings.order, parameters)
+    budget = PassageBudget(settings.passage_tokens, settings.passage_shrink, settings.overflow)
+    return {"order_parameters": parameters, "budget": budget}
 
 
 def _load(settings: Settings) -> tuple[Generator, Callable[[], None] | None]:

@@ -116,6 +116,9 @@ class Settings(BaseSettings):
         mitigation: Used where a request names none.
         order: Used where a request names none.
         profile: File of the order ``profile``: a record of ``rag-posfix probe slot-attention``.
+        passage_tokens: Tokens that a passage may take on average, or None for no limit.
+        passage_shrink: How much less passages of late ranks may take, 0 to 1; needs ``passage_tokens``.
+        overflow: What happens to a passage that is longer: ``drop``, ``truncate`` or ``error``.
         k: Passages per question where a request names none.
         cache_dir: Converted weights and the disk tiers of the answer cache and the passage store.
         max_tokens: New tokens per answer where a request names none.
@@ -135,6 +138,9 @@ class Settings(BaseSettings):
     mitigation: str = "context_experts"
     order: str = "relevance"
     profile: Path | None = None
+    passage_tokens: int | None = Field(default=None, ge=1)
+    passage_shrink: float = Field(default=0.0, ge=0, le=1)
+    overflow: Literal["drop", "truncate", "error"] = "drop"
     k: int = Field(default=10, ge=1)
     max_tokens: int = Field(default=128, ge=1)
     cache_dir: Path = Field(default_factory=default_cache_dir)

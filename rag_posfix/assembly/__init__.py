@@ -1,6 +1,7 @@
 """Assembly: documents in, an ordered and tokenised prompt with an exact layout out."""
 
 from rag_posfix.assembly.assembler import Assembled, Assembler
+from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.documents import Dropped
 from rag_posfix.assembly.layout import encode_passage, lay_out
 from rag_posfix.assembly.orders import ORDERS, Order, OrderFacts
@@ -14,6 +15,7 @@ __all__ = [
     "Dropped",
     "Order",
     "OrderFacts",
+    "PassageBudget",
     "PromptTemplate",
     "RecentPrompts",
     "encode_passage",

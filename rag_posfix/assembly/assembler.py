@@ -8,7 +8,7 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.budget import choose, truncate
+from rag_posfix.assembly.budget import FEWEST_TOKENS, PassageBudget, choose, truncate, truncate_at_sentence
 from rag_posfix.assembly.documents import Candidate, Dropped, rank, read_document, unique
 from rag_posfix.assembly.layout import Frame, Passage, encode_passage, open_frame
 from rag_posfix.assembly.orders import Order, OrderFacts, arrange, create_order, order_name
@@ -56,6 +56,7 @@ class Assembler:
         context_window: Most tokens that prompt and answer may have together.
         template: The words of the prompt; the default ones if None.
         order_parameters: Parameters of orders that are named without any: order -> parameter -> value.
+        budget: How many tokens each passage may have, and what happens to a longer one; no limit if None.
 
     Raises:
         ConfigError: ``context_window`` is below 1, or a parameter of an order is wrong.
@@ -68,12 +69,14 @@ class Assembler:
         template: PromptTemplate | None = None,
         *,
         order_parameters: Mapping[str, Mapping[str, Any]] | None = None,
+        budget: PassageBudget | None = None,
     ) -> None:
         if context_window < 1:
             raise ConfigError(f"context_window={context_window} must be >= 1; give the model's number of positions")
         self.encoder = encoder
         self.context_window = context_window
         self.template = template or PromptTemplate()
+        self.budget = budget or PassageBudget()
         # Made here: a file that an order reads is read once, and what is wrong with it is told at once.
         given = order_parameters or {}
         self._orders = {name: create_order(name, given) for name in given}
@@ -152,28 +155,47 @@ class Assembler:
         """Return the passages that fit, by index of their candidate, and the indices of those that were cut."""
         ranked = rank(candidates)
         encoded: list[Passage] = []
+        rules = self.budget
 
         def sizes() -> Iterator[int]:
             for index in ranked:
                 encoded.append(self._encode(candidates[index]))
                 yield len(encoded[-1])
 
+        def cut(position: int, allowed: int) -> int:
+            shorter = self._cut(encoded[position], allowed, needed=position == 0)
+            if shorter is None:
+                return 0
+            encoded[position] = shorter
+            return len(shorter)
+
         smallest = len(self.encoder.encode_text(self.template.separator)) + 1
-        selection = choose(sizes(), budget, smallest)
-        if selection.cut:
-            best = ranked[0]
-            return {best: self._cut(encoded[0], budget)}, (best,)
-        return {ranked[position]: encoded[position] for position in selection.kept}, ()
+        limit = rules.limits(len(ranked), budget)
+        selection = choose(sizes(), budget, smallest, limit=limit, overflow=rules.overflow, cut=cut)
+        if selection.refused is not None:
+            position, allowed = selection.refused
+            raise PromptTooLongError(
+                f"document {candidates[ranked[position]].id!r} takes {len(encoded[position])} tokens and may take "
+                f"{allowed}; raise the budget, use fewer or shorter documents, or set overflow to drop or truncate"
+            )
+        kept = {ranked[position]: encoded[position] for position in selection.kept}
+        return kept, tuple(ranked[position] for position in selection.cut)
 
     def _encode(self, candidate: Candidate) -> Passage:
         return encode_passage(
             self.encoder, self.template, candidate.text, title=candidate.title, relevance=candidate.relevance
         )
 
-    def _cut(self, passage: Passage, budget: int) -> Passage:
-        """Return the beginning of a passage. Its key stays: what is kept of it goes when the document goes."""
+    def _cut(self, passage: Passage, budget: int, *, needed: bool) -> Passage | None:
+        """Return the beginning of a passage; None if too little is left for it and it is not needed.
+
+        Its key stays: what is kept of it goes when the document goes.
+        """
         limit = budget - len(passage.heading) - len(passage.separator)
-        return replace(passage, text=truncate(passage.text, limit, self.encoder.decode))
+        if limit < FEWEST_TOKENS and not needed:
+            return None
+        shorten = truncate_at_sentence if self.budget.overflow == "truncate" else truncate
+        return replace(passage, text=shorten(passage.text, limit, self.encoder.decode))
 
 
 def _check(question: str, max_new_tokens: int, budget_tokens: int | None) -> None:

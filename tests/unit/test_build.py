@@ -124,3 +124,14 @@ def test_the_profile_of_the_settings_is_that_of_the_order(loaded, tmp_path):
 def test_an_order_that_cannot_be_made_is_told_before_the_model_is_loaded():
     with pytest.raises(ConfigError, match="needs the measured value of each slot"):
         build_pipeline(Settings(model="/nowhere", order="profile"))
+
+
+def test_the_budget_of_the_settings_is_that_of_the_prompts(loaded, tmp_path):
+    engine = Engine(loaded, ToyEncoder(), "tiny", "print")
+    settings = Settings(passage_tokens=14, overflow="truncate", cache_dir=tmp_path / "cache", max_tokens=2)
+    with closing(build_pipeline(settings, generator=engine)) as built:
+        assert built.ask(Question("Which?", DOCUMENTS[1:])).usage.prompt_tokens > 0
+        made = built.assembler.assemble("Which?", DOCUMENTS[1:])
+    assert [len(span) for span in made.layout.passages] == [14, 14]
+    with pytest.raises(ConfigError, match="say how many a passage may have"):
+        build_pipeline(Settings(model="/nowhere", passage_shrink=0.5))

@@ -102,7 +102,7 @@ def create_order(order: str, defaults: Mapping[str, Mapping[str, Any]] | None = 
     """
     name, parameters = read_choice(order, "order", "slots=[0.4,0.2,0.4]")
     make = ORDERS.get(name)
-    allowed = [field.name for field in dataclasses.fields(make)] if dataclasses.is_dataclass(make) else []
+    allowed: list[str] = [field.name for field in dataclasses.fields(make)] if dataclasses.is_dataclass(make) else []
     for key in parameters:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)
