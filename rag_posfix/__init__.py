@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rag_posfix.generation.models import load_engine
     from rag_posfix.generation.request import MitigationChoice, Sampling
     from rag_posfix.generation.scheduler import BatchingGenerator
+    from rag_posfix.integrations.langchain.rag import PosfixRAG
+    from rag_posfix.integrations.langchain.retriever import PosfixRetriever
     from rag_posfix.pipeline import Answer, Pipeline, Question
     from rag_posfix.retrieval.embeddings import SentenceEmbeddings
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
@@ -35,6 +37,8 @@ __all__ = [  # noqa: RUF022 - without regard to case, as people look names up
     "MitigationChoice",
     "PassageRetriever",
     "Pipeline",
+    "PosfixRAG",
+    "PosfixRetriever",
     "Question",
     "RagPosfixCache",
     "RagPosfixChatModel",
@@ -55,6 +59,8 @@ _EXPORTS = {
     "MitigationChoice": "rag_posfix.generation.request",
     "PassageRetriever": "rag_posfix.retrieval.retriever",
     "Pipeline": "rag_posfix.pipeline",
+    "PosfixRAG": "rag_posfix.integrations.langchain.rag",
+    "PosfixRetriever": "rag_posfix.integrations.langchain.retriever",
     "Question": "rag_posfix.pipeline",
     "RagPosfixCache": "rag_posfix.caching.langchain_cache",
     "RagPosfixChatModel": "rag_posfix.generation.chat_model",

@@ -24,6 +24,8 @@ from rag_posfix.protocols import (
     PromptMemory,
     Reranker,
     Retriever,
+    Stage,
+    StageWatcher,
 )
 from rag_posfix.stored_answer import answer_from, readable, to_store
 from rag_posfix.text import content_hash
@@ -57,12 +59,28 @@ class Defaults:
 class _Prepared:
     """A question on its way: everything that is known before the generator runs."""
 
+    text: str
     assembled: Assembled
     request: GenerationRequest
     info: MitigationInfo
     key: str | None
     scope: str
     timings: dict[str, float]
+    watcher: StageWatcher
+
+
+class _Unwatched:
+    """Nobody watches."""
+
+    @contextmanager
+    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
+        yield self
+
+    def piece(self, text: str) -> None:
+        """Ignore it."""
+
+    def done(self, outcome: Any) -> None:
+        """Ignore it."""
 
 
 class Pipeline:
@@ -123,31 +141,41 @@ class Pipeline:
         if self.passages is not None:
             self.passages.drop(keys)
 
-    def ask(self, question: Question | str) -> Answer:
+    def ask(self, question: Question | str, watcher: StageWatcher | None = None) -> Answer:
         """Return the answer. Equal questions at the same time compute once.
+
+        Args:
+            question: What is asked.
+            watcher: Is told what is done.
 
         Raises:
             RagPosfixError: the question, its parameters or its documents are at fault, or generation failed. A
                 failing cache never raises.
         """
-        prepared = self._prepare(question)
+        prepared = self._prepare(question, watcher)
         cache, key = self.cache, prepared.key
         with cache.single_flight(key) if cache is not None and key is not None else nullcontext():
             stored = self._look_up(prepared)
             if stored is not None:
                 return self._finish(prepared, stored, cached=True)
             self.recent.add(prepared.scope, prepared.assembled.layout.keys)
-            generation = self.generator.generate(prepared.request)
+            with prepared.watcher.stage("generator", prepared.text) as stage:
+                generation = self.generator.generate(prepared.request)
+                stage.done(generation)
             prepared.timings.update(generation.timings)
             return self._keep(prepared, to_store(prepared.assembled, generation))
 
-    def stream(self, question: Question | str) -> Iterator[AnswerChunk]:
+    def stream(self, question: Question | str, watcher: StageWatcher | None = None) -> Iterator[AnswerChunk]:
         """Yield the answer piece by piece; the last chunk carries the whole answer.
 
         Bad input raises here, before the first piece is asked for. A stored answer comes as one piece. Closing the
         iterator stops the computation.
+
+        Args:
+            question: What is asked.
+            watcher: Is told what is done.
         """
-        prepared = self._prepare(question)
+        prepared = self._prepare(question, watcher)
         stored = self._look_up(prepared)
         if stored is not None:
             return iter([AnswerChunk(stored["text"], self._finish(prepared, stored, cached=True))])
@@ -155,14 +183,20 @@ class Pipeline:
         return self._stream(prepared, self.generator.stream(prepared.request))
 
     def _stream(self, prepared: _Prepared, chunks: Iterator[Chunk]) -> Iterator[AnswerChunk]:
-        for chunk in chunks:
-            if chunk.generation is None:
-                yield AnswerChunk(chunk.text)
-                continue
-            prepared.timings.update(chunk.generation.timings)
-            yield AnswerChunk(chunk.text, self._keep(prepared, to_store(prepared.assembled, chunk.generation)))
+        with prepared.watcher.stage("generator", prepared.text) as stage:
+            for chunk in chunks:
+                if chunk.text:
+                    stage.piece(chunk.text)
+                if chunk.generation is None:
+                    yield AnswerChunk(chunk.text)
+                    continue
+                stage.done(chunk.generation)
+                prepared.timings.update(chunk.generation.timings)
+                stored = to_store(prepared.assembled, chunk.generation)
+                yield AnswerChunk(chunk.text, self._keep(prepared, stored))
 
-    def _prepare(self, question: Question | str) -> _Prepared:
+    def _prepare(self, question: Question | str, watcher: StageWatcher | None) -> _Prepared:
+        watcher = watcher or _Unwatched()
         asked = Question(question) if isinstance(question, str) else question
         if not asked.text.strip():
             raise ConfigError("the question is empty; ask something")
@@ -171,7 +205,7 @@ class Pipeline:
         order = asked.order or self.defaults.order
         info = self.generator.describe(mitigation)
         timings: dict[str, float] = {}
-        documents = self._documents(asked, timings)
+        documents = self._documents(asked, timings, watcher)
         salt = tenant_salt(self.defaults.tenant, asked.tenant)
         scope = content_hash(salt, info.fingerprint, _words(asked))
         with _timed(timings, "assemble"):
@@ -189,21 +223,25 @@ class Pipeline:
         if self.cache is not None and asked.use_cache and sampling.deterministic:
             key = self._key(asked, assembled, info, sampling)
         request = GenerationRequest(assembled.layout, mitigation, sampling, salt)
-        return _Prepared(assembled, request, info, key, scope, timings)
+        return _Prepared(asked.text, assembled, request, info, key, scope, timings, watcher)
 
-    def _documents(self, asked: Question, timings: dict[str, float]) -> Sequence[Document]:
+    def _documents(self, asked: Question, timings: dict[str, float], watcher: StageWatcher) -> Sequence[Document]:
         if asked.documents is None:
             if self.retriever is None:
                 return ()
-            with _timed(timings, "retrieve"):
-                return self.retriever.retrieve(asked.text, self.defaults.k if asked.k is None else asked.k)
+            with _timed(timings, "retrieve"), watcher.stage("retriever", asked.text) as stage:
+                found = self.retriever.retrieve(asked.text, self.defaults.k if asked.k is None else asked.k)
+                stage.done(found)
+            return found
         documents = list(asked.documents)
         if not all(isinstance(d, Document) for d in documents):
             return documents  # assembly says which one is not
         if self.reranker is None or all("relevance_score" in d.metadata for d in documents):
             return documents
-        with _timed(timings, "rerank"):
-            return _score_in_place(self.reranker, asked.text, documents)
+        with _timed(timings, "rerank"), watcher.stage("reranker", asked.text, documents) as stage:
+            scored = _score_in_place(self.reranker, asked.text, documents)
+            stage.done(scored)
+        return scored
 
     def _key(self, asked: Question, assembled: Assembled, info: MitigationInfo, sampling: Sampling) -> str:
         layout = assembled.layout

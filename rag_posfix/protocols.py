@@ -32,6 +32,8 @@ __all__ = [
     "PromptMemory",
     "Reranker",
     "Retriever",
+    "Stage",
+    "StageWatcher",
     "SteppedGenerator",
     "TokenEncoder",
     "WatchedGenerator",
@@ -190,6 +192,32 @@ class PromptMemory(Protocol):
 
     def forget(self, keys: Sequence[str]) -> None:
         """Forget every prompt with one of these passages."""
+        ...
+
+
+class Stage(Protocol):
+    """A stage of one question while it runs."""
+
+    def piece(self, text: str) -> None:
+        """Tell a piece of an answer that is being written."""
+        ...
+
+    def done(self, outcome: Any) -> None:
+        """Tell what came out: documents, or a ``Generation``."""
+        ...
+
+
+class StageWatcher(Protocol):
+    """Is told what a pipeline does for one question: for traces."""
+
+    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> AbstractContextManager[Stage]:
+        """Return what holds while a stage runs; an exception that passes through it is the stage's failure.
+
+        Args:
+            name: ``retriever``, ``reranker`` or ``generator``.
+            given: The question.
+            documents: What a reranker scores.
+        """
         ...
 
 
