@@ -46,6 +46,7 @@ class Defaults:
         k: Passages to retrieve.
         sampling: How tokens are chosen.
         tenant: Salt of the cache key, joined with the question's own.
+        traced: Whether answers cite by attention too: four layers more to look at in each step, a few per cent.
     """
 
     mitigation: MitigationChoice = field(default_factory=lambda: MitigationChoice("context_experts"))
@@ -53,6 +54,7 @@ class Defaults:
     k: int = 10
     sampling: Sampling = field(default_factory=Sampling)
     tenant: str = ""
+    traced: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class Pipeline:
         key = None
         if self.cache is not None and asked.use_cache and sampling.deterministic:
             key = self._key(asked, assembled, info, sampling)
-        request = GenerationRequest(assembled.layout, mitigation, sampling, salt)
+        request = GenerationRequest(assembled.layout, mitigation, sampling, salt, self.defaults.traced)
         return _Prepared(asked.text, assembled, request, info, key, scope, timings, watcher)
 
     def _documents(self, asked: Question, timings: dict[str, float], watcher: StageWatcher) -> Sequence[Document]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rag_posfix.answer import Answer, AnswerDocument, Citation
 from rag_posfix.citations import find_quotes
+from rag_posfix.claims import dominant, find_claims
 from rag_posfix.generation.request import Generation, Usage
 from rag_posfix.text import clean_text
 
@@ -24,18 +25,23 @@ def to_store(assembled: Assembled, generation: Generation) -> dict[str, Any]:
         generation: What was generated from it.
     """
     attention = generation.attention or (0.0,) * assembled.layout.n_passages
+    keys = assembled.layout.keys
+    claims = find_claims(generation.text, generation.sources)
     return {
         "text": generation.text,
         "finish_reason": generation.finish_reason,
         "prompt_tokens": generation.usage.prompt_tokens,
         "completion_tokens": generation.usage.completion_tokens,
         "cached_tokens": generation.usage.cached_tokens,
-        "attention": dict(zip(assembled.layout.keys, attention, strict=True)),
+        "attention": dict(zip(keys, attention, strict=True)),
+        "claims": [[claim.start, claim.end, dict(zip(keys, claim.shares, strict=True))] for claim in claims],
     }
 
 
 def readable(stored: Any) -> bool:
     """Return whether a stored answer has the fields and types of ``to_store``; anything else is a miss.
+
+    Answers of versions that kept no claims are read: they then have no citations by attention.
 
     Args:
         stored: What a cache returned.
@@ -46,9 +52,21 @@ def readable(stored: Any) -> bool:
         and isinstance(stored.get("text"), str)
         and stored.get("finish_reason") in ("stop", "length")
         and all(isinstance(stored.get(name), int) for name in numbers)
-        and isinstance(stored.get("attention"), dict)
-        and all(isinstance(share, int | float) for share in stored["attention"].values())
+        and _are_shares(stored.get("attention"))
+        and isinstance(stored.get("claims", []), list)
+        and all(_is_claim(claim, len(stored["text"])) for claim in stored.get("claims", []))
     )
+
+
+def _are_shares(stored: Any) -> bool:
+    return isinstance(stored, dict) and all(isinstance(share, int | float) for share in stored.values())
+
+
+def _is_claim(stored: Any, length: int) -> bool:
+    if not isinstance(stored, list) or len(stored) != 3 or not _are_shares(stored[2]):
+        return False
+    start, end = stored[:2]
+    return isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= length
 
 
 def answer_from(
@@ -63,15 +81,10 @@ def answer_from(
         timings: Seconds by stage.
         cached: Whether it comes from the cache.
     """
-    text = stored["text"]
-    quotes = find_quotes(text, [document.page_content for document in assembled.documents])
     return Answer(
-        text=text,
+        text=stored["text"],
         documents=_documents(stored["attention"], assembled),
-        citations=tuple(
-            Citation(q.start, q.end, text[q.start : q.end], tuple(assembled.ids[i] for i in q.passages))
-            for q in quotes
-        ),
+        citations=_citations(stored, assembled),
         usage=Usage(
             prompt_tokens=stored["prompt_tokens"],
             completion_tokens=stored["completion_tokens"],
@@ -102,6 +115,20 @@ def _documents(attention: Mapping[str, float], assembled: Assembled) -> tuple[An
             zip(assembled.ids, relevance, layout.keys, assembled.documents, strict=True)
         )
     )
+
+
+def _citations(stored: Mapping[str, Any], assembled: Assembled) -> tuple[Citation, ...]:
+    """Return quotes and sentences that one passage dominated, by place; of one place the quote first."""
+    text = stored["text"]
+    found = []
+    for quote in find_quotes(text, [document.page_content for document in assembled.documents]):
+        ids = tuple(assembled.ids[index] for index in quote.passages)
+        found.append(Citation(quote.start, quote.end, text[quote.start : quote.end], ids))
+    for start, end, shares in stored.get("claims", []):
+        index = dominant([float(shares.get(key, 0.0)) for key in assembled.layout.keys])
+        if index is not None:
+            found.append(Citation(start, end, text[start:end], (assembled.ids[index],), "attention"))
+    return tuple(sorted(found, key=lambda one: (one.start, one.origin == "attention")))
 
 
 def _text_or_none(value: object) -> str | None:

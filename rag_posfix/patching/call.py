@@ -22,10 +22,18 @@ class Observer:
 
     Shapes:
         total: (B, Tk) float32, summed over layers.
+
+    Attributes:
+        layers: Which layers are asked; None asks all.
     """
 
     total: Tensor | None = None
     n_layers: int = 0
+    layers: frozenset[int] | None = None
+
+    def asks(self, layer: int) -> bool:
+        """Return whether a layer's attention is wanted."""
+        return self.layers is None or layer in self.layers
 
     def add(self, attention: Tensor) -> None:
         """Add one layer's (B, Tk)."""
@@ -93,6 +101,7 @@ class Member:
         positions: (R, Tk) float32, of all tokens so far.
         keys: Layer -> (keys, values), each (R, Hkv, Tk, D), of all tokens so far.
         starts: The first token of each row among the keys; those before it are padding.
+        observer: Receives the attention of these rows' newest query.
     """
 
     rows: slice
@@ -100,6 +109,7 @@ class Member:
     positions: Tensor
     keys: Callable[[int], tuple[Tensor, Tensor]]
     starts: tuple[int, ...]
+    observer: Observer | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
