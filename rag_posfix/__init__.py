@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rag_posfix.assembly.assembler import Assembler
     from rag_posfix.build import build_pipeline
     from rag_posfix.caching.langchain_cache import RagPosfixCache
+    from rag_posfix.caching.langchain_store import RagPosfixStore
     from rag_posfix.errors import RagPosfixError
     from rag_posfix.generation.chat_model import RagPosfixChatModel
     from rag_posfix.generation.models import load_engine
@@ -43,6 +44,7 @@ __all__ = [  # noqa: RUF022 - without regard to case, as people look names up
     "RagPosfixCache",
     "RagPosfixChatModel",
     "RagPosfixError",
+    "RagPosfixStore",
     "read_documents",
     "Sampling",
     "SentenceEmbeddings",
@@ -65,6 +67,7 @@ _EXPORTS = {
     "RagPosfixCache": "rag_posfix.caching.langchain_cache",
     "RagPosfixChatModel": "rag_posfix.generation.chat_model",
     "RagPosfixError": "rag_posfix.errors",
+    "RagPosfixStore": "rag_posfix.caching.langchain_store",
     "read_documents": "rag_posfix.retrieval.ingest",
     "Sampling": "rag_posfix.generation.request",
     "SentenceEmbeddings": "rag_posfix.retrieval.embeddings",
