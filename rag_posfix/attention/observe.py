@@ -19,8 +19,12 @@ def last_query_attention(
     scaling: float,
     softcap: float | None = None,
     starts: Sequence[int] | None = None,
+    *,
+    rough: bool = False,
 ) -> Tensor:
     """Return the attention probabilities of the last query, averaged over heads, in float32.
+
+    ``rough`` multiplies queries and keys in their own dtype, which spares a float32 copy of all keys: for shares.
 
     Cost: one row of the score matrix, (B, Hq, 1, Tk).
 
@@ -29,7 +33,7 @@ def last_query_attention(
         starts: the first key of each row; those before it get 0.
         returns: (B, Tk), each row sums to 1.
     """
-    scores = last_row(query, key, scaling)  # (B, Hq, 1, Tk)
+    scores = _rough_row(query, key, scaling) if rough else last_row(query, key, scaling)  # (B, Hq, 1, Tk)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if attention_mask is not None:
@@ -39,3 +43,10 @@ def last_query_attention(
         first = torch.tensor(starts, device=scores.device)[:, None, None, None]
         scores = scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) < first, float("-inf"))
     return scores.softmax(dim=-1).mean(dim=(1, 2))  # (B, Tk)
+
+
+def _rough_row(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Return the scores of the newest query, (B, Hq, 1, Tk) float32, multiplied in the dtype of the keys."""
+    batch, heads, _, channels = query.shape
+    folded = query[:, :, -1].reshape(batch, key.shape[1], -1, channels)  # (B, Hkv, Hq / Hkv, D)
+    return (folded @ key.transpose(-1, -2)).float().reshape(batch, heads, 1, -1) * scaling

@@ -49,7 +49,7 @@ class TokenTrace:
 
     def observers(self) -> list[Observer | None]:
         """Return what must receive the attention of the next forward pass, for each group."""
-        return [None if segments is None else Observer(layers=self._layers) for segments in self._segments]
+        return [None if segments is None else Observer(layers=self._layers, rough=True) for segments in self._segments]
 
     def chosen_by(self, weights: Tensor) -> None:
         """Tell with which weights the rows choose the next token; the last call before ``take`` counts.

@@ -25,11 +25,13 @@ class Observer:
 
     Attributes:
         layers: Which layers are asked; None asks all.
+        rough: Whether shares are wanted, and their last digits are not.
     """
 
     total: Tensor | None = None
     n_layers: int = 0
     layers: frozenset[int] | None = None
+    rough: bool = False
 
     def asks(self, layer: int) -> bool:
         """Return whether a layer's attention is wanted."""

@@ -250,7 +250,7 @@ class _Layer:
     ) -> None:
         if observer is not None:
             softcap = self.options.get("softcap")
-            observer.add(last_query_attention(query, key, mask, self.scaling, softcap, starts))
+            observer.add(last_query_attention(query, key, mask, self.scaling, softcap, starts, rough=observer.rough))
 
 
 def _needed(call: SeamCall) -> tuple[ModelSpec, Tensor]:
