@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     from rag_posfix.assembly.assembler import Assembler
     from rag_posfix.build import build_pipeline
     from rag_posfix.caching.langchain_cache import RagPosfixCache
+    from rag_posfix.caching.langchain_store import RagPosfixStore
     from rag_posfix.errors import RagPosfixError
     from rag_posfix.generation.chat_model import RagPosfixChatModel
     from rag_posfix.generation.models import load_engine
     from rag_posfix.generation.request import MitigationChoice, Sampling
     from rag_posfix.generation.scheduler import BatchingGenerator
+    from rag_posfix.integrations.langchain.rag import PosfixRAG
+    from rag_posfix.integrations.langchain.retriever import PosfixRetriever
     from rag_posfix.pipeline import Answer, Pipeline, Question
     from rag_posfix.retrieval.bm25 import BM25Retriever
     from rag_posfix.retrieval.embeddings import SentenceEmbeddings
@@ -39,10 +42,13 @@ __all__ = [  # noqa: RUF022 - without regard to case, as people look names up
     "MitigationChoice",
     "PassageRetriever",
     "Pipeline",
+    "PosfixRAG",
+    "PosfixRetriever",
     "Question",
     "RagPosfixCache",
     "RagPosfixChatModel",
     "RagPosfixError",
+    "RagPosfixStore",
     "read_documents",
     "Sampling",
     "SentenceEmbeddings",
@@ -61,10 +67,13 @@ _EXPORTS = {
     "MitigationChoice": "rag_posfix.generation.request",
     "PassageRetriever": "rag_posfix.retrieval.retriever",
     "Pipeline": "rag_posfix.pipeline",
+    "PosfixRAG": "rag_posfix.integrations.langchain.rag",
+    "PosfixRetriever": "rag_posfix.integrations.langchain.retriever",
     "Question": "rag_posfix.pipeline",
     "RagPosfixCache": "rag_posfix.caching.langchain_cache",
     "RagPosfixChatModel": "rag_posfix.generation.chat_model",
     "RagPosfixError": "rag_posfix.errors",
+    "RagPosfixStore": "rag_posfix.caching.langchain_store",
     "read_documents": "rag_posfix.retrieval.ingest",
     "Sampling": "rag_posfix.generation.request",
     "SentenceEmbeddings": "rag_posfix.retrieval.embeddings",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from langchain_core.documents import Document
 
@@ -22,7 +22,7 @@ class Question:
         documents: The passages to answer from; None retrieves them, where the pipeline has a retriever.
         history: Earlier messages of the conversation, ``{"role", "content"}``.
         mitigation: The mitigation and its parameters.
-        order: Name of the order of the passages.
+        order: The order of the passages: a name, or ``name:parameter=value``.
         seed: Seeds the order ``random``.
         k: Passages to retrieve.
         sampling: How tokens are chosen.
@@ -65,12 +65,22 @@ class AnswerDocument:
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """A stretch of the answer and the documents that say it, word for word."""
+    """A stretch of the answer and the documents that it comes from.
+
+    Attributes:
+        start: First character in the answer.
+        end: Character after the last.
+        text: The characters between.
+        document_ids: The documents.
+        origin: How that is known. ``quote``: they hold the text word for word. ``attention``: one of them dominated
+            the attention while the sentence was written. In JSON the field is called ``from``.
+    """
 
     start: int
     end: int
     text: str
     document_ids: tuple[str, ...]
+    origin: Literal["quote", "attention"] = "quote"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,7 @@ class Answer:
     Attributes:
         text: The answer.
         documents: The passages in the prompt, in their order.
-        citations: Stretches of the answer that passages hold.
+        citations: Stretches of the answer that passages hold, and sentences that one passage dominated, by place.
         usage: Token counts.
         cached: Whether it came from the answer cache.
         mitigation: Name of the mitigation.
@@ -105,6 +115,8 @@ class Answer:
         """Return the JSON object that ``rag-posfix ask --json`` prints."""
         data = asdict(self)
         data["answer"] = data.pop("text")
+        for citation in data["citations"]:
+            citation["from"] = citation.pop("origin")
         data["dropped"] = [{"id": identity, "reason": reason} for identity, reason in self.dropped]
         return data
 

@@ -10,6 +10,8 @@ from typing import Any
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.budget import PassageBudget
+from rag_posfix.assembly.orders import create_order
 from rag_posfix.caching.build import build_answer_cache
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
@@ -51,6 +53,7 @@ def build_pipeline(
     """
     chosen = settings or Settings()
     parse_reranker(chosen.reranker or DEFAULT_RERANKER)  # before the model, as the index below
+    assembly = _assembly(chosen)
     embeddings = SentenceEmbeddings(chosen.embedding_model)
     folder = index if index is not None else chosen.index
     retriever, store = None, None
@@ -63,7 +66,7 @@ def build_pipeline(
         passages = reader.passages = build_passage_store(chosen.passages, chosen.cache_dir, reader.loaded.device)
     pipeline = Pipeline(
         engine,
-        Assembler(engine.encoder, engine.context_window),
+        Assembler(engine.encoder, engine.context_window, **assembly),
         retriever=retriever,
         reranker=guarded,
         cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
@@ -116,6 +119,14 @@ def _retriever(
         return dense, store
     words = BM25Retriever.load(folder, table=store.table, k=settings.k)
     return HybridRetriever(retrievers=[dense, words], k=settings.k), store
+
+
+def _assembly(settings: Settings) -> dict[str, Any]:
+    """Return the assembler's rules, checked: what is wrong with them is told before a model is loaded."""
+    parameters = {} if settings.profile is None else {"profile": {"file": str(settings.profile)}}
+    create_order(settings.order, parameters)
+    budget = PassageBudget(settings.passage_tokens, settings.passage_shrink, settings.overflow)
+    return {"order_parameters": parameters, "budget": budget}
 
 
 def _load(settings: Settings) -> tuple[Generator, Callable[[], None] | None]:

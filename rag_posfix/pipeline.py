@@ -10,15 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.answer import Answer, AnswerChunk, AnswerDocument, Citation, Question
+from rag_posfix.answer import Answer, AnswerChunk, Question
 from rag_posfix.assembly.documents import content_key, document_id
+from rag_posfix.assembly.recent import RecentPrompts
 from rag_posfix.caching.keys import AnswerKey, tenant_salt
-from rag_posfix.citations import find_quotes
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling, Usage
-from rag_posfix.protocols import AnswerCache, Generator, PassageKeeper, PromptAssembler, Reranker, Retriever
+from rag_posfix.generation.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
+from rag_posfix.protocols import (
+    AnswerCache,
+    Generator,
+    PassageKeeper,
+    PromptAssembler,
+    PromptMemory,
+    Reranker,
+    Retriever,
+    Stage,
+    StageWatcher,
+)
 from rag_posfix.rescoring import best_of, score_in_place
-from rag_posfix.text import clean_text, content_hash
+from rag_posfix.stored_answer import answer_from, readable, to_store
+from rag_posfix.text import content_hash
 
 if TYPE_CHECKING:
     from rag_posfix.assembly.assembler import Assembled
@@ -36,6 +47,7 @@ class Defaults:
         k: Passages to retrieve.
         sampling: How tokens are chosen.
         tenant: Salt of the cache key, joined with the question's own.
+        traced: Whether answers cite by attention too: four layers more to look at in each step, a few per cent.
     """
 
     mitigation: MitigationChoice = field(default_factory=lambda: MitigationChoice("context_experts"))
@@ -43,17 +55,35 @@ class Defaults:
     k: int = 10
     sampling: Sampling = field(default_factory=Sampling)
     tenant: str = ""
+    traced: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """A question on its way: everything that is known before the generator runs."""
 
+    text: str
     assembled: Assembled
     request: GenerationRequest
     info: MitigationInfo
     key: str | None
+    scope: str
     timings: dict[str, float]
+    watcher: StageWatcher
+
+
+class _Unwatched:
+    """Nobody watches."""
+
+    @contextmanager
+    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
+        yield self
+
+    def piece(self, text: str) -> None:
+        """Ignore it."""
+
+    def done(self, outcome: Any) -> None:
+        """Ignore it."""
 
 
 class Pipeline:
@@ -68,6 +98,7 @@ class Pipeline:
         cache: Keeps answers.
         defaults: What a question that does not say gets.
         passages: Keeps keys and values for ``generator``; closed with the pipeline.
+        recent: Remembers recent prompts, for the order ``cache_aware``; a bounded memory of its own if None.
         on_close: Called when the pipeline is closed; for a generator that belongs to nobody else.
         candidates: How many passages are retrieved for the reranker to choose from, at least as many as are asked
             for. 0: passages keep the scores that the retriever gave them.
@@ -83,6 +114,7 @@ class Pipeline:
         cache: AnswerCache | None = None,
         defaults: Defaults | None = None,
         passages: PassageKeeper | None = None,
+        recent: PromptMemory | None = None,
         on_close: Callable[[], None] | None = None,
         candidates: int = 0,
     ) -> None:
@@ -93,6 +125,7 @@ class Pipeline:
         self.assembler = assembler
         self.defaults = defaults or Defaults()
         self.passages = passages
+        self.recent = recent or RecentPrompts()
         self._on_close = on_close
         self.candidates = candidates
 
@@ -111,47 +144,67 @@ class Pipeline:
         """
         if self.cache is not None:
             self.cache.drop_documents([document_id(document) for document in documents])
+        keys = [content_key(document) for document in documents]
+        self.recent.forget(keys)
         if self.passages is not None:
-            self.passages.drop([content_key(document) for document in documents])
+            self.passages.drop(keys)
 
-    def ask(self, question: Question | str) -> Answer:
+    def ask(self, question: Question | str, watcher: StageWatcher | None = None) -> Answer:
         """Return the answer. Equal questions at the same time compute once.
+
+        Args:
+            question: What is asked.
+            watcher: Is told what is done.
 
         Raises:
             RagPosfixError: the question, its parameters or its documents are at fault, or generation failed. A
                 failing cache never raises.
         """
-        prepared = self._prepare(question)
+        prepared = self._prepare(question, watcher)
         cache, key = self.cache, prepared.key
         with cache.single_flight(key) if cache is not None and key is not None else nullcontext():
             stored = self._look_up(prepared)
             if stored is not None:
                 return self._finish(prepared, stored, cached=True)
-            generation = self.generator.generate(prepared.request)
+            self.recent.add(prepared.scope, prepared.assembled.layout.keys)
+            with prepared.watcher.stage("generator", prepared.text) as stage:
+                generation = self.generator.generate(prepared.request)
+                stage.done(generation)
             prepared.timings.update(generation.timings)
-            return self._keep(prepared, _to_store(prepared, generation))
+            return self._keep(prepared, to_store(prepared.assembled, generation))
 
-    def stream(self, question: Question | str) -> Iterator[AnswerChunk]:
+    def stream(self, question: Question | str, watcher: StageWatcher | None = None) -> Iterator[AnswerChunk]:
         """Yield the answer piece by piece; the last chunk carries the whole answer.
 
         Bad input raises here, before the first piece is asked for. A stored answer comes as one piece. Closing the
         iterator stops the computation.
+
+        Args:
+            question: What is asked.
+            watcher: Is told what is done.
         """
-        prepared = self._prepare(question)
+        prepared = self._prepare(question, watcher)
         stored = self._look_up(prepared)
         if stored is not None:
             return iter([AnswerChunk(stored["text"], self._finish(prepared, stored, cached=True))])
+        self.recent.add(prepared.scope, prepared.assembled.layout.keys)
         return self._stream(prepared, self.generator.stream(prepared.request))
 
     def _stream(self, prepared: _Prepared, chunks: Iterator[Chunk]) -> Iterator[AnswerChunk]:
-        for chunk in chunks:
-            if chunk.generation is None:
-                yield AnswerChunk(chunk.text)
-                continue
-            prepared.timings.update(chunk.generation.timings)
-            yield AnswerChunk(chunk.text, self._keep(prepared, _to_store(prepared, chunk.generation)))
+        with prepared.watcher.stage("generator", prepared.text) as stage:
+            for chunk in chunks:
+                if chunk.text:
+                    stage.piece(chunk.text)
+                if chunk.generation is None:
+                    yield AnswerChunk(chunk.text)
+                    continue
+                stage.done(chunk.generation)
+                prepared.timings.update(chunk.generation.timings)
+                stored = to_store(prepared.assembled, chunk.generation)
+                yield AnswerChunk(chunk.text, self._keep(prepared, stored))
 
-    def _prepare(self, question: Question | str) -> _Prepared:
+    def _prepare(self, question: Question | str, watcher: StageWatcher | None) -> _Prepared:
+        watcher = watcher or _Unwatched()
         asked = Question(question) if isinstance(question, str) else question
         if not asked.text.strip():
             raise ConfigError("the question is empty; ask something")
@@ -160,7 +213,9 @@ class Pipeline:
         order = asked.order or self.defaults.order
         info = self.generator.describe(mitigation)
         timings: dict[str, float] = {}
-        documents = self._documents(asked, timings)
+        salt = tenant_salt(self.defaults.tenant, asked.tenant)
+        documents = self._documents(asked, timings, watcher, salt)
+        scope = content_hash(salt, info.fingerprint, _words(asked))
         with _timed(timings, "assemble"):
             assembled = self.assembler.assemble(
                 asked.text,
@@ -169,36 +224,45 @@ class Pipeline:
                 seed=asked.seed,
                 max_new_tokens=sampling.max_tokens,
                 history=asked.history,
+                recent=self.recent.recent(scope),
+                order_free=info.order_invariant,
             )
         key = None
         if self.cache is not None and asked.use_cache and sampling.deterministic:
             key = self._key(asked, assembled, info, sampling)
-        salt = tenant_salt(self.defaults.tenant, asked.tenant)
-        request = GenerationRequest(assembled.layout, mitigation, sampling, salt)
-        return _Prepared(assembled, request, info, key, timings)
+        request = GenerationRequest(assembled.layout, mitigation, sampling, salt, self.defaults.traced)
+        return _Prepared(asked.text, assembled, request, info, key, scope, timings, watcher)
 
-    def _documents(self, asked: Question, timings: dict[str, float]) -> Sequence[Document]:
-        salt = tenant_salt(self.defaults.tenant, asked.tenant)
+    def _documents(
+        self, asked: Question, timings: dict[str, float], watcher: StageWatcher, salt: str
+    ) -> Sequence[Document]:
         if asked.documents is None:
-            return self._retrieved(asked, timings, salt)
+            return self._retrieved(asked, timings, watcher, salt)
         documents = list(asked.documents)
         if not all(isinstance(d, Document) for d in documents):
             return documents  # assembly says which one is not
         if self.reranker is None or all("relevance_score" in d.metadata for d in documents):
             return documents
-        with _timed(timings, "rerank"):
-            return score_in_place(self.reranker, asked.text, documents, salt)
+        with _timed(timings, "rerank"), watcher.stage("reranker", asked.text, documents) as stage:
+            scored = score_in_place(self.reranker, asked.text, documents, salt)
+            stage.done(scored)
+        return scored
 
-    def _retrieved(self, asked: Question, timings: dict[str, float], salt: str) -> Sequence[Document]:
+    def _retrieved(
+        self, asked: Question, timings: dict[str, float], watcher: StageWatcher, salt: str
+    ) -> Sequence[Document]:
         if self.retriever is None:
             return ()
         k = self.defaults.k if asked.k is None else asked.k
-        with _timed(timings, "retrieve"):
+        with _timed(timings, "retrieve"), watcher.stage("retriever", asked.text) as stage:
             found = self.retriever.retrieve(asked.text, max(k, self.candidates))
+            stage.done(found)
         if self.reranker is None or not self.candidates:
             return found
-        with _timed(timings, "rerank"):
-            return best_of(self.reranker, asked.text, found, k, salt)
+        with _timed(timings, "rerank"), watcher.stage("reranker", asked.text, found) as stage:
+            best = best_of(self.reranker, asked.text, found, k, salt)
+            stage.done(best)
+        return best
 
     def _key(self, asked: Question, assembled: Assembled, info: MitigationInfo, sampling: Sampling) -> str:
         layout = assembled.layout
@@ -215,7 +279,7 @@ class Pipeline:
             mitigation=info.fingerprint,
             sampling=repr(sampling),
             question=asked.text,
-            history=repr([(m.get("role"), m.get("content")) for m in asked.history]),
+            history=_words(asked),
             documents=passages,
             order_invariant=info.order_invariant,
             tenant=tenant_salt(self.defaults.tenant, asked.tenant),
@@ -226,7 +290,7 @@ class Pipeline:
             return None
         with _timed(prepared.timings, "cache"):
             stored = self.cache.get(prepared.key)
-        return stored if stored is not None and _readable(stored) else None
+        return stored if stored is not None and readable(stored) else None
 
     def _keep(self, prepared: _Prepared, stored: Mapping[str, Any]) -> Answer:
         if self.cache is not None and prepared.key is not None:
@@ -235,74 +299,12 @@ class Pipeline:
         return self._finish(prepared, stored, cached=False)
 
     def _finish(self, prepared: _Prepared, stored: Mapping[str, Any], *, cached: bool) -> Answer:
-        """Return the answer for the documents as *this* question brought them: order and ids may differ."""
-        assembled, layout = prepared.assembled, prepared.assembled.layout
-        relevance = layout.relevance or (None,) * layout.n_passages
-        attention = stored["attention"]
-        documents = tuple(
-            AnswerDocument(
-                id=identity,
-                score=score,
-                position=position,
-                attention=float(attention.get(key, 0.0)),
-                title=_text_or_none(document.metadata.get("title")),
-                source=_text_or_none(document.metadata.get("source")),
-            )
-            for position, (identity, score, key, document) in enumerate(
-                zip(assembled.ids, relevance, layout.keys, assembled.documents, strict=True)
-            )
-        )
-        text = stored["text"]
-        quotes = find_quotes(text, [document.page_content for document in assembled.documents])
-        return Answer(
-            text=text,
-            documents=documents,
-            citations=tuple(
-                Citation(q.start, q.end, text[q.start : q.end], tuple(assembled.ids[i] for i in q.passages))
-                for q in quotes
-            ),
-            usage=Usage(
-                prompt_tokens=stored["prompt_tokens"],
-                completion_tokens=stored["completion_tokens"],
-                cached_tokens=stored["prompt_tokens"] if cached else stored["cached_tokens"],
-            ),
-            cached=cached,
-            mitigation=prepared.info.name,
-            order=assembled.order,
-            finish_reason=stored["finish_reason"],
-            dropped=tuple((dropped.id, dropped.reason) for dropped in assembled.dropped),
-            timings=dict(prepared.timings),
-        )
+        return answer_from(stored, prepared.assembled, prepared.info.name, prepared.timings, cached=cached)
 
 
-def _to_store(prepared: _Prepared, generation: Any) -> dict[str, Any]:
-    """Return what the cache keeps. Attention goes by content, because ids and order belong to one question only."""
-    attention = generation.attention or (0.0,) * prepared.assembled.layout.n_passages
-    return {
-        "text": generation.text,
-        "finish_reason": generation.finish_reason,
-        "prompt_tokens": generation.usage.prompt_tokens,
-        "completion_tokens": generation.usage.completion_tokens,
-        "cached_tokens": generation.usage.cached_tokens,
-        "attention": dict(zip(prepared.assembled.layout.keys, attention, strict=True)),
-    }
-
-
-def _readable(stored: Any) -> bool:
-    """Return whether a stored answer has the fields and types of ``_to_store``; anything else is a miss."""
-    numbers = ("prompt_tokens", "completion_tokens", "cached_tokens")
-    return (
-        isinstance(stored, Mapping)
-        and isinstance(stored.get("text"), str)
-        and stored.get("finish_reason") in ("stop", "length")
-        and all(isinstance(stored.get(name), int) for name in numbers)
-        and isinstance(stored.get("attention"), dict)
-        and all(isinstance(share, int | float) for share in stored["attention"].values())
-    )
-
-
-def _text_or_none(value: object) -> str | None:
-    return clean_text(value) if isinstance(value, str) and value else None
+def _words(asked: Question) -> str:
+    """Return the conversation so far, as text that tells two conversations apart."""
+    return repr([(m.get("role"), m.get("content")) for m in asked.history])
 
 
 @contextmanager

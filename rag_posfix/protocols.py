@@ -30,8 +30,11 @@ __all__ = [
     "PassageKeeper",
     "PassageReader",
     "PromptAssembler",
+    "PromptMemory",
     "Reranker",
     "Retriever",
+    "Stage",
+    "StageWatcher",
     "SteppedGenerator",
     "TokenEncoder",
     "WatchedGenerator",
@@ -197,8 +200,52 @@ class PromptAssembler(Protocol):
         max_new_tokens: int = 128,
         budget_tokens: int | None = None,
         history: Sequence[ChatMessage] = (),
+        recent: Sequence[Sequence[str]] = (),
+        order_free: bool = False,
     ) -> Assembled:
         """Return the prompt that asks ``question`` about ``documents``."""
+        ...
+
+
+class PromptMemory(Protocol):
+    """Remembers the passages of recent prompts, so that an order may begin as one of them began."""
+
+    def recent(self, scope: str) -> Sequence[Sequence[str]]:
+        """Return the content keys of the passages of a scope's recent prompts, the newest first."""
+        ...
+
+    def add(self, scope: str, keys: Sequence[str]) -> None:
+        """Remember a prompt's passages, in their order."""
+        ...
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Forget every prompt with one of these passages."""
+        ...
+
+
+class Stage(Protocol):
+    """A stage of one question while it runs."""
+
+    def piece(self, text: str) -> None:
+        """Tell a piece of an answer that is being written."""
+        ...
+
+    def done(self, outcome: Any) -> None:
+        """Tell what came out: documents, or a ``Generation``."""
+        ...
+
+
+class StageWatcher(Protocol):
+    """Is told what a pipeline does for one question: for traces."""
+
+    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> AbstractContextManager[Stage]:
+        """Return what holds while a stage runs; an exception that passes through it is the stage's failure.
+
+        Args:
+            name: ``retriever``, ``reranker`` or ``generator``.
+            given: The question.
+            documents: What a reranker scores.
+        """
         ...
 
 

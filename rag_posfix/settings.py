@@ -115,6 +115,10 @@ class Settings(BaseSettings):
         index: Folder of a served index, or None.
         mitigation: Used where a request names none.
         order: Used where a request names none.
+        profile: File of the order ``profile``: a record of ``rag-posfix probe slot-attention``.
+        passage_tokens: Tokens that a passage may take on average, or None for no limit.
+        passage_shrink: How much less passages of late ranks may take, 0 to 1; needs ``passage_tokens``.
+        overflow: What happens to a passage that is longer: ``drop``, ``truncate`` or ``error``.
         k: Passages per question where a request names none.
         reranker: ``name`` or ``name:parameter=value`` of what chooses among retrieved passages and scores documents
             that come without a score; None scores the latter alone, by their embeddings.
@@ -139,6 +143,10 @@ class Settings(BaseSettings):
     index: Path | None = None
     mitigation: str = "context_experts"
     order: str = "relevance"
+    profile: Path | None = None
+    passage_tokens: int | None = Field(default=None, ge=1)
+    passage_shrink: float = Field(default=0.0, ge=0, le=1)
+    overflow: Literal["drop", "truncate", "error"] = "drop"
     k: int = Field(default=10, ge=1)
     reranker: str | None = Field(default=None, min_length=1)
     reranker_deadline_seconds: float = Field(default=30.0, gt=0)

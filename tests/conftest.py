@@ -6,6 +6,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -1,10 +1,12 @@
 """Assembly: documents in, an ordered and tokenised prompt with an exact layout out."""
 
 from rag_posfix.assembly.assembler import Assembled, Assembler
+from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.documents import Dropped
 from rag_posfix.assembly.layout import encode_passage, lay_out
-from rag_posfix.assembly.orders import ORDERS, Order
+from rag_posfix.assembly.orders import ORDERS, Order, OrderFacts
 from rag_posfix.assembly.prompt import PromptTemplate, merge_messages
+from rag_posfix.assembly.recent import RecentPrompts
 
 __all__ = [
     "ORDERS",
@@ -12,7 +14,10 @@ __all__ = [
     "Assembler",
     "Dropped",
     "Order",
+    "OrderFacts",
+    "PassageBudget",
     "PromptTemplate",
+    "RecentPrompts",
     "encode_passage",
     "lay_out",
     "merge_messages",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.budget import choose, truncate
+from rag_posfix.assembly.budget import FEWEST_TOKENS, PassageBudget, choose, truncate, truncate_at_sentence
 from rag_posfix.assembly.documents import Candidate, Dropped, rank, read_document, unique
 from rag_posfix.assembly.layout import Frame, Passage, encode_passage, open_frame
-from rag_posfix.assembly.orders import ORDERS, permute
+from rag_posfix.assembly.orders import Order, OrderFacts, arrange, create_order, order_name
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError, PromptTooLongError
@@ -54,17 +55,31 @@ class Assembler:
         encoder: The generator's tokenizer.
         context_window: Most tokens that prompt and answer may have together.
         template: The words of the prompt; the default ones if None.
+        order_parameters: Parameters of orders that are named without any: order -> parameter -> value.
+        budget: How many tokens each passage may have, and what happens to a longer one; no limit if None.
 
     Raises:
-        ConfigError: ``context_window`` is below 1.
+        ConfigError: ``context_window`` is below 1, or a parameter of an order is wrong.
     """
 
-    def __init__(self, encoder: TokenEncoder, context_window: int, template: PromptTemplate | None = None) -> None:
+    def __init__(
+        self,
+        encoder: TokenEncoder,
+        context_window: int,
+        template: PromptTemplate | None = None,
+        *,
+        order_parameters: Mapping[str, Mapping[str, Any]] | None = None,
+        budget: PassageBudget | None = None,
+    ) -> None:
         if context_window < 1:
             raise ConfigError(f"context_window={context_window} must be >= 1; give the model's number of positions")
         self.encoder = encoder
         self.context_window = context_window
         self.template = template or PromptTemplate()
+        self.budget = budget or PassageBudget()
+        # Made here: a file that an order reads is read once, and what is wrong with it is told at once.
+        given = order_parameters or {}
+        self._orders = {name: create_order(name, given) for name in given}
 
     def assemble(
         self,
@@ -76,31 +91,43 @@ class Assembler:
         max_new_tokens: int = 128,
         budget_tokens: int | None = None,
         history: Sequence[ChatMessage] = (),
+        recent: Sequence[Sequence[str]] = (),
+        order_free: bool = False,
     ) -> Assembled:
         """Return the prompt that asks ``question`` about ``documents``.
 
         Args:
             question: What is asked.
             documents: Candidates with ``metadata["relevance_score"]`` or without, in any order; never changed.
-            order: Name of the order that the passages stand in.
+            order: The order that the passages stand in: a name, or ``name:parameter=value``.
             seed: For orders that draw.
             max_new_tokens: Room to leave for the answer.
             budget_tokens: Most tokens that the passages may take, headings and separators included; all that the
                 context window leaves if None.
             history: Earlier messages; a system message among them moves to the front.
+            recent: Keys of the passages of recent prompts, the newest first; for orders that reuse what was read.
+            order_free: Whether the method that will read the prompt answers alike for every order.
 
         Raises:
             ConfigError: the question is empty, a document or message is malformed, or a number is out of range.
             UnknownNameError: no order has this name.
             PromptTooLongError: the question leaves no room, or the budget is too small for any passage.
         """
-        _check(question, order, max_new_tokens, budget_tokens)
+        _check(question, max_new_tokens, budget_tokens)
+        arranged_by = self._order(order)
         candidates, dropped = unique([read_document(document, i) for i, document in enumerate(documents)])
         frame = open_frame(self.encoder, self.template, question, history=history, with_passages=bool(candidates))
         room = self._room(frame, max_new_tokens)
         passages, truncated = self._fill(candidates, room if budget_tokens is None else min(budget_tokens, room))
         given = sorted(passages)
-        kept = [given[i] for i in permute(order, [candidates[index].relevance for index in given], seed)]
+        facts = OrderFacts(
+            relevance=tuple(candidates[index].relevance for index in given),
+            seed=seed,
+            keys=tuple(candidates[index].key for index in given),
+            recent=tuple(tuple(keys) for keys in recent),
+            order_free=order_free,
+        )
+        kept = [given[i] for i in arrange(order, arranged_by, facts)]
         left_out = (Dropped(one.id, "budget") for index, one in enumerate(candidates) if index not in passages)
         return Assembled(
             layout=frame.around([passages[index] for index in kept]),
@@ -108,8 +135,12 @@ class Assembler:
             ids=tuple(candidates[index].id for index in kept),
             dropped=(*dropped, *left_out),
             truncated=tuple(candidates[index].id for index in truncated),
-            order=order,
+            order=order_name(order),
         )
+
+    def _order(self, order: str) -> Order:
+        made = self._orders.get(order)
+        return create_order(order) if made is None else made
 
     def _room(self, frame: Frame, max_new_tokens: int) -> int:
         room = self.context_window - len(frame) - max_new_tokens
@@ -124,34 +155,52 @@ class Assembler:
         """Return the passages that fit, by index of their candidate, and the indices of those that were cut."""
         ranked = rank(candidates)
         encoded: list[Passage] = []
+        rules = self.budget
 
         def sizes() -> Iterator[int]:
             for index in ranked:
                 encoded.append(self._encode(candidates[index]))
                 yield len(encoded[-1])
 
+        def cut(position: int, allowed: int) -> int:
+            shorter = self._cut(encoded[position], allowed, needed=position == 0)
+            if shorter is None:
+                return 0
+            encoded[position] = shorter
+            return len(shorter)
+
         smallest = len(self.encoder.encode_text(self.template.separator)) + 1
-        selection = choose(sizes(), budget, smallest)
-        if selection.cut:
-            best = ranked[0]
-            return {best: self._cut(encoded[0], budget)}, (best,)
-        return {ranked[position]: encoded[position] for position in selection.kept}, ()
+        limit = rules.limits(len(ranked), budget)
+        selection = choose(sizes(), budget, smallest, limit=limit, overflow=rules.overflow, cut=cut)
+        if selection.refused is not None:
+            position, allowed = selection.refused
+            raise PromptTooLongError(
+                f"document {candidates[ranked[position]].id!r} takes {len(encoded[position])} tokens and may take "
+                f"{allowed}; raise the budget, use fewer or shorter documents, or set overflow to drop or truncate"
+            )
+        kept = {ranked[position]: encoded[position] for position in selection.kept}
+        return kept, tuple(ranked[position] for position in selection.cut)
 
     def _encode(self, candidate: Candidate) -> Passage:
         return encode_passage(
             self.encoder, self.template, candidate.text, title=candidate.title, relevance=candidate.relevance
         )
 
-    def _cut(self, passage: Passage, budget: int) -> Passage:
-        """Return the beginning of a passage. Its key stays: what is kept of it goes when the document goes."""
+    def _cut(self, passage: Passage, budget: int, *, needed: bool) -> Passage | None:
+        """Return the beginning of a passage; None if too little is left for it and it is not needed.
+
+        Its key stays: what is kept of it goes when the document goes.
+        """
         limit = budget - len(passage.heading) - len(passage.separator)
-        return replace(passage, text=truncate(passage.text, limit, self.encoder.decode))
+        if limit < FEWEST_TOKENS and not needed:
+            return None
+        shorten = truncate_at_sentence if self.budget.overflow == "truncate" else truncate
+        return replace(passage, text=shorten(passage.text, limit, self.encoder.decode))
 
 
-def _check(question: str, order: str, max_new_tokens: int, budget_tokens: int | None) -> None:
+def _check(question: str, max_new_tokens: int, budget_tokens: int | None) -> None:
     if not isinstance(question, str) or not clean_text(question).strip():
         raise ConfigError(f"question={question!r} must be a string with at least one visible character")
-    ORDERS.get(order)
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} must be >= 1; leave room for the answer")
     if budget_tokens is not None and budget_tokens < 1:

@@ -23,8 +23,12 @@ def last_query_attention(
     softcap: float | None = None,
     starts: Sequence[int] | None = None,
     count: int = 1,
+    *,
+    rough: bool = False,
 ) -> Tensor:
     """Return the attention probabilities of the last ``count`` queries, averaged over them and over heads, in float32.
+
+    ``rough`` multiplies queries and keys in their own dtype, which spares a float32 copy of all keys: for shares.
 
     Cost: the rows of the score matrix that are asked for, at most 64 at a time: (B, Hq, 64, Tk).
 
@@ -38,7 +42,8 @@ def last_query_attention(
     total = torch.zeros((query.shape[0], key.shape[2]), device=query.device)
     for at in range(n_query - count, n_query, ROWS):
         stop = min(at + ROWS, n_query)
-        spelled = scores(query[:, :, at:stop], key, scaling)  # (B, Hq, stop - at, Tk)
+        rows = query[:, :, at:stop]
+        spelled = _rough(rows, key, scaling) if rough else scores(rows, key, scaling)  # (B, Hq, stop - at, Tk)
         if softcap is not None:
             spelled = torch.tanh(spelled / softcap) * softcap
         spelled = _masked(spelled, attention_mask, n_query - stop)
@@ -61,3 +66,10 @@ def _masked(spelled: Tensor, mask: Tensor | None, after: int) -> Tensor:
         return spelled
     newest = torch.arange(n_key - after - n_rows, n_key - after, device=spelled.device)[:, None]
     return spelled.masked_fill(torch.arange(n_key, device=spelled.device) > newest, float("-inf"))
+
+
+def _rough(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Return the scores of queries, (B, Hq, R, Tk) float32, multiplied in the dtype of the keys."""
+    batch, heads, n_rows, channels = query.shape
+    folded = query.reshape(batch, key.shape[1], -1, channels)  # (B, Hkv, Hq / Hkv R, D)
+    return (folded @ key.transpose(-1, -2)).float().reshape(batch, heads, n_rows, -1) * scaling

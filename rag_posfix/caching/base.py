@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = ["SEAL_BYTES", "ByteCache", "Counters", "TierStats", "seal", "unseal"]
+__all__ = ["SEAL_BYTES", "ByteCache", "Counters", "ListedCache", "TierStats", "seal", "unseal"]
 
 _MAGIC = b"RPX1"
 _DIGEST_BYTES = 16
@@ -75,6 +75,15 @@ class ByteCache(Protocol):
 
     def close(self) -> None:
         """Let go of files, sockets and threads; every later ``get`` is a miss."""
+        ...
+
+
+@runtime_checkable
+class ListedCache(ByteCache, Protocol):
+    """A tier that can say what it holds. The one in memory and the one on disk can."""
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Return the keys that begin with ``prefix``, sorted."""
         ...
 
 

@@ -94,6 +94,16 @@ class DiskCache:
 
         return self._sweep(drop)
 
+    def keys(self, prefix: str = "") -> list[str]:
+        """Return the keys that begin with ``prefix``, sorted; none if the disk fails."""
+
+        def held(connection: sqlite3.Connection) -> list[str]:
+            statement = "SELECT key FROM entries WHERE substr(key, 1, ?) = ? AND expires_at > ?"
+            rows = connection.execute(statement, (len(prefix), prefix, self._clock()))
+            return [key.decode("utf-8", "replace") for (key,) in rows]
+
+        return sorted(self._run(held, self._reads) or [])
+
     def clear(self) -> int:
         """Drop every entry and give the space back; return how many entries there were."""
 

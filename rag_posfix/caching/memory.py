@@ -86,6 +86,13 @@ class MemoryCache:
                 del self._entries[key]
         return len(keys)
 
+    def keys(self, prefix: str = "") -> list[str]:
+        """Return the keys that begin with ``prefix``, sorted."""
+        with self._lock:
+            now = self._clock()
+            held = [key for key, entry in self._entries.items() if entry.expires_at > now]
+        return sorted(key for key in held if key.startswith(prefix))
+
     def clear(self) -> int:
         """Drop every entry; return how many there were."""
         with self._lock:

@@ -16,6 +16,7 @@ from rag_posfix.generation.forward import Rows, forward_together
 from rag_posfix.generation.request import Generation, GenerationRequest
 from rag_posfix.generation.session import Session
 from rag_posfix.generation.writer import Writer
+from rag_posfix.patching.call import Observer
 
 if TYPE_CHECKING:
     from rag_posfix.generation.engine import Engine
@@ -43,8 +44,10 @@ def advance_together(sessions: Sequence[Session], tokens: Sequence[int]) -> None
         joint = []
     for i in sorted(set(range(len(sessions))) - set(joint)):
         sessions[i].advance(tokens[i])
-    for i, logits in zip(joint, _pass([(sessions[i].groups, [tokens[i]]) for i in joint], 1), strict=True):
-        sessions[i].accept(tokens[i], logits[:, -1])
+    observers = [sessions[i].observers() for i in joint]
+    found = _pass([(sessions[i].groups, [tokens[i]]) for i in joint], 1, observers)
+    for i, logits, seen in zip(joint, found, observers, strict=True):
+        sessions[i].accept(tokens[i], logits[:, -1], seen)
 
 
 @torch.inference_mode()
@@ -65,7 +68,11 @@ def score_together(sessions: Sequence[Session], answers: Sequence[Sequence[int]]
     ]
 
 
-def _pass(given: Sequence[tuple[Sequence[Rows], Sequence[int]]], keep: int) -> list[Tensor]:
+def _pass(
+    given: Sequence[tuple[Sequence[Rows], Sequence[int]]],
+    keep: int,
+    observers: Sequence[Sequence[Observer | None]] | None = None,
+) -> list[Tensor]:
     """Read each one's tokens in all of its rows, in one forward pass; return the logits of each, (R, keep, V)."""
     if not given:
         return []
@@ -74,7 +81,8 @@ def _pass(given: Sequence[tuple[Sequence[Rows], Sequence[int]]], keep: int) -> l
         for rows in own:
             groups.append(rows)
             ids.append(torch.tensor([tokens] * rows.n_rows, device=rows.positions.device))
-    found = iter(forward_together(groups, ids, keep))
+    seen = None if observers is None else [observer for own in observers for observer in own]
+    found = iter(forward_together(groups, ids, keep, seen))
     return [torch.cat([next(found) for _ in own]) for own, _ in given]
 
 

@@ -40,7 +40,7 @@ class RagPosfixChatModel(BaseChatModel):
         model_name: ``smollm2``, ``gemma3-270m``, a model id or a folder; alias ``model``.
         mitigation: Name of the mitigation.
         mitigation_parameters: Its parameters.
-        order: Name of the order of the documents in the prompt.
+        order: The order of the documents in the prompt: a name, or ``name:parameter=value``.
         temperature: 0 is greedy.
         max_tokens: New tokens per answer.
         top_p: Keep the most likely tokens up to this probability.
@@ -48,6 +48,9 @@ class RagPosfixChatModel(BaseChatModel):
         stop: Strings that end the answer.
         timeout: Seconds after which an answer is given up; None never.
         max_retries: Accepted for compatibility; a local model has nothing to retry.
+        passage_bytes: Keys and values of documents that are kept in memory, so that a document that comes again is not
+            read again (``usage_metadata`` counts what was found as ``cache_read``); 0 keeps none. A generator that is
+            given has its own.
         generator: Used in place of loading ``model_name``.
     """
 
@@ -62,6 +65,7 @@ class RagPosfixChatModel(BaseChatModel):
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
     timeout: float | None = None
     max_retries: int = 0
+    passage_bytes: int = Field(default=256 * 1024**2, ge=0)
     generator: Any = Field(default=None, exclude=True, repr=False)
 
     model_config = ConfigDict(populate_by_name=True)
@@ -102,7 +106,13 @@ class RagPosfixChatModel(BaseChatModel):
             if self.generator is None:
                 from rag_posfix.generation.models import load_engine
 
-                self.generator = load_engine(self.model_name)
+                engine = load_engine(self.model_name)
+                if self.passage_bytes:
+                    from rag_posfix.passages.memory import MemoryPassages
+                    from rag_posfix.passages.store import PassageStore
+
+                    engine.passages = PassageStore([MemoryPassages(self.passage_bytes)], device=engine.loaded.device)
+                self.generator = engine
             loaded: Generator = self.generator
             return loaded
 
@@ -125,16 +135,17 @@ class RagPosfixChatModel(BaseChatModel):
             seed=options.get("seed", self.seed),
             stop=self._stops(stop),
         )
+        choice = MitigationChoice(
+            options.get("mitigation", self.mitigation),
+            options.get("mitigation_parameters", self.mitigation_parameters),
+        )
         assembled = Assembler(generator.encoder, generator.context_window).assemble(
             conversation.question,
             conversation.documents,
             order=options.get("order", self.order),
             max_new_tokens=sampling.max_tokens,
             history=conversation.history,
-        )
-        choice = MitigationChoice(
-            options.get("mitigation", self.mitigation),
-            options.get("mitigation_parameters", self.mitigation_parameters),
+            order_free=generator.describe(choice).order_invariant,
         )
         return generator, assembled, GenerationRequest(assembled.layout, choice, sampling)
 

@@ -59,6 +59,7 @@ class Rows:
         n_prompt: Tokens of the prompt; 0 until it has been read.
         length: Tokens in the cache, padding included.
         whole: Whether the positions of the last pass were whole numbers; those of generated tokens then are too.
+        placed: The passages that each row holds, each with its first token in the cache and the one after its last.
     """
 
     loaded: LoadedModel
@@ -70,6 +71,7 @@ class Rows:
     n_prompt: int = 0
     length: int = field(default=0)
     whole: bool = True
+    placed: tuple[tuple[tuple[int, int, int], ...], ...] = ()
 
     @property
     def n_rows(self) -> int:
@@ -131,7 +133,8 @@ class Rows:
             cache = self.cache
             cache.batch_select_indices(index)
         starts = tuple(self.starts[row] for row in kept) if self.starts else ()
-        return replace(self, cache=cache, positions=self.positions[index], starts=starts)
+        placed = tuple(self.placed[row] for row in kept) if self.placed else ()
+        return replace(self, cache=cache, positions=self.positions[index], starts=starts, placed=placed)
 
     def fork(self) -> Rows:
         """Return rows that go their own way from here; these stay as they are.
@@ -162,7 +165,12 @@ class Rows:
         return edits
 
 
-def forward_together(groups: Sequence[Rows], token_ids: Sequence[Tensor], keep: int) -> list[Tensor]:
+def forward_together(
+    groups: Sequence[Rows],
+    token_ids: Sequence[Tensor],
+    keep: int,
+    observers: Sequence[Observer | None] | None = None,
+) -> list[Tensor]:
     """Append tokens to groups of rows in one pass, each at its own next positions, and return each group's logits.
 
     The weights are read once for all. Each row attends to its own keys in its own cache: nothing is padded or moved,
@@ -172,15 +180,17 @@ def forward_together(groups: Sequence[Rows], token_ids: Sequence[Tensor], keep: 
         groups: Rows of one model.
         token_ids: (R, Tq) of each group, Tq the same for all.
         keep: For how many of the last tokens logits are wanted.
+        observers: What receives the attention of each group's newest tokens; None where nobody asks.
     """
+    watching = observers or [None] * len(groups)
     if len(groups) < 2 or not all(rows.joins for rows in groups):
-        pairs = zip(groups, token_ids, strict=True)
-        return [rows.forward(ids, rows.next_positions(ids.shape[1]), keep) for rows, ids in pairs]
+        parts = zip(groups, token_ids, watching, strict=True)
+        return [rows.forward(ids, rows.next_positions(ids.shape[1]), keep, seen) for rows, ids, seen in parts]
     count = token_ids[0].shape[1]
     members: list[Member] = []
     newest: list[Tensor] = []
     at = 0
-    for rows in groups:
+    for rows, seen in zip(groups, watching, strict=True):
         edits, positions = rows.edits_now(), rows.next_positions(count)
         rows.take(positions)
         layers = rows.cache.layers
@@ -188,7 +198,7 @@ def forward_together(groups: Sequence[Rows], token_ids: Sequence[Tensor], keep: 
         def keys(layer: int, layers: Any = layers) -> tuple[Tensor, Tensor]:
             return layers[layer].keys, layers[layer].values
 
-        members.append(Member(slice(at, at + rows.n_rows), edits, rows.positions, keys, rows.first_tokens))
+        members.append(Member(slice(at, at + rows.n_rows), edits, rows.positions, keys, rows.first_tokens, seen))
         newest.append(positions)
         at += rows.n_rows
     loaded = groups[0].loaded

@@ -20,6 +20,7 @@ __all__ = [
     "MitigationChoice",
     "MitigationInfo",
     "Sampling",
+    "TokenSource",
     "Usage",
 ]
 
@@ -98,12 +99,29 @@ class GenerationRequest:
         mitigation: What is done differently.
         sampling: How tokens are chosen.
         salt: Keys and values that are kept are shared with requests of the same salt only: one per tenant.
+        traced: Whether the answer says which passages each of its tokens comes from.
     """
 
     layout: Layout
     mitigation: MitigationChoice = field(default_factory=MitigationChoice)
     sampling: Sampling = field(default_factory=Sampling)
     salt: str = ""
+    traced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSource:
+    """Which passages a generated token comes from.
+
+    Attributes:
+        end: How many characters of the answer are written with it.
+        shares: Share of each passage (in the order of the layout) in the attention to passages of the query that
+            chose the token, rows weighted as the plan weights them; they sum to 1, or to less where rows without
+            passages speak.
+    """
+
+    end: int
+    shares: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +144,7 @@ class Generation:
         usage: Token counts.
         attention: Share of each passage (in the order of the layout) in the attention that the first generated
             token pays to passages; sums to 1, empty without passages.
+        sources: Which passages each token comes from, where the request was traced and the generator can tell.
         timings: Seconds by stage: ``prefill``, ``decode``; also ``queue`` where requests wait for the model.
     """
 
@@ -134,6 +153,7 @@ class Generation:
     finish_reason: FinishReason
     usage: Usage
     attention: tuple[float, ...] = ()
+    sources: tuple[TokenSource, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -113,5 +113,9 @@ def group_of(
         for r, (row, start) in enumerate(zip(read, rows.first_tokens, strict=True)):
             for passage, span in row.placed:
                 mass[r, passage] = attended[r, start + span.start : start + span.stop].sum()
+    rows.placed = tuple(
+        tuple((passage, start + span.start, start + span.stop) for passage, span in row.placed)
+        for row, start in zip(read, rows.first_tokens, strict=True)
+    )
     total = mass.sum(dim=1, keepdim=True)
     return PrefilledGroup(rows, logits, question, mass, mass / total.where(total > 0, 1.0), cached_tokens)

@@ -16,6 +16,8 @@ from rag_posfix.generation.drafts import AnswerText, draft_answers
 from rag_posfix.generation.forward import LoadedModel, Rows, forward_together
 from rag_posfix.generation.reuse import Reuse
 from rag_posfix.generation.survey import read
+from rag_posfix.generation.token_trace import TokenTrace, can_be_traced
+from rag_posfix.patching.call import Observer
 
 __all__ = ["Session"]
 
@@ -55,6 +57,7 @@ class Session:
         self._confidence = self._log_probs.amax(dim=-1)
         self._attention = torch.cat([group.attention for group in groups])  # (R, N)
         self._weights: Tensor | None = None
+        self._trace: TokenTrace | None = None
         if plan.draft is not None:
             self._draft(plan.draft, text or AnswerText())
         self.prefill_seconds = time.perf_counter() - started
@@ -72,7 +75,10 @@ class Session:
     @torch.inference_mode()
     def next_log_probs(self) -> Tensor:
         """Return the log-probabilities of the next token, (V,) float32."""
-        return self._combine(self._log_probs, self._answer)[0]
+        log_probs, weights = self._combine(self._log_probs, self._answer)
+        if self._trace is not None:
+            self._trace.chosen_by(weights)
+        return log_probs
 
     @torch.inference_mode()
     def attention(self) -> tuple[float, ...]:
@@ -83,21 +89,46 @@ class Session:
         return tuple(float(share) / total for share in mass) if total > 0 else tuple(0.0 for _ in mass)
 
     @torch.inference_mode()
-    def advance(self, token_id: int) -> None:
-        """Append a generated token to every row."""
-        self.accept(token_id, self._read(self._groups, [token_id])[:, -1])
+    def trace(self) -> None:
+        """Follow from now on which passages each token comes from. Call before the first token is chosen.
+
+        Does nothing where that cannot be told; see ``can_be_traced``.
+        """
+        if self._attention.shape[1] and can_be_traced(self._groups):
+            self._trace = TokenTrace(self._groups, self._attention)
+
+    def traced(self) -> list[tuple[float, ...]]:
+        """Return each passage's share in every token whose log-probabilities were asked for; empty without a trace."""
+        return [] if self._trace is None else self._trace.shares()
+
+    def observers(self) -> list[Observer | None]:
+        """Return what must receive the attention of the next token's forward pass in each group of rows."""
+        return [None] * len(self._groups) if self._trace is None else self._trace.observers()
 
     @torch.inference_mode()
-    def accept(self, token_id: int, logits: Tensor) -> None:
+    def advance(self, token_id: int) -> None:
+        """Append a generated token to every row."""
+        observers = self.observers()
+        self.accept(token_id, self._read(self._groups, [token_id], observers)[:, -1], observers)
+
+    @torch.inference_mode()
+    def accept(self, token_id: int, logits: Tensor, observers: Sequence[Observer | None] = ()) -> None:
         """Take a token as generated whose forward pass ran elsewhere, and what it says of the token after it.
 
         The session's own rows stay behind: once used, every further token must come this way.
+
+        Args:
+            token_id: The token.
+            logits: Of the pass that read it.
+            observers: Those of ``observers``, after the pass.
 
         Shapes:
             logits: (R, V), in the model's dtype.
         """
         self._answer = self._answer + self._log_probs[:, token_id]
         self._log_probs = logits.float().log_softmax(dim=-1)
+        if self._trace is not None:
+            self._trace.take(observers)
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -130,10 +161,12 @@ class Session:
             answer = answer + log_probs[:, token]
         return tuple(scores)
 
-    def _read(self, groups: Sequence[Rows], tokens: Sequence[int]) -> Tensor:
+    def _read(
+        self, groups: Sequence[Rows], tokens: Sequence[int], observers: Sequence[Observer | None] | None = None
+    ) -> Tensor:
         """Append tokens to every row. Returns (R, len(tokens), V)."""
         ids = [torch.tensor([list(tokens)] * rows.n_rows, device=rows.positions.device) for rows in groups]
-        return torch.cat(forward_together(groups, ids, len(tokens)))
+        return torch.cat(forward_together(groups, ids, len(tokens), observers))
 
     def _draft(self, draft: Draft, text: AnswerText) -> None:
         """Weigh the rows by the short answers that they write; those of weight 0 are not read any further."""

@@ -6,7 +6,7 @@ import time
 
 from torch import Tensor
 
-from rag_posfix.generation.request import FinishReason, Generation, GenerationRequest, Usage
+from rag_posfix.generation.request import FinishReason, Generation, GenerationRequest, TokenSource, Usage
 from rag_posfix.generation.sampling import Sampler
 from rag_posfix.generation.session import Session
 from rag_posfix.generation.text_stream import TextStream
@@ -26,6 +26,9 @@ class Writer:
 
     def __init__(self, encoder: Tokenizer, session: Session, request: GenerationRequest) -> None:
         self._request = request
+        self._session = session
+        if request.traced:
+            session.trace()
         self._eos_ids = encoder.eos_ids
         self._prefill_seconds = session.prefill_seconds
         self._attention = session.attention()
@@ -33,6 +36,7 @@ class Writer:
         self._sampler = Sampler(request.sampling)
         self._text = TextStream(encoder.decode_answer, request.sampling.stop)
         self._ids: list[int] = []
+        self._ends: list[int] = []
         self._finish: FinishReason = "length"
         self._started = time.perf_counter()
         self._seconds = 0.0
@@ -57,6 +61,7 @@ class Writer:
         else:
             new = self._text.push(token)
             self.done = self._text.stopped or len(self._ids) >= self._request.sampling.max_tokens
+        self._ends.append(len(self._text.text))
         self._seconds = time.perf_counter() - self._started
         return new
 
@@ -75,6 +80,15 @@ class Writer:
                 cached_tokens=self._cached_tokens,
             ),
             attention=self._attention,
+            sources=self._sources(),
             timings={"prefill": self._prefill_seconds, "decode": self._seconds},
         )
         return rest, generation
+
+    def _sources(self) -> tuple[TokenSource, ...]:
+        """Return which passages each token comes from. The last one brings what was held back."""
+        if not self._request.traced:
+            return ()
+        written = len(self._text.text)
+        ends = [min(end, written) for end in self._ends[:-1]] + [written]
+        return tuple(TokenSource(end, shares) for end, shares in zip(ends, self._session.traced(), strict=False))

@@ -24,11 +24,19 @@ class Observer:
         total: (B, Tk) float32, summed over layers.
         n_layers: Layers that have reported.
         queries: How many of the newest queries count. With a plan that replaces attention: one.
+        layers: Which layers are asked; None asks all.
+        rough: Whether shares are wanted, and their last digits are not.
     """
 
     total: Tensor | None = None
     n_layers: int = 0
     queries: int = 1
+    layers: frozenset[int] | None = None
+    rough: bool = False
+
+    def asks(self, layer: int) -> bool:
+        """Return whether a layer's attention is wanted."""
+        return self.layers is None or layer in self.layers
 
     def add(self, attention: Tensor) -> None:
         """Add one layer's (B, Tk)."""
@@ -96,6 +104,7 @@ class Member:
         positions: (R, Tk) float32, of all tokens so far.
         keys: Layer -> (keys, values), each (R, Hkv, Tk, D), of all tokens so far.
         starts: The first token of each row among the keys; those before it are padding.
+        observer: Receives the attention of these rows' newest query.
     """
 
     rows: slice
@@ -103,6 +112,7 @@ class Member:
     positions: Tensor
     keys: Callable[[int], tuple[Tensor, Tensor]]
     starts: tuple[int, ...]
+    observer: Observer | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,6 +6,7 @@ the model, so threads with different plans share one model. Nothing is stored on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from rag_posfix.attention.newest import attend_rows
 from rag_posfix.attention.observe import last_query_attention
 from rag_posfix.attention.plan import HeadScale
 from rag_posfix.errors import GenerationError
-from rag_posfix.patching.call import Member, SeamCall, current
+from rag_posfix.patching.call import Member, Observer, SeamCall, current
 from rag_posfix.patching.hidden import attend_with_scaled_channel
 from rag_posfix.patching.rotation import LayerRotation, layer_rotation
 from rag_posfix.patching.spec import ModelSpec
@@ -182,7 +183,7 @@ class _Layer:
         def plain() -> Tensor:
             return self._plain(*ordinary(), value).transpose(1, 2)
 
-        observer = self.call.observer
+        observer = self._asking(self.call.observer)
         given = AttendInput(
             query, key, value, positions, self.scaling, self.layer, rotate, plain, observed=observer is not None
         )
@@ -204,18 +205,25 @@ class _Layer:
 
     def _member(self, member: Member, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend as one member's plan asks. Returns (R, Hq, Tq, D)."""
+        observer = self._asking(member.observer)
 
         def plain() -> Tensor:
             return attend_rows(query, key, value, self.scaling, member.starts)
 
         attend = member.edits.attend
         if attend is None or not (attend.layers is None or self.layer in attend.layers):
+            self._tell(observer, query, key, member.starts)
             return plain()
         rotate = layer_rotation(member.edits, _needed(self.call)[0], self.module)
         given = AttendInput(
-            query, key, value, member.positions, self.scaling, self.layer, rotate, plain, observed=False
+            query, key, value, member.positions, self.scaling, self.layer, rotate, plain, observed=observer is not None
         )
-        return attend(given)[0]
+        out, newest = attend(given)
+        if observer is not None and newest is not None:
+            observer.add(newest)
+        else:
+            self._tell(observer, query, key, member.starts)
+        return out
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = self.mask
@@ -227,10 +235,24 @@ class _Layer:
         return out
 
     def _observe(self, query: Tensor, key: Tensor) -> None:
-        observer = self.call.observer
+        self._tell(self._asking(self.call.observer), query, key, self.call.starts, self.mask)
+
+    def _asking(self, observer: Observer | None) -> Observer | None:
+        return observer if observer is not None and observer.asks(self.layer) else None
+
+    def _tell(
+        self,
+        observer: Observer | None,
+        query: Tensor,
+        key: Tensor,
+        starts: Sequence[int] | None,
+        mask: Tensor | None = None,
+    ) -> None:
         if observer is not None:
             softcap, count = self.options.get("softcap"), min(observer.queries, query.shape[2])
-            observer.add(last_query_attention(query, key, self.mask, self.scaling, softcap, self.call.starts, count))
+            observer.add(
+                last_query_attention(query, key, mask, self.scaling, softcap, starts, count, rough=observer.rough)
+            )
 
 
 def _needed(call: SeamCall) -> tuple[ModelSpec, Tensor]:

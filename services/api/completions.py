@@ -92,7 +92,7 @@ def _provenance(answer: Answer) -> dict[str, Any]:
             for d in answer.documents
         ],
         "citations": [
-            CitationOutput(start=c.start, end=c.end, text=c.text, document_ids=list(c.document_ids))
+            CitationOutput(start=c.start, end=c.end, text=c.text, document_ids=list(c.document_ids), origin=c.origin)
             for c in answer.citations
         ],
         "dropped": [DroppedOutput(id=identity, reason=reason) for identity, reason in answer.dropped],

@@ -9,6 +9,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.answer import Question
+from rag_posfix.choices import parse_named
 from rag_posfix.generation.request import MitigationChoice, Sampling
 from rag_posfix.protocols import ChatMessage
 from services.api.errors import InvalidRequestError, TooLargeError, UnsupportedFeatureError
@@ -66,7 +67,7 @@ def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Qu
         documents=None if body.documents is None else to_documents(body.documents, max_documents),
         history=history,
         mitigation=_mitigation(body),
-        order=body.order,
+        order=_order(body),
         seed=body.seed or 0,
         k=body.k,
         sampling=_sampling(body, defaults),
@@ -142,6 +143,14 @@ def _chat_message(message: Message, index: int) -> ChatMessage:
                 param="messages",
             )
     return {"role": role, "content": "\n".join(part.text or "" for part in parts)}
+
+
+def _order(body: ChatRequest) -> str | None:
+    if body.order is not None and "file" in parse_named(body.order, "order", "slots=[0.4,0.2,0.4]")[1]:
+        raise InvalidRequestError(
+            "order: give the slots themselves here; a path would be one of the server's own files", param="order"
+        )
+    return body.order
 
 
 def _mitigation(body: ChatRequest) -> MitigationChoice | None:

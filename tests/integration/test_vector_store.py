@@ -3,6 +3,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import RetrieversIntegrationTests, VectorStoreIntegrationTests
 
+from rag_posfix.integrations.langchain.retriever import PosfixRetriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.hybrid import HybridRetriever
@@ -67,6 +68,20 @@ class TestHybridRetriever(RetrieversIntegrationTests):
     @property
     def retriever_constructor_params(self) -> dict:
         return {"retrievers": [dense(), by_words()]}
+
+    @property
+    def retriever_query_example(self) -> str:
+        return "passage 3"
+
+
+class TestPosfixRetriever(RetrieversIntegrationTests):
+    @property
+    def retriever_constructor(self) -> type[PosfixRetriever]:
+        return PosfixRetriever
+
+    @property
+    def retriever_constructor_params(self) -> dict:
+        return {"base_retriever": PassageRetriever(**TestPassageRetriever().retriever_constructor_params)}
 
     @property
     def retriever_query_example(self) -> str:

@@ -65,7 +65,8 @@ def test_an_answer_is_a_chat_completion_that_says_where_it_comes_from():
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
     assert [document["id"] for document in body["documents"]] == ["doc_0", "b"]
-    assert body["citations"] == [{"start": 0, "end": len(ANSWER), "text": ANSWER, "document_ids": ["b"]}]
+    quote = {"start": 0, "end": len(ANSWER), "text": ANSWER, "document_ids": ["b"], "from": "quote"}
+    assert body["citations"] == [quote]
     assert (body["mitigation"], body["order"], body["cached"]) == ("context_experts", "relevance", False)
     assert {"queue", "prefill", "decode", "assemble"} <= set(body["timings"])
 
@@ -209,7 +210,9 @@ def test_fields_that_would_change_the_answer_are_refused(field: str, value: Any)
         ),
         ({"mitigation": {"name": "none", "params": {}}}, 422, "invalid_request", "mitigation.params"),
         ({"mitigation": 5}, 422, "invalid_request", "mitigation: input should be of type string or object, got 5"),
-        ({"order": "best"}, 400, "unknown_name", "Available: ends_first"),
+        ({"order": "best"}, 400, "unknown_name", "Available: cache_aware"),
+        ({"order": "profile:file=/etc/passwd"}, 400, "invalid_value", "one of the server's own files"),
+        ({"order": "profile:slots=[1"}, 400, "invalid_value", "lacks a closing ]"),
         ({"temperature": 9}, 400, "invalid_value", "temperature=9.0 must be between"),
         ({"temperature": "hot"}, 422, "invalid_request", "temperature: input should be a valid number"),
         ({"top_p": 0}, 400, "invalid_value", "top_p=0.0 must be above 0"),

@@ -213,3 +213,31 @@ def test_hybrid_fuses_both_and_what_is_deleted_is_gone_from_both(build):
         dense.store.delete(["bread"])
         assert "bread" not in {document.id for document in pipeline.retriever.retrieve("Which ovens?", 3)}
         assert ask(pipeline, ["bread"]).cached is False
+
+
+def test_the_profile_of_the_settings_is_that_of_the_order(loaded, tmp_path):
+    file = tmp_path / "slots.json"
+    file.write_text('{"profile": [0.1, 0.2, 0.9]}')
+    engine = Engine(loaded, ToyEncoder(), "tiny", "print")
+    settings = Settings(order="profile", profile=file, cache_dir=tmp_path / "cache", max_tokens=2)
+    with closing(build_pipeline(settings, generator=engine)) as built:
+        documents = [one.model_copy(update={"metadata": {"relevance_score": 0.5}}) for one in DOCUMENTS]
+        answer = built.ask(Question("Which river?", documents))
+    assert [document.id for document in answer.documents] == ["bread", "paris", "rome"]
+    assert answer.order == "profile"
+
+
+def test_an_order_that_cannot_be_made_is_told_before_the_model_is_loaded():
+    with pytest.raises(ConfigError, match="needs the measured value of each slot"):
+        build_pipeline(Settings(model="/nowhere", order="profile"))
+
+
+def test_the_budget_of_the_settings_is_that_of_the_prompts(loaded, tmp_path):
+    engine = Engine(loaded, ToyEncoder(), "tiny", "print")
+    settings = Settings(passage_tokens=14, overflow="truncate", cache_dir=tmp_path / "cache", max_tokens=2)
+    with closing(build_pipeline(settings, generator=engine)) as built:
+        assert built.ask(Question("Which?", DOCUMENTS[1:])).usage.prompt_tokens > 0
+        made = built.assembler.assemble("Which?", DOCUMENTS[1:])
+    assert [len(span) for span in made.layout.passages] == [14, 14]
+    with pytest.raises(ConfigError, match="say how many a passage may have"):
+        build_pipeline(Settings(model="/nowhere", passage_shrink=0.5))

@@ -135,12 +135,19 @@ class DocumentOutput(BaseModel):
 
 
 class CitationOutput(BaseModel):
-    """A stretch of the answer, and the documents that say it."""
+    """A stretch of the answer, and the documents that it comes from."""
+
+    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
 
     start: int
     end: int
     text: str
     document_ids: list[str]
+    origin: Literal["quote", "attention"] = Field(
+        alias="from",
+        description="How that is known: 'quote', they hold the text word for word; 'attention', one of them dominated "
+        "the attention while the sentence was written.",
+    )
 
 
 class DroppedOutput(BaseModel):

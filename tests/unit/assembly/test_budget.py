@@ -2,8 +2,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.assembly.budget import FEWEST_TOKENS, Selection, choose, truncate
-from rag_posfix.errors import PromptTooLongError
+from rag_posfix.assembly.budget import (
+    FEWEST_TOKENS,
+    PassageBudget,
+    Selection,
+    choose,
+    truncate,
+    truncate_at_sentence,
+)
+from rag_posfix.errors import ConfigError, PromptTooLongError
 from tests.support.texts import texts
 from tests.support.toy_encoder import ToyEncoder
 
@@ -16,7 +23,7 @@ from tests.support.toy_encoder import ToyEncoder
         ([4, 5, 6], 14, Selection((0, 1))),
         ([4, 9, 6], 10, Selection((0, 2))),
         ([10, 1], 10, Selection((0,))),
-        ([11, 1], 10, Selection((0,), cut=True)),
+        ([11, 1], 10, Selection((0,), cut=(0,))),
     ],
 )
 def test_worked_examples(sizes, budget, expected):
@@ -72,3 +79,104 @@ def test_a_limit_below_a_few_tokens_is_refused():
 
 def test_a_tokenizer_without_clean_borders_still_gets_a_cut():
     assert truncate([65] * 30, 20, lambda ids: f"{len(ids)}") == (65,) * 20
+
+
+class TestLimits:
+    def test_they_fall_from_the_best_to_the_last_and_add_up(self):
+        # 5 passages of 100 fit into 500: 100 (1 + 0.5 (1 - 2 r / 4)).
+        limit = PassageBudget(100, 0.5).limits(count=8, budget=500)
+        assert [limit(rank) for rank in range(7)] == [150, 125, 100, 75, 50, 50, 50]
+
+    def test_the_number_of_passages_counts_where_it_is_smaller(self):
+        limit = PassageBudget(100, 1.0).limits(count=3, budget=5000)
+        assert [limit(rank) for rank in range(4)] == [200, 100, 0, 0]
+
+    def test_without_shrinking_all_are_equal_and_without_tokens_there_are_none(self):
+        assert [PassageBudget(100).limits(9, 500)(rank) for rank in (0, 8)] == [100, 100]
+        assert PassageBudget().limits(9, 500)(8) == 500
+        assert PassageBudget(100, 0.5).limits(1, 500)(0) == 100
+
+    @given(st.integers(1, 200), st.floats(0, 1), st.integers(1, 30), st.integers(1, 3000))
+    def test_they_never_rise_and_stay_within_the_average_together(self, tokens, shrink, count, budget):
+        limit = PassageBudget(tokens, shrink).limits(count, budget)
+        limits = [limit(rank) for rank in range(max(min(count, budget // tokens), 1))]
+        assert limits == sorted(limits, reverse=True)
+        assert tokens * len(limits) - len(limits) <= sum(limits) <= tokens * len(limits)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"tokens": 0}, "tokens=0 must be >= 1"),
+            ({"tokens": 9, "shrink": 1.5}, "shrink=1.5 must be between 0 and 1"),
+            ({"shrink": 0.5}, "shrink=0.5 shrinks tokens; say how many"),
+            ({"overflow": "cut"}, "overflow='cut' must be one of drop, truncate, error"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, arguments, message):
+        with pytest.raises(ConfigError, match=message):
+            PassageBudget(**arguments)
+
+
+class TestOverflow:
+    def test_a_passage_above_its_limit_is_skipped_but_for_the_best_which_is_cut(self):
+        limits = (6, 5, 4, 3)
+        assert choose([9, 6, 4, 3], 100, limit=limits.__getitem__) == Selection((0, 2, 3), cut=(0,))
+
+    def test_truncating_cuts_each_to_its_limit_and_the_last_to_what_is_left(self):
+        cuts = []
+
+        def cut(rank, allowed):
+            cuts.append((rank, allowed))
+            return allowed - 1  # a sentence ended one token earlier
+
+        found = choose([9, 9, 9, 9], 14, limit=lambda rank: 6, overflow="truncate", cut=cut)
+        # 5 of 14, 5 of 9, then 4 are left.
+        assert (cuts, found) == ([(0, 6), (1, 6), (2, 4)], Selection((0, 1, 2), cut=(0, 1, 2)))
+
+    def test_a_passage_that_cannot_be_cut_is_left_out(self):
+        found = choose([3, 9, 2], 20, limit=lambda rank: 4, overflow="truncate", cut=lambda rank, allowed: 0)
+        assert found == Selection((0, 2))
+
+    def test_an_error_names_the_first_that_is_too_long(self):
+        assert choose([3, 9, 2], 10, overflow="error") == Selection((0,), refused=(1, 7))
+        assert choose([3, 4, 2], 10, overflow="error") == Selection((0, 1, 2))
+
+
+def at_sentence(text, limit):
+    encoder = ToyEncoder()
+    return encoder.decode(truncate_at_sentence(encoder.encode_text(text), limit, encoder.decode))
+
+
+class TestSentences:
+    @pytest.mark.parametrize(
+        ("text", "limit", "expected"),
+        [
+            ("One two. Three four. Five.", 22, "One two. Three four."),
+            ("One two. Three four. Five.", 20, "One two. Three four."),
+            ("One two. Three four. Five.", 19, "One two."),
+            ("One two. Three four. Five.", 7, "One two"),
+            ("One two? Three! Four.", 17, "One two? Three!"),
+            ('He said "no." Then he left.', 20, 'He said "no."'),
+            ("It is 3.5 metres high", 10, "It is 3.5 "),
+            ("Wide, 3.5 m", 8, "Wide, 3."),
+            ("A. Then nothing ends any more", 12, "A. Then noth"),
+            ("No sentence ends here at all", 12, "No sentence "),
+            ("Short.", 12, "Short."),
+            ("\u6771\u4eac\u3002\u5927\u962a\u3002", 16, "\u6771\u4eac\u3002"),
+        ],
+    )
+    def test_worked_examples(self, text, limit, expected):
+        assert at_sentence(text, limit) == expected
+
+    @given(texts(12), st.integers(FEWEST_TOKENS, 60))
+    def test_what_is_kept_is_a_beginning_no_longer_than_a_plain_cut(self, text, limit):
+        encoder = ToyEncoder()
+        whole = encoder.encode_text(text)
+        kept, plain = (cut(whole, limit, encoder.decode) for cut in (truncate_at_sentence, truncate))
+        assert list(kept) == whole[: len(kept)]
+        assert len(kept) <= len(plain)
+        assert len(kept) >= min(FEWEST_TOKENS, len(plain))
+
+    def test_a_limit_below_a_few_tokens_is_refused(self):
+        with pytest.raises(PromptTooLongError, match="3 tokens are left"):
+            at_sentence("One two. Three.", 3)

@@ -5,14 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.assembly.orders import ORDERS, permute
+from rag_posfix.assembly.orders import ORDERS, Order, OrderFacts, arrange, create_order, permute
 from rag_posfix.errors import ConfigError, UnknownNameError
 
 scores = st.lists(st.none() | st.sampled_from([0.0, 0.5, 1.0]) | st.floats(0, 1), max_size=30)
 
 
 def test_the_orders_are_registered():
-    assert ORDERS.names() == ("ends_first", "original", "random", "relevance", "reverse")
+    assert ORDERS.names() == (
+        "cache_aware", "ends_first", "original", "profile", "random", "relevance", "reverse",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -50,9 +52,10 @@ def test_ties_and_missing_scores_keep_the_given_order():
 
 @given(scores, st.integers(), st.sampled_from(ORDERS.names()))
 def test_every_order_is_a_deterministic_permutation(relevance, seed, name):
-    first = permute(name, relevance, seed)
+    order = ORDERS.get(name)(**ORDERS.get(name).example)
+    first = arrange(name, order, OrderFacts(tuple(relevance), seed))
     assert sorted(first) == list(range(len(relevance)))
-    assert permute(name, list(relevance), seed) == first
+    assert arrange(name, order, OrderFacts(tuple(relevance), seed)) == first
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
@@ -82,6 +85,47 @@ def test_unknown_order_suggests_names():
 
 
 def test_an_order_that_is_no_permutation_is_refused(monkeypatch):
-    monkeypatch.setitem(ORDERS._entries, "broken", lambda relevance, seed: (0, 0))
+    class Broken(Order):
+        def __call__(self, facts):
+            return (0, 0)
+
+    monkeypatch.setitem(ORDERS._entries, "broken", Broken)
     with pytest.raises(ConfigError, match="order 'broken' returned 2 indices"):
         permute("broken", [None, None])
+
+
+def test_parameters_of_an_order_are_checked_and_suggested():
+    with pytest.raises(ConfigError, match=r"order 'cache_aware' has no parameter 'bond'\. Did you mean 'bound'\?"):
+        create_order("cache_aware:bond=1")
+    with pytest.raises(ConfigError, match=r"order 'relevance' has no parameter 'x'\. It takes: none"):
+        create_order("relevance:x=1")
+    with pytest.raises(ConfigError, match=r"'bound' in order 'cache_aware:bound' must be parameter=value"):
+        create_order("cache_aware:bound")
+
+
+def test_defaults_are_for_an_order_that_is_named_without_parameters():
+    defaults = {"cache_aware": {"bound": 0.5}}
+    assert create_order("cache_aware", defaults).bound == 0.5
+    assert create_order("cache_aware:bound=0.1", defaults).bound == 0.1
+    assert create_order("cache_aware").bound == 0.25
+
+
+def test_the_parity_flip_of_other_reorderers_and_that_ends_first_has_none():
+    """What langchain-community's LongContextReorder does: reverse the list, then fill it from the ends inwards."""
+
+    def long_context_reorder(documents):
+        reordered = []
+        for i, document in enumerate(reversed(documents)):
+            reordered.append(document) if i % 2 else reordered.insert(0, document)
+        return reordered
+
+    ranked = {n: list(range(1, n + 1)) for n in (3, 4, 10)}
+    assert {n: long_context_reorder(documents) for n, documents in ranked.items()} == {
+        3: [1, 3, 2],
+        4: [2, 4, 3, 1],
+        10: [2, 4, 6, 8, 10, 9, 7, 5, 3, 1],
+    }
+    for n in range(1, 21):
+        best_is_first = long_context_reorder(list(range(1, n + 1)))[0] == 1
+        assert best_is_first == (n % 2 == 1)
+        assert permute("ends_first", [None] * n)[0] == 0

@@ -1,0 +1,29 @@
+"""Orders that passages can stand in. One file per idea; each registers itself."""
+
+from rag_posfix.assembly.orders import by_relevance, cache_aware, profile
+from rag_posfix.assembly.orders.base import (
+    ORDERS,
+    Order,
+    OrderFacts,
+    arrange,
+    best_first,
+    create_order,
+    order_name,
+    permute,
+    ranks,
+)
+
+__all__ = [
+    "ORDERS",
+    "Order",
+    "OrderFacts",
+    "arrange",
+    "best_first",
+    "by_relevance",
+    "cache_aware",
+    "create_order",
+    "order_name",
+    "permute",
+    "profile",
+    "ranks",
+]

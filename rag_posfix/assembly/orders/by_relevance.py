@@ -1,0 +1,68 @@
+"""Orders that know scores and a seed, and have no parameters."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first
+
+__all__ = ["EndsFirst", "Original", "Random", "Relevance", "Reverse"]
+
+
+@ORDERS.register("relevance")
+@dataclass(frozen=True, slots=True)
+class Relevance(Order):
+    """Best document first, worst last."""
+
+    def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
+        """Return the permutation."""
+        return best_first(facts.relevance)
+
+
+@ORDERS.register("reverse")
+@dataclass(frozen=True, slots=True)
+class Reverse(Order):
+    """Worst document first, best last, next to the question."""
+
+    def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
+        """Return the permutation."""
+        return best_first(facts.relevance)[::-1]
+
+
+@ORDERS.register("ends_first")
+@dataclass(frozen=True, slots=True)
+class EndsFirst(Order):
+    """Best document first, second best last, and so on inwards: ranks 1 3 5 .. 6 4 2, for odd and even numbers.
+
+    The order of LongLLMLingua's ``two_stage`` and of Haystack's ``LostInTheMiddleRanker``. LangChain's and
+    LlamaIndex's ``LongContextReorder`` put the best document last where the number of documents is even.
+    """
+
+    def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
+        """Return the permutation."""
+        ranked = best_first(facts.relevance)
+        return ranked[0::2] + ranked[1::2][::-1]
+
+
+@ORDERS.register("original")
+@dataclass(frozen=True, slots=True)
+class Original(Order):
+    """The order the documents came in."""
+
+    def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
+        """Return the permutation."""
+        return tuple(range(len(facts.relevance)))
+
+
+@ORDERS.register("random")
+@dataclass(frozen=True, slots=True)
+class Random(Order):
+    """Drawn from the seed; the same seed gives the same order in every process and Python version."""
+
+    def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
+        """Return the permutation."""
+        # Python promises an unchanging sequence for Random.random() only, not for shuffle().
+        generator = random.Random(facts.seed)
+        draws = [generator.random() for _ in facts.relevance]
+        return tuple(sorted(range(len(draws)), key=draws.__getitem__))

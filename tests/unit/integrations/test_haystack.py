@@ -1,0 +1,157 @@
+"""The Haystack component in the real Haystack."""
+
+import math
+
+import pytest
+from haystack import Document, Pipeline
+from haystack.components.joiners import DocumentJoiner
+from haystack.components.rankers import LostInTheMiddleRanker
+from langchain_core.documents import BaseDocumentCompressor
+
+from rag_posfix.assembly.orders import permute
+from rag_posfix.errors import ConfigError
+from rag_posfix.integrations import items
+from rag_posfix.integrations.haystack import PosfixRanker
+from rag_posfix.reranking.base import ranked_copies
+
+
+class ByLength(BaseDocumentCompressor):
+    """Likes long documents."""
+
+    def compress_documents(self, documents, query, callbacks=None):
+        return ranked_copies(documents, [len(d.page_content) / 100 for d in documents])
+
+
+def ranked(n):
+    return [Document(content=f"text {i}", id=str(i), score=1 - i / 100) for i in range(n)]
+
+
+def ids(output):
+    return [document.id for document in output["documents"]]
+
+
+@pytest.mark.parametrize("n", range(1, 21))
+def test_ends_first_is_the_order_of_lost_in_the_middle_ranker(n):
+    theirs = ids(LostInTheMiddleRanker().run(documents=ranked(n)))
+    assert ids(PosfixRanker(order="ends_first").run(documents=ranked(n))) == theirs
+    unscored = [Document(content=one.content, id=one.id) for one in ranked(n)]
+    assert ids(PosfixRanker().run(documents=unscored)) == theirs
+    assert [str(i) for i in permute("ends_first", [None] * n)] == theirs
+
+
+def test_unlike_it_the_given_order_does_not_matter_where_there_are_scores():
+    shuffled = [ranked(5)[i] for i in (3, 0, 4, 2, 1)]
+    assert ids(PosfixRanker().run(documents=shuffled)) == ["0", "2", "4", "3", "1"]
+    assert ids(LostInTheMiddleRanker().run(documents=shuffled)) == ["3", "4", "1", "2", "0"]
+
+
+def test_the_best_are_kept_by_the_component_or_by_the_call():
+    ranker = PosfixRanker(order="reverse", top_k=3)
+    assert ids(ranker.run(documents=ranked(6))) == ["2", "1", "0"]
+    assert ids(ranker.run(documents=ranked(6), top_k=1)) == ["0"]
+
+
+def test_a_reranker_scores_first_and_documents_stay_as_they_were():
+    documents = [Document(content=text, id=text, score=0.5, meta={"page": 1}) for text in ("a", "ccc", "bb")]
+    before = [document.to_dict() for document in documents]
+    output = PosfixRanker(order="relevance", reranker=ByLength()).run(documents=documents, query="Which?")
+    assert [(one.id, one.score, one.meta) for one in output["documents"]] == [
+        ("ccc", 0.03, {"page": 1}), ("bb", 0.02, {"page": 1}), ("a", 0.01, {"page": 1}),
+    ]  # fmt: skip
+    assert [document.to_dict() for document in documents] == before
+
+
+async def test_it_runs_in_a_pipeline_both_ways():
+    pipeline = Pipeline()
+    pipeline.add_component("joiner", DocumentJoiner())
+    pipeline.add_component("ranker", PosfixRanker(reranker=ByLength(), top_k=2))
+    pipeline.connect("joiner.documents", "ranker.documents")
+    texts = [Document(content="x" * (i + 1), id=str(i)) for i in range(4)]
+    given = {"joiner": {"documents": texts}, "ranker": {"query": "Which?"}}
+    assert ids(pipeline.run(given)["ranker"]) == ["3", "2"]
+    assert ids((await pipeline.run_async(given))["ranker"]) == ["3", "2"]
+
+
+def test_it_goes_through_yaml_and_back():
+    pipeline = Pipeline()
+    pipeline.add_component("ranker", PosfixRanker("profile:slots=[0.1,0.9]", "embedding:top_n=4", 3, 7, "m", "n"))
+    trusted = ["rag_posfix.integrations.haystack"]
+    again = Pipeline.loads(pipeline.dumps(), allowed_modules=trusted).get_component("ranker")
+    assert vars(again)["order"] == "profile:slots=[0.1,0.9]"
+    assert again.to_dict()["init_parameters"] == {
+        "order": "profile:slots=[0.1,0.9]", "reranker": "embedding:top_n=4", "top_k": 3, "seed": 7,
+        "embedding_model": "m", "model": "n",
+    }  # fmt: skip
+    assert again.to_dict()["type"] == "rag_posfix.integrations.haystack.PosfixRanker"
+
+
+def test_a_reranker_object_cannot_be_serialised():
+    with pytest.raises(ConfigError, match="a ByLength object cannot be serialised; give the reranker by name"):
+        PosfixRanker(reranker=ByLength()).to_dict()
+
+
+def test_models_are_loaded_when_warming_up_and_once(monkeypatch):
+    asked = []
+
+    def make(reranker, embedding_model, model):
+        asked.append((reranker, embedding_model, model))
+        return ByLength()
+
+    monkeypatch.setattr("rag_posfix.integrations.haystack.make_reranker", make)
+    ranker = PosfixRanker(reranker="embedding", embedding_model="m")
+    assert asked == []
+    ranker.warm_up()
+    ranker.warm_up()
+    ranker.run(documents=ranked(2), query="q")
+    assert asked == [("embedding", "m", "smollm2")]
+
+
+def test_a_reranker_is_found_by_name(monkeypatch):
+    class Embeddings:
+        def __new__(cls, name):
+            from tests.unit.retrieval.letters import LetterEmbeddings
+
+            return LetterEmbeddings()
+
+    monkeypatch.setattr("rag_posfix.retrieval.embeddings.SentenceEmbeddings", Embeddings)
+    made = items.make_reranker("embedding:top_n=2", "minilm", "smollm2")
+    assert made.top_n == 2
+    assert items.make_reranker(None, "", "") is None
+    with pytest.raises(ConfigError, match="unknown reranker 'embeding'"):
+        items.make_reranker("embeding", "minilm", "smollm2")
+
+
+class TestBadInput:
+    def test_no_documents_are_no_documents(self):
+        assert PosfixRanker(reranker=ByLength()).run(documents=[]) == {"documents": []}
+
+    def test_equal_texts_and_empty_ones_are_left_out(self):
+        documents = [Document(content="same", id="1", score=0.1), Document(content="same", id="2", score=0.9)]
+        assert ids(PosfixRanker().run(documents=[*documents, Document(content=" ", id="3")])) == ["2"]
+
+    def test_equal_ids_are_no_reason_to_lose_one(self):
+        documents = [Document(content="one", id="x", score=0.1), Document(content="two", id="x", score=0.9)]
+        assert [one.content for one in PosfixRanker().run(documents=documents)["documents"]] == ["two", "one"]
+
+    def test_a_document_without_text_is_refused(self):
+        with pytest.raises(ConfigError, match="document 'x' has no text"):
+            PosfixRanker().run(documents=[Document(id="x", meta={"only": "meta"})])
+
+    def test_a_score_that_is_no_number_is_refused(self):
+        with pytest.raises(ConfigError, match="must be a finite number"):
+            PosfixRanker().run(documents=[Document(content="x", score=math.nan)])
+
+    def test_a_reranker_without_a_question_is_refused(self):
+        with pytest.raises(ConfigError, match="a reranker needs the question"):
+            PosfixRanker(reranker=ByLength()).run(documents=ranked(2), query=" ")
+
+    def test_ten_thousand_documents_are_put_in_order(self):
+        assert ids(PosfixRanker(top_k=3).run(documents=ranked(10_000))) == ["0", "2", "1"]
+
+    @pytest.mark.parametrize(("options", "message"), [({"order": "best"}, "unknown order"), ({"top_k": 0}, "top_k=0")])
+    def test_options_that_make_no_sense_are_refused(self, options, message):
+        with pytest.raises(ConfigError, match=message):
+            PosfixRanker(**options)
+        if "top_k" in options:
+            with pytest.raises(ConfigError, match=message):
+                PosfixRanker().run(documents=ranked(2), **options)
