@@ -25,7 +25,9 @@ def ask(
     mitigation: Annotated[
         str | None, typer.Option("--mitigation", help="Name, or name:parameter=value; see `rag-posfix methods`.")
     ] = None,
-    order: Annotated[str | None, typer.Option("--order", help="Order of the passages in the prompt.")] = None,
+    order: Annotated[
+        str | None, typer.Option("--order", help="Order of the passages: a name, or name:parameter=value.")
+    ] = None,
     k: Annotated[int | None, typer.Option("--k", min=1, help="Passages to retrieve.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="New tokens at most.")] = None,
     model: ModelName = None,
