@@ -28,7 +28,9 @@ def ask(
     reranker: Annotated[
         str | None, typer.Option("--reranker", help="Chooses among more passages; name, or name:parameter=value.")
     ] = None,
-    order: Annotated[str | None, typer.Option("--order", help="Order of the passages in the prompt.")] = None,
+    order: Annotated[
+        str | None, typer.Option("--order", help="Order of the passages: a name, or name:parameter=value.")
+    ] = None,
     k: Annotated[int | None, typer.Option("--k", min=1, help="Passages to retrieve.")] = None,
     retriever: Annotated[
         str | None, typer.Option("--retriever", help="dense (by embeddings), bm25 (by words), or hybrid (both).")

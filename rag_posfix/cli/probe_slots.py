@@ -86,3 +86,4 @@ def _show(measured: tuple[float, ...], path: str) -> None:
     out().print(table)
     out().print(f"profile: {path}", highlight=False, soft_wrap=True)
     out().print(f"to use it: --mitigation calibrated_attention:profile={path}", highlight=False, soft_wrap=True)
+    out().print(f"or, to order passages by it: --order profile:file={path}", highlight=False, soft_wrap=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rag_posfix.assembly.orders import create_order
 from rag_posfix.cli import main as cli
 from rag_posfix.mitigations import create
 
@@ -52,6 +53,7 @@ class TestProbeSlotAttention:
         assert {"model", "model_fingerprint", "data", "settings", "environment"} <= set(record)
         method = create("calibrated_attention", {"profile": found["profile"]})
         assert method.profile == tuple(found["slots"])
+        assert create_order(f"profile:file={found['profile']}").slots == tuple(found["slots"])
 
     def test_without_json_it_is_a_table(self, run, tmp_path):
         code, out = run(
@@ -61,6 +63,7 @@ class TestProbeSlotAttention:
         assert code == 0
         assert "relative to the mean" in out
         assert "--mitigation calibrated_attention:profile=" in out
+        assert "--order profile:file=" in out
 
 
 def test_too_few_passages_are_one_line(run, tmp_path):
