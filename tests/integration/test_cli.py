@@ -108,7 +108,7 @@ class TestMethods:
         result = run("methods")
         assert result.code == 0
         assert "context_experts" in result.out
-        assert "orders: ends_first, original, random, relevance, reverse" in result.out
+        assert "orders: cache_aware, ends_first, original, profile, random, relevance, reverse" in result.out
 
     def test_one_method_is_shown_in_full(self, run):
         result = run("methods", "context_experts")
