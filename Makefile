@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MALLOC_MMAP_THRESHOLD_ ?= 1000000000
 export MALLOC_TRIM_THRESHOLD_ ?= 2000000000
 # Threads of OpenMP wait for each other by spinning, so long by default that another busy program on the same cores slows
-# the model down many times over. This short a spin costs nothing where the machine is idle.
+# the model down many times over.
 export GOMP_SPINCOUNT ?= 10000
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
