@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Literal
 
-from langchain_core.callbacks import Callbacks
 from langchain_core.cross_encoders import BaseCrossEncoder
-from langchain_core.documents import BaseDocumentCompressor, Document
-from pydantic import ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 from pydantic_core import PydanticCustomError
 
+from rag_posfix.assembly.documents import Candidate
 from rag_posfix.errors import RerankingError, missing_extra
-from rag_posfix.reranking.base import RERANKERS, ranked_copies
-from rag_posfix.reranking.candidates import checked_question, read_candidates
+from rag_posfix.reranking.base import RERANKERS
 from rag_posfix.reranking.chunks import Split, split
-from rag_posfix.reranking.deadline import check_time, in_thread
+from rag_posfix.reranking.deadline import check_time
 from rag_posfix.reranking.relevance import sigmoid
+from rag_posfix.reranking.scoring import Scored, ScoringReranker
 from rag_posfix.text import titled_text
 
 __all__ = ["CrossEncoderReranker"]
@@ -28,7 +29,7 @@ DEFAULT_MODEL = "cross-encoder/ms-marco-MiniLM-L6-v2"
 
 
 @RERANKERS.register("cross_encoder")
-class CrossEncoderReranker(BaseDocumentCompressor):
+class CrossEncoderReranker(ScoringReranker):
     """Let a small model trained for it read each passage together with the question.
 
     The score of a passage does not depend on the others, nor on their order. Documents with equal title and text are
@@ -55,10 +56,9 @@ class CrossEncoderReranker(BaseDocumentCompressor):
         device: ``auto``, ``cpu``, ``cuda``, ...; for a model that is loaded here.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+    name: ClassVar[str] = "cross_encoder"
 
     model: Any = DEFAULT_MODEL
-    top_n: int | None = Field(default=None, ge=1)
     batch_size: int = Field(default=32, ge=1)
     max_length: int | None = Field(default=None, ge=16)
     long_documents: Literal["chunk", "truncate"] = "chunk"
@@ -79,71 +79,36 @@ class CrossEncoderReranker(BaseDocumentCompressor):
             "must be a model id, a folder, a sentence-transformers CrossEncoder or a langchain BaseCrossEncoder",
         )
 
-    def compress_documents(
-        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
-    ) -> Sequence[Document]:
-        """Return scored copies of ``documents``, best first; equal scores keep the given order.
+    def _turn(self) -> AbstractContextManager[None]:
+        turn: AbstractContextManager[None] = self._lock
+        return turn
 
-        Args:
-            documents: What to score; left untouched.
-            query: The question.
-            callbacks: Not used; part of langchain's interface.
-
-        Raises:
-            ConfigError: the question is empty, or a document is malformed.
-            RerankingError: the model cannot be loaded, has several outputs, or returned unusable numbers; or the
-                question fills its window.
-        """
-        if not documents:
-            return []
-        question, candidates = checked_question(query), read_candidates(documents)
+    def _score(self, question: str, candidates: Sequence[Candidate]) -> Sequence[Scored]:
         # By length and content: batches, and with them the last digits of scores, do not depend on the order given.
-        ordered = sorted(candidates.distinct, key=lambda one: (len(one.text), one.key))
+        ordered = sorted(candidates, key=lambda one: (len(one.text), one.key))
         texts = {one.key: titled_text(one.title, one.text) for one in ordered}
-        with self._lock:
-            scores = self._score(question, texts) if texts else {}
-        details: dict[str, dict[str, Any]] = {
-            key: {"reranker": "cross_encoder", "raw_score": raw, **said} for key, (_, raw, said) in scores.items()
-        }
-        unread = {"reranker": "cross_encoder", "raw_score": None, "read": False}
-        return ranked_copies(
-            documents,
-            [scores[key][0] if key in scores else 0.0 for key in candidates.keys],
-            self.top_n,
-            [details.get(key, unread) for key in candidates.keys],
-        )
-
-    async def acompress_documents(
-        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
-    ) -> Sequence[Document]:
-        """Do what ``compress_documents`` does in a worker thread; cancelled, it stops after a batch.
-
-        Args:
-            documents: What to score; left untouched.
-            query: The question.
-            callbacks: Not used; part of langchain's interface.
-        """
-        return await in_thread(functools.partial(self.compress_documents, documents, query, callbacks))
-
-    def _score(self, question: str, texts: dict[str, str]) -> dict[str, tuple[float, float, dict[str, Any]]]:
-        """Return score, raw score and what else is to be said of each text."""
         predict, logits = self._predictor()
         parts = {key: self._split(question, text) for key, text in texts.items()}
-        pairs = [(question, piece) for one in parts.values() for piece in one.pieces]
+        raw = iter(self._raw(predict, [(question, piece) for one in parts.values() for piece in one.pieces]))
+        best = {key: max(itertools.islice(raw, len(one.pieces))) for key, one in parts.items()}
+        return [
+            Scored(sigmoid(value) if logits else value, value, parts[key].details)
+            for key, value in ((one.key, best[one.key]) for one in candidates)
+        ]
+
+    def _raw(
+        self, predict: Callable[[list[tuple[str, str]]], Sequence[float]], pairs: list[tuple[str, str]]
+    ) -> list[float]:
         raw: list[float] = []
         for start in range(0, len(pairs), self.batch_size):
             check_time()
             raw += [float(value) for value in predict(pairs[start : start + self.batch_size])]
         if len(raw) != len(pairs):
             raise RerankingError(f"the cross-encoder returned {len(raw)} scores for {len(pairs)} pairs")
+        # Before the best of several pieces is taken: a maximum can hide a value that is not a number.
         if not all(map(math.isfinite, raw)):
             raise RerankingError("the cross-encoder returned a value that is not finite; check its weights and dtype")
-        found, at = {}, 0
-        for key, one in parts.items():
-            best = max(raw[at : at + len(one.pieces)])
-            at += len(one.pieces)
-            found[key] = (sigmoid(best) if logits else best, best, one.details)
-        return found
+        return raw
 
     def _split(self, question: str, text: str) -> Split:
         check_time()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from typing import ClassVar
 
 from langchain_core.callbacks import Callbacks
-from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
-from pydantic import ConfigDict, Field
 
-from rag_posfix.errors import ConfigError, RerankingError
-from rag_posfix.reranking.base import RERANKERS, ranked_copies
-from rag_posfix.reranking.candidates import read_candidates
-from rag_posfix.text import clean_text, titled_text
+from rag_posfix.assembly.documents import Candidate
+from rag_posfix.errors import RerankingError
+from rag_posfix.reranking.base import RERANKERS
+from rag_posfix.reranking.candidates import checked_question, read_candidates
+from rag_posfix.reranking.scoring import Scored, ScoringReranker
+from rag_posfix.text import titled_text
 
 __all__ = ["EmbeddingReranker"]
 
@@ -23,7 +25,7 @@ _SCORE_DECIMALS = 6
 
 
 @RERANKERS.register("embedding")
-class EmbeddingReranker(BaseDocumentCompressor):
+class EmbeddingReranker(ScoringReranker):
     """Re-score passages with any embedding model.
 
     Useful after a retriever without scores of that kind (BM25, a web search), or with a larger embedding model
@@ -39,31 +41,9 @@ class EmbeddingReranker(BaseDocumentCompressor):
         top_n: How many passages to return, all if None.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    name: ClassVar[str] = "embedding"
 
     embeddings: Embeddings
-    top_n: int | None = Field(default=None, ge=1)
-
-    def compress_documents(
-        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
-    ) -> Sequence[Document]:
-        """Return scored copies of ``documents``, best first; equal scores keep the given order.
-
-        Args:
-            documents: What to score; left untouched.
-            query: The question.
-            callbacks: Not used; part of langchain's interface.
-
-        Raises:
-            ConfigError: the question is empty, or a document is malformed.
-            RerankingError: the embedding model returned unusable vectors.
-        """
-        if not documents:
-            return []
-        query = _checked(query)
-        texts = _distinct_texts(documents)
-        vectors = self.embeddings.embed_documents(texts) if texts else []
-        return self._ranked(documents, texts, vectors, self.embeddings.embed_query(query) if texts else [])
 
     async def acompress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
@@ -77,40 +57,41 @@ class EmbeddingReranker(BaseDocumentCompressor):
         """
         if not documents:
             return []
-        query = _checked(query)
-        texts = _distinct_texts(documents)
-        vectors = await self.embeddings.aembed_documents(texts) if texts else []
-        return self._ranked(documents, texts, vectors, await self.embeddings.aembed_query(query) if texts else [])
+        question, candidates = checked_question(query), read_candidates(documents)
+        scored: Sequence[Scored] = ()
+        if candidates.distinct:
+            texts = _texts(candidates.distinct)
+            vectors = await self.embeddings.aembed_documents(texts)
+            scored = _scored(candidates.distinct, texts, vectors, await self.embeddings.aembed_query(question))
+        return self._ranked(documents, candidates, scored)
 
-    def _ranked(
-        self, documents: Sequence[Document], texts: list[str], vectors: list[list[float]], query: list[float]
-    ) -> list[Document]:
-        if len(vectors) != len(texts):
-            raise RerankingError(f"the embedding model returned {len(vectors)} vectors for {len(texts)} texts")
-        scores = {text: _relevance(query, vector) for text, vector in zip(texts, vectors, strict=True)}
-        return ranked_copies(documents, [scores.get(_text(document), 0.0) for document in documents], self.top_n)
-
-
-def _checked(query: str) -> str:
-    if not query.strip():
-        raise ConfigError(f"the question is empty ({query!r}); pass a question with at least one visible character")
-    return clean_text(query)
+    def _score(self, question: str, candidates: Sequence[Candidate]) -> Sequence[Scored]:
+        texts = _texts(candidates)
+        vectors = self.embeddings.embed_documents(texts)
+        return _scored(candidates, texts, vectors, self.embeddings.embed_query(question))
 
 
-def _text(document: Document) -> str:
-    # Built without validation, a Document may hold None in either.
-    title = document.metadata.get("title") if document.metadata else None
-    return clean_text(titled_text(title, document.page_content or ""))
+def _text(candidate: Candidate) -> str:
+    return titled_text(candidate.title, candidate.text)
 
 
-def _distinct_texts(documents: Sequence[Document]) -> list[str]:
+def _texts(candidates: Sequence[Candidate]) -> list[str]:
     """Return each text once, sorted: batches, and with them the last digits of scores, depend on content alone."""
-    read_candidates(documents)  # which checks them
-    return sorted({text for text in map(_text, documents) if text.strip()})
+    return sorted(set(map(_text, candidates)))
 
 
-def _relevance(query: list[float], vector: list[float]) -> float:
-    """Return the cosine of two vectors, negative values as 0; a zero vector is similar to nothing."""
+def _scored(
+    candidates: Sequence[Candidate], texts: list[str], vectors: list[list[float]], query: list[float]
+) -> list[Scored]:
+    if len(vectors) != len(texts):
+        raise RerankingError(f"the embedding model returned {len(vectors)} vectors for {len(texts)} texts")
+    cosines = {text: _cosine(query, vector) for text, vector in zip(texts, vectors, strict=True)}
+    each = (cosines[_text(candidate)] for candidate in candidates)
+    return [Scored(min(max(cosine, 0.0), 1.0), cosine) for cosine in each]
+
+
+def _cosine(query: list[float], vector: list[float]) -> float:
+    """Return the cosine of two vectors, rounded; a zero vector is similar to nothing."""
     if len(query) != len(vector):
         raise RerankingError(f"question and passage have vectors of dimension {len(query)} and {len(vector)}")
     length = math.hypot(*query) * math.hypot(*vector)
@@ -119,4 +100,4 @@ def _relevance(query: list[float], vector: list[float]) -> float:
     if length == 0:
         return 0.0
     cosine = math.fsum(map(operator.mul, query, vector)) / length
-    return min(max(round(cosine, _SCORE_DECIMALS), 0.0), 1.0)
+    return round(cosine, _SCORE_DECIMALS)

@@ -14,8 +14,9 @@ from rag_posfix.assembly.documents import Candidate
 from rag_posfix.assembly.layout import Frame, Passage
 from rag_posfix.protocols import PassageReader
 from rag_posfix.reranking.deadline import check_time
-from rag_posfix.reranking.generative import GenerativeReranker, ReadingReranker, Scored
+from rag_posfix.reranking.generative import GenerativeReranker, ReadingReranker
 from rag_posfix.reranking.reading import Readable, cut_to, encode_candidate, fair_limit
+from rag_posfix.reranking.scoring import Scored
 
 __all__ = ["WindowedReader", "WindowedReranker"]
 
