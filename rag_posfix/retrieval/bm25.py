@@ -1,29 +1,25 @@
 """A question to the passages that share its words, best first, by BM25.
 
-One class plays both roles: the pipeline's ``Retriever`` (``retrieve``) and langchain's (``invoke``, ``ainvoke``).
 Needs no model.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
-from langchain_core.retrievers import BaseRetriever
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 
+from rag_posfix.retrieval.base import QuestionRetriever, checked_question
 from rag_posfix.retrieval.bm25_index import BM25Index, check_parameters, split_words, top_rows
 from rag_posfix.retrieval.document_table import DocumentTable, Record
 from rag_posfix.retrieval.filters import check_filter
 from rag_posfix.retrieval.index_reading import read_bm25, read_records
 from rag_posfix.retrieval.records import copied, owned_document
-from rag_posfix.retrieval.retriever import checked_question
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +37,7 @@ class _Statistics:
     index: BM25Index
 
 
-class BM25Retriever(BaseRetriever):
+class BM25Retriever(QuestionRetriever):
     """Returns passages with ``id``, ``metadata["bm25_score"]`` and ``metadata["relevance_score"]``, best first.
 
     Passages that share no word with the question are not returned. Ties are broken by id. Title and text are searched
@@ -65,7 +61,6 @@ class BM25Retriever(BaseRetriever):
     """
 
     table: DocumentTable
-    k: int = Field(default=10, ge=1)
     k1: float = 0.9
     b: float = 0.4
     filter: Any = None
@@ -165,15 +160,6 @@ class BM25Retriever(BaseRetriever):
         found.sort(key=lambda pair: (-pair[1], str(pair[0].id)))
         return [_scored(document, score, score / bound) for document, score in found[:k]]
 
-    async def aretrieve(self, question: str, k: int) -> list[Document]:
-        """Do what ``retrieve`` does without blocking the event loop.
-
-        Args:
-            question: Must hold a visible character.
-            k: How many at most.
-        """
-        return await asyncio.to_thread(self.retrieve, question, k)
-
     def _current(self) -> _Statistics:
         import numpy as np
 
@@ -183,16 +169,6 @@ class BM25Retriever(BaseRetriever):
                 index = BM25Index.build(texts, k1=self.k1, b=self.b)
                 self._statistics = _Statistics(revision, np.asarray(keys, dtype=np.int64), index)
             return self._statistics
-
-    def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
-    ) -> list[Document]:
-        return self.retrieve(query, self.k if k is None else k)
-
-    async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
-    ) -> list[Document]:
-        return await self.aretrieve(query, self.k if k is None else k)
 
 
 def _scored(document: Document, score: float, relevance: float) -> Document:

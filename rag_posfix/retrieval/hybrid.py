@@ -1,6 +1,5 @@
 """A question to several retrievers at once, and what they find as one ranking.
 
-One class plays both roles: the pipeline's ``Retriever`` (``retrieve``) and langchain's (``invoke``, ``ainvoke``).
 Knows only the role that its parts play.
 """
 
@@ -11,21 +10,19 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
-from langchain_core.retrievers import BaseRetriever
 from pydantic import Field
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.protocols import Retriever
+from rag_posfix.retrieval.base import QuestionRetriever, checked_question
 from rag_posfix.retrieval.fusion import reciprocal_ranks, weighted_scores
 from rag_posfix.retrieval.records import copied, document_id
-from rag_posfix.retrieval.retriever import checked_question
 
 __all__ = ["HybridRetriever"]
 
 
-class HybridRetriever(BaseRetriever):
+class HybridRetriever(QuestionRetriever):
     """Returns what two or more retrievers find, as one ranking with ``relevance_score`` in [0, 1], ties by id.
 
     ``rank`` (reciprocal rank fusion) looks at places only, so that scores of any kind go together; 1 is a passage
@@ -54,7 +51,6 @@ class HybridRetriever(BaseRetriever):
     weights: Sequence[float] | None = None
     rank_constant: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     candidates: int = Field(default=100, ge=1)
-    k: int = Field(default=10, ge=1)
 
     def model_post_init(self, context: Any, /) -> None:
         """Check what pydantic does not, which then says so with its own ``ValidationError``, a ``ValueError``."""
@@ -116,16 +112,6 @@ class HybridRetriever(BaseRetriever):
             fused = weighted_scores(rankings, self._weights())
         best = sorted(fused, key=lambda name: (-fused[name], name))[:k]
         return [_merged(name, found, fused[name]) for name in best]
-
-    def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
-    ) -> list[Document]:
-        return self.retrieve(query, self.k if k is None else k)
-
-    async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
-    ) -> list[Document]:
-        return await self.aretrieve(query, self.k if k is None else k)
 
 
 def _scores(documents: Sequence[Document]) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """A question to scored passages, over any langchain vector store.
 
-One class plays both roles: the pipeline's ``Retriever`` (``retrieve``) and langchain's (``invoke``, ``ainvoke``).
 Knows nothing of how passages are stored or embedded.
 """
 
@@ -8,21 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
-from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore
-from pydantic import Field
 
-from rag_posfix.errors import ConfigError
+from rag_posfix.retrieval.base import QuestionRetriever, checked_question
 from rag_posfix.retrieval.records import document_id
 from rag_posfix.retrieval.vectors import cosine_relevance
-from rag_posfix.text import clean_text
 
-__all__ = ["PassageRetriever", "checked_question"]
+__all__ = ["PassageRetriever"]
 
 
-class PassageRetriever(BaseRetriever):
+class PassageRetriever(QuestionRetriever):
     """Returns passages with ``id`` and ``metadata["relevance_score"]`` in [0, 1], best first, ties by id.
 
     With ``FaissVectorStore`` the score is the cosine, negative values as 0 (see ``vectors.cosine_relevance``).
@@ -35,7 +30,6 @@ class PassageRetriever(BaseRetriever):
     """
 
     store: VectorStore
-    k: int = Field(default=10, ge=1)
     filter: Any = None
 
     def retrieve(self, question: str, k: int) -> list[Document]:
@@ -64,33 +58,6 @@ class PassageRetriever(BaseRetriever):
 
     def _options(self) -> dict[str, Any]:
         return {} if self.filter is None else {"filter": self.filter}
-
-    def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
-    ) -> list[Document]:
-        return self.retrieve(query, self.k if k is None else k)
-
-    async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
-    ) -> list[Document]:
-        return await self.aretrieve(query, self.k if k is None else k)
-
-
-def checked_question(question: str, k: int) -> str:
-    """Return ``question`` with clean text.
-
-    Args:
-        question: What is asked.
-        k: How many passages are wanted.
-
-    Raises:
-        ConfigError: the question has no visible character, or ``k`` is below 1.
-    """
-    if not question.strip():
-        raise ConfigError(f"the question is empty ({question!r}); pass a question with at least one visible character")
-    if not isinstance(k, int) or k < 1:
-        raise ConfigError(f"k={k!r} must be an integer >= 1")
-    return clean_text(question)
 
 
 def _scored(found: list[tuple[Document, float]]) -> list[Document]:
