@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rag_posfix.attention.plan import Plan
 from rag_posfix.attention.spans import Layout
-from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError, UnsupportedModelError
+from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from rag_posfix.generation.by_passage import encode_passages, joinable
 from rag_posfix.generation.drafts import AnswerText
 from rag_posfix.generation.forward import LoadedModel
@@ -22,6 +22,7 @@ from rag_posfix.generation.request import (
     GenerationRequest,
     MitigationChoice,
     MitigationInfo,
+    whole_answer,
 )
 from rag_posfix.generation.reuse import Reuse
 from rag_posfix.generation.rows_of_plan import Spelled, spell_out, starts_of
@@ -230,10 +231,7 @@ class Engine:
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Return the whole answer. Errors as those of ``open``."""
-        for chunk in self.stream(request):
-            if chunk.generation is not None:
-                return chunk.generation
-        raise GenerationError("the stream ended without its generation; please report this")
+        return whole_answer(self.stream(request))
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; the last chunk carries the whole.

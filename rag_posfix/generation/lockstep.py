@@ -21,11 +21,11 @@ from torch import Tensor
 from rag_posfix.attention.plan import Plan
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import GenerationError, RagPosfixError
+from rag_posfix.generation.around import GeneratorAround
 from rag_posfix.generation.commands import Advance, Command, End, Free, Read, decode, encode
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
+from rag_posfix.generation.request import Chunk, GenerationRequest, MitigationChoice
 from rag_posfix.generation.session import Session
-from rag_posfix.generation.tokenizer import Tokenizer
 from rag_posfix.patching.ranks import Ranks
 
 __all__ = ["Channel", "Company", "LockstepGenerator", "follow"]
@@ -101,7 +101,7 @@ def follow(engine: Engine, channel: Channel) -> None:
                 _log.debug("not read: %s", error)
 
 
-class LockstepGenerator:
+class LockstepGenerator(GeneratorAround[Engine]):
     """Answers prompts with a model that is split over ranks. Implements ``protocols.Generator`` on the first rank.
 
     Several threads may call it, and streams may be open side by side: they take turns, a forward pass each.
@@ -113,7 +113,7 @@ class LockstepGenerator:
     """
 
     def __init__(self, engine: Engine, channel: Channel, company: Company) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._channel = channel
         self._company = company
         self._numbers = itertools.count()
@@ -122,47 +122,16 @@ class LockstepGenerator:
         self._over: str | None = None
 
     @property
-    def model_id(self) -> str:
-        """Name of the model."""
-        return self._engine.model_id
-
-    @property
-    def fingerprint(self) -> str:
-        """Identity of weights and dtype."""
-        return self._engine.fingerprint
-
-    @property
-    def context_window(self) -> int:
-        """Most tokens that prompt and answer may have together."""
-        return self._engine.context_window
-
-    @property
-    def encoder(self) -> Tokenizer:
-        """The tokenizer that prompts must be counted and encoded with."""
-        return self._engine.encoder
-
-    @property
     def failure(self) -> str | None:
         """Why no request can be answered any more; None while all is well."""
         return self._over or self._company.failure()
 
-    def describe(self, choice: MitigationChoice) -> MitigationInfo:
-        """Check a mitigation and its parameters and return what caching needs to know of it."""
-        return self._engine.describe(choice)
-
     def next_log_probs(self, layout: Layout, mitigation: MitigationChoice | None = None) -> Tensor:
         """Return the log-probabilities of the first token of the answer, (V,) float32."""
         choice = mitigation or MitigationChoice()
-        plan = self._engine.plan(layout, choice, 1)
+        plan = self._inner.plan(layout, choice, 1)
         with self._reading(layout, choice, 1, plan) as (_, session):
             return session.next_log_probs()
-
-    def generate(self, request: GenerationRequest) -> Generation:
-        """Return the whole answer. Errors as those of ``stream``."""
-        for chunk in self.stream(request):
-            if chunk.generation is not None:
-                return chunk.generation
-        raise GenerationError("the stream ended without its generation; please report this")
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; the last chunk carries the whole. Closing it stops all ranks.
@@ -172,9 +141,7 @@ class LockstepGenerator:
         Raises:
             GenerationError: a rank has ended, or the ranks fell out of step; no request can be answered any more.
         """
-        return self._stream(
-            request, self._engine.plan(request.layout, request.mitigation, request.sampling.max_tokens)
-        )
+        return self._stream(request, self._inner.plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
     def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:
         with self._reading(request.layout, request.mitigation, request.sampling.max_tokens, plan) as (number, session):
@@ -183,7 +150,7 @@ class LockstepGenerator:
                 with self._turn(Advance(number, token)):
                     session.advance(token)
 
-            yield from self._engine.resume(session, request, advance)
+            yield from self._inner.resume(session, request, advance)
 
     def close(self) -> None:
         """Let the other ranks end. Later requests fail."""
@@ -204,7 +171,7 @@ class LockstepGenerator:
         """Hold a session that all ranks have opened, with its number."""
         number = next(self._numbers)
         with self._turn(Read(number, layout, choice, max_tokens)):
-            session = self._engine.read(layout, plan)
+            session = self._inner.read(layout, plan)
         try:
             yield number, session
         finally:

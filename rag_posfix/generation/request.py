@@ -5,12 +5,12 @@ Below this line there are only token spans; above it, only these types.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rag_posfix.attention.spans import Layout
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, GenerationError
 
 __all__ = [
     "Chunk",
@@ -22,6 +22,7 @@ __all__ = [
     "Sampling",
     "TokenSource",
     "Usage",
+    "whole_answer",
 ]
 
 FinishReason = Literal["stop", "length"]
@@ -163,3 +164,15 @@ class Chunk:
 
     text: str
     generation: Generation | None = None
+
+
+def whole_answer(chunks: Iterable[Chunk]) -> Generation:
+    """Return what the last chunk of a stream carries.
+
+    Raises:
+        GenerationError: no chunk carries it.
+    """
+    for chunk in chunks:
+        if chunk.generation is not None:
+            return chunk.generation
+    raise GenerationError("the stream ended without its generation; please report this")

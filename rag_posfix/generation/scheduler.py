@@ -10,16 +10,17 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from rag_posfix.attention.spans import Layout
-from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
+from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.generation.around import GeneratorAround
 from rag_posfix.generation.delivery import Delivery
-from rag_posfix.generation.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
+from rag_posfix.generation.request import Chunk, GenerationRequest
 from rag_posfix.generation.worker import Worker
-from rag_posfix.protocols import PassageReader, SteppedGenerator, TokenEncoder
+from rag_posfix.protocols import PassageReader, SteppedGenerator
 
 __all__ = ["BatchingGenerator"]
 
 
-class BatchingGenerator:
+class BatchingGenerator(GeneratorAround[SteppedGenerator]):
     """Answers any number of requests, of any threads, in one thread of its own. Implements ``protocols.Generator``.
 
     Between two steps at most one prompt is read: a newcomer waits one prompt and one step for each that came before
@@ -39,45 +40,14 @@ class BatchingGenerator:
     def __init__(self, engine: SteppedGenerator, max_running: int = 8) -> None:
         if max_running < 1:
             raise ConfigError(f"max_running={max_running} must be >= 1")
-        self._engine = engine
+        super().__init__(engine)
         self._worker = Worker(engine, max_running)
         weakref.finalize(self, self._worker.stop)  # the thread holds the worker, and would outlive whoever forgets it
 
     @property
     def engine(self) -> SteppedGenerator:
         """The model."""
-        return self._engine
-
-    @property
-    def model_id(self) -> str:
-        """Name of the model."""
-        return self._engine.model_id
-
-    @property
-    def fingerprint(self) -> str:
-        """Identity of weights and dtype."""
-        return self._engine.fingerprint
-
-    @property
-    def context_window(self) -> int:
-        """Most tokens that prompt and answer may have together."""
-        return self._engine.context_window
-
-    @property
-    def encoder(self) -> TokenEncoder:
-        """The tokenizer that prompts must be counted and encoded with."""
-        return self._engine.encoder
-
-    def describe(self, choice: MitigationChoice) -> MitigationInfo:
-        """Check a mitigation and its parameters and return what caching needs to know of it."""
-        return self._engine.describe(choice)
-
-    def generate(self, request: GenerationRequest) -> Generation:
-        """Return the whole answer. Errors as those of ``stream``."""
-        for chunk in self.stream(request):
-            if chunk.generation is not None:
-                return chunk.generation
-        raise GenerationError("the stream ended without its generation; please report this")
+        return self._inner
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; the last chunk carries the whole.
@@ -121,12 +91,12 @@ class BatchingGenerator:
         return self._reader().passage_attention(layouts, salt, check)
 
     def _reader(self) -> PassageReader:
-        if not isinstance(self._engine, PassageReader):
+        if not isinstance(self._inner, PassageReader):
             raise UnsupportedModelError(
-                f"{type(self._engine).__name__} reads no passages for rerankers; give the reranker an engine, or use "
+                f"{type(self._inner).__name__} reads no passages for rerankers; give the reranker an engine, or use "
                 "the embedding or the cross_encoder reranker"
             )
-        return self._engine
+        return self._inner
 
     def close(self) -> None:
         """End the thread, after the prompt or step that it is at. Open answers fail with ``GenerationError``."""

@@ -8,9 +8,9 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 
-from rag_posfix.errors import GenerationError
-from rag_posfix.generation.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
-from rag_posfix.protocols import Generator, TokenEncoder, WatchedGenerator
+from rag_posfix.generation.around import GeneratorAround
+from rag_posfix.generation.request import Chunk, GenerationRequest
+from rag_posfix.protocols import Generator, WatchedGenerator
 from services.api.admission import Admission, Ticket
 
 __all__ = ["TICKET", "AdmittedGenerator"]
@@ -19,7 +19,7 @@ TICKET: ContextVar[Ticket | None] = ContextVar("rag_posfix_service_ticket", defa
 """The ticket of the request that this thread works for."""
 
 
-class AdmittedGenerator:
+class AdmittedGenerator(GeneratorAround[Generator]):
     """Implements ``protocols.Generator`` around another one.
 
     Whole answers are read from the stream too, so that they can be stopped between two steps. A generator that works
@@ -31,45 +31,14 @@ class AdmittedGenerator:
     """
 
     def __init__(self, generator: Generator, admission: Admission) -> None:
-        self._generator = generator
+        super().__init__(generator)
         self._admission = admission
-
-    @property
-    def model_id(self) -> str:
-        """Name of the model."""
-        return self._generator.model_id
-
-    @property
-    def fingerprint(self) -> str:
-        """Identity of weights and dtype."""
-        return self._generator.fingerprint
-
-    @property
-    def context_window(self) -> int:
-        """Most tokens that prompt and answer may have together."""
-        return self._generator.context_window
-
-    @property
-    def encoder(self) -> TokenEncoder:
-        """The tokenizer."""
-        return self._generator.encoder
-
-    def describe(self, choice: MitigationChoice) -> MitigationInfo:
-        """Check a mitigation; needs no permit."""
-        return self._generator.describe(choice)
-
-    def generate(self, request: GenerationRequest) -> Generation:
-        """Return the whole answer."""
-        for chunk in self.stream(request):
-            if chunk.generation is not None:
-                return chunk.generation
-        raise GenerationError("the stream ended without its generation; please report this")
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece. The permit goes back at the latest when it ends, fails or is closed."""
         ticket = TICKET.get()
         if ticket is None:
-            yield from self._generator.stream(request)
+            yield from self._inner.stream(request)
             return
         self._admission.acquire(ticket)
         stream = self._opened(request, ticket)
@@ -89,6 +58,6 @@ class AdmittedGenerator:
             self._admission.release(ticket)
 
     def _opened(self, request: GenerationRequest, ticket: Ticket) -> Iterator[Chunk]:
-        if isinstance(self._generator, WatchedGenerator):
-            return self._generator.stream_watched(request, ticket.check, partial(self._admission.release, ticket))
-        return self._generator.stream(request)
+        if isinstance(self._inner, WatchedGenerator):
+            return self._inner.stream_watched(request, ticket.check, partial(self._admission.release, ticket))
+        return self._inner.stream(request)
