@@ -165,7 +165,7 @@ def _finish(
         "kind": "rerank",
         **environment(),
         "data": {
-            part: {"name": str(path), "sha256": file_digest(path)}
+            part: {"name": f"{path.absolute().parent.name}/{path.name}", "sha256": file_digest(path)}
             for part, path in {**asdict(job.files), **({"run": job.run} if job.run else {})}.items()
         },
         "rerankers": {choice.label: dict(choice.parameters) for choice in job.rerankers},
@@ -176,7 +176,7 @@ def _finish(
             "device": settings.device, "rankings_of_earlier_runs_by": list(sources),
         },
         "counts": dict(counts),
-        "summary": dict(result),
+        "summary": _beside(result),
         "rows": list(per_query(runs, topics)),
     }  # fmt: skip
     picture, page = job.out / "rerank.png", job.out / "rerank.html"
@@ -190,3 +190,13 @@ def _finish(
         "page": str(page),
         "plot": str(picture),
     }
+
+
+def _beside(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary for the record, which lies beside the runs: their names say where, on any machine."""
+
+    def named(found: Mapping[str, Any]) -> dict[str, Any]:
+        return {**found, "run_file": Path(found["run_file"]).name}
+
+    runs = {label: named(found) for label, found in result["runs"].items()}
+    return {**result, "runs": runs, "first_stage": named(result["first_stage"])}
