@@ -85,13 +85,13 @@ def test_measures_in_the_result_are_those_of_the_run_files_by_trec_eval(job):
     assert found["first_stage"]["name"] == "bm25"
 
 
-def test_the_record_says_what_ran_on_what_and_holds_a_row_per_query_and_run(job):
+def test_the_record_says_what_ran_on_what_and_holds_a_row_per_query_and_run(job, tmp_path):
     found = job([EMBEDDING, RerankerChoice("embedding", {"top_n": 1})], depth=2)
     record = json.loads(Path(found["record"]).read_text("utf-8"))
     assert record["kind"] == "rerank"
     assert {"versions", "git", "at", "python"} <= set(record)
     assert all(len(part["sha256"]) == 64 for part in record["data"].values())
-    assert str(job.out.absolute()) not in Path(found["record"]).read_text("utf-8"), "a path says nothing elsewhere"
+    assert str(tmp_path) not in Path(found["record"]).read_text("utf-8"), "a path says nothing elsewhere"
     assert Path(found["record"]).with_name(record["summary"]["first_stage"]["run_file"]).is_file()
     assert record["rerankers"] == {"embedding": {}, "embedding:top_n=1": {"top_n": 1}}
     assert (record["settings"]["depth"], record["settings"]["first_stage"]) == (2, "bm25")
