@@ -17,7 +17,10 @@ __all__ = [
     "TorchrunSettings",
     "default_cache_dir",
     "environment_with",
+    "wait_politely",
 ]
+
+SPINS_OF_A_WAITING_THREAD = "10000"
 
 
 def default_cache_dir() -> Path:
@@ -28,6 +31,16 @@ def default_cache_dir() -> Path:
 def environment_with(**changes: str) -> dict[str, str]:
     """Return the environment of this process with ``changes``, for a process that is started."""
     return {**os.environ, **changes}
+
+
+def wait_politely() -> None:
+    """Let threads of OpenMP spin only shortly while they wait for each other; for a program, before it imports torch.
+
+    By default they spin so long that another busy program on the same cores slows the model down many times over.
+    ``GOMP_SPINCOUNT`` and ``OMP_WAIT_POLICY`` of the environment are left as they are where one is set.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS_OF_A_WAITING_THREAD)
 
 
 class CacheSettings(BaseSettings):

@@ -12,6 +12,7 @@ from rag_posfix import __version__
 from rag_posfix.cli import ask, bench, cache, demo, evaluate, index, methods, probe, serve, verify
 from rag_posfix.cli.output import emit_json, err
 from rag_posfix.errors import RagPosfixError
+from rag_posfix.settings import wait_politely
 from rag_posfix.text import clean_text
 
 __all__ = ["app", "main"]
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     "message"}}`` on stdout.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    wait_politely()
     try:
         app(args=given)
     except RagPosfixError as error:

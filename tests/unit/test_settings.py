@@ -1,9 +1,10 @@
+import os
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings, default_cache_dir
+from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings, default_cache_dir, wait_politely
 
 
 def test_defaults_need_no_environment(monkeypatch, tmp_path):
@@ -135,3 +136,17 @@ def test_the_disk_tier_is_on_where_passages_were_precomputed(tmp_path):
     (tmp_path / "passages").mkdir()
     assert passages.disk_bytes_in(tmp_path) == 4 * 1024**3
     assert PassageStoreSettings(disk_bytes=0).disk_bytes_in(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_wait_shortly_unless_the_environment_says_how(monkeypatch, given, spins):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "restored after the test")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    wait_politely()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
