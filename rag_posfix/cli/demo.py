@@ -30,7 +30,7 @@ ANSWER_TOKENS = 20
 
 NEXT = """\
 Where to go next:
-  rag-posfix index YOUR_FILES --out my.index         index .txt, .md, .jsonl files
+  rag-posfix index YOUR_FILES --out my.index         index text, HTML, PDF, JSON lines
   rag-posfix ask "Your question?" --index my.index   answers with sources
   rag-posfix serve --index my.index                  an OpenAI-compatible service
   rag-posfix methods                                 every method and its paper"""
