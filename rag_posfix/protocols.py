@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -146,11 +146,16 @@ class PassageReader(Generator, Protocol):
         ...
 
     def question_attention(
-        self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
+        self,
+        layouts: Sequence[Layout],
+        salt: str = "",
+        check: Callable[[], None] | None = None,
+        layers: Collection[int] | None = None,
     ) -> list[tuple[tuple[float, ...], ...]]:
-        """Return the attention of each prompt's suffix to each token of each passage, over all layers and heads.
+        """Return the attention of each prompt's suffix to each token of each passage, over heads and layers.
 
         The prompts differ in their suffix alone. ``check`` is called between readings; what it raises ends them.
+        ``layers`` are those that count, from 0; all if None.
         """
         ...
 

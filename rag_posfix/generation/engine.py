@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -174,9 +174,13 @@ class Engine:
         return question_likelihood(self._loaded, layout, self._reuse(salt))
 
     def question_attention(
-        self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
+        self,
+        layouts: Sequence[Layout],
+        salt: str = "",
+        check: Callable[[], None] | None = None,
+        layers: Collection[int] | None = None,
     ) -> list[tuple[tuple[float, ...], ...]]:
-        """Return the attention of each prompt's suffix to each token of each passage, over all layers and heads.
+        """Return the attention of each prompt's suffix to each token of each passage.
 
         Summed over layers and heads, averaged over the tokens of the suffix.
 
@@ -184,13 +188,14 @@ class Engine:
             layouts: Prompts that differ in their suffix alone: what they share is read once.
             salt: As in ``GenerationRequest``.
             check: Called before each suffix is read; what it raises ends the reading.
+            layers: Which layers count, from 0; all if None.
 
         Raises:
-            ConfigError: the prompts differ in more.
+            ConfigError: the prompts differ in more, or the model has no such layer.
             PromptTooLongError: one exceeds the context window.
         """
         self._check_reading(max((len(layout.token_ids) for layout in layouts), default=0))
-        return question_attention(self._loaded, layouts, self._reuse(salt), check)
+        return question_attention(self._loaded, layouts, self._reuse(salt), check, layers)
 
     @torch.inference_mode()
     def passage_attention(

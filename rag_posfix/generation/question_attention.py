@@ -5,7 +5,7 @@ Knows layouts and rows; knows no method, no text and no plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -26,10 +26,11 @@ def question_attention(
     layouts: Sequence[Layout],
     reuse: Reuse | None = None,
     check: Callable[[], None] | None = None,
+    layers: Collection[int] | None = None,
 ) -> list[tuple[tuple[float, ...], ...]]:
     """Return for each prompt, passage and token the attention that the prompt's suffix pays to it.
 
-    Formula: s_i = sum over layers and heads of the mean over the suffix's tokens t of A(t, i).
+    Formula: s_i = sum over the layers and all heads of the mean over the suffix's tokens t of A(t, i).
     Cost: prefix and passages are read once, then each suffix. Of each layer's attention only the suffix's rows are
         spelled out. Where layers do not keep all keys (sliding windows), each prompt is read whole.
 
@@ -38,10 +39,14 @@ def question_attention(
         layouts: Prompts that differ in their suffix alone.
         reuse: Keys and values that need not be computed again.
         check: Called before each suffix is read; what it raises ends the reading.
+        layers: Which layers count, from 0; all if None.
 
     Raises:
-        ConfigError: the prompts differ in more than their suffix.
+        ConfigError: the prompts differ in more than their suffix, or the model has no such layer.
     """
+    count = loaded.spec.shape.n_layers
+    if layers is not None and not (layers and all(0 <= layer < count for layer in layers)):
+        raise ConfigError(f"layers={sorted(layers)} must name one or more of the model's layers, 0 to {count - 1}")
     leading = {layout.token_ids[: layout.suffix.start] for layout in layouts}
     if len(leading) > 1 or len({layout.passages for layout in layouts}) > 1:
         raise ConfigError(
@@ -52,18 +57,18 @@ def question_attention(
     for layout in layouts:
         if check is not None:
             check()
-        attended = _of_suffix(loaded, layout, before)
+        attended = _of_suffix(loaded, layout, before, layers)
         found.append(tuple(tuple(attended[span.slice].tolist()) for span in layout.passages))
     return found
 
 
-def _of_suffix(loaded: LoadedModel, layout: Layout, before: Rows | None) -> Tensor:
+def _of_suffix(loaded: LoadedModel, layout: Layout, before: Rows | None, layers: Collection[int] | None) -> Tensor:
     """Return the attention to every token, (T,) float32 on the CPU."""
     if before is None:
         start, rows = 0, Rows(loaded, new_cache(loaded), torch.zeros((1, 0), device=loaded.device))
     else:
         start, rows = layout.suffix.start, before.fork()
-    observer = Observer(queries=len(layout.suffix))
+    observer = Observer(queries=len(layout.suffix), layers=None if layers is None else frozenset(layers))
     ids = torch.tensor([layout.token_ids[start:]], device=loaded.device)
     positions = torch.arange(start, len(layout.token_ids), dtype=torch.float32, device=loaded.device)
     rows.forward(ids, positions[None], 1, observer)

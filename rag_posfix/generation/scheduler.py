@@ -7,7 +7,7 @@ digits may differ with the company that an answer keeps, as they do with any bat
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError, UnsupportedModelError
@@ -79,10 +79,14 @@ class BatchingGenerator(GeneratorAround[SteppedGenerator]):
         return self._reader().question_likelihood(layout, salt)
 
     def question_attention(
-        self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
+        self,
+        layouts: Sequence[Layout],
+        salt: str = "",
+        check: Callable[[], None] | None = None,
+        layers: Collection[int] | None = None,
     ) -> list[tuple[tuple[float, ...], ...]]:
         """As ``Engine.question_attention``, in the thread of the caller."""
-        return self._reader().question_attention(layouts, salt, check)
+        return self._reader().question_attention(layouts, salt, check, layers)
 
     def passage_attention(
         self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from rag_posfix.assembly.layout import Frame, Passage, open_frame
 from rag_posfix.assembly.prompt import PromptTemplate
@@ -51,11 +53,14 @@ class InContextReranker(WindowedReader):
         max_document_tokens: Longer documents are read up to here (``long_document: "truncated"``).
         order: ``canonical`` or ``given``: how passages stand in the prompt.
         normalize: Divide each sum by the number of tokens in it. The paper does not.
+        layers: Which layers of the model are looked at, from 0; all if None, as in the paper. Few layers look for what
+            was asked (Selective-ICR, https://arxiv.org/abs/2602.22591, takes those in the middle).
     """
 
     name: ClassVar[str] = "in_context"
 
     normalize: bool = False
+    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)
 
     def _frames(self, question: str, count: int) -> Sequence[Frame]:
         encoder, template = self.generator.encoder, PromptTemplate(question_prefix=INSTRUCTION, answer_cue="")
@@ -63,7 +68,7 @@ class InContextReranker(WindowedReader):
 
     def _measure(self, frames: Sequence[Frame], passages: Sequence[Passage]) -> Sequence[float]:
         layouts = [frame.around(passages) for frame in frames]
-        without, asked = self.generator.question_attention(layouts, current_salt(), check_time)
+        without, asked = self.generator.question_attention(layouts, current_salt(), check_time, self.layers)
         return [
             calibrated_score(
                 [one - other for one, other in zip(paid, habit, strict=True)][: len(passage) - len(passage.separator)],

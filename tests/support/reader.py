@@ -42,7 +42,8 @@ class ScriptedReader:
         self._read(layout, salt, together=False)
         return tuple(self.values[text] for text in self.texts(layout))
 
-    def question_attention(self, layouts, salt="", check=None):
+    def question_attention(self, layouts, salt="", check=None, layers=None):
+        self.layers = layers
         found = []
         for layout in layouts:
             check()

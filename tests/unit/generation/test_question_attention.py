@@ -39,14 +39,14 @@ def asking(*suffix):
 OTHER = asking(7, 9, 30)
 
 
-def eager(family, layout, **overrides):
+def eager(family, layout, layers=slice(None), **overrides):
     """The same from all attention matrices of the model as it comes: (layers, heads, T, T)."""
     model = stock_model(family, **overrides)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         output = model(torch.tensor([layout.token_ids]), output_attentions=True, use_cache=False)
     attention = torch.stack(output.attentions)[:, 0]
-    paid = attention[:, :, layout.suffix.slice].mean(dim=2).sum(dim=(0, 1))
+    paid = attention[layers, :, layout.suffix.slice].mean(dim=2).sum(dim=(0, 1))
     return [paid[span.slice].tolist() for span in layout.passages]
 
 
@@ -75,6 +75,21 @@ def test_it_is_what_the_stock_models_attention_matrices_say(family):
     for layout, found in zip([LAYOUT, OTHER], question_attention(loaded_model(family), [LAYOUT, OTHER]), strict=True):
         for one, expected in zip(found, eager(family, layout), strict=True):
             assert one == pytest.approx(expected, abs=2e-6)
+
+
+def test_layers_that_are_named_count_alone():
+    loaded = loaded_model()
+    for layer in range(loaded.spec.shape.n_layers):
+        found = question_attention(loaded, [LAYOUT, OTHER], layers=(layer,))
+        for layout, passages in zip([LAYOUT, OTHER], found, strict=True):
+            for one, expected in zip(passages, eager("llama", layout, slice(layer, layer + 1)), strict=True):
+                assert one == pytest.approx(expected, abs=2e-6)
+
+
+@pytest.mark.parametrize("layers", [(), (-1,), (0, 99)])
+def test_a_layer_that_the_model_does_not_have_is_refused(loaded, layers):
+    with pytest.raises(ConfigError, match="must name one or more of the model's layers, 0 to"):
+        question_attention(loaded, [LAYOUT], layers=layers)
 
 
 def test_layers_that_forget_keys_are_read_whole_and_say_the_same():

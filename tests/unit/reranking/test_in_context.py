@@ -3,6 +3,7 @@ import statistics
 
 import pytest
 from langchain_core.documents import Document
+from pydantic import ValidationError
 
 from rag_posfix.errors import RerankingError
 from rag_posfix.reranking import InContextReranker
@@ -40,6 +41,16 @@ def test_normalized_scores_are_means_over_tokens():
     reader = ScriptedReader(tokens=paid)
     result = InContextReranker(generator=reader, normalize=True).compress_documents(documents(*TABLE), "why?")
     assert raw(result) == {"bb": 7.5, "aaaa": 1.0, "cccccc": -1.0}
+
+
+def test_layers_are_those_that_were_asked_for():
+    reader = ScriptedReader(tokens=paid)
+    for layers in (None, (18, 20)):
+        InContextReranker(generator=reader, layers=layers).compress_documents(documents(*TABLE), "why?")
+        assert reader.layers == layers
+    for wrong in ([], [-1], ["middle"]):
+        with pytest.raises(ValidationError):
+            InContextReranker(generator=reader, layers=wrong)
 
 
 def test_tokens_far_below_the_mean_of_their_passage_are_left_out():
