@@ -70,7 +70,7 @@ class TestTheSameNumbers:
             weights = [layer.self_attn.q_proj.weight for layer in engine.loaded.model.model.layers]
             return sum(getattr(weight, "to_local", lambda w=weight: w)().numel() for weight in weights)
 
-        assert elements(split._engine) * 2 == elements(alone)
+        assert elements(split._inner) * 2 == elements(alone)
 
     def test_a_prompt_longer_than_any_block_arrives(self, split, alone):
         long = toy_layout(lengths=(90, 80, 95, 70), relevance=(0.9, 0.2, 0.4, 0.3))
