@@ -1,19 +1,22 @@
 """Prints the Markdown table of reranking records: ``python -m benchmarks.rerank_table RECORD...``.
 
-Takes records of ``eval rerank`` or of ``eval rerank-positions``: one kind, one data set, one number of
-questions. A run that several hold is taken from the first.
+Takes records of ``eval rerank`` (seconds are medians per query) or of ``eval rerank-positions`` (means): one kind, one
+data set, one number of questions. A run that several hold is taken from the first.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 MEASURES = ("nDCG@10", "RR@10", "R@10", "P@1")
-WORK = {"seconds_median": "seconds", "tokens_read": "tokens read", "forward_passes": "passes", "calls": "calls"}
+CUTS = (1, 3)
+WORK = ("seconds", "tokens read", "passes", "calls")
+PROFILE = re.compile(r"profile=\[.*?\]")
 
 Record = Mapping[str, Any]
 
@@ -21,6 +24,11 @@ Record = Mapping[str, Any]
 def short(value: float) -> str:
     """Return a share without the zero before its point: .681."""
     return f"{value:.3f}".removeprefix("0")
+
+
+def label(name: str) -> str:
+    """Return a run's name without the numbers of a measured profile."""
+    return f"`{PROFILE.sub('profile=PROFILE', name)}`"
 
 
 def work(found: Record) -> list[str]:
@@ -34,16 +42,21 @@ def work(found: Record) -> list[str]:
 def ranking_rows(records: Sequence[Record]) -> Iterator[list[str]]:
     """Yield a row for the first stage and for each reranker, with its distance from the first stage."""
     first = {record["summary"]["first_stage"]["name"]: record["summary"]["first_stage"] for record in records}
-    yield ["run", *MEASURES, "nDCG@10 - first stage, 95 %", *WORK.values()]
-    yield ["---"] * (len(MEASURES) + len(WORK) + 2)
+    yield ["run", *MEASURES, "95 % of nDCG@10", "minus first stage", *WORK]
+    yield ["---"] * (len(MEASURES) + len(WORK) + 3)
     for name, found in first.items():
-        yield [f"first stage (`{name}`)", *(short(found[measure]) for measure in MEASURES), "-", *work(found)]
+        yield [f"first stage (`{name}`)", *measured(found), "-", *work(found)]
     runs: dict[str, tuple[Record, str]] = {}
     for record in records:
         for name, found in record["summary"]["runs"].items():
             runs.setdefault(name, (found, against_first(record, name)))
     for name, (found, versus) in runs.items():
-        yield [f"`{name}`", *(short(found[measure]) for measure in MEASURES), versus, *work(found)]
+        yield [label(name), *measured(found), versus, *work(found)]
+
+
+def measured(found: Record) -> list[str]:
+    """Return what a run reaches, and the interval of its nDCG@10."""
+    return [*(short(found[name]) for name in MEASURES), f"[{', '.join(map(short, found['ci95']['nDCG@10']))}]"]
 
 
 def against_first(record: Record, name: str) -> str:
@@ -62,31 +75,27 @@ def place_rows(records: Sequence[Record]) -> Iterator[list[str]]:
         for name, summary in record["summary"]["rerankers"].items():
             found.setdefault(name, summary)
     places = list(next(iter(found.values()))["places"])
-    heads = [f"recall@{cut}, gold at {place}" for cut in (1, 3) for place in places]
-    yield ["reranker", *heads, "spread @1", "spread @3", "rankings that change", *WORK.values()]
-    yield ["---"] * (len(heads) + len(WORK) + 4)
+    yield ["reranker", *(f"recall@{cut}, gold at {' / '.join(places)}" for cut in CUTS), "rankings that change", *WORK]
+    yield ["---"] * (len(CUTS) + len(WORK) + 2)
     for name, summary in found.items():
-        recalls = [short(summary["places"][place][f"recall@{cut}"]) for cut in (1, 3) for place in places]
-        spreads = [short(summary[f"recall@{cut}"]["spread"]) for cut in (1, 3)]
+        recalls = [" / ".join(short(summary["places"][place][f"recall@{cut}"]) for place in places) for cut in CUTS]
         changes = f"{summary['rankings_that_change']:.0%}".replace("%", " %")
-        yield [f"`{name}`", *recalls, *spreads, changes, *work(summary)]
+        yield [label(name), *recalls, changes, *work(summary)]
 
 
 def rows_of(records: Sequence[Record]) -> Iterator[list[str]]:
     """Yield the rows of the table that fits the records."""
-    if (
-        len(
-            {
-                (record["kind"], json.dumps(record["data"], sort_keys=True), record["summary"]["n"])
-                for record in records
-            }
-        )
-        > 1
-    ):
-        raise SystemExit(
-            "error: the records differ in kind, data or number of questions; give records of one evaluation"
-        )
-    yield from ranking_rows(records) if records[0]["kind"] == "rerank" else place_rows(records)
+    first = records[0]
+    for record in records:
+        if (record["kind"], record["data"], record["summary"]["n"]) != (
+            first["kind"],
+            first["data"],
+            first["summary"]["n"],
+        ):
+            raise SystemExit(
+                "error: the records differ in kind, data or number of questions; give those of one evaluation"
+            )
+    yield from ranking_rows(records) if first["kind"] == "rerank" else place_rows(records)
 
 
 def main() -> None:

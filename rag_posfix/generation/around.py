@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -21,7 +21,7 @@ __all__ = ["GeneratorAround"]
 Inner = TypeVar("Inner", bound=Generator)
 
 
-class GeneratorAround(Generic[Inner]):
+class GeneratorAround(ABC, Generic[Inner]):
     """Base of generators that answer with another one. Implements ``protocols.Generator``, all but ``stream``.
 
     Args:
