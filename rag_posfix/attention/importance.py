@@ -51,27 +51,31 @@ def token_importance(query: Tensor, key: Tensor, share: Tensor, scaling: float) 
     return torch.matmul(query * scaling, key.transpose(1, 2)).softmax(dim=-1) @ share
 
 
-def document_importance(query: Tensor, key: Tensor, share: Tensor, own: slice, scaling: float) -> Tensor:
-    """Return how much each other document matters to the document ``own``, in each head.
+def document_importance(query: Tensor, key: Tensor, share: Tensor, scaling: float) -> Tensor:
+    """Return how much other documents matter to one document, in each head.
 
     Source: as ``token_importance``.
-    Formula: s(m, n) = softmax_n(q_m^T k_n scaling) over the tokens n of other documents;
-        Imp(j) = sum_{m in own} sum_{n in j} s(m, n) / n_j.
+    Formula: s(m, n) = softmax_n(q_m^T k_n scaling) over the tokens n of the other documents;
+        Imp(j) = sum_m sum_{n in j} s(m, n) / n_j over the tokens m of the one.
+
+    Scores have the dtype of ``query``. On CPUs that makes bfloat16 four times as fast as float32 and moves importance
+    by about a thousandth, a few times what rounding queries and keys moved it. Documents are summed in float32: they
+    seldom tie.
 
     Cost: ``SCORES`` scores at a time.
 
     Shapes:
-        query: (Hkv, G, n, D), the document's tokens, and key: (Hkv, S, D), all documents' tokens; unrotated float32.
-        share: (S, N). returns: (Hkv, G, N) float32; 0 for the document itself.
+        query: (Hkv, G, n, D), the document's tokens, and key: (Hkv, S, D), the other documents', both unrotated.
+        share: (S, N). returns: (Hkv, G, N) float32.
     """
     n_key_heads, groups, n_query, _ = query.shape
-    mass = query.new_zeros(n_key_heads, groups, key.shape[1])  # what each token gets from the whole document
+    mass = query.new_zeros((n_key_heads, groups, key.shape[1]), dtype=torch.float32)  # what each token gets from all m
+    unused = query.new_zeros(1)
     for heads, rows in blocks(n_key_heads, groups, n_query, key.shape[1]):
-        part = query[heads, :, rows] * scaling  # (h, G, rows, D)
-        scores = torch.bmm(part.flatten(1, 2), key[heads].transpose(1, 2))
-        scores[:, :, own] = float("-inf")
-        weights = scores.softmax(dim=-1).view(-1, part.shape[2], key.shape[1])  # (h G, rows, S)
-        summed = torch.bmm(weights.new_ones(len(weights), 1, part.shape[2]), weights)
+        part = query[heads, :, rows].flatten(1, 2)  # (h, G rows, D)
+        scores = torch.baddbmm(unused, part, key[heads].transpose(1, 2), beta=0, alpha=scaling)
+        weights = scores.softmax(dim=-1).view(-1, rows.stop - rows.start, key.shape[1])  # (h G, rows, S)
+        summed = torch.bmm(weights.new_ones(len(weights), 1, weights.shape[1]), weights)
         mass[heads] += summed.view(-1, groups, key.shape[1])
     return mass @ share
 

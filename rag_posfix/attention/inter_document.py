@@ -81,6 +81,11 @@ class ByImportance(Attend):
         return torch.cat([out.to(given.query.dtype) for out in outs], dim=1)[None], newest
 
 
+def twice(states: Tensor, dim: int = -2) -> Tensor:
+    """Return tokens two times one after another: all but one document is a slice of that, in a circle."""
+    return torch.cat((states, states), dim=dim)
+
+
 class _Pass:
     """One layer's attention in one forward pass. The batch axis is left out throughout.
 
@@ -116,33 +121,28 @@ class _Pass:
 
         Queries stay at home; all other segments are moved to where they stand as seen from the document's beginning.
         """
-        turns, query, dtype = self._moves(), self._home_query(), self.given.query.dtype
-        home = self.home_key.tokens(slice(0, self.end)).grouped(1)  # (Hkv, 1, P + S, ...)
-        moved = home.pairs.new_empty(*turns.shape[1:3], *home.pairs.shape[2:])  # (Hkv, G, P + S, pairs)
-        # Keys differ between the heads of a group here, and the fused kernel wants as many heads of values.
-        value = self.given.value[:, :, : self.end].repeat_interleave(self.groups, dim=1)
+        given, turns, query, dtype = self.given, self._moves(), self._home_query(), self.given.query.dtype
+        home = self.home_key.tokens(slice(0, self.end))
+        circle = Paired(twice(home.pairs), twice(home.rest)).grouped(1)  # (Hkv, 1, 2 (P + S), ...)
+        segments, home_key = twice(self.segments, 0), home.vectors(dtype)[None]
+        # Moved keys differ between the heads of a group, and the fused kernel wants as many heads of values.
+        value = twice(given.value[:, :, : self.end].repeat_interleave(self.groups, dim=1))
+        room = turns.new_empty(*turns.shape[1:3], self.end, turns.shape[-1])
         outs = []
         for own, span in enumerate(self.spans[1:]):
-            torch.index_select(turns[own], 2, self.segments, out=moved)
-            moved.mul_(home.pairs)
-            key = Paired(moved, home.rest).vectors(dtype).flatten(0, 1)[None]  # (1, Hq, P + S, D)
-            outs.append(self._read_document(query.tokens(span).vectors(dtype)[None], key, value, span))
+            mine, others = query.tokens(span).vectors(dtype)[None], slice(span.stop, self.end + span.start)
+            if not mine.shape[2]:
+                outs.append(mine[0])
+                continue
+            torch.index_select(turns[own], 2, segments[span.stop : span.stop + self.end], out=room)
+            moved = room[:, :, : others.stop - others.start].mul_(circle.pairs[..., others, :])
+            # (1, Hq, P + S - n, D)
+            key = Paired(moved, circle.rest[..., others, :]).vectors(dtype).flatten(0, 1)[None]
+            parts = [attend_with_lse(mine, home_key[:, :, span], given.value[:, :, span], given.scaling, causal=True)]
+            if key.shape[2]:
+                parts.append(attend_with_lse(mine, key, value[:, :, others], given.scaling))
+            outs.append(merge(parts)[0][0])
         return outs
-
-    def _read_document(self, query: Tensor, key: Tensor, value: Tensor, span: slice) -> Tensor:
-        """Return the output of one document, (Hq, n, D), which sees itself causally and all else whole.
-
-        Shapes:
-            query: (1, Hq, n, D). key, value: (1, Hq, P + S, D).
-        """
-        if span.start == span.stop:
-            return query[0]
-        parts = [
-            attend_with_lse(query, key[:, :, part], value[:, :, part], self.given.scaling, causal=part == span)
-            for part in (slice(0, span.start), slice(span.stop, self.end), span)
-            if part.start < part.stop
-        ]
-        return merge(parts)[0][0]
 
     def _moves(self) -> Tensor:
         """Return what moves each segment for each document's queries, (N, Hkv, G, 1 + N, pairs) complex.
@@ -150,7 +150,6 @@ class _Pass:
         Positions count from the document's own beginning: all other segments stand before it.
         """
         before = -distances(self._between_documents(), self.lengths)  # (N, Hq, N)
-        before.diagonal(dim1=0, dim2=2).zero_()  # the document itself stays
         prefix = (self.lengths - self.end).float()[:, None, None].expand(-1, before.shape[1], 1)
         at = torch.cat((prefix, before), dim=-1).transpose(0, 1)  # (Hq, N, 1 + N)
         turns = torch.unflatten(self.given.rotate.turns(at.flatten(1)[None])[0], 1, at.shape[1:])
@@ -159,15 +158,16 @@ class _Pass:
 
     def _between_documents(self) -> Tensor:
         """Return how much each document matters to each in each head, (N, Hq, N); -inf for itself."""
-        n_documents, n_heads = len(self.lengths), self.given.query.shape[1]
-        found = self.plain_key.new_zeros(n_documents, n_heads, n_documents)
-        for own, span in enumerate(self.spans[1:]):
-            if n_documents > 2 and self.home_turns.shape[-1]:  # of two the other is nearest; without RoPE none is
-                query = self.query.grouped(self.groups).tokens(span).vectors()
-                own_tokens = slice(span.start - self.documents.start, span.stop - self.documents.start)
-                of_group = document_importance(query, self.plain_key, self.share, own_tokens, self.given.scaling)
+        given, n_documents = self.given, len(self.lengths)
+        found = self.share.new_zeros(n_documents, given.query.shape[1], n_documents)
+        if n_documents > 2 and self.home_turns.shape[-1]:  # of two the other is nearest; without RoPE none is
+            query = torch.unflatten(given.query[0], 0, (-1, self.groups))  # (Hkv, G, Tq, D)
+            key, share, begin = twice(given.key[0, :, self.documents]), twice(self.share), self.documents.start
+            for own, span in enumerate(self.spans[1:]):
+                others = slice(span.stop - begin, self.end + span.start - 2 * begin)
+                of_group = document_importance(query[:, :, span], key[:, others], share[others], given.scaling)
                 found[own] = of_group.flatten(0, 1)
-            found[own, :, own] = float("-inf")
+        found.diagonal(dim1=0, dim2=2).fill_(float("-inf"))
         return found
 
     def _home_query(self) -> Paired:

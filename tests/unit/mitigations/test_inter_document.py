@@ -160,16 +160,32 @@ def test_without_rope_documents_still_see_each_other():
 
 def test_importance_between_three_documents_by_hand():
     # Head dimension 1, scaling 1. A = 2 tokens, B = 1, C = 2. A's queries are 1 and 2; keys: B ln 2, C 0 and 0.
-    # A's own keys (9, 9) must not count.
     # query 1: e^s = 2 | 1, 1 of 4 -> B 1/2, C (1/4 + 1/4) / 2 = 1/4
     # query 2: e^s = 4 | 1, 1 of 6 -> B 2/3, C (1/6 + 1/6) / 2 = 1/6
     # Imp(A -> B) = 1/2 + 2/3 = 7/6; Imp(A -> C) = 1/4 + 1/6 = 5/12.
     log2 = float(torch.tensor(2.0).log())
-    key = torch.tensor([9.0, 9.0, log2, 0.0, 0.0])[None, :, None]
+    key = torch.tensor([log2, 0.0, 0.0])[None, :, None]
     query = torch.tensor([1.0, 2.0])[None, None, :, None]
-    share = shares(torch.tensor([2, 1, 2]))
-    found = document_importance(query, key, share, slice(0, 2), 1.0)
+    found = document_importance(query, key, shares(torch.tensor([2, 1, 2]))[2:], 1.0)
     torch.testing.assert_close(found, torch.tensor([[[0.0, 7 / 6, 5 / 12]]]))
+
+
+def test_scores_in_bfloat16_cost_no_more_than_a_few_times_what_the_inputs_lost_already():
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(2, 3, 40, 16, generator=generator, dtype=torch.double)
+    key = 3 * torch.randn(2, 60, 16, generator=generator, dtype=torch.double)
+    share = shares(torch.tensor([10, 30, 20]))
+
+    def exact(query, key):
+        return (query @ key.transpose(1, 2)[:, None] * SCALING).softmax(dim=-1).sum(dim=2) @ share.double()
+
+    def error(found, wanted):
+        return ((found - wanted) / wanted).square().mean().sqrt()
+
+    rounded = exact(query.bfloat16().double(), key.bfloat16().double())
+    found = document_importance(query.bfloat16(), key.bfloat16(), share, SCALING)
+    assert found.dtype == torch.float32
+    assert error(found, rounded) < min(4 * error(rounded, exact(query, key)), torch.tensor(3e-3))
 
 
 def test_importance_to_a_later_token_by_hand_counts_every_document():
