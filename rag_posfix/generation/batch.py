@@ -36,8 +36,8 @@ MOST_TOKENS = 8 * 3072
 def advance_together(sessions: Sequence[Session], tokens: Sequence[int]) -> None:
     """Append a generated token to each session.
 
-    Sessions whose rows read tokens as the model was trained to share one forward pass; the others advance on their
-    own. Any sessions of one model may come together at any step.
+    Sessions share one forward pass, whatever their mitigations; those of models whose layers do not keep all keys
+    advance on their own. Any sessions of one model may come together at any step.
     """
     joint = [i for i, session in enumerate(sessions) if session.joins]
     if len(joint) < 2:

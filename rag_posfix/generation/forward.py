@@ -81,9 +81,7 @@ class Rows:
     @property
     def joins(self) -> bool:
         """Whether the next tokens may be read in one pass with those of other rows: see ``forward_together``."""
-        edits = self.edits_now()
-        own = edits.holds_rotation or edits.mask is not None
-        return self.loaded.keeps_all_keys and not own
+        return self.loaded.keeps_all_keys and self.edits_now().mask is None
 
     @property
     def first_tokens(self) -> tuple[int, ...]:
@@ -97,27 +95,26 @@ class Rows:
             token_ids: (R, Tq). positions: (R, Tq) float32.
             returns: (R, keep, V), in the model's dtype.
         """
-        edits = self.edits_now()
         if not self.n_prompt:  # once per prompt and not per token: it waits for the device
             self.whole = torch.equal(positions.round(), positions)
-        self.take(positions)
-        call = SeamCall(
+        call = self.take(positions, observer)
+        return run_model(self.loaded, call, self.cache, token_ids, _as_ids(positions, self.whole), keep)
+
+    def take(self, positions: Tensor, observer: Observer | None = None) -> SeamCall:
+        """Count tokens as appended, at (R, Tq) positions, and return what the pass over them is asked for."""
+        edits = self.edits_now()
+        self.positions = torch.cat((self.positions, positions), dim=1)
+        self.length += positions.shape[1]
+        self.n_prompt = self.n_prompt or self.length
+        return SeamCall(
             edits,
             self.positions,
             self.loaded.spec,
             self.scratch,
-            self.n_prompt or self.length,
+            self.n_prompt,
             observer,
             starts=self.first_tokens if self.loaded.keeps_all_keys else None,
         )
-        logits = run_model(self.loaded, call, self.cache, token_ids, _as_ids(positions, self.whole), keep)
-        self.n_prompt = self.n_prompt or self.length
-        return logits
-
-    def take(self, positions: Tensor) -> None:
-        """Count tokens as appended, at (R, Tq) positions."""
-        self.positions = torch.cat((self.positions, positions), dim=1)
-        self.length += positions.shape[1]
 
     def next_positions(self, count: int = 1) -> Tensor:
         """Return the positions of the next ``count`` tokens: they continue after the last. (R, count)."""
@@ -191,14 +188,13 @@ def forward_together(
     newest: list[Tensor] = []
     at = 0
     for rows, seen in zip(groups, watching, strict=True):
-        edits, positions = rows.edits_now(), rows.next_positions(count)
-        rows.take(positions)
-        layers = rows.cache.layers
+        positions = rows.next_positions(count)
+        own, layers = rows.take(positions, seen), rows.cache.layers
 
         def keys(layer: int, layers: Any = layers) -> tuple[Tensor, Tensor]:
             return layers[layer].keys, layers[layer].values
 
-        members.append(Member(slice(at, at + rows.n_rows), edits, rows.positions, keys, rows.first_tokens, seen))
+        members.append(Member(slice(at, at + rows.n_rows), own, keys))
         newest.append(positions)
         at += rows.n_rows
     loaded = groups[0].loaded
@@ -207,10 +203,7 @@ def forward_together(
     call = SeamCall(positions=positions, spec=loaded.spec, members=tuple(members))
     cache = JointCache([rows.cache for rows in groups], counts)
     ids = _as_ids(positions, all(rows.whole for rows in groups))
-    logits = run_model(loaded, call, cache, torch.cat(list(token_ids)), ids, keep)
-    for rows in groups:
-        rows.n_prompt = rows.n_prompt or rows.length
-    return list(torch.split(logits, counts))
+    return list(torch.split(run_model(loaded, call, cache, torch.cat(list(token_ids)), ids, keep), counts))
 
 
 def run_model(loaded: LoadedModel, call: SeamCall, cache: Any, ids: Tensor, positions: Tensor, keep: int) -> Tensor:

@@ -95,27 +95,6 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Member:
-    """Some rows of a batch that have a cache of their own.
-
-    Attributes:
-        rows: Which rows of the batch.
-        edits: What their plan asks for: nothing that rotates in the seam, and no mask of its own.
-        positions: (R, Tk) float32, of all tokens so far.
-        keys: Layer -> (keys, values), each (R, Hkv, Tk, D), of all tokens so far.
-        starts: The first token of each row among the keys; those before it are padding.
-        observer: Receives the attention of these rows' newest query.
-    """
-
-    rows: slice
-    edits: Edits
-    positions: Tensor
-    keys: Callable[[int], tuple[Tensor, Tensor]]
-    starts: tuple[int, ...]
-    observer: Observer | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SeamCall:
     """What one forward pass does differently.
 
@@ -130,7 +109,7 @@ class SeamCall:
         listener: Receives each layer's number and what its attention reads, (B, Tq, hidden).
         starts: The first token of each row among the keys; those before it are padding. Not None: the seam knows all
             that a mask would say, and none is made unless the plan has one. None: the model's own mask counts.
-        members: Rows with caches of their own, in the order of the batch; then the edits above are not used.
+        members: Rows with caches of their own, in the order of the batch; then nothing above is used.
     """
 
     edits: Edits = field(default_factory=Edits)
@@ -142,6 +121,21 @@ class SeamCall:
     listener: Callable[[int, Tensor], None] | None = None
     starts: tuple[int, ...] | None = None
     members: tuple[Member, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """Some rows of a batch that have a cache of their own.
+
+    Attributes:
+        rows: Which rows of the batch.
+        call: What a pass of these rows alone would be asked for; it has ``starts`` and no mask.
+        keys: Layer -> (keys, values), each (R, Hkv, Tk, D), of all tokens so far: the cache's own tensors.
+    """
+
+    rows: slice
+    call: SeamCall
+    keys: Callable[[int], tuple[Tensor, Tensor]]
 
 
 _ACTIVE: ContextVar[SeamCall | None] = ContextVar("rag_posfix_seam_call", default=None)

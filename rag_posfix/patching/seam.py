@@ -20,7 +20,7 @@ from rag_posfix.attention.newest import attend_rows
 from rag_posfix.attention.observe import last_query_attention
 from rag_posfix.attention.plan import HeadScale
 from rag_posfix.errors import GenerationError
-from rag_posfix.patching.call import Member, Observer, SeamCall, current
+from rag_posfix.patching.call import Observer, SeamCall, current
 from rag_posfix.patching.hidden import attend_with_scaled_channel
 from rag_posfix.patching.rotation import LayerRotation, layer_rotation
 from rag_posfix.patching.spec import ModelSpec
@@ -39,38 +39,26 @@ def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tupl
     states = given["hidden_states"]
     if call.listener is not None:
         call.listener(module.layer_idx, states)
-    if call.members:
-        return _angles_of_members(call, module, arguments, given)
-    if not (call.edits.holds_rotation or call.edits.sets_angles):
+    calls = [(member.rows, member.call) for member in call.members] or [(slice(None), call)]
+    if not any(one.edits.holds_rotation or one.edits.sets_angles for _, one in calls):
         return None
+    own = given["position_embeddings"]
+    found = [_angles(one, module, states[rows], (own[0][rows], own[1][rows])) for rows, one in calls]
+    return arguments, {**given, "position_embeddings": tuple(torch.cat(part) for part in zip(*found, strict=True))}
+
+
+def _angles(call: SeamCall, module: Any, states: Tensor, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return cos and sin that a call asks for, (B, Tq, rotated); the model's own where it asks for nothing."""
+    edits = call.edits
+    if not (edits.holds_rotation or edits.sets_angles):
+        return own
     spec, positions = _needed(call)
-    hidden = call.edits.hidden_scale
+    hidden = edits.hidden_scale
     if hidden is not None and module.layer_idx in hidden.layers:
         call.scratch.channel[module.layer_idx] = states[..., hidden.channel]
-    if call.edits.holds_rotation:
-        cos, sin = given["position_embeddings"]
-        cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-    else:
-        cos, sin = layer_rotation(call.edits, spec, module).angles(states, positions[:, -states.shape[1] :])
-    return arguments, {**given, "position_embeddings": (cos, sin)}
-
-
-def _angles_of_members(
-    call: SeamCall, module: Any, arguments: Any, given: dict[str, Any]
-) -> tuple[Any, dict[str, Any]] | None:
-    """Hand each member's rows the angles that it asks for; the others keep the model's own."""
-    if not any(member.edits.sets_angles for member in call.members):
-        return None
-    spec, states, own = _needed(call)[0], given["hidden_states"], given["position_embeddings"]
-    found = []
-    for member in call.members:
-        if member.edits.sets_angles:
-            rotation = layer_rotation(member.edits, spec, module)
-            found.append(rotation.angles(states[member.rows], member.positions[:, -states.shape[1] :]))
-        else:
-            found.append((own[0][member.rows], own[1][member.rows]))
-    embeddings = tuple(torch.cat(part) for part in zip(*found, strict=True))
-    return arguments, {**given, "position_embeddings": embeddings}
+    if edits.holds_rotation:
+        return torch.ones_like(own[0]), torch.zeros_like(own[1])
+    return layer_rotation(edits, spec, module).angles(states, positions[:, -states.shape[1] :])
 
 
 def seam_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -199,31 +187,12 @@ class _Layer:
         return attend is not None and (attend.layers is None or self.layer in attend.layers)
 
     def _apart(self, query: Tensor) -> Tensor:
-        """Attend in each member to its own keys. Returns (B, Tq, Hq, D)."""
-        outs = [self._member(member, query[member.rows], *member.keys(self.layer)) for member in self.call.members]
-        return torch.cat(outs).transpose(1, 2)
-
-    def _member(self, member: Member, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend as one member's plan asks. Returns (R, Hq, Tq, D)."""
-        observer = self._asking(member.observer)
-
-        def plain() -> Tensor:
-            return attend_rows(query, key, value, self.scaling, member.starts)
-
-        attend = member.edits.attend
-        if attend is None or not (attend.layers is None or self.layer in attend.layers):
-            self._tell(observer, query, key, member.starts)
-            return plain()
-        rotate = layer_rotation(member.edits, _needed(self.call)[0], self.module)
-        given = AttendInput(
-            query, key, value, member.positions, self.scaling, self.layer, rotate, plain, observed=observer is not None
-        )
-        out, newest = attend(given)
-        if observer is not None and newest is not None:
-            observer.add(newest)
-        else:
-            self._tell(observer, query, key, member.starts)
-        return out
+        """Attend in each member to its own keys, as it would alone. Returns (B, Tq, Hq, D)."""
+        outs = []
+        for member in self.call.members:
+            alone = _Layer(self.module, member.call, None, self.options)
+            outs.append(alone.run(query[member.rows], *member.keys(self.layer)))
+        return torch.cat(outs)
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = self.mask
