@@ -7,16 +7,16 @@ data set, one number of questions. A run that several hold is taken from the fir
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.table import label
+
 MEASURES = ("nDCG@10", "RR@10", "R@10", "P@1")
 CUTS = (1, 3)
 WORK = ("seconds", "tokens read", "passes", "calls")
-PROFILE = re.compile(r"profile=\[.*?\]")
 
 Record = Mapping[str, Any]
 
@@ -24,11 +24,6 @@ Record = Mapping[str, Any]
 def short(value: float) -> str:
     """Return a share without the zero before its point: .681."""
     return f"{value:.3f}".removeprefix("0")
-
-
-def label(name: str) -> str:
-    """Return a run's name without the numbers of a measured profile."""
-    return f"`{PROFILE.sub('profile=PROFILE', name)}`"
 
 
 def work(found: Record) -> list[str]:

@@ -7,10 +7,18 @@ first.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+PROFILE = re.compile(r"profile=\[.*?\]")
+
+
+def label(name: str) -> str:
+    """Return a run's name without the numbers of a measured profile."""
+    return f"`{PROFILE.sub('profile=PROFILE', name)}`"
 
 
 def cell(log_probability: float, accuracy: float) -> str:
@@ -32,7 +40,7 @@ def row(name: str, found: Mapping[str, Any]) -> str:
         versus = f"{against['worst_minus_best_log_probability']:+.2f} [{low:+.2f}, {high:+.2f}]"
     mean = cell(found["mean_log_probability"], found["mean"])
     worst = cell(found["worst_log_probability"], found["worst"])
-    return f"| `{name}` | {' | '.join(cells)} | {worst} | {mean} | {spread} | {versus} |"
+    return f"| {label(name)} | {' | '.join(cells)} | {worst} | {mean} | {spread} | {versus} |"
 
 
 def table(records: list[Mapping[str, Any]]) -> str:
