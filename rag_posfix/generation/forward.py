@@ -197,13 +197,11 @@ def forward_together(
         members.append(Member(slice(at, at + rows.n_rows), own, keys))
         newest.append(positions)
         at += rows.n_rows
-    loaded = groups[0].loaded
     counts = [rows.n_rows for rows in groups]
-    positions = torch.cat(newest)
-    call = SeamCall(positions=positions, spec=loaded.spec, members=tuple(members))
-    cache = JointCache([rows.cache for rows in groups], counts)
-    ids = _as_ids(positions, all(rows.whole for rows in groups))
-    return list(torch.split(run_model(loaded, call, cache, torch.cat(list(token_ids)), ids, keep), counts))
+    call, cache = SeamCall(members=tuple(members)), JointCache([rows.cache for rows in groups], counts)
+    ids = _as_ids(torch.cat(newest), all(rows.whole for rows in groups))
+    logits = run_model(groups[0].loaded, call, cache, torch.cat(list(token_ids)), ids, keep)
+    return list(torch.split(logits, counts))
 
 
 def run_model(loaded: LoadedModel, call: SeamCall, cache: Any, ids: Tensor, positions: Tensor, keep: int) -> Tensor:
