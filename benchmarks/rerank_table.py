@@ -80,17 +80,15 @@ def place_rows(records: Sequence[Record]) -> Iterator[list[str]]:
 
 def rows_of(records: Sequence[Record]) -> Iterator[list[str]]:
     """Yield the rows of the table that fits the records."""
-    first = records[0]
-    for record in records:
-        if (record["kind"], record["data"], record["summary"]["n"]) != (
-            first["kind"],
-            first["data"],
-            first["summary"]["n"],
-        ):
-            raise SystemExit(
-                "error: the records differ in kind, data or number of questions; give those of one evaluation"
-            )
-    yield from ranking_rows(records) if first["kind"] == "rerank" else place_rows(records)
+    kind = records[0]["kind"]
+    if any(what(record) != what(records[0]) for record in records):
+        raise SystemExit("error: the records differ in kind, data or number of questions; give those of one evaluation")
+    yield from ranking_rows(records) if kind == "rerank" else place_rows(records)
+
+
+def what(record: Record) -> tuple[Any, ...]:
+    """Return what was evaluated on what: the same in all records of a table."""
+    return record["kind"], record["data"], record["summary"]["n"]
 
 
 def main() -> None:

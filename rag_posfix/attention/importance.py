@@ -58,9 +58,8 @@ def document_importance(query: Tensor, key: Tensor, share: Tensor, scaling: floa
     Formula: s(m, n) = softmax_n(q_m^T k_n scaling) over the tokens n of the other documents;
         Imp(j) = sum_m sum_{n in j} s(m, n) / n_j over the tokens m of the one.
 
-    Scores have the dtype of ``query``. On CPUs that makes bfloat16 four times as fast as float32 and moves importance
-    by about a thousandth, a few times what rounding queries and keys moved it. Documents are summed in float32: they
-    seldom tie.
+    Scores have the dtype of ``query``. In bfloat16 that moves importance by a few times what rounding queries and keys
+    moved it. Documents are summed in float32: they seldom tie.
 
     Cost: ``SCORES`` scores at a time.
 
