@@ -82,7 +82,7 @@ def rows_of(records: Sequence[Record]) -> Iterator[list[str]]:
     """Yield the rows of the table that fits the records."""
     kind = records[0]["kind"]
     if any(what(record) != what(records[0]) for record in records):
-        raise SystemExit("error: the records differ in kind, data or number of questions; give those of one evaluation")
+        raise SystemExit("error: records differ in kind, data or number of questions; give those of one evaluation")
     yield from ranking_rows(records) if kind == "rerank" else place_rows(records)
 
 
