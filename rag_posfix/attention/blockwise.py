@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Merging", "attend_stretches", "attend_with_lse", "fused", "last_row", "merge", "scores", "weigh"]
+__all__ = ["attend_stretches", "attend_with_lse", "fused", "last_row", "merge", "scores", "weigh"]
 
 QUERY_BLOCK = 256
 """Queries per block where no fused kernel returns the log-sum-exp: bounds the score tensor."""
@@ -62,27 +62,6 @@ def _folded(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[
     folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, Hkv, G Tq, D)
     out, lse = attend_with_lse(folded, key, value, scaling)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
-
-
-class Merging:
-    """Attention over stretches of keys that come one by one, for some of the queries at a time.
-
-    Formula: as ``merge``.
-
-    Shapes:
-        out: (B, Hq, Tq, D) float32 and lse: (B, Hq, Tq) float32, over the stretches so far.
-    """
-
-    def __init__(self, out: Tensor, lse: Tensor) -> None:
-        self.out, self.lse = out.float(), lse.clone()
-
-    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Take in attention of the queries ``rows`` over one more stretch."""
-        before = self.lse[:, :, rows]
-        total = torch.logaddexp(before, lse)
-        kept = self.out[:, :, rows]
-        kept.mul_((before - total).exp()[..., None]).addcmul_(out.float(), (lse - total).exp()[..., None])
-        before.copy_(total)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

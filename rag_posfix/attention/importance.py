@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-__all__ = ["blocks", "distances", "document_importance", "shares", "token_importance"]
+from rag_posfix.attention.pieces import blocks
 
-SCORES = 3 * 2**19
-"""Scores computed at a time, 6 MiB: few operations, in the processor's cache, and memory that allocators reuse."""
-
-
-def blocks(n_key_heads: int, groups: int, n_query: int, n_key: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (key heads, queries) that cut attention into even pieces of at most ``SCORES`` scores.
-
-    A piece holds at least one query of one group of heads, however many keys there are.
-    """
-    if not n_query:
-        return
-    most = max(1, SCORES // (groups * n_key))
-    rows = -(-n_query // -(-n_query // most))  # pieces of one size
-    heads = max(1, SCORES // (groups * rows * n_key))
-    for first in range(0, n_query, rows):
-        for head in range(0, n_key_heads, heads):
-            yield slice(head, min(head + heads, n_key_heads)), slice(first, min(first + rows, n_query))
+__all__ = ["distances", "document_importance", "shares", "token_importance"]
 
 
 def shares(lengths: Tensor) -> Tensor:
@@ -61,7 +43,7 @@ def document_importance(query: Tensor, key: Tensor, share: Tensor, scaling: floa
     Scores have the dtype of ``query``. In bfloat16 that moves importance by a few times what rounding queries and keys
     moved it. Documents are summed in float32: they seldom tie.
 
-    Cost: ``SCORES`` scores at a time.
+    Cost: ``pieces.SCORES`` scores at a time.
 
     Shapes:
         query: (Hkv, G, n, D), the document's tokens, and key: (Hkv, S, D), the other documents', both unrotated.

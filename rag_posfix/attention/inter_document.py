@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.attend import Attend, AttendInput, Rotated
-from rag_posfix.attention.blockwise import attend_with_lse, merge
+from rag_posfix.attention.blockwise import attend_with_lse
 from rag_posfix.attention.importance import distances, document_importance, shares, token_importance
+from rag_posfix.attention.pieces import attend_newest_tokens
 from rag_posfix.attention.rope import Paired
 from rag_posfix.attention.spans import Layout
 
@@ -124,32 +125,26 @@ class _Pass:
         given, turns, query, dtype = self.given, self._moves(), self._home_query(), self.given.query.dtype
         home = self.home_key.tokens(slice(0, self.end))
         circle = Paired(twice(home.pairs), twice(home.rest)).grouped(1)  # (Hkv, 1, 2 (P + S), ...)
-        segments, home_key = twice(self.segments, 0), home.vectors(dtype)[None]
-        # Moved keys differ between the heads of a group, and the fused kernel wants as many heads of values.
+        segments = twice(self.segments, 0)
+        # Moved keys differ between the heads of a group, and the kernels want as many heads of values.
         value = twice(given.value[:, :, : self.end].repeat_interleave(self.groups, dim=1))
         room = turns.new_empty(*turns.shape[1:3], self.end, turns.shape[-1])
         outs = []
         for own, span in enumerate(self.spans[1:]):
-            mine, others = query.tokens(span).vectors(dtype)[None], slice(span.stop, self.end + span.start)
-            if not mine.shape[2]:
-                outs.append(mine[0])
-                continue
-            torch.index_select(turns[own], 2, segments[span.stop : span.stop + self.end], out=room)
-            moved = room[:, :, : others.stop - others.start].mul_(circle.pairs[..., others, :])
-            # (1, Hq, P + S - n, D)
-            key = Paired(moved, circle.rest[..., others, :]).vectors(dtype).flatten(0, 1)[None]
-            parts = [attend_with_lse(mine, home_key[:, :, span], given.value[:, :, span], given.scaling, causal=True)]
-            if key.shape[2]:
-                parts.append(attend_with_lse(mine, key, value[:, :, others], given.scaling))
-            outs.append(merge(parts)[0][0])
+            seen = slice(span.stop, self.end + span.stop)  # those after, the prefix, those before, and itself
+            torch.index_select(turns[own], 2, segments[seen], out=room).mul_(circle.pairs[..., seen, :])
+            key = Paired(room, circle.rest[..., seen, :]).vectors(dtype).flatten(0, 1)[None]
+            mine = query.tokens(span).vectors(dtype)[None]
+            outs.append(attend_newest_tokens(mine, key, value[:, :, seen], given.scaling)[0])
         return outs
 
     def _moves(self) -> Tensor:
         """Return what moves each segment for each document's queries, (N, Hkv, G, 1 + N, pairs) complex.
 
-        Positions count from the document's own beginning: all other segments stand before it.
+        Positions count from the document's own beginning: it stands at 0, all other segments before it.
         """
         before = -distances(self._between_documents(), self.lengths)  # (N, Hq, N)
+        before.diagonal(dim1=0, dim2=2).zero_()
         prefix = (self.lengths - self.end).float()[:, None, None].expand(-1, before.shape[1], 1)
         at = torch.cat((prefix, before), dim=-1).transpose(0, 1)  # (Hq, N, 1 + N)
         turns = torch.unflatten(self.given.rotate.turns(at.flatten(1)[None])[0], 1, at.shape[1:])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rag_posfix.attention import blockwise
-from rag_posfix.attention.blockwise import Merging, attend_stretches, attend_with_lse, last_row, merge
+from rag_posfix.attention.blockwise import attend_stretches, attend_with_lse, last_row, merge
 from rag_posfix.attention.reference import reference_attention, reference_scores
 from rag_posfix.attention.rope import rotate_half_split
 from tests.support.attending import FREQUENCIES, HEADS, KV_HEADS, SIZE, random_states, rotate
@@ -59,17 +59,6 @@ def test_folding_the_heads_of_a_group_changes_nothing(from_, monkeypatch):
     scores = spelled_out(query[:, :, 2:7], key, causal=False)
     assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-5)
     assert torch.allclose(out, scores.softmax(-1) @ value.repeat_interleave(HEADS // KV_HEADS, 1), atol=1e-5)
-
-
-def test_stretches_may_come_one_by_one_for_some_of_the_queries():
-    query, key, value = random_states(9)
-    found = Merging(*attend_with_lse(query, key[:, :, :3], value[:, :, :3], 1.0))
-    found.add(slice(2, 6), *attend_with_lse(query[:, :, 2:6], key[:, :, 3:], value[:, :, 3:], 1.0))
-    some, _ = attend_with_lse(query, key[:, :, :3], value[:, :, :3], 1.0)
-    whole, lse = attend_with_lse(query, key, value, 1.0)
-    assert torch.allclose(found.out[:, :, 2:6], whole[:, :, 2:6], atol=1e-5)
-    assert torch.allclose(found.lse[:, :, 2:6], lse[:, :, 2:6], atol=1e-5)
-    assert torch.equal(found.out[:, :, 6:], some[:, :, 6:])
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rag_posfix.attention import importance
+from rag_posfix.attention import pieces
 from rag_posfix.generation.session import Session
 from rag_posfix.mitigations import create
 from tests.support.tiny import loaded_model, toy_layout
@@ -52,7 +52,7 @@ def largest(name, parameters=None):
     ],
 )
 def test_no_tensor_of_prompt_length_squared_is_held(name, parameters, monkeypatch):
-    monkeypatch.setattr(importance, "SCORES", SQUARE // 4)  # scores at a time: a bound that does not grow
+    monkeypatch.setattr(pieces, "SCORES", SQUARE // 4)  # scores at a time: a bound that does not grow
     assert largest(name, parameters) < SQUARE
 
 
