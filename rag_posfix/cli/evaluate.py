@@ -37,7 +37,7 @@ Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Questions at 
 Skip = Annotated[int, typer.Option("--skip", min=0, help="Questions to leave out at the start.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens per answer.")]
 
-_REUSE_BYTES = 2 * 1024**3
+_REUSE_BYTES = 4 * 1024**3
 app = typer.Typer(help="Measure how much answers depend on the order of the passages.", no_args_is_help=True)
 app.command("rerank")(rerank)
 app.command("rerank-positions")(rerank_positions)
