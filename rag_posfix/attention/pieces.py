@@ -23,7 +23,7 @@ def attend_newest_tokens(query: Tensor, key: Tensor, value: Tensor, scaling: flo
     """
     if not query.shape[2]:
         return query
-    # On CPUs the fused kernel multiplies bfloat16 no faster than float32; plain products are, at any number of keys.
+    # On CPUs the fused kernel multiplies bfloat16 no faster than float32; plain products are faster.
     if query.device.type == "cpu" and query.dtype is torch.bfloat16:
         grouped = query.reshape(key.shape[0] * key.shape[1], -1, *query.shape[2:])
         return in_pieces(grouped, key.flatten(0, 1), value.flatten(0, 1), scaling).view(query.shape)
