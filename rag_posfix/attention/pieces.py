@@ -23,7 +23,7 @@ def attend_newest_tokens(query: Tensor, key: Tensor, value: Tensor, scaling: flo
     """
     if not query.shape[2]:
         return query
-    # On CPUs the fused kernel multiplies bfloat16 no faster than float32; plain products are faster.
+    # On CPUs plain products of bfloat16 are faster than the fused kernel.
     if query.device.type == "cpu" and query.dtype is torch.bfloat16:
         grouped = query.reshape(key.shape[0] * key.shape[1], -1, *query.shape[2:])
         return in_pieces(grouped, key.flatten(0, 1), value.flatten(0, 1), scaling).view(query.shape)
@@ -33,7 +33,7 @@ def attend_newest_tokens(query: Tensor, key: Tensor, value: Tensor, scaling: flo
 def in_pieces(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Return the same as ``attend_newest_tokens``, spelled out in the dtype of ``query``.
 
-    In bfloat16 rounding the scores moves the output by once or twice what rounding queries and keys moved it.
+    In bfloat16 rounding the scores moves the output by a few times what rounding queries and keys moved it.
 
     Cost: ``SCORES`` scores at a time.
 

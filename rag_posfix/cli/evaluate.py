@@ -38,6 +38,8 @@ Skip = Annotated[int, typer.Option("--skip", min=0, help="Questions to leave out
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens per answer.")]
 
 _REUSE_BYTES = 4 * 1024**3
+"""Bound of what a sweep keeps of the leading parts of prompts that it reads again at other places."""
+
 app = typer.Typer(help="Measure how much answers depend on the order of the passages.", no_args_is_help=True)
 app.command("rerank")(rerank)
 app.command("rerank-positions")(rerank_positions)
