@@ -37,8 +37,8 @@ Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Questions at 
 Skip = Annotated[int, typer.Option("--skip", min=0, help="Questions to leave out at the start.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens per answer.")]
 
-_REUSE_BYTES = 4 * 1024**3
-"""Bound of what a sweep keeps of the leading parts of prompts that it reads again at other places."""
+_REUSE_GIB = 4
+"""Bound of what a sweep keeps of prompts that it reads again at other places or under other methods."""
 
 app = typer.Typer(help="Measure how much answers depend on the order of the passages.", no_args_is_help=True)
 app.command("rerank")(rerank)
@@ -69,8 +69,8 @@ def positions(
         bool,
         typer.Option(
             "--reuse/--no-reuse",
-            help="Keep what was read of passages in memory (2 GiB) for the next condition: faster; seconds are then "
-            "those of a warm store.",
+            help=f"Keep what was read of passages in memory ({_REUSE_GIB} GiB) for the next condition: faster; "
+            "seconds are then those of a warm store.",
         ),
     ] = False,
     model: ModelName = None,
@@ -102,7 +102,7 @@ def positions(
         from rag_posfix.passages.memory import MemoryPassages
         from rag_posfix.passages.store import PassageStore
 
-        engine.passages = PassageStore([MemoryPassages(_REUSE_BYTES)])
+        engine.passages = PassageStore([MemoryPassages(_REUSE_GIB * 1024**3)])
     journal = Journal(output / "positions-journal.jsonl", fresh=fresh)
     with progress_bar("answering") as progress:
         outcomes = sweep_positions(
