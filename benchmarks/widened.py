@@ -1,4 +1,4 @@
-"""Runs a command with bfloat16 linear layers multiplied in float32: ``python -m benchmarks.widened eval positions ...``.
+"""Runs a command with bfloat16 layers multiplied in float32: ``python -m benchmarks.widened eval positions ...``.
 
 For CPUs without bfloat16 instructions, where PyTorch's own bfloat16 multiplication is slower by several times. The
 instructions add exact products of bfloat16 numbers in float32 and round the sum; so does this, from a float32 copy of
@@ -23,7 +23,7 @@ from rag_posfix.cli.main import main
 
 @contextmanager
 def widened_linear() -> Iterator[None]:
-    """Multiply in float32 in every bfloat16 ``nn.Linear`` while this is open, for inference: (..., in) -> (..., out)."""
+    """While this is open, bfloat16 ``nn.Linear`` layers multiply in float32 and round what comes out; no gradients."""
     stock = nn.Linear.forward
     wide: WeakKeyDictionary[nn.Linear, Tensor] = WeakKeyDictionary()
 

@@ -213,6 +213,8 @@ def _convert(gguf: Path, target: Path) -> None:
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         model, tokenizer = _load(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **_dense())
+        # True where the Hub is off; the files' content is the fingerprint, and stores are shared by fingerprint.
+        tokenizer.init_kwargs["local_files_only"] = False
         with quiet_loading():
             model.save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)

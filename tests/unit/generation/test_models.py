@@ -177,6 +177,16 @@ class TestConversion:
         assert [path.name for path in target.parent.iterdir()] == ["converted"]
         assert {"complete", "config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in target.iterdir()}
 
+    def test_with_the_hub_off_the_same_files_are_written(self, tmp_path, monkeypatch):
+        """Two services that share a store must agree on the fingerprint, however each was started."""
+        written = []
+        for off in (False, True):
+            monkeypatch.setattr("transformers.tokenization_utils_base.is_offline_mode", lambda off=off: off)
+            target = tmp_path / f"hub-off-{off}"
+            models._convert(tmp_path / "x.gguf", target)
+            written.append({path.name: path.read_bytes() for path in target.iterdir()})
+        assert written[0] == written[1]
+
     def test_it_replaces_what_was_there(self, tmp_path):
         target = tmp_path / "models" / "converted"
         target.mkdir(parents=True)
