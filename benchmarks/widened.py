@@ -28,7 +28,7 @@ def widened_linear() -> Iterator[None]:
     wide: WeakKeyDictionary[nn.Linear, Tensor] = WeakKeyDictionary()
 
     def forward(layer: nn.Linear, hidden: Tensor) -> Tensor:
-        if layer.weight.dtype is not torch.bfloat16 or hidden.dtype is not torch.bfloat16:
+        if layer.weight.dtype is not torch.bfloat16:
             return stock(layer, hidden)
         if layer not in wide:
             wide[layer] = layer.weight.detach().float()
