@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from rag_posfix.evaluation.bench_layout import bench_layout
+from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.evaluation.speed.prompt import bench_layout
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.models import load_engine
-from rag_posfix.generation.request import MitigationChoice
-from rag_posfix.generation.session import Session
+from rag_posfix.generation.load import load_engine
 
 STEPS = 30
 

@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import torch
 
-from rag_posfix.evaluation.bench_layout import bench_layout
-from rag_posfix.generation.batch import advance_together
-from rag_posfix.generation.models import load_engine
-from rag_posfix.generation.request import MitigationChoice
-from rag_posfix.passages.memory import MemoryPassages
-from rag_posfix.passages.store import PassageStore
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.evaluation.speed.prompt import bench_layout
+from rag_posfix.generation.batching.batch import advance_together
+from rag_posfix.generation.load import load_engine
 
 STEPS, ROWS = 8, 12
 

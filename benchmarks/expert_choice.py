@@ -20,19 +20,19 @@ from torch import Tensor
 
 from benchmarks.expert_rules import RULES, Row, judge
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.attention.draft import Draft, Drafts
-from rag_posfix.attention.plan import Plan, RowScores
-from rag_posfix.attention.spans import Layout
 from rag_posfix.cli.options import parse_choice
-from rag_posfix.evaluation.datasets import PositionExample, load_examples
-from rag_posfix.evaluation.metrics import best_subspan_em, first_line
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
+from rag_posfix.evaluation.answers.answer_metrics import best_subspan_em, first_line
+from rag_posfix.evaluation.data.datasets import PositionExample, load_examples
 from rag_posfix.evaluation.record import environment, file_digest, write_record
-from rag_posfix.generation.drafts import AnswerText
+from rag_posfix.generation.decode.drafts import AnswerText
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.models import load_engine
-from rag_posfix.generation.request import GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.generation.session import Session
+from rag_posfix.generation.load import load_engine
 from rag_posfix.mitigations import create
+from rag_posfix.plan.draft import Draft, Drafts
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.plan import Plan, RowScores
 from rag_posfix.reranking.embedding import EmbeddingReranker
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from rag_posfix.settings import Settings

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from rag_posfix.generation.models import load_engine
+from rag_posfix.generation.load import load_engine
 from rag_posfix.patching.install import SEAM
 
 PROMPT_TOKENS, NEW_TOKENS, PAIRS = 1024, 16, 7

@@ -31,14 +31,14 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.torch_worker import STOCK
-from rag_posfix.attention.spans import Layout
-from rag_posfix.evaluation.bench_layout import bench_layout
+from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.evaluation.record import environment, file_digest, write_record
-from rag_posfix.generation.commands import Read, encode
-from rag_posfix.generation.models import source_of
-from rag_posfix.generation.packaged import PACKAGED
-from rag_posfix.generation.request import MitigationChoice
-from rag_posfix.generation.tokenizer import Tokenizer
+from rag_posfix.evaluation.speed.prompt import bench_layout
+from rag_posfix.generation.load import source_of
+from rag_posfix.generation.model.packaged import PACKAGED
+from rag_posfix.generation.model.tokenizer import Tokenizer
+from rag_posfix.generation.tensor_parallel.messages import Read, encode
+from rag_posfix.plan.layout import Layout
 
 MODEL = "smollm2"
 LLAMA = "llama.cpp"

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from rag_posfix.attention.spans import Layout
-from rag_posfix.generation.commands import Read, decode
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.models import load_engine
-from rag_posfix.generation.request import MitigationChoice
-from rag_posfix.passages.memory import MemoryPassages
-from rag_posfix.passages.store import PassageStore
+from rag_posfix.generation.load import load_engine
+from rag_posfix.generation.tensor_parallel.messages import Read, decode
 from rag_posfix.patching.install import stock_twin
+from rag_posfix.plan.layout import Layout
 
 STOCK = "transformers"
 

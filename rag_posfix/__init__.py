@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rag_posfix.assembly.assembler import Assembler
-    from rag_posfix.build import build_pipeline
-    from rag_posfix.caching.langchain_cache import RagPosfixCache
-    from rag_posfix.caching.langchain_store import RagPosfixStore
+    from rag_posfix.contracts.request import MitigationChoice, Sampling
     from rag_posfix.errors import RagPosfixError
-    from rag_posfix.generation.chat_model import RagPosfixChatModel
-    from rag_posfix.generation.models import load_engine
-    from rag_posfix.generation.request import MitigationChoice, Sampling
-    from rag_posfix.generation.scheduler import BatchingGenerator
+    from rag_posfix.generation.batching.scheduler import BatchingGenerator
+    from rag_posfix.generation.load import load_engine
+    from rag_posfix.integrations.langchain.byte_store import RagPosfixStore
+    from rag_posfix.integrations.langchain.cache import RagPosfixCache
+    from rag_posfix.integrations.langchain.chat_model import RagPosfixChatModel
     from rag_posfix.integrations.langchain.rag import PosfixRAG
     from rag_posfix.integrations.langchain.retriever import PosfixRetriever
-    from rag_posfix.pipeline import Answer, Pipeline, Question
+    from rag_posfix.pipeline.build import build_pipeline
+    from rag_posfix.pipeline.pipeline import Answer, Pipeline, Question
     from rag_posfix.retrieval.bm25 import BM25Retriever
+    from rag_posfix.retrieval.dense import PassageRetriever
     from rag_posfix.retrieval.embeddings import SentenceEmbeddings
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
     from rag_posfix.retrieval.hybrid import HybridRetriever
-    from rag_posfix.retrieval.ingest import read_documents
-    from rag_posfix.retrieval.retriever import PassageRetriever
+    from rag_posfix.retrieval.ingest.ingest import read_documents
     from rag_posfix.settings import Settings
 
 __version__ = "0.1.0"
@@ -56,26 +56,26 @@ __all__ = [  # noqa: RUF022 - without regard to case, as people look names up
 ]
 
 _EXPORTS = {
-    "Answer": "rag_posfix.pipeline",
+    "Answer": "rag_posfix.pipeline.pipeline",
     "Assembler": "rag_posfix.assembly.assembler",
-    "BatchingGenerator": "rag_posfix.generation.scheduler",
+    "BatchingGenerator": "rag_posfix.generation.batching.scheduler",
     "BM25Retriever": "rag_posfix.retrieval.bm25",
-    "build_pipeline": "rag_posfix.build",
+    "build_pipeline": "rag_posfix.pipeline.build",
     "FaissVectorStore": "rag_posfix.retrieval.faiss_store",
     "HybridRetriever": "rag_posfix.retrieval.hybrid",
-    "load_engine": "rag_posfix.generation.models",
-    "MitigationChoice": "rag_posfix.generation.request",
-    "PassageRetriever": "rag_posfix.retrieval.retriever",
-    "Pipeline": "rag_posfix.pipeline",
+    "load_engine": "rag_posfix.generation.load",
+    "MitigationChoice": "rag_posfix.contracts.request",
+    "PassageRetriever": "rag_posfix.retrieval.dense",
+    "Pipeline": "rag_posfix.pipeline.pipeline",
     "PosfixRAG": "rag_posfix.integrations.langchain.rag",
     "PosfixRetriever": "rag_posfix.integrations.langchain.retriever",
-    "Question": "rag_posfix.pipeline",
-    "RagPosfixCache": "rag_posfix.caching.langchain_cache",
-    "RagPosfixChatModel": "rag_posfix.generation.chat_model",
+    "Question": "rag_posfix.pipeline.pipeline",
+    "RagPosfixCache": "rag_posfix.integrations.langchain.cache",
+    "RagPosfixChatModel": "rag_posfix.integrations.langchain.chat_model",
     "RagPosfixError": "rag_posfix.errors",
-    "RagPosfixStore": "rag_posfix.caching.langchain_store",
-    "read_documents": "rag_posfix.retrieval.ingest",
-    "Sampling": "rag_posfix.generation.request",
+    "RagPosfixStore": "rag_posfix.integrations.langchain.byte_store",
+    "read_documents": "rag_posfix.retrieval.ingest.ingest",
+    "Sampling": "rag_posfix.contracts.request",
     "SentenceEmbeddings": "rag_posfix.retrieval.embeddings",
     "Settings": "rag_posfix.settings",
 }

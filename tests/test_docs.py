@@ -10,9 +10,9 @@ import torch
 import docs.generate
 from docs.generate import expected
 from docs.picture import COLOURS, draw, render, toy_layout, toy_plan
-from rag_posfix.attention.attend import Attend
-from rag_posfix.attention.plan import HiddenScale, Plan, RowPlan
 from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.plan.attention_override import Attend
+from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
 
 
 def test_generated_pages_and_the_method_table_are_current():

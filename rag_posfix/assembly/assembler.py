@@ -13,9 +13,9 @@ from rag_posfix.assembly.documents import Candidate, Dropped, rank, read_documen
 from rag_posfix.assembly.layout import Frame, Passage, encode_passage, open_frame
 from rag_posfix.assembly.orders import Order, OrderFacts, arrange, create_order, order_name
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.attention.spans import Layout
+from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError, PromptTooLongError
-from rag_posfix.protocols import ChatMessage, TokenEncoder
+from rag_posfix.plan.layout import Layout
 from rag_posfix.text import clean_text
 
 __all__ = ["Assembled", "Assembler"]

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rag_posfix.assembly.prompt import BLANK_LINE, PromptTemplate, merge_messages
-from rag_posfix.attention.spans import Layout, Span
+from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError
-from rag_posfix.protocols import ChatMessage, TokenEncoder
+from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.text import clean_text, content_hash
 
 __all__ = ["RELEVANCE_FLOOR", "Frame", "Passage", "encode_passage", "lay_out", "open_frame"]

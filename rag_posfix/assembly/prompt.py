@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.errors import ConfigError
-from rag_posfix.protocols import ChatMessage
 from rag_posfix.text import clean_text, content_hash
 
 __all__ = ["BLANK_LINE", "ROLES", "PromptTemplate", "merge_messages"]

@@ -1,4 +1,4 @@
-"""Pure tensor mathematics: positions, masks, rotations, attention. Imports torch only.
+"""Attention kernels: positions, masks, rotations, softmax. Pure tensor functions on torch alone.
 
 Letters used in shapes throughout the project:
     B rows of a batch · Hq query heads · Hkv key/value heads · Tq query tokens · Tk key tokens · T tokens of a prompt

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["attend_stretches", "attend_with_lse", "fused", "last_row", "merge", "scores", "weigh"]
+__all__ = ["attend_segments", "attend_with_lse", "has_lse_kernel", "last_row", "merge", "scores", "weigh"]
 
 QUERY_BLOCK = 256
 """Queries per block where no fused kernel returns the log-sum-exp: bounds the score tensor."""
@@ -42,7 +42,7 @@ def attend_with_lse(
                 attend_with_lse(query, key[:, :, past:], value[:, :, past:], scaling, causal=True),
             ]
         )
-    if fused(query.device):
+    if has_lse_kernel(query.device):
         if query.shape[1] > key.shape[1] and (n_query == 1 or (not causal and n_query >= FOLD_FROM)):
             return _folded(query, key, value, scaling)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -52,7 +52,7 @@ def attend_with_lse(
     return _in_blocks(query, key, value, scaling, causal)
 
 
-def fused(device: torch.device) -> bool:
+def has_lse_kernel(device: torch.device) -> bool:
     """Return whether a fused kernel that returns the log-sum-exp is at hand."""
     return device.type == "cpu"
 
@@ -82,7 +82,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return out.to(parts[0][0].dtype), total
 
 
-def attend_stretches(
+def attend_segments(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, start: int, stretches: Iterable[tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
     """Return attention of the tokens ``start``.. over whole stretches of keys and, causally, over themselves.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.plan import MaskFunction
-from rag_posfix.attention.spans import Layout, Span
+from rag_posfix.plan.layout import Layout, Span
+from rag_posfix.plan.plan import MaskFunction
 
 __all__ = ["materialize", "segment_ids", "windows_mask"]
 

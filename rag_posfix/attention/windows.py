@@ -9,11 +9,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.attend import Attend, AttendInput
-from rag_posfix.attention.blockwise import attend_stretches
+from rag_posfix.attention.blockwise import attend_segments
 from rag_posfix.attention.masks import windows_mask
-from rag_posfix.attention.plan import MaskFunction
-from rag_posfix.attention.spans import Layout, Span
+from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.plan.layout import Layout, Span
+from rag_posfix.plan.plan import MaskFunction
 
 __all__ = ["Indentation", "WindowedAttention", "window_positions", "windows_of"]
 
@@ -74,7 +74,7 @@ class WindowedAttention(Attend):
         for start, stop, seen in self._segments(end, query.shape[2]):
             if start < stop:
                 part = query[:, :, start:stop]
-                outs.append(attend_stretches(part, key, value, given.scaling, start, seen)[0])
+                outs.append(attend_segments(part, key, value, given.scaling, start, seen)[0])
         return torch.cat(outs, dim=2), None
 
     def visible(self, n_tokens: int) -> Tensor | None:

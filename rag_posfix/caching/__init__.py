@@ -1,1 +1,1 @@
-"""Caching: answers kept in memory, on disk and in Redis. A failing cache never fails a request."""
+"""Caching: what all caches share. A failing cache is a miss and never fails a request."""

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rag_posfix.caching.base import Counters
 from rag_posfix.caching.breaker import CircuitBreaker
 from rag_posfix.caching.deadline import DeadlineRunner
 from rag_posfix.caching.health import Health
 from rag_posfix.caching.redis_client import redis_target
+from rag_posfix.caching.tier import Counters
 from rag_posfix.errors import CacheError
 
 __all__ = ["RedisLink"]

@@ -1,1 +1,1 @@
-"""The command line, one file per command group."""
+"""The command line: parse, call, print. One file per command group."""

@@ -13,8 +13,8 @@ from rag_posfix.cli.output import emit_json, out, status
 from rag_posfix.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rag_posfix.answer import Answer
-    from rag_posfix.pipeline import Pipeline, Question
+    from rag_posfix.contracts.answer import Answer
+    from rag_posfix.pipeline.pipeline import Pipeline, Question
 
 __all__ = ["ask"]
 
@@ -56,8 +56,8 @@ def ask(
     if follows(settings):
         return
     with status("loading the model"):
-        from rag_posfix.build import build_pipeline
-        from rag_posfix.pipeline import Question
+        from rag_posfix.pipeline.build import build_pipeline
+        from rag_posfix.pipeline.pipeline import Question
 
         pipeline = build_pipeline(settings, index=index)
     asked = Question(question, mitigation=choice, use_cache=cache)

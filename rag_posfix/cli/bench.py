@@ -14,9 +14,9 @@ from rag_posfix.cli.options import AsJson, ModelName, checked_choices, settings_
 from rag_posfix.cli.output import emit_json, out, progress_bar, status
 
 if TYPE_CHECKING:
-    from rag_posfix.attention.spans import Layout
+    from rag_posfix.caching.kv.store import PassageStore
     from rag_posfix.generation.engine import Engine
-    from rag_posfix.passages.store import PassageStore
+    from rag_posfix.plan.layout import Layout
 
 __all__ = ["bench"]
 
@@ -56,11 +56,11 @@ def bench(
     choices = None if mitigation is None else checked_choices(mitigation)
     settings = settings_from(model=model)
     with status("loading the model"):
-        from rag_posfix.evaluation.bench_layout import bench_layout
+        from rag_posfix.contracts.request import MitigationChoice
         from rag_posfix.evaluation.record import write_record
-        from rag_posfix.evaluation.speed import bench_record, measure, summarize_speed
-        from rag_posfix.generation.models import load_engine
-        from rag_posfix.generation.request import MitigationChoice
+        from rag_posfix.evaluation.speed.bench import bench_record, measure, summarize_speed
+        from rag_posfix.evaluation.speed.prompt import bench_layout
+        from rag_posfix.generation.load import load_engine
         from rag_posfix.mitigations import MITIGATIONS
 
         engine = load_engine(
@@ -104,10 +104,10 @@ def _prompt(engine: Engine, layout: Layout, documents: int, tokens: int) -> dict
 @contextmanager
 def _stores(warm: bool, redis_url: str | None) -> Iterator[dict[str, PassageStore]]:
     """Hold one passage store per tier, each alone, so that each is what is measured."""
-    from rag_posfix.passages.disk import DiskPassages
-    from rag_posfix.passages.memory import MemoryPassages
-    from rag_posfix.passages.redis import RedisPassages
-    from rag_posfix.passages.store import PassageStore
+    from rag_posfix.caching.kv.disk import DiskPassages
+    from rag_posfix.caching.kv.memory import MemoryPassages
+    from rag_posfix.caching.kv.redis import RedisPassages
+    from rag_posfix.caching.kv.store import PassageStore
 
     stores: dict[str, PassageStore] = {}
     with TemporaryDirectory(prefix="rag-posfix-bench-") as folder:

@@ -13,8 +13,8 @@ from rag_posfix.cli.output import emit_json, out
 from rag_posfix.errors import CacheError
 
 if TYPE_CHECKING:
-    from rag_posfix.caching.tiered import TieredAnswerCache
-    from rag_posfix.passages.store import PassageStore
+    from rag_posfix.caching.answers.tiered import TieredAnswerCache
+    from rag_posfix.caching.kv.store import PassageStore
 
 __all__ = ["app", "clear", "stats"]
 
@@ -23,8 +23,8 @@ app = typer.Typer(help="The answer cache and the passage store.", no_args_is_hel
 
 @contextmanager
 def _opened() -> Iterator[tuple[TieredAnswerCache | None, PassageStore | None]]:
-    from rag_posfix.caching.build import build_answer_cache
-    from rag_posfix.passages.build import build_passage_store
+    from rag_posfix.caching.answers.build import build_answer_cache
+    from rag_posfix.caching.kv.build import build_passage_store
 
     settings = settings_from()
     with ExitStack() as stack:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rag_posfix.demo_data import DemoQuestion
     from rag_posfix.generation.engine import Engine
-    from rag_posfix.retrieval.retriever import PassageRetriever
+    from rag_posfix.retrieval.dense import PassageRetriever
     from rag_posfix.settings import Settings
 
 __all__ = ["demo"]
@@ -80,7 +80,7 @@ def demo(
 
 
 def _load_engine(settings: Settings) -> Engine:
-    from rag_posfix.generation.models import load_engine
+    from rag_posfix.generation.load import load_engine
 
     return load_engine(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
 
@@ -88,10 +88,10 @@ def _load_engine(settings: Settings) -> Engine:
 def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
     """Embed and save the corpus, then load the index back, as `index` and `ask` do."""
     from rag_posfix.demo_data import load_passages
-    from rag_posfix.generation.models import quiet_loading
+    from rag_posfix.generation.load import quiet_loading
+    from rag_posfix.retrieval.dense import PassageRetriever
     from rag_posfix.retrieval.embeddings import SentenceEmbeddings
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
-    from rag_posfix.retrieval.retriever import PassageRetriever
 
     passages = load_passages()
     with status(f"indexing {len(passages)} passages"):
@@ -144,8 +144,8 @@ def _answer(
     mitigation: str,
     where: str,
 ) -> _Cell:
-    from rag_posfix.evaluation.answers import answer_and_score
-    from rag_posfix.evaluation.metrics import best_subspan_em
+    from rag_posfix.evaluation.answers.answer_metrics import best_subspan_em
+    from rag_posfix.evaluation.answers.answering import answer_and_score
 
     layout = assemble(question.question, documents, order="original", max_new_tokens=ANSWER_TOKENS).layout
     choice = parse_choice(mitigation)

@@ -18,9 +18,9 @@ from rag_posfix.errors import ConfigError
 __all__ = ["app", "permutations", "positions"]
 
 if TYPE_CHECKING:
+    from rag_posfix.contracts.generator import Reranker
+    from rag_posfix.contracts.request import MitigationChoice
     from rag_posfix.generation.engine import Engine
-    from rag_posfix.generation.request import MitigationChoice
-    from rag_posfix.protocols import Reranker
     from rag_posfix.settings import Settings
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def positions(
     to a method's code use --fresh. A method that ignores the order of the passages is measured once per question and
     the row repeated for the other places, marked too; --check-orders measures it at each.
     """
-    from rag_posfix.evaluation.datasets import load_examples
+    from rag_posfix.evaluation.data.datasets import load_examples
 
     examples = load_examples(data, limit=limit, skip=skip)
     choices = checked_choices(mitigation)
@@ -94,13 +94,13 @@ def positions(
             example.documents(documents, place)
     settings = settings_from(model=model)
     engine, reranker = _load(settings, choices)
-    from rag_posfix.evaluation.journal import Journal
-    from rag_posfix.evaluation.outcomes import summarize
-    from rag_posfix.evaluation.positions import sweep_positions
+    from rag_posfix.evaluation.answers.answer_journal import Journal
+    from rag_posfix.evaluation.answers.positions import sweep_positions
+    from rag_posfix.evaluation.answers.positions_summary import summarize
 
     if reuse:
-        from rag_posfix.passages.memory import MemoryPassages
-        from rag_posfix.passages.store import PassageStore
+        from rag_posfix.caching.kv.memory import MemoryPassages
+        from rag_posfix.caching.kv.store import PassageStore
 
         engine.passages = PassageStore([MemoryPassages(_REUSE_GIB * 1024**3)])
     journal = Journal(output / "positions-journal.jsonl", fresh=fresh)
@@ -137,8 +137,8 @@ def permutations(
     The first order is the given one, gold passage first; the others are drawn at random, the same for every method.
     Every order is computed, also by methods that ignore the order.
     """
-    from rag_posfix.evaluation.datasets import load_examples
-    from rag_posfix.evaluation.orders import drawn_orders
+    from rag_posfix.evaluation.answers.orders import drawn_orders
+    from rag_posfix.evaluation.data.datasets import load_examples
 
     examples = load_examples(data, limit=limit, skip=skip)
     choices = checked_choices(mitigation)
@@ -147,7 +147,7 @@ def permutations(
         example.documents(documents, 0)
     settings = settings_from(model=model)
     engine, reranker = _load(settings, choices)
-    from rag_posfix.evaluation.permutations import summarize_orders, sweep_orders
+    from rag_posfix.evaluation.answers.permutations import summarize_orders, sweep_orders
 
     with progress_bar("answering") as progress:
         rows = sweep_orders(
@@ -164,7 +164,7 @@ def permutations(
 def _load(settings: Settings, choices: Sequence[MitigationChoice]) -> tuple[Engine, Reranker]:
     """Return the model, which takes every choice, and what scores the passages."""
     with status("loading the model and the embeddings"):
-        from rag_posfix.generation.models import load_engine
+        from rag_posfix.generation.load import load_engine
         from rag_posfix.reranking.embedding import EmbeddingReranker
         from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 

@@ -18,7 +18,7 @@ from rag_posfix.settings import PASSAGES_FOLDER
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
 
-    from rag_posfix.generation.request import MitigationChoice
+    from rag_posfix.contracts.request import MitigationChoice
     from rag_posfix.retrieval.indexing import IndexUpdate
     from rag_posfix.settings import Settings
 
@@ -73,7 +73,7 @@ def index(
 
 def _described(update: IndexUpdate, settings: Settings) -> dict[str, Any]:
     """Return what became of the index, after other processes' answers from documents that are gone were dropped."""
-    from rag_posfix.forgetting import forget
+    from rag_posfix.pipeline.invalidation import forget
 
     answers, passages = forget(update.gone, settings)
     return {
@@ -135,10 +135,10 @@ def _disk_on(settings: Settings) -> Iterator[None]:
 
 def _precompute(folder: Path, embeddings: Embeddings, choice: MitigationChoice, settings: Settings) -> dict[str, Any]:
     """Read the passages of an index into the store that outlives this process, and say what it took."""
-    from rag_posfix.caching.keys import tenant_salt
-    from rag_posfix.generation.models import load_engine
-    from rag_posfix.passages.build import build_passage_store
-    from rag_posfix.precompute import precompute
+    from rag_posfix.caching.answers.keys import tenant_salt
+    from rag_posfix.caching.kv.build import build_passage_store
+    from rag_posfix.generation.load import load_engine
+    from rag_posfix.pipeline.precompute import precompute
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
     started = time.perf_counter()

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.choices import parse_named, split_outside
+from rag_posfix.contracts.method_spec import parse_named, split_outside
+from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.request import MitigationChoice
 from rag_posfix.settings import Settings
 
 __all__ = [
@@ -100,7 +100,7 @@ def follows(settings: Settings) -> bool:
     """
     if settings.tp == 1:
         return False
-    from rag_posfix.generation.parallel import follow_torchrun
+    from rag_posfix.generation.tensor_parallel.launch import follow_torchrun
 
     return follow_torchrun(
         settings.model, tp=settings.tp, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir

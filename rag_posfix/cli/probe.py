@@ -42,7 +42,7 @@ def positional_dimensions(
     settings = settings_from(model=model)
     with status("loading the model"):
         from rag_posfix.evaluation.record import environment, write_record
-        from rag_posfix.generation.models import load_engine
+        from rag_posfix.generation.load import load_engine
         from rag_posfix.mitigations import create
         from rag_posfix.mitigations.hidden_scaling import default_layers
         from rag_posfix.probing.positional_channels import mean_hidden_states, rank_channels

@@ -12,9 +12,9 @@ from rag_posfix.cli.output import emit_json, out, progress_bar, status
 from rag_posfix.errors import EvaluationError
 
 if TYPE_CHECKING:
-    from rag_posfix.attention.spans import Layout
-    from rag_posfix.evaluation.datasets import PositionExample
+    from rag_posfix.evaluation.data.datasets import PositionExample
     from rag_posfix.generation.engine import Engine
+    from rag_posfix.plan.layout import Layout
 
 __all__ = ["slot_attention"]
 
@@ -29,7 +29,7 @@ def slot_attention(
     as_json: AsJson = False,
 ) -> None:
     """Measure the attention to a dummy passage in each place, and write a profile for calibrated_attention."""
-    from rag_posfix.evaluation.datasets import load_examples
+    from rag_posfix.evaluation.data.datasets import load_examples
 
     examples = load_examples(data, limit=limit, skip=skip)
     for example in examples:  # before the model: too few passages are told at once
@@ -37,7 +37,7 @@ def slot_attention(
     settings = settings_from(model=model)
     with status("loading the model"):
         from rag_posfix.evaluation.record import environment, file_digest, write_record
-        from rag_posfix.generation.models import load_engine
+        from rag_posfix.generation.load import load_engine
         from rag_posfix.probing.slot_attention import measure_slots
 
         engine = load_engine(

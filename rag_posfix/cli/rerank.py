@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.choices import parse_named, split_outside
 from rag_posfix.cli.options import AsJson, ModelName, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar
+from rag_posfix.contracts.method_spec import parse_named, split_outside
 
 if TYPE_CHECKING:
-    from rag_posfix.evaluation.rerankers import RerankerChoice
+    from rag_posfix.evaluation.ranking.candidates import RerankerChoice
 
 __all__ = ["rerank", "reranker_choices"]
 
@@ -67,8 +67,8 @@ def rerank(
     rerankers, then computes only what is missing; anything that changes a ranking is part of the journal's key, except
     the version of this program: after a change to a reranker's code use --fresh.
     """
-    from rag_posfix.evaluation.beir import beir_files
-    from rag_posfix.evaluation.rerank_run import RerankJob, run_rerank_job
+    from rag_posfix.evaluation.data.beir import beir_files
+    from rag_posfix.evaluation.ranking.run import RerankJob, run_rerank_job
 
     run = Path(first_stage) if Path(first_stage).is_file() else None
     name, parameters = parse_named(first_stage, "first stage", "k1=1.2") if run is None else (None, {})
@@ -91,7 +91,7 @@ def reranker_choices(text: str) -> list[RerankerChoice]:
     Raises:
         ConfigError: a parameter without a value, or a bracket or quote without its partner.
     """
-    from rag_posfix.evaluation.rerankers import RerankerChoice
+    from rag_posfix.evaluation.ranking.candidates import RerankerChoice
 
     parts = split_outside(text, ",") if text.strip() else []
     return [RerankerChoice(*parse_named(part, "reranker", "top_n=5")) for part in parts]

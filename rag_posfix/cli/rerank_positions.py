@@ -15,7 +15,7 @@ from rag_posfix.cli.rerank import EmbeddingModel, Fresh, Rerankers, reranker_cho
 from rag_posfix.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rag_posfix.evaluation.rerankers import RerankerChoice
+    from rag_posfix.evaluation.ranking.candidates import RerankerChoice
 
 __all__ = ["rerank_positions"]
 
@@ -40,11 +40,11 @@ def rerank_positions(
     A scorer that does not look at the order gives the same numbers at every place. Every ranking goes to
     OUT/rerank-positions-journal.jsonl as soon as it is made, and the same command then computes only what is missing.
     """
-    from rag_posfix.evaluation.datasets import load_examples
-    from rag_posfix.evaluation.gold_places import rank_gold_places, summarize_gold_places
-    from rag_posfix.evaluation.rankings import RankJournal
-    from rag_posfix.evaluation.rerankers import open_reranker, parts_of
-    from rag_posfix.evaluation.reranking import local_ranker
+    from rag_posfix.evaluation.data.datasets import load_examples
+    from rag_posfix.evaluation.ranking.candidates import open_reranker, parts_of
+    from rag_posfix.evaluation.ranking.gold_positions import rank_gold_places, summarize_gold_places
+    from rag_posfix.evaluation.ranking.rankings import RankJournal
+    from rag_posfix.evaluation.ranking.rerank import local_ranker
 
     choices, places = _checked(reranker), _places(gold_positions)
     examples = load_examples(data, limit=limit, skip=skip)
@@ -74,7 +74,7 @@ def rerank_positions(
 
 
 def _checked(text: str) -> list[RerankerChoice]:
-    from rag_posfix.evaluation.rerankers import check_distinct, check_reranker
+    from rag_posfix.evaluation.ranking.candidates import check_distinct, check_reranker
 
     choices = reranker_choices(text)
     if not choices:

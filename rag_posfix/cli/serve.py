@@ -23,7 +23,7 @@ def serve(
 ) -> None:
     """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz and /metrics."""
     try:
-        from services.api.server import run
+        from rag_posfix_api.server import run
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
     settings = settings_from(model=model, index=index, mitigation=mitigation, tp=tp)

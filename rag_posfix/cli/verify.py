@@ -12,7 +12,7 @@ def verify(model: ModelName = None, as_json: AsJson = False) -> None:
     """Check that the patched model computes what the stock one computes, and list the methods it supports."""
     settings = settings_from(model=model)
     with status("loading the model"):
-        from rag_posfix.generation.models import load_engine
+        from rag_posfix.generation.load import load_engine
         from rag_posfix.mitigations import MITIGATIONS
         from rag_posfix.patching.verify import verify as compare
 

@@ -1,4 +1,4 @@
-"""The passages and questions of ``rag-posfix demo``: a small, invented encyclopaedia.
+"""The passages and questions of the demo: a small invented encyclopaedia.
 
 Every town, person, ship and plant in it is fictional, so a model cannot know an answer from its training; it has to
 find it in the passages. Most passages belong to a family of look-alikes (three lighthouses, three ferries, ...)

@@ -1,1 +1,1 @@
-"""Offline evaluation: how much answers depend on the order of the passages."""
+"""Offline evaluation: records, journals and statistics that every experiment shares."""

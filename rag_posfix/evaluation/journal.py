@@ -1,73 +1,130 @@
-"""What was answered before, so that a sweep can be interrupted and extended.
+"""Rows that are known already, in a file that only grows, so that a run can be interrupted and extended.
 
-One JSON line per answer, appended as it is known. The key of a line says all that the answer depends on: weights,
-method, prompt template, question, passages, their relevance, tokens. It does not say which version of this library
-wrote the line; that stands beside it. After a change to a method's code, start afresh.
+Knows nothing of what a row is: answers and rankings each have a journal of this kind.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rag_posfix.assembly.documents import read_document
-from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.evaluation.answers import Answer, Asked
-from rag_posfix.evaluation.lines import LineJournal
-from rag_posfix.generation.engine import Engine
-from rag_posfix.text import content_hash
+import orjson
 
-__all__ = ["Journal", "answer_key"]
+from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.record import source_commit
 
-KEY_VERSION = 1
-_FIELDS = {field.name: str if field.name == "answer" else float for field in fields(Answer)}
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["LineJournal"]
+
+Row = TypeVar("Row", bound="DataclassInstance")
 
 
-class Journal(LineJournal[Answer]):
-    """Answers by key, in memory and, with a path, in a file that only grows (see ``LineJournal``).
+class LineJournal(Generic[Row]):
+    """Rows by key, in memory and, with a path, in a file with one JSON line per row.
+
+    Lines that cannot be read, such as one torn by an interrupt, count as absent. Of two lines with one key, the last
+    counts.
 
     Args:
-        path: The file; it and its folder are made with the first answer. None keeps answers in memory only.
-        fresh: Start without the answers of earlier runs. They stay in the file.
+        name: What a row is called in its line.
+        read: Returns the row that was written as this value, None where it is no such row. It may raise KeyError,
+            TypeError, ValueError or AttributeError for such a value.
+        path: The file; it and its folder are made with the first row. None keeps rows in memory only.
+        fresh: Start without the rows of earlier runs. They stay in the file.
 
     Raises:
         EvaluationError: the file exists and cannot be read.
     """
 
-    def __init__(self, path: Path | None = None, *, fresh: bool = False) -> None:
-        super().__init__("answer", _answer, path, fresh=fresh)
+    def __init__(
+        self, name: str, read: Callable[[Any], Row | None], path: Path | None = None, *, fresh: bool = False
+    ) -> None:
+        self._name = name
+        self._read_row = read
+        self._path = path
+        self._rows: dict[str, Row] = {}
+        self._earlier: dict[str, str] = {}  # key -> who wrote it, for lines of earlier runs
+        self._used: set[str] = set()
+        self._torn = False
+        self._writer: dict[str, str | None] | None = None
+        if path is not None and path.exists():
+            self._load(path, fresh)
+
+    @property
+    def sources(self) -> list[str]:
+        """Version and commit of the library that wrote the rows that were taken from earlier runs, each once."""
+        return sorted(self._used)
+
+    def get(self, key: str) -> Row | None:
+        """Return the row with this key, or None."""
+        if key in self._earlier:
+            self._used.add(self._earlier[key])
+        return self._rows.get(key)
+
+    def add(self, key: str, row: Row) -> None:
+        """Keep a row.
+
+        Raises:
+            EvaluationError: the file cannot be written.
+        """
+        self._rows[key] = row
+        self._earlier.pop(key, None)
+        if self._path is None:
+            return
+        if self._writer is None:
+            self._writer = _writer()
+        line = orjson.dumps(
+            {
+                "key": key,
+                self._name: asdict(row),
+                "at": datetime.now(UTC).isoformat(timespec="seconds"),
+                **self._writer,
+            }
+        )
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab", buffering=0) as opened:
+                opened.write((b"\n" if self._torn else b"") + line + b"\n")
+        except OSError as error:
+            raise EvaluationError(
+                f"cannot write the journal {self._path}: {error.strerror}; choose another --out"
+            ) from error
+        self._torn = False
+
+    def _load(self, path: Path, fresh: bool) -> None:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise EvaluationError(
+                f"cannot read the journal {path}: {error.strerror}; remove it or choose another --out"
+            ) from error
+        self._torn = bool(data) and not data.endswith(b"\n")
+        for line in [] if fresh else data.splitlines():
+            read = self._read(line)
+            if read is not None:
+                key, row, source = read
+                self._rows[key], self._earlier[key] = row, source
+
+    def _read(self, line: bytes) -> tuple[str, Row, str] | None:
+        try:
+            found = orjson.loads(line)
+            key, row = found["key"], self._read_row(found[self._name])
+            if row is None or not isinstance(key, str):
+                return None
+            return key, row, f"{found.get('version')} {found.get('commit')}"
+        except (KeyError, TypeError, ValueError, AttributeError):  # orjson's own error is a ValueError
+            return None
 
 
-def _answer(row: Any) -> Answer | None:
-    whole = set(row) == set(_FIELDS) and all(isinstance(row[name], kind) for name, kind in _FIELDS.items())
-    return Answer(**row) if whole else None
-
-
-def answer_key(engine: Engine, asked: Asked, max_new_tokens: int, *, any_order: bool) -> str:
-    """Return a digest of all that an answer depends on.
-
-    Args:
-        engine: The model.
-        asked: The question, its passages and the mitigation.
-        max_new_tokens: Tokens of the answer.
-        any_order: Give the same key to every order of the passages.
-    """
-    passages: Iterable[list[Any]] = (
-        [read.key, read.relevance] for read in (read_document(document) for document in asked.documents)
-    )
-    parts = {
-        "version": KEY_VERSION,
-        "model": engine.fingerprint,
-        "device": engine.loaded.device.type,
-        "method": engine.describe(asked.choice).fingerprint,
-        "template": PromptTemplate().fingerprint(),
-        "question": asked.example.question,
-        "answers": asked.example.answers,
-        "passages": sorted(passages, key=str) if any_order else list(passages),
-        "any_order": any_order,
-        "max_new_tokens": max_new_tokens,
-    }
-    return content_hash(json.dumps(parts, sort_keys=True))
+def _writer() -> dict[str, str | None]:
+    try:
+        own = version("rag-posfix")
+    except PackageNotFoundError:
+        own = "not installed"
+    return {"version": own, "commit": source_commit()}

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from rag_posfix.generation.request import MitigationChoice
+from rag_posfix.contracts.request import MitigationChoice
 
 __all__ = ["label"]
 

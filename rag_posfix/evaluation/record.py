@@ -20,8 +20,8 @@ from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.labels import label
 
 if TYPE_CHECKING:
+    from rag_posfix.contracts.request import MitigationChoice
     from rag_posfix.generation.engine import Engine
-    from rag_posfix.generation.request import MitigationChoice
 
 __all__ = ["environment", "file_digest", "run_record", "source_commit", "write_record"]
 

@@ -1,1 +1,1 @@
-"""Generation: loading models, running plans on them, streaming, and the langchain chat model."""
+"""Generation: loading models and running plans on them."""

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.plan import Plan
-from rag_posfix.attention.spans import Layout
-from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
-from rag_posfix.generation.by_passage import encode_passages, joinable
-from rag_posfix.generation.drafts import AnswerText
-from rag_posfix.generation.forward import LoadedModel
-from rag_posfix.generation.question_attention import question_attention
-from rag_posfix.generation.question_likelihood import question_likelihood
-from rag_posfix.generation.request import (
+from rag_posfix.contracts.request import (
     Chunk,
     Generation,
     GenerationRequest,
@@ -24,16 +16,24 @@ from rag_posfix.generation.request import (
     MitigationInfo,
     whole_answer,
 )
-from rag_posfix.generation.reuse import Reuse
-from rag_posfix.generation.rows_of_plan import Spelled, spell_out, starts_of
-from rag_posfix.generation.session import Session
-from rag_posfix.generation.survey import measure
-from rag_posfix.generation.tokenizer import Tokenizer
-from rag_posfix.generation.writer import Writer
+from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from rag_posfix.generation.decode.drafts import AnswerText
+from rag_posfix.generation.decode.question_attention import question_attention
+from rag_posfix.generation.decode.question_likelihood import question_likelihood
+from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.writer import Writer
+from rag_posfix.generation.model.sequence_batch import LoadedModel
+from rag_posfix.generation.model.tokenizer import Tokenizer
+from rag_posfix.generation.prefill.calibration_pass import measure
+from rag_posfix.generation.prefill.kv_reuse import Reuse
+from rag_posfix.generation.prefill.per_passage import encode_passages, joinable
+from rag_posfix.generation.prefill.resolved_row import Spelled, spell_out, starts_of
 from rag_posfix.mitigations import Mitigation, create
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from rag_posfix.passages.store import PassageStore
+    from rag_posfix.caching.kv.store import PassageStore
 
 __all__ = ["Engine"]
 

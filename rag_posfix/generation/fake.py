@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from rag_posfix.errors import PromptTooLongError
-from rag_posfix.generation.request import (
+from rag_posfix.contracts.generator import TokenEncoder
+from rag_posfix.contracts.request import (
     Chunk,
     FinishReason,
     Generation,
@@ -15,7 +15,7 @@ from rag_posfix.generation.request import (
     MitigationInfo,
     Usage,
 )
-from rag_posfix.protocols import TokenEncoder
+from rag_posfix.errors import PromptTooLongError
 
 __all__ = ["FakeGenerator"]
 

@@ -1,1 +1,1 @@
-"""rag_posfix inside of other frameworks: one module each, imported only by those who use it."""
+"""Adapters for other frameworks: one module each, imported only by those who use it."""

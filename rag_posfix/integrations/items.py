@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from rag_posfix.choices import parse_named
+from rag_posfix.contracts.method_spec import parse_named
 from rag_posfix.errors import ConfigError
 from rag_posfix.integrations.arranging import arranged
 
@@ -105,7 +105,7 @@ def make_reranker(
     """
     if not isinstance(reranker, str):
         return reranker
-    from rag_posfix.generation.models import load_engine
+    from rag_posfix.generation.load import load_engine
     from rag_posfix.reranking.build import Parts, build_reranker
     from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 

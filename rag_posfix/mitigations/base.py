@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rag_posfix.attention.plan import Plan
-from rag_posfix.attention.shape import Capability, ModelShape
-from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import Capability, ModelShape
+from rag_posfix.plan.plan import Plan
 from rag_posfix.registry import Registry
 
 __all__ = ["MITIGATIONS", "Mitigation", "checked_number", "checked_numbers", "create", "parameters_of"]

@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.attend import Attend, AttendInput
 from rag_posfix.attention.blockwise import scores, weigh
-from rag_posfix.attention.dummy import with_dummy
 from rag_posfix.attention.masks import segment_ids
-from rag_posfix.attention.plan import Plan, RowPlan, Survey
-from rag_posfix.attention.profile import read_profile
-from rag_posfix.attention.shape import Capability, ModelShape
-from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number, checked_numbers
+from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.plan.bias_profile import read_profile
+from rag_posfix.plan.dummy import with_dummy
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import Capability, ModelShape
+from rag_posfix.plan.plan import Plan, RowPlan, Survey
 
 __all__ = ["CalibratedAttention", "passage_weights", "redistribute", "slot_bias"]
 

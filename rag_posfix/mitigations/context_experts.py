@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.divergence import jensen_shannon
-from rag_posfix.attention.plan import Combine, Plan, RowPlan, RowScores
-from rag_posfix.attention.shape import ModelShape
-from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
 
 __all__ = ["ContextExperts"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rag_posfix.attention.plan import HiddenScale, Plan, RowPlan
-from rag_posfix.attention.shape import Capability, ModelShape
-from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import Capability, ModelShape
+from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
 
 __all__ = ["HiddenScaling", "default_layers"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rag_posfix.attention.inter_document import ByImportance
-from rag_posfix.attention.plan import Plan, RowPlan
-from rag_posfix.attention.shape import Capability, ModelShape
-from rag_posfix.attention.spans import Layout
+from rag_posfix.attention.pine import ByImportance
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import Capability, ModelShape
+from rag_posfix.plan.plan import Plan, RowPlan
 
 __all__ = ["InterDocument"]
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rag_posfix.attention.plan import Plan, RowPlan, RowScores
-from rag_posfix.attention.shape import Capability, ModelShape
-from rag_posfix.attention.spans import Layout
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_numbers
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import Capability, ModelShape
+from rag_posfix.plan.plan import Plan, RowPlan, RowScores
 
 __all__ = ["MultiBase", "weigh_by_confidence"]
 

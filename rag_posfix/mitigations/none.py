@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rag_posfix.attention.plan import Plan, RowPlan
-from rag_posfix.attention.shape import ModelShape
-from rag_posfix.attention.spans import Layout
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.plan.plan import Plan, RowPlan
 
 __all__ = ["Unmodified"]
 

@@ -8,15 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.attend import Attend, AttendInput
-from rag_posfix.attention.blockwise import attend_stretches, attend_with_lse, last_row, merge
+from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
 from rag_posfix.attention.masks import windows_mask
-from rag_posfix.attention.plan import Plan, RowPlan
-from rag_posfix.attention.shape import Capability, ModelShape
-from rag_posfix.attention.spans import Layout
 from rag_posfix.attention.windows import window_positions, windows_of
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import Capability, ModelShape
+from rag_posfix.plan.plan import Plan, RowPlan
 
 __all__ = ["ParallelEncoding", "TwoGroupAttention"]
 
@@ -46,7 +46,7 @@ class TwoGroupAttention(Attend):
         key, value, scaling = given.key, given.value, given.scaling
         start = key.shape[2] - query.shape[2]
         between = (self._end, start)  # question and answer tokens of earlier passes
-        other = attend_stretches(query, key, value, scaling, start, [(0, self._first), between])
+        other = attend_segments(query, key, value, scaling, start, [(0, self._first), between])
         passages = slice(self._first, self._end)
         out, lse = attend_with_lse(query, key[:, :, passages], value[:, :, passages], scaling / self._temperature)
         return merge([(out, self._scale * lse), other])[0]

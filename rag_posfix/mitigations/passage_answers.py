@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.draft import Choose, Draft, Drafts
-from rag_posfix.attention.plan import Plan, RowPlan, RowScores
-from rag_posfix.attention.shape import ModelShape
-from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.plan.draft import Choose, Draft, Drafts
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.plan.plan import Plan, RowPlan, RowScores
 
 __all__ = ["PassageAnswers"]
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rag_posfix.attention.masks import windows_mask
-from rag_posfix.attention.plan import Plan, RowPlan
-from rag_posfix.attention.shape import Capability, ModelShape
-from rag_posfix.attention.spans import Layout
 from rag_posfix.attention.windows import window_positions, windows_of
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import Capability, ModelShape
+from rag_posfix.plan.plan import Plan, RowPlan
 
 __all__ = ["SetPrompting"]
 

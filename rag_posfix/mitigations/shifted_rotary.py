@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.attend import Attend, AttendInput
-from rag_posfix.attention.blockwise import attend_stretches, attend_with_lse, last_row, merge
-from rag_posfix.attention.plan import Plan, RowPlan
+from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
 from rag_posfix.attention.rope import turn
-from rag_posfix.attention.shape import Capability, ModelShape
-from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number
+from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import Capability, ModelShape
+from rag_posfix.plan.plan import Plan, RowPlan
 
 __all__ = ["ShiftedRotary", "attend_band"]
 
@@ -41,14 +41,14 @@ def attend_band(
         stop = min(last, width if at < width else at + width - 1)
         block = query[:, :, at - start : stop - start]
         if at < width:  # what is before these queries is within reach of all
-            blocks.append(attend_stretches(block, key, value, scaling, at, [(0, at)]))
+            blocks.append(attend_segments(block, key, value, scaling, at, [(0, at)]))
         else:
             first, common = at - width + 1, stop - width + 1  # the first query's first key; that of the last query
             front = slice(first, common)
             out, lse = attend_with_lse(
                 block.flip(2), key[:, :, front].flip(2), value[:, :, front].flip(2), scaling, causal=stop - at > 1
             )
-            rest = attend_stretches(block, key, value, scaling, at, [(common, at)])
+            rest = attend_segments(block, key, value, scaling, at, [(common, at)])
             blocks.append(merge([(out.flip(2), lse.flip(2)), rest]))
         at = stop
     return torch.cat([out for out, _ in blocks], dim=2), torch.cat([lse for _, lse in blocks], dim=2)

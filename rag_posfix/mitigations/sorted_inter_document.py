@@ -8,15 +8,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.attend import Attend, AttendInput
-from rag_posfix.attention.blockwise import attend_stretches
-from rag_posfix.attention.pieces import attend_newest_tokens
-from rag_posfix.attention.plan import Plan, RowPlan, RowScores
+from rag_posfix.attention.blockwise import attend_segments
+from rag_posfix.attention.causal import attend_causal_fast
 from rag_posfix.attention.rope import turn
-from rag_posfix.attention.shape import Capability, ModelShape
-from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import Capability, ModelShape
+from rag_posfix.plan.plan import Plan, RowPlan, RowScores
 
 __all__ = ["CircularAttention", "SortedInterDocument"]
 
@@ -43,9 +43,9 @@ class CircularAttention(Attend):
         first, end = self._prefix, self._end
         outs = []
         if first:
-            outs.append(attend_stretches(query[:, :, :first], key, value, scaling, 0, [])[0])
+            outs.append(attend_segments(query[:, :, :first], key, value, scaling, 0, [])[0])
         outs.append(self._passage_rows(given))
-        outs.append(attend_stretches(query[:, :, end:], key, value, scaling, end, [(0, end)])[0])
+        outs.append(attend_segments(query[:, :, end:], key, value, scaling, end, [(0, end)])[0])
         return torch.cat(outs, dim=2), None
 
     def _passage_rows(self, given: AttendInput) -> Tensor:
@@ -62,7 +62,7 @@ class CircularAttention(Attend):
             key[:, :, before] = turned(given, given.key[:, :, :first], float(span.stop - end))
             value[:, :, before] = given.value[:, :, :first]
             mine = given.query[:, :, span.slice]
-            outs.append(attend_newest_tokens(mine, key[:, :, seen], value[:, :, seen], given.scaling))
+            outs.append(attend_causal_fast(mine, key[:, :, seen], value[:, :, seen], given.scaling))
         return torch.cat(outs, dim=2)
 
     def visible(self, n_tokens: int) -> Tensor | None:

@@ -1,1 +1,1 @@
-"""Patching: the only room that touches transformers' internals. Installs the seam and checks it."""
+"""Patching: the attention hook in transformers models, the only room that touches its internals."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rag_posfix.attention.attend import Attend, Rotated
-from rag_posfix.attention.plan import HeadScale, HiddenScale, MaskFunction
 from rag_posfix.patching.spec import ModelSpec
+from rag_posfix.plan.attention_override import Attend, Rotated
+from rag_posfix.plan.plan import HeadScale, HiddenScale, MaskFunction
 
 __all__ = ["Edits", "Member", "Observer", "Scratch", "SeamCall", "active", "current"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rag_posfix.attention.shape import Capability, ModelShape
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.spec import Family
+from rag_posfix.plan.model_shape import Capability, ModelShape
 
 __all__ = ["FAMILIES", "REFUSED", "family_of", "keeps_all_keys", "shape_of"]
 

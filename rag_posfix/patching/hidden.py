@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.plan import HiddenScale
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.call import SeamCall
 from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.rotation import LayerRotation
+from rag_posfix.plan.plan import HiddenScale
 
 __all__ = ["attend_with_scaled_channel", "channel_columns"]
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rag_posfix.attention.attend import AttendInput, Rotated
-from rag_posfix.attention.newest import attend_rows
-from rag_posfix.attention.observe import last_query_attention
-from rag_posfix.attention.plan import HeadScale
+from rag_posfix.attention.causal import attend_causal_rows
+from rag_posfix.attention.weights import last_query_attention
 from rag_posfix.errors import GenerationError
 from rag_posfix.patching.call import Observer, SeamCall, current
 from rag_posfix.patching.hidden import attend_with_scaled_channel
 from rag_posfix.patching.rotation import LayerRotation, layer_rotation
 from rag_posfix.patching.spec import ModelSpec
+from rag_posfix.plan.attention_override import AttendInput, Rotated
+from rag_posfix.plan.plan import HeadScale
 
 __all__ = ["before_attention", "seam_attention", "seam_mask"]
 
@@ -197,7 +197,7 @@ class _Layer:
     def _plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = self.mask
         if mask is None and self.call.starts is not None:
-            return attend_rows(query, key, value, self.scaling, self.call.starts).transpose(1, 2)
+            return attend_causal_rows(query, key, value, self.scaling, self.call.starts).transpose(1, 2)
         if mask is not None and query.shape[2] < mask.shape[2]:
             mask = mask[:, :, -query.shape[2] :]
         out: Tensor = sdpa_attention_forward(self.module, query, key, value, mask, **self.options)[0]

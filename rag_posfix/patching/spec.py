@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from rag_posfix.attention.shape import ModelShape
 from rag_posfix.patching.ranks import Ranks
+from rag_posfix.plan.model_shape import ModelShape
 
 __all__ = ["Family", "ModelSpec", "Rotation"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.shape import Capability
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.call import Edits, SeamCall, active
 from rag_posfix.patching.install import SEAM
 from rag_posfix.patching.spec import ModelSpec
+from rag_posfix.plan.model_shape import Capability
 
 __all__ = ["Verification", "verify"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.forward import LoadedModel
+from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.patching.call import SeamCall, active
 
 __all__ = ["PositionalChannel", "mean_hidden_states", "rank_channels"]

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rag_posfix.attention.dummy import with_dummy
-from rag_posfix.attention.spans import Layout
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.forward import LoadedModel
-from rag_posfix.generation.survey import measure
+from rag_posfix.generation.model.sequence_batch import LoadedModel
+from rag_posfix.generation.prefill.calibration_pass import measure
+from rag_posfix.plan.dummy import with_dummy
+from rag_posfix.plan.layout import Layout
 
 __all__ = ["measure_slots"]
 

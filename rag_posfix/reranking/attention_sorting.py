@@ -8,11 +8,11 @@ from typing import ClassVar
 from pydantic import Field
 
 from rag_posfix.assembly.layout import Frame, Passage, open_frame
+from rag_posfix.contracts.cache_salt import current_salt
 from rag_posfix.reranking.base import RERANKERS
 from rag_posfix.reranking.deadline import check_time
 from rag_posfix.reranking.relevance import shares
 from rag_posfix.reranking.windowed import WindowedReader
-from rag_posfix.tenancy import current_salt
 
 __all__ = ["AttentionSortingReranker"]
 

@@ -11,9 +11,9 @@ from langchain_core.documents import BaseDocumentCompressor
 from langchain_core.embeddings import Embeddings
 from pydantic import ValidationError
 
-from rag_posfix.choices import parse_named
+from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.method_spec import parse_named
 from rag_posfix.errors import ConfigError
-from rag_posfix.protocols import Generator
 from rag_posfix.reranking import RERANKERS
 
 __all__ = ["Parts", "build_reranker", "check_reranker", "parameters_of", "parse_reranker"]

@@ -9,14 +9,14 @@ from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.layout import Frame, Passage, open_frame
-from rag_posfix.attention.dummy import with_dummy
-from rag_posfix.attention.profile import read_profile, stretched
+from rag_posfix.contracts.cache_salt import current_salt
 from rag_posfix.errors import ConfigError
+from rag_posfix.plan.bias_profile import read_profile, stretched
+from rag_posfix.plan.dummy import with_dummy
 from rag_posfix.reranking.base import RERANKERS
 from rag_posfix.reranking.deadline import check_time
 from rag_posfix.reranking.relevance import standing
 from rag_posfix.reranking.windowed import WindowedReader
-from rag_posfix.tenancy import current_salt
 
 __all__ = ["CalibratedAttentionReranker"]
 

@@ -11,7 +11,7 @@ from pydantic import PrivateAttr, field_validator
 from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.protocols import Generator, PassageReader
+from rag_posfix.contracts.generator import Generator, PassageReader
 from rag_posfix.reranking.deadline import check_time
 from rag_posfix.reranking.scoring import ScoringReranker
 

@@ -11,13 +11,13 @@ from pydantic import Field
 
 from rag_posfix.assembly.documents import Candidate
 from rag_posfix.assembly.layout import Frame, open_frame
+from rag_posfix.contracts.cache_salt import current_salt
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking.base import RERANKERS
 from rag_posfix.reranking.deadline import check_time
 from rag_posfix.reranking.generative import ReadingReranker
 from rag_posfix.reranking.reading import Readable, cut_to, encode_candidate
 from rag_posfix.reranking.scoring import Scored
-from rag_posfix.tenancy import current_salt
 
 __all__ = ["LikelihoodReranker"]
 

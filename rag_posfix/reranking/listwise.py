@@ -12,11 +12,11 @@ from pydantic import PrivateAttr
 
 from rag_posfix.assembly.layout import Frame, Passage, open_frame
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.generation.request import GenerationRequest, Sampling
+from rag_posfix.contracts.cache_salt import current_salt
+from rag_posfix.contracts.request import GenerationRequest, Sampling
 from rag_posfix.reranking.base import RERANKERS
 from rag_posfix.reranking.deadline import check_time
 from rag_posfix.reranking.windowed import WindowedReranker
-from rag_posfix.tenancy import current_salt
 
 __all__ = ["ListwiseReranker", "repaired"]
 

@@ -9,8 +9,8 @@ from rag_posfix.assembly.budget import truncate
 from rag_posfix.assembly.documents import Candidate
 from rag_posfix.assembly.layout import Passage, encode_passage
 from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.errors import PromptTooLongError
-from rag_posfix.protocols import TokenEncoder
 
 __all__ = ["SMALLEST", "Readable", "cut_to", "encode_candidate", "fair_limit"]
 

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.documents import Candidate
 from rag_posfix.assembly.layout import Frame, Passage
-from rag_posfix.protocols import PassageReader
+from rag_posfix.contracts.generator import PassageReader
 from rag_posfix.reranking.deadline import check_time
 from rag_posfix.reranking.generative import GenerativeReranker, ReadingReranker
 from rag_posfix.reranking.reading import Readable, cut_to, encode_candidate, fair_limit

@@ -1,1 +1,1 @@
-"""Retrieval: files to documents, documents to an index, a question to the best passages."""
+"""Retrieval: a question in, the best passages out, by embeddings, by words, or both."""

@@ -15,11 +15,11 @@ from langchain_core.documents import Document
 from pydantic import PrivateAttr
 
 from rag_posfix.retrieval.base import QuestionRetriever, checked_question
-from rag_posfix.retrieval.bm25_index import BM25Index, check_parameters, split_words, top_rows
-from rag_posfix.retrieval.document_table import DocumentTable, Record
-from rag_posfix.retrieval.filters import check_filter
-from rag_posfix.retrieval.index_reading import read_bm25, read_records
-from rag_posfix.retrieval.records import copied, owned_document
+from rag_posfix.retrieval.index.bm25_statistics import BM25Index, check_parameters, split_words, top_rows
+from rag_posfix.retrieval.index.documents import DocumentTable, Record
+from rag_posfix.retrieval.index.filters import check_filter
+from rag_posfix.retrieval.index.reader import read_bm25, read_records
+from rag_posfix.retrieval.index.records import copied, owned_document
 
 if TYPE_CHECKING:
     import numpy as np

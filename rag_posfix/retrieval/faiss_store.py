@@ -16,15 +16,15 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.bm25_index import BM25Index
-from rag_posfix.retrieval.document_table import DocumentTable, Record, searchable_text
-from rag_posfix.retrieval.document_vectors import DocumentVectors
 from rag_posfix.retrieval.embeddings import embedding_identity
-from rag_posfix.retrieval.filters import MetadataFilter, check_filter
-from rag_posfix.retrieval.index_files import IndexContents, IndexManifest, write_index
-from rag_posfix.retrieval.index_reading import read_index
-from rag_posfix.retrieval.records import copied, owned_document
-from rag_posfix.retrieval.vector_index import IndexKind, VectorIndex, check_kind, import_faiss
+from rag_posfix.retrieval.index.bm25_statistics import BM25Index
+from rag_posfix.retrieval.index.document_vectors import DocumentVectors
+from rag_posfix.retrieval.index.documents import DocumentTable, Record, searchable_text
+from rag_posfix.retrieval.index.filters import MetadataFilter, check_filter
+from rag_posfix.retrieval.index.manifest import IndexContents, IndexManifest, write_index
+from rag_posfix.retrieval.index.reader import read_index
+from rag_posfix.retrieval.index.records import copied, owned_document
+from rag_posfix.retrieval.index.vectors import IndexKind, VectorIndex, check_kind, import_faiss
 from rag_posfix.retrieval.vectors import cosine_relevance, unit_rows
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 from langchain_core.documents import Document
 from pydantic import Field
 
+from rag_posfix.contracts.generator import Retriever
 from rag_posfix.errors import ConfigError
-from rag_posfix.protocols import Retriever
 from rag_posfix.retrieval.base import QuestionRetriever, checked_question
 from rag_posfix.retrieval.fusion import reciprocal_ranks, weighted_scores
-from rag_posfix.retrieval.records import copied, document_id
+from rag_posfix.retrieval.index.records import copied, document_id
 
 __all__ = ["HybridRetriever"]
 

@@ -11,15 +11,15 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.errors import RetrievalError
-from rag_posfix.retrieval.bm25_index import BM25Index
-from rag_posfix.retrieval.document_table import Record, searchable_text
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.index_files import IndexManifest, check_writable, read_manifest
-from rag_posfix.retrieval.index_parts import BM25_ROLES
-from rag_posfix.retrieval.index_reading import read_records
-from rag_posfix.retrieval.ingest import no_documents, read_corpus
-from rag_posfix.retrieval.splitting import PassageSize
-from rag_posfix.retrieval.vector_index import IndexKind
+from rag_posfix.retrieval.index.bm25_statistics import BM25Index
+from rag_posfix.retrieval.index.documents import Record, searchable_text
+from rag_posfix.retrieval.index.manifest import IndexManifest, check_writable, read_manifest
+from rag_posfix.retrieval.index.parts import BM25_ROLES
+from rag_posfix.retrieval.index.reader import read_records
+from rag_posfix.retrieval.index.vectors import IndexKind
+from rag_posfix.retrieval.ingest.ingest import no_documents, read_corpus
+from rag_posfix.retrieval.ingest.splitting import PassageSize
 
 __all__ = ["IndexUpdate", "build_index", "update_index"]
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from rag_posfix.attention.masks import materialize
-from rag_posfix.attention.shape import Capability
 from rag_posfix.errors import ConfigError, UnsupportedModelError
-from rag_posfix.generation.session import Session
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import MITIGATIONS, create
+from rag_posfix.plan.model_shape import Capability
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
 
 METHODS = MITIGATIONS.names()

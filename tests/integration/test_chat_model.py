@@ -8,11 +8,11 @@ from langchain_core.messages import AIMessageChunk, HumanMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
-from rag_posfix.generation.chat_model import RagPosfixChatModel
-from rag_posfix.generation.content_blocks import document_block
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.generation.engine import Engine
-from rag_posfix.passages.memory import MemoryPassages
-from rag_posfix.passages.store import PassageStore
+from rag_posfix.integrations.langchain.chat_model import RagPosfixChatModel
+from rag_posfix.integrations.langchain.content_blocks import document_block
 
 LIGHTHOUSES = [
     Document(page_content=f"The {name} lighthouse was designed by {who} and first lit in {year}.", id=name.lower())
@@ -79,7 +79,7 @@ class TestChatModelOnRealWeights(Flags, ChatModelIntegrationTests):
 
 @pytest.mark.weights
 def test_a_chat_model_that_loads_its_model_keeps_what_it_read(engine, monkeypatch):
-    monkeypatch.setattr("rag_posfix.generation.models.load_engine", lambda name: Engine(
+    monkeypatch.setattr("rag_posfix.generation.load.load_engine", lambda name: Engine(
         engine.loaded, engine.encoder, engine.model_id, engine.fingerprint
     ))  # fmt: skip
     asked = [HumanMessage([*map(document_block, LIGHTHOUSES), {"type": "text", "text": "Who designed Torvane?"}])]

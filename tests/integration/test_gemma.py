@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.evaluation.answers import answer_and_score
-from rag_posfix.generation.packaged import PACKAGED
-from rag_posfix.generation.request import MitigationChoice
+from rag_posfix.evaluation.answers.answering import answer_and_score
+from rag_posfix.generation.model.packaged import PACKAGED
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.install import stock_twin
 from rag_posfix.patching.verify import verify
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def gemma():
-    from rag_posfix.generation.models import load_engine
+    from rag_posfix.generation.load import load_engine
 
     return load_engine("gemma3-270m")
 

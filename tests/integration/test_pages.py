@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import rag_posfix
-import rag_posfix.build
-import rag_posfix.generation.models
+import rag_posfix.generation.load
+import rag_posfix.pipeline.build
 from rag_posfix.generation.engine import Engine
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -36,7 +36,7 @@ def test_the_examples_of_a_page_print_what_it_says(page, engine, monkeypatch):
         """Return an engine on the weights that are loaded already."""
         return Engine(engine.loaded, engine.encoder, engine.model_id, engine.fingerprint)
 
-    for module in (rag_posfix, rag_posfix.build, rag_posfix.generation.models):
+    for module in (rag_posfix, rag_posfix.pipeline.build, rag_posfix.generation.load):
         monkeypatch.setattr(module, "load_engine", load, raising=False)
     monkeypatch.setenv("RAG_POSFIX_CACHE_DISK_BYTES", "0")
     names = {}

@@ -9,10 +9,10 @@ import psutil
 import pytest
 import torch
 
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, GenerationError
-from rag_posfix.generation.models import load_engine
-from rag_posfix.generation.parallel import load_parallel
-from rag_posfix.generation.request import GenerationRequest, MitigationChoice, Sampling
+from rag_posfix.generation.load import load_engine
+from rag_posfix.generation.tensor_parallel.launch import load_parallel
 from rag_posfix.mitigations import MITIGATIONS, create
 from tests.support.tiny import save_tiny, toy_layout
 
@@ -46,7 +46,11 @@ def request(name="none", **sampling):
 
 
 def followers():
-    return [child for child in psutil.Process().children() if "rag_posfix.generation.follower" in child.cmdline()]
+    return [
+        child
+        for child in psutil.Process().children()
+        if "rag_posfix.generation.tensor_parallel.follower" in child.cmdline()
+    ]
 
 
 class TestTheSameNumbers:

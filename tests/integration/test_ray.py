@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.ray_rerank import ray_rankers
+from rag_posfix.evaluation.ranking.ray_backend import ray_rankers
 from rag_posfix.settings import Settings, environment_with
 
 pytestmark = pytest.mark.slow

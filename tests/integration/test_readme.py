@@ -37,7 +37,7 @@ def rag_posfix(line, **changes):
 def folder(tmp_path_factory):
     """A folder that looks like a clone to the README's commands."""
     folder = tmp_path_factory.mktemp("readme")
-    for name in ("rag_posfix", "services"):
+    for name in ("rag_posfix",):
         (folder / name).symlink_to(ROOT / name)
     return folder
 

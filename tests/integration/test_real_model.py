@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.evaluation.answers import answer_and_score
-from rag_posfix.generation.request import GenerationRequest, MitigationChoice, Sampling
+from rag_posfix.evaluation.answers.answering import answer_and_score
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.install import SEAM
 from rag_posfix.patching.verify import verify
@@ -74,7 +74,7 @@ def test_the_unmodified_model_gives_another_probability_for_another_order(engine
 @pytest.fixture(scope="module")
 def exact(engine):
     """The real model in float32."""
-    from rag_posfix.generation.models import load_engine
+    from rag_posfix.generation.load import load_engine
 
     return load_engine(dtype="float32")
 

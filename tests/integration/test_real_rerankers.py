@@ -42,7 +42,7 @@ def test_the_others_rank_all_of_them(engine, name):
 @pytest.fixture(scope="module")
 def exact():
     """The real model in float32, and the same weights as transformers runs them."""
-    from rag_posfix.generation.models import load_engine
+    from rag_posfix.generation.load import load_engine
 
     engine = load_engine(dtype="float32")
     return engine, stock_twin(engine.loaded.model, engine.loaded.spec)

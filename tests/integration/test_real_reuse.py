@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.caching.kv.disk import DiskPassages
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.generation.batch import write_together
+from rag_posfix.generation.batching.batch import write_together
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.request import GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.passages.disk import DiskPassages
-from rag_posfix.passages.memory import MemoryPassages
-from rag_posfix.passages.store import PassageStore
 
 pytestmark = pytest.mark.weights
 
@@ -37,7 +37,7 @@ CHARACTERS = 100
 @pytest.fixture(scope="module")
 def half():
     """The real model in bfloat16, whatever ``auto`` says of this machine."""
-    from rag_posfix.generation.models import load_engine
+    from rag_posfix.generation.load import load_engine
 
     return load_engine(dtype="bfloat16")
 

@@ -6,10 +6,10 @@ from contextlib import closing
 
 import pytest
 
-from rag_posfix.caching.base import ByteCache
-from rag_posfix.caching.memory import MemoryCache
-from rag_posfix.caching.redis import RedisCache
-from rag_posfix.caching.tiered import TieredAnswerCache
+from rag_posfix.caching.answers.memory import MemoryCache
+from rag_posfix.caching.answers.redis import RedisCache
+from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.tier import ByteCache
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
 from tests.support.redis_server import RedisServer

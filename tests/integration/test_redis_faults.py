@@ -7,9 +7,9 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from rag_posfix.caching.answers.redis import RedisCache
+from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.breaker import CircuitBreaker
-from rag_posfix.caching.redis import RedisCache
-from rag_posfix.caching.tiered import TieredAnswerCache
 from rag_posfix.settings import CacheSettings
 from tests.support import faulty_server as faulty
 from tests.support.clock import Clock

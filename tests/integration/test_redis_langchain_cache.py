@@ -5,9 +5,9 @@ from contextlib import closing
 import pytest
 from langchain_tests.integration_tests.cache import AsyncCacheTestSuite, SyncCacheTestSuite
 
-from rag_posfix.caching.langchain_cache import RagPosfixCache
-from rag_posfix.caching.redis import RedisCache
-from rag_posfix.caching.tiered import TieredAnswerCache
+from rag_posfix.caching.answers.redis import RedisCache
+from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.integrations.langchain.cache import RagPosfixCache
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ from contextlib import closing
 import pytest
 import torch
 
+from rag_posfix.caching.answers.redis import RedisCache
 from rag_posfix.caching.breaker import CircuitBreaker
-from rag_posfix.caching.redis import RedisCache
+from rag_posfix.caching.kv import redis as module
+from rag_posfix.caching.kv.base import PassageTier
+from rag_posfix.caching.kv.disk import DiskPassages
+from rag_posfix.caching.kv.entry import PassageKV, write
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.redis import RedisPassages
+from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.errors import CacheError
-from rag_posfix.passages import redis as module
-from rag_posfix.passages.base import PassageTier
-from rag_posfix.passages.disk import DiskPassages
-from rag_posfix.passages.entry import PassageKV, write
-from rag_posfix.passages.memory import MemoryPassages
-from rag_posfix.passages.redis import RedisPassages
-from rag_posfix.passages.store import PassageStore
 from tests.support import faulty_server as faulty
 from tests.support.clock import Clock
 from tests.support.passages import SHAPE, entry, same
@@ -108,9 +108,9 @@ def test_entries_of_megabytes(tier):
 def test_two_processes_share_entries(tier, redis_server):
     script = """
         import sys
-        from rag_posfix.passages.memory import MemoryPassages
-        from rag_posfix.passages.redis import RedisPassages
-        from rag_posfix.passages.store import PassageStore
+        from rag_posfix.caching.kv.memory import MemoryPassages
+        from rag_posfix.caching.kv.redis import RedisPassages
+        from rag_posfix.caching.kv.store import PassageStore
         from tests.support.passages import SHAPE, entry, same
         store = PassageStore([MemoryPassages(), RedisPassages(sys.argv[1], timeout_seconds=5)])
         found = store.get_many({"ours": SHAPE, "theirs": SHAPE})

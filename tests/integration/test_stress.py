@@ -12,13 +12,13 @@ import pytest
 import redis
 import torch
 
+from rag_posfix.caching.kv.disk import DiskPassages
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.redis import RedisPassages
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.passages.disk import DiskPassages
-from rag_posfix.passages.memory import MemoryPassages
-from rag_posfix.passages.redis import RedisPassages
-from rag_posfix.passages.store import PassageStore
 from tests.support.tiny import loaded_model, toy_layout
 from tests.unit.generation.test_engine import Letters
 

@@ -5,9 +5,9 @@ from langchain_tests.integration_tests import RetrieversIntegrationTests, Vector
 
 from rag_posfix.integrations.langchain.retriever import PosfixRetriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
+from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.hybrid import HybridRetriever
-from rag_posfix.retrieval.retriever import PassageRetriever
 
 TEXTS = [f"passage {number}" for number in range(6)]
 

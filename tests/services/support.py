@@ -11,12 +11,12 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.request import Chunk, GenerationRequest
 from rag_posfix.errors import RerankingError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.generation.request import Chunk, GenerationRequest
-from rag_posfix.pipeline import Pipeline
+from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
-from services.api.server import bind, make_server
+from rag_posfix_api.server import bind, make_server
 from tests.support.toy_encoder import ToyEncoder
 
 BRIDGE = "The bridge of Arvo was built in 1911. It is made of steel."

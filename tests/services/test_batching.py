@@ -16,18 +16,18 @@ import torch
 from fastapi.testclient import TestClient
 from langchain_core.documents import Document
 
-import rag_posfix.generation.worker as worker_module
+import rag_posfix.generation.batching.worker as worker_module
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.request import Chunk, GenerationRequest, Sampling
 from rag_posfix.errors import GenerationCancelled
+from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.generation.request import Chunk, GenerationRequest, Sampling
-from rag_posfix.generation.scheduler import BatchingGenerator
-from rag_posfix.pipeline import Defaults, Pipeline
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.settings import Settings
-from services.api.admission import Admission, Ticket
-from services.api.admitted import TICKET, AdmittedGenerator
-from services.api.app import create_app
+from rag_posfix_api.app import create_app
+from rag_posfix_api.runtime.admission import Admission, Ticket
+from rag_posfix_api.runtime.admitted import TICKET, AdmittedGenerator
 from tests.services.support import BRIDGE, HARBOUR, WordReranker, chat, limits, make_pipeline, serving, wait_until
 from tests.services.test_concurrency import CHAT, gauge, in_flight, post
 from tests.support.stepped import RecordingEngine, answer, ask

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from rag_posfix.generation.request import MitigationChoice, Sampling
-from rag_posfix.pipeline import Defaults, Pipeline
+from rag_posfix.contracts.request import MitigationChoice, Sampling
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.settings import Settings
-from services.api.app import create_app
+from rag_posfix_api.app import create_app
 from tests.services.support import (
     ANSWER,
     BRIDGE,

@@ -10,13 +10,13 @@ from typing import Any
 import httpx2
 import pytest
 
+from rag_posfix.contracts.request import GenerationRequest
 from rag_posfix.errors import GenerationCancelled, GenerationError, OverloadedError
-from rag_posfix.generation.request import GenerationRequest
 from rag_posfix.settings import Settings
-from services.api.admission import Admission, Ticket
-from services.api.admitted import TICKET, AdmittedGenerator
-from services.api.app import create_app
-from services.api.errors import RequestTimeoutError
+from rag_posfix_api.app import create_app
+from rag_posfix_api.http.errors import RequestTimeoutError
+from rag_posfix_api.runtime.admission import Admission, Ticket
+from rag_posfix_api.runtime.admitted import TICKET, AdmittedGenerator
 from tests.services.support import (
     BRIDGE,
     DictCache,

@@ -10,14 +10,14 @@ from fastapi.testclient import TestClient
 from langchain_core.documents import BaseDocumentCompressor
 from pydantic import ValidationError
 
-import services.api.service as service_module
+import rag_posfix_api.runtime.service as service_module
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.pipeline import Pipeline
+from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.settings import ServiceSettings, Settings
-from services.api.app import create_app
-from services.api.observability import JsonFormatter
+from rag_posfix_api.app import create_app
+from rag_posfix_api.http.observability import JsonFormatter
 from tests.services.support import (
     BRIDGE,
     HARBOUR,
@@ -42,6 +42,8 @@ def client_for(pipeline: Pipeline | None = None, **fields: Any) -> TestClient:
 
 def error_of(response: Any) -> dict[str, Any]:
     body = response.json()
+    if response.request.url.path == "/v1/rerank":  # what Jina's clients show
+        assert body.pop("detail") == body["error"]["message"]
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
     return dict(body["error"])
@@ -130,7 +132,9 @@ def test_loading_warms_the_model(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
     ask = pipeline.ask
     monkeypatch.setattr(pipeline, "ask", lambda question: (asked.append(question.text), ask(question))[1])
-    monkeypatch.setitem(__import__("sys").modules, "rag_posfix.build", _Module(build_pipeline=lambda s: pipeline))
+    monkeypatch.setitem(
+        __import__("sys").modules, "rag_posfix.pipeline.build", _Module(build_pipeline=lambda s: pipeline)
+    )
     assert service_module._build(Settings()) is pipeline
     assert len(asked) == 1
     assert pipeline.cache.entries == {}  # type: ignore[union-attr]
@@ -274,7 +278,7 @@ def test_a_request_leaves_one_json_line_without_any_text_of_client_or_model(capl
         client.post(CHAT, json=chat(documents=[BRIDGE]), headers={"x-request-id": "r1"})
         client.post(CHAT, json=chat(order="secret order"), headers={"x-request-id": "r2"})
         client.get("/secret", headers={"x-request-id": "r3"})
-    lines = [JsonFormatter().format(record) for record in caplog.records if record.name.startswith("services.")]
+    lines = [JsonFormatter().format(record) for record in caplog.records if record.name.startswith("rag_posfix_api.")]
     answered, refused, unknown = map(json.loads, lines)
     assert answered["request_id"] == "r1"
     assert (answered["route"], answered["status"], answered["method"]) == (CHAT, 200, "POST")
@@ -289,9 +293,9 @@ def test_a_request_leaves_one_json_line_without_any_text_of_client_or_model(capl
 
 
 def test_probes_are_not_in_the_log_at_info(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.INFO, logger="services"):
+    with caplog.at_level(logging.INFO, logger="rag_posfix_api"):
         client_for().get("/livez")
-    assert not [record for record in caplog.records if record.name.startswith("services")]
+    assert not [record for record in caplog.records if record.name.startswith("rag_posfix_api")]
 
 
 def test_rerank_scores_best_first_and_keeps_the_order_of_equals():

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-import services.api.server as server
+import rag_posfix_api.server as server
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
-from services.api.openapi import document, main
+from rag_posfix_api.openapi import document, main
 from tests.services.support import limits, make_pipeline
 
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 from rag_posfix.settings import Settings
-from services.api.server import run
+from rag_posfix_api.server import run
 from tests.services.support import make_pipeline
 run(Settings(), "127.0.0.1", 0, pipeline=make_pipeline())
 """
@@ -74,7 +74,7 @@ def test_the_server_runs_on_the_port_given_and_stops_on_a_signal():
 
 
 def test_logs_go_to_stderr_as_json(capsys: pytest.CaptureFixture[str]):
-    from services.api.observability import configure_logging
+    from rag_posfix_api.http.observability import configure_logging
 
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
@@ -97,7 +97,7 @@ def test_logs_go_to_stderr_as_json(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_openapi_document_is_current():
-    """Run ``python -m services.api.openapi docs/openapi.json`` after changing a route."""
+    """Run ``python -m rag_posfix_api.openapi docs/openapi.json`` after changing a route."""
     assert (ROOT / "docs" / "openapi.json").read_text(encoding="utf-8") == document()
 
 

@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 SOURCES = ("rag_posfix", "services")
+SOURCE_ROOTS = ("services/",)
+"""Folders that packages lie in without being part of their names."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,16 @@ class Source:
     @cached_property
     def package(self) -> list[str]:
         """The package that relative imports start from."""
-        return self.path.split("/")[:-1]
+        return importable(self.path).split("/")[:-1]
 
     @cached_property
     def module(self) -> str:
-        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        return importable(self.path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def room(self) -> str:
+        """The folder."""
+        return self.path.rpartition("/")[0]
 
     @cached_property
     def imports(self) -> list[Import]:
@@ -58,6 +65,11 @@ class Source:
                 first = node.args[0] if node.args else None
                 if isinstance(first, ast.Constant) and isinstance(first.value, str):
                     yield Import(first.value, node.lineno)
+
+
+def importable(path: str) -> str:
+    """Return ``path`` as seen from the folder that its package is imported from."""
+    return next((path.removeprefix(root) for root in SOURCE_ROOTS if path.startswith(root)), path)
 
 
 def read_sources(root: Path, folders: tuple[str, ...] = SOURCES) -> list[Source]:
@@ -221,3 +233,60 @@ def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
         docstring = node.body[0]
         lines -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
     return lines
+
+
+def file_imports(sources: list[Source]) -> dict[str, list[tuple[str, int]]]:
+    """Return for each path the paths that it imports, with the line of each import; itself left out."""
+    by_module = {source.module: source.path for source in sources}
+    graph: dict[str, list[tuple[str, int]]] = {}
+    for source in sources:
+        found = ((module_of(one.name, by_module), one.line) for one in source.imports)
+        graph[source.path] = [(path, line) for path, line in found if path is not None and path != source.path]
+    return graph
+
+
+def module_of(name: str, by_module: dict[str, str]) -> str | None:
+    """Return the path of the longest module that ``name`` begins with; None for other packages."""
+    parts = name.split(".")
+    return next((by_module[m] for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in by_module), None)
+
+
+def cycles(graph: dict[str, list[tuple[str, int]]]) -> list[list[str]]:
+    """Return the groups of two files or more that import each other, directly or through others (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other, _ in graph.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            group, stack[at:] = stack[at:], []
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def upward_imports(sources: list[Source], rooms: list[str], but: tuple[str, ...] = ()) -> list[str]:
+    """Return imports of a room by a room that stands above it in ``rooms``."""
+    place = {room: number for number, room in enumerate(rooms)}
+    room_of = {source.path: source.room for source in sources}
+    return [
+        f"{path}:{line}: imports {other}, which is in a room further down"
+        for path, imported in file_imports(sources).items()
+        if not matches_path(path, but)
+        for other, line in imported
+        if place[room_of[path]] < place[room_of[other]]
+    ]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.attend import Attend, AttendInput, Rotated
 from rag_posfix.attention.rope import rotate_half_split
+from rag_posfix.plan.attention_override import Attend, AttendInput, Rotated
 
 N_HEADS, N_KV_HEADS, HEAD_DIM = 6, 2, 8
 FREQUENCIES = 100.0 ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from rag_posfix.attention.attend import AttendInput, Rotated
 from rag_posfix.attention.reference import reference_attention, reference_scores
 from rag_posfix.attention.rope import rotate_half_split
+from rag_posfix.plan.attention_override import AttendInput, Rotated
 
 HEADS, KV_HEADS, SIZE = 6, 2, 8
 FREQUENCIES = 10.0 ** -torch.arange(SIZE // 2).float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rag_posfix.passages.entry import EntryShape, PassageKV
+from rag_posfix.caching.kv.entry import EntryShape, PassageKV
 
 SHAPE = EntryShape(layers=2, heads=1, head_dim=4, dtype=torch.bfloat16, n_tokens=3)
 """What ``entry`` makes unless told otherwise: 96 bytes."""

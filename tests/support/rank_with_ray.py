@@ -10,10 +10,10 @@ import sys
 from dataclasses import asdict
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.rankings import Candidates, RankJournal
-from rag_posfix.evaluation.ray_rerank import ray_rankers
-from rag_posfix.evaluation.rerankers import RerankerChoice
-from rag_posfix.evaluation.reranking import local_ranker, rerank
+from rag_posfix.evaluation.ranking.candidates import RerankerChoice
+from rag_posfix.evaluation.ranking.rankings import Candidates, RankJournal
+from rag_posfix.evaluation.ranking.ray_backend import ray_rankers
+from rag_posfix.evaluation.ranking.rerank import local_ranker, rerank
 from rag_posfix.settings import Settings
 from tests.support.rerank_data import CORPUS as ROWS
 from tests.support.rerank_data import open_by_length, open_failing, open_nothing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rag_posfix.generation.request import Chunk, Generation, MitigationInfo, Usage
+from rag_posfix.contracts.request import Chunk, Generation, MitigationInfo, Usage
 from tests.support.toy_encoder import ToyEncoder
 
 

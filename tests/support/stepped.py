@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from rag_posfix.generation.request import GenerationRequest, MitigationChoice, MitigationInfo, Sampling
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, MitigationInfo, Sampling
 from tests.support.tiny import toy_layout
 
 FIRST = 10
@@ -74,7 +74,7 @@ class RecordingEngine:
         self._turns = threading.Semaphore(0)
 
     def install(self, monkeypatch):
-        monkeypatch.setattr("rag_posfix.generation.steps.advance_together", self._advance)
+        monkeypatch.setattr("rag_posfix.generation.batching.step.advance_together", self._advance)
         return self
 
     def describe(self, choice):

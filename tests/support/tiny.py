@@ -6,9 +6,9 @@ import tokenizers
 import torch
 import transformers
 
-from rag_posfix.attention.spans import Layout, Span
-from rag_posfix.generation.forward import LoadedModel
+from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.patching.install import install
+from rag_posfix.plan.layout import Layout, Span
 
 VOCABULARY = 131
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rag_posfix.protocols import ChatMessage
+from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.text import clean_text
 
 CONTROL_TOKENS = {"<|im_start|>": 256, "<|im_end|>": 257, "<|endoftext|>": 258}

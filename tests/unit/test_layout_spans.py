@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.attention.spans import Layout, Span
 from rag_posfix.errors import ConfigError
+from rag_posfix.plan.layout import Layout, Span
 
 
 def layout_of(passages: list[tuple[str, list[int]]], **changes) -> Layout:

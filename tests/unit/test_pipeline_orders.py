@@ -6,12 +6,12 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.request import MitigationChoice, Sampling
-from rag_posfix.passages.memory import MemoryPassages
-from rag_posfix.passages.store import PassageStore
-from rag_posfix.pipeline import Defaults, Pipeline, Question
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
 

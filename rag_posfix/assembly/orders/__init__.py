@@ -1,4 +1,4 @@
-"""Orders that passages can stand in. One file per idea; each registers itself."""
+"""Orders of the passages in the prompt: one idea per file, each registers itself."""
 
 from rag_posfix.assembly.orders import by_relevance, cache_aware, profile
 from rag_posfix.assembly.orders.base import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rag_posfix.choices import parse_named
+from rag_posfix.contracts.method_spec import parse_named
 from rag_posfix.errors import ConfigError
 from rag_posfix.registry import Registry
 

@@ -1,4 +1,4 @@
-"""rag_posfix as parts of langchain applications, on langchain-core alone."""
+"""Adapters for langchain applications, on langchain-core alone."""
 
 from rag_posfix.integrations.langchain.rag import PosfixRAG
 from rag_posfix.integrations.langchain.retriever import PosfixRetriever

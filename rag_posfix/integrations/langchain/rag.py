@@ -12,13 +12,13 @@ from langchain_core.messages import BaseMessage
 from langchain_core.runnables import AddableDict, ConfigurableFieldSpec, RunnableConfig, RunnableSerializable
 from pydantic import ConfigDict, Field
 
-from rag_posfix.answer import Answer, AnswerChunk, Question
-from rag_posfix.choices import parse_named
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.method_spec import parse_named
+from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.request import MitigationChoice
 from rag_posfix.integrations.langchain.aside import read_aside
 from rag_posfix.integrations.langchain.trace import TracedStages
-from rag_posfix.pipeline import Pipeline
+from rag_posfix.pipeline.pipeline import Pipeline
 
 __all__ = ["PosfixRAG", "RAGInput"]
 

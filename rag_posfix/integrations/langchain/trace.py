@@ -12,8 +12,8 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, Huma
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, LLMResult
 
-from rag_posfix.generation.request import Generation
-from rag_posfix.protocols import Stage
+from rag_posfix.contracts.request import Generation
+from rag_posfix.pipeline.protocols import Stage
 
 __all__ = ["TracedStages"]
 

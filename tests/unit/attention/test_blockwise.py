@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rag_posfix.attention import blockwise
-from rag_posfix.attention.blockwise import attend_stretches, attend_with_lse, last_row, merge
+from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
 from rag_posfix.attention.reference import reference_attention, reference_scores
 from rag_posfix.attention.rope import rotate_half_split
 from tests.support.attending import FREQUENCIES, HEADS, KV_HEADS, SIZE, random_states, rotate
@@ -27,7 +27,7 @@ def spelled_out(query, key, causal):
 def test_it_is_softmax_attention_and_its_log_sum_exp_for_grouped_heads(fused, n_query, causal, monkeypatch):
     if not fused:
         monkeypatch.setattr(blockwise, "QUERY_BLOCK", 3)
-        monkeypatch.setattr(blockwise, "fused", lambda device: False)
+        monkeypatch.setattr(blockwise, "has_lse_kernel", lambda device: False)
     query, key, value = random_states(9)
     query = query[:, :, 9 - n_query :]
     out, lse = attend_with_lse(query, key, value, 1.0, causal=causal)
@@ -64,7 +64,7 @@ def test_folding_the_heads_of_a_group_changes_nothing(from_, monkeypatch):
 @pytest.mark.parametrize("cut", [0, 1, 4])
 def test_stretches_and_the_own_block_are_causal_attention(cut):
     query, key, value = random_states(9)
-    out, _ = attend_stretches(query[:, :, 5:], key, value, 1.0, 5, [(0, cut), (cut, 5)])
+    out, _ = attend_segments(query[:, :, 5:], key, value, 1.0, 5, [(0, cut), (cut, 5)])
     whole, _ = attend_with_lse(query, key, value, 1.0, causal=True)
     assert torch.allclose(out, whole[:, :, 5:], atol=1e-5)
 

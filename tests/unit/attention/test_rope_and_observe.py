@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rag_posfix.attention.observe import last_query_attention
 from rag_posfix.attention.rope import Paired, rotate_half_split
+from rag_posfix.attention.weights import last_query_attention
 
 
 def test_rotating_a_quarter_turn_by_hand():

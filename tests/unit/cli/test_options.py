@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rag_posfix.cli.options import checked_choices, parse_choice, split_outside
+from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.evaluation.labels import label
-from rag_posfix.generation.request import MitigationChoice
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 
+from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.evaluation.labels import label
-from rag_posfix.generation.request import MitigationChoice
 
 
 @pytest.mark.parametrize(

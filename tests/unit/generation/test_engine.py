@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError, UnsupportedModelError
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.protocols import Generator
 from tests.support.tiny import loaded_model, stock_model, toy_layout
 
 RELEVANCE = (0.9, 0.2, 0.5, 0.4)
@@ -197,7 +197,9 @@ def test_the_chosen_passage_answers_as_if_it_were_the_only_one(loaded):
 
 def test_the_end_tokens_and_the_text_reach_the_short_answers(loaded, monkeypatch):
     seen = []
-    monkeypatch.setattr("rag_posfix.generation.session.draft_answers", lambda *given: seen.append(given[-1]) or 1 / 0)
+    monkeypatch.setattr(
+        "rag_posfix.generation.decode.session.draft_answers", lambda *given: seen.append(given[-1]) or 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         engine_of(loaded, eos_ids={7}).generate(request("passage_answers", max_tokens=2))
     assert seen[0].eos_ids == {7}

@@ -4,10 +4,10 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.generation.request import GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.protocols import Generator
 from tests.support.toy_encoder import ToyEncoder
 
 PASSAGES = (

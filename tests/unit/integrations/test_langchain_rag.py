@@ -8,14 +8,14 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 
 from rag_posfix import PosfixRAG
-from rag_posfix.answer import Answer, AnswerChunk, Question
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.caching.memory import MemoryCache
-from rag_posfix.caching.tiered import TieredAnswerCache
+from rag_posfix.caching.answers.memory import MemoryCache
+from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.generation.request import Sampling
-from rag_posfix.pipeline import Defaults, Pipeline
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from tests.support.runs import Runs
 from tests.support.toy_encoder import ToyEncoder
 

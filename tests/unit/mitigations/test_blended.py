@@ -1,17 +1,17 @@
 import pytest
 import torch
 
-from rag_posfix.attention.blend import SelectedAttention, deviation, first_tokens, most_deviating
+from rag_posfix.attention.cache_blend import SelectedAttention, deviation, first_tokens, most_deviating
 from rag_posfix.attention.masks import windows_mask
-from rag_posfix.attention.plan import Plan, RowPlan
 from rag_posfix.attention.windows import windows_of
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.request import MitigationChoice
-from rag_posfix.generation.session import Session
 from rag_posfix.mitigations import create
-from rag_posfix.passages.memory import MemoryPassages
-from rag_posfix.passages.store import PassageStore
+from rag_posfix.plan.plan import Plan, RowPlan
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout
 from tests.unit.generation.test_engine import Letters
 

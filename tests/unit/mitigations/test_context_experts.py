@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from rag_posfix.attention.plan import RowScores
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations import create
+from rag_posfix.plan.plan import RowScores
 from tests.support.tiny import loaded_model, toy_layout
 
 

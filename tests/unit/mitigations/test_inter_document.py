@@ -8,16 +8,16 @@ import itertools
 import pytest
 import torch
 
-from rag_posfix.attention import inter_document as attention_module
-from rag_posfix.attention import pieces
-from rag_posfix.attention.attend import AttendInput
-from rag_posfix.attention.importance import distances, document_importance, shares, token_importance
-from rag_posfix.attention.inter_document import ByImportance
-from rag_posfix.attention.plan import Plan, RowPlan
+from rag_posfix.attention import causal
+from rag_posfix.attention import pine as attention_module
+from rag_posfix.attention.pine import ByImportance
+from rag_posfix.attention.pine_importance import distances, document_importance, shares, token_importance
 from rag_posfix.attention.reference import reference_attention, reference_scores
-from rag_posfix.generation.session import Session
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.patching.rotation import LayerRotation
+from rag_posfix.plan.attention_override import AttendInput
+from rag_posfix.plan.plan import Plan, RowPlan
 from tests.support.tiny import loaded_model, toy_layout
 
 SCALING = 0.3
@@ -126,7 +126,7 @@ def test_prompt_and_later_tokens_equal_the_plain_implementation(name, heads, see
 
 
 def test_a_document_cut_into_many_pieces_equals_the_plain_implementation(monkeypatch):
-    monkeypatch.setattr(pieces, "SCORES", 100)
+    monkeypatch.setattr(causal, "TILE_SCORES", 100)
     layout = toy_layout()
     given = states(8, 2, len(layout.token_ids))
     expected, _ = plain_attention(*(part[0] for part in given), layout)

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from rag_posfix.attention.plan import Plan, RowPlan
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.session import Session
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.layer_scaling import bezier
+from rag_posfix.plan.plan import Plan, RowPlan
 from tests.support.tiny import loaded_model, toy_layout
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rag_posfix.attention.plan import Plan, RowPlan, RowScores
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.session import Session
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
+from rag_posfix.plan.plan import Plan, RowPlan, RowScores
 from tests.support.tiny import loaded_model, toy_layout
 
 

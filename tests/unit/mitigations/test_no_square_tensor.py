@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rag_posfix.attention import pieces
-from rag_posfix.generation.session import Session
+from rag_posfix.attention import causal
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from tests.support.tiny import loaded_model, toy_layout
 
@@ -52,7 +52,7 @@ def largest(name, parameters=None):
     ],
 )
 def test_no_tensor_of_prompt_length_squared_is_held(name, parameters, monkeypatch):
-    monkeypatch.setattr(pieces, "SCORES", SQUARE // 4)  # scores at a time: a bound that does not grow
+    monkeypatch.setattr(causal, "TILE_SCORES", SQUARE // 4)  # scores at a time: a bound that does not grow
     assert largest(name, parameters) < SQUARE
 
 
@@ -60,8 +60,8 @@ def test_a_mask_would_be_noticed():
     # Two windows spelled out as a mask: the seam hands the model a (T, T) matrix.
     loaded = loaded_model(max_position_embeddings=1024)
     from rag_posfix.attention.masks import windows_mask
-    from rag_posfix.attention.plan import Plan, RowPlan
     from rag_posfix.attention.windows import windows_of
+    from rag_posfix.plan.plan import Plan, RowPlan
 
     plan = Plan(rows=(RowPlan(mask=windows_mask(LAYOUT, windows_of(LAYOUT, 2))),))
     with Largest() as seen:

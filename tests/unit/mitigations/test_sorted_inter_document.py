@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from rag_posfix.attention.plan import RowScores
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.session import Session
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.sorted_inter_document import CircularAttention
+from rag_posfix.plan.plan import RowScores
 from tests.support.attending import Rotation, random_states, reference, run
 from tests.support.tiny import loaded_model, toy_layout
 

@@ -5,7 +5,7 @@ import torch
 
 from rag_posfix.attention.reference import reference_scores
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.session import Session
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.stable_mask import pseudo_log_mass
 from tests.support.attend_states import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states

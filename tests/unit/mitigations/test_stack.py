@@ -8,12 +8,12 @@ import re
 import pytest
 import torch
 
-from rag_posfix.attention.attend import Attend
-from rag_posfix.attention.compose import compose
-from rag_posfix.attention.plan import HiddenScale, Plan, RowPlan
 from rag_posfix.errors import ConfigError, PlanConflictError, UnknownNameError
-from rag_posfix.generation.session import Session
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
+from rag_posfix.plan.attention_override import Attend
+from rag_posfix.plan.compose import compose
+from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
 from tests.support.tiny import loaded_model, toy_layout
 
 RELEVANCE = (0.9, 0.2, 0.4, 0.3)

@@ -9,7 +9,7 @@ import torch
 
 from rag_posfix.attention.windows import WindowedAttention, windows_of
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.session import Session
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from tests.support.attending import random_states, reference, run
 from tests.support.tiny import loaded_model, toy_layout

@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 
-from rag_posfix.attention.shape import Capability
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.base import Mitigation
 from rag_posfix.patching.families import FAMILIES, REFUSED, family_of, shape_of
 from rag_posfix.patching.install import install
+from rag_posfix.plan.model_shape import Capability
 from tests.support.tiny import COMMON
 
 GPT2_SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50}

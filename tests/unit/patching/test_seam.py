@@ -8,15 +8,15 @@ import pytest
 import torch
 import transformers
 
-from rag_posfix.attention.plan import Plan, RowPlan
-from rag_posfix.attention.shape import Capability
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.generation.forward import LoadedModel
-from rag_posfix.generation.session import Session
+from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import create
 from rag_posfix.patching.families import keeps_all_keys
 from rag_posfix.patching.install import SEAM, install, stock_twin, uninstall
 from rag_posfix.patching.verify import verify
+from rag_posfix.plan.model_shape import Capability
+from rag_posfix.plan.plan import Plan, RowPlan
 from tests.support.tiny import COMMON, FAMILIES, loaded_model, stock_model, toy_layout
 
 IDS = torch.tensor([toy_layout().token_ids])

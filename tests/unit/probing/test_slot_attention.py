@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from rag_posfix.attention.dummy import with_dummy
-from rag_posfix.attention.plan import Plan
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.prefill import prefill
+from rag_posfix.generation.prefill.prefill import prefill
+from rag_posfix.plan.dummy import with_dummy
+from rag_posfix.plan.plan import Plan
 from rag_posfix.probing.slot_attention import measure_slots
 from tests.support.tiny import loaded_model, toy_layout
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from langchain_core.documents import Document
 
-from rag_posfix.attention.profile import stretched
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.calibrated_attention import slot_bias
+from rag_posfix.plan.bias_profile import stretched
 from rag_posfix.reranking import CalibratedAttentionReranker
 from rag_posfix.reranking.build import Parts, build_reranker
 from tests.support.reader import ScriptedReader, order, raw

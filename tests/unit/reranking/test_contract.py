@@ -6,10 +6,10 @@ import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
+from rag_posfix.contracts.generator import Reranker
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.protocols import Reranker
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import Parts, build_reranker, parameters_of
 from tests.support.cross_encoder import tiny_cross_encoder

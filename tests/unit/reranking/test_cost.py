@@ -7,10 +7,10 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.layout import encode_passage, open_frame
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.generation.encode import TILE
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.generation.engine import Engine
-from rag_posfix.passages.memory import MemoryPassages
-from rag_posfix.passages.store import PassageStore
+from rag_posfix.generation.prefill.encode import TILE
 from rag_posfix.reranking import (
     AttentionSortingReranker,
     CalibratedAttentionReranker,
@@ -115,7 +115,7 @@ def test_calibrated_attention_reads_the_prompt_again_from_each_dummy_on(loaded):
 
 def test_no_tensor_of_tokens_by_tokens_is_made(loaded, monkeypatch):
     seen = []
-    from rag_posfix.attention import observe
+    from rag_posfix.attention import weights as observe
 
     def watched(query, key, scaling, original=observe.scores):
         seen.append((query.shape[2], key.shape[2]))

@@ -8,11 +8,11 @@ import time
 import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
+from rag_posfix.contracts.cache_salt import current_salt, salted
 from rag_posfix.errors import ConfigError, RerankingTimeoutError
 from rag_posfix.reranking import GuardedReranker, LikelihoodReranker, ListwiseReranker
 from rag_posfix.reranking.base import ranked_copies
 from rag_posfix.reranking.deadline import check_time, in_thread, watched
-from rag_posfix.tenancy import current_salt, salted
 from tests.support.reader import ScriptedReader, order
 
 GIVEN = [

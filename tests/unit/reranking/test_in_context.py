@@ -5,10 +5,10 @@ import pytest
 from langchain_core.documents import Document
 from pydantic import ValidationError
 
+from rag_posfix.contracts.cache_salt import salted
 from rag_posfix.errors import RerankingError
 from rag_posfix.reranking import InContextReranker
 from rag_posfix.reranking.in_context import calibrated_score
-from rag_posfix.tenancy import salted
 from tests.support.reader import ScriptedReader, order, raw, scores
 
 # Attention of (question, N/A) to each letter of a text.

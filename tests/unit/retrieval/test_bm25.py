@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from langchain_core.documents import Document
 
+from rag_posfix.contracts.generator import Retriever
 from rag_posfix.errors import ConfigError
-from rag_posfix.protocols import Retriever
 from rag_posfix.retrieval.bm25 import BM25Index, BM25Retriever, split_words
-from rag_posfix.retrieval.ingest import read_documents
+from rag_posfix.retrieval.ingest.ingest import read_documents
 from tests.support.outside_data import outside_data
 
 CATS = ["the cat sat", "the cat and the dog", "a bird"]

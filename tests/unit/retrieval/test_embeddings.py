@@ -7,10 +7,10 @@ from importlib import resources
 import pytest
 
 from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.indexing import build_index
-from rag_posfix.retrieval.retriever import PassageRetriever
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@ import pytest
 from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.indexing import build_index
-from rag_posfix.retrieval.splitting import PassageSize
+from rag_posfix.retrieval.ingest.splitting import PassageSize
 
 
 def test_files_become_an_index_with_progress(embeddings, tmp_path):

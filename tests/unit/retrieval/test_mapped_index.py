@@ -6,12 +6,12 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval import vector_index
 from rag_posfix.retrieval.bm25 import BM25Index, BM25Retriever
-from rag_posfix.retrieval.document_table import searchable_text
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.index_files import describe_file, read_manifest
-from rag_posfix.retrieval.index_parts import BM25_ROLES
+from rag_posfix.retrieval.index import vectors as vector_index
+from rag_posfix.retrieval.index.documents import searchable_text
+from rag_posfix.retrieval.index.manifest import describe_file, read_manifest
+from rag_posfix.retrieval.index.parts import BM25_ROLES
 from tests.unit.retrieval.letters import LetterEmbeddings
 
 EMBEDDINGS = DeterministicFakeEmbedding(size=16)

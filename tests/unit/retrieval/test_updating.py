@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.index_files import read_manifest
-from rag_posfix.retrieval.index_parts import BM25_ROLES
+from rag_posfix.retrieval.index.manifest import read_manifest
+from rag_posfix.retrieval.index.parts import BM25_ROLES
 from rag_posfix.retrieval.indexing import build_index, update_index
 from tests.unit.retrieval.letters import LetterEmbeddings
 
@@ -179,7 +179,7 @@ def test_a_rebuild_does_not_mind_a_damaged_index(corpus, embeddings, tmp_path):
 
 def test_an_index_of_the_first_version_is_updated_by_the_source_of_its_documents(corpus, embeddings, tmp_path):
     store = FaissVectorStore(embeddings)
-    from rag_posfix.retrieval.ingest import read_documents
+    from rag_posfix.retrieval.ingest.ingest import read_documents
 
     store.add_documents(read_documents([corpus]))
     store.save(tmp_path / "index")

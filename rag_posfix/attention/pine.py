@@ -1,0 +1,207 @@
+"""Attention between documents, each arranging the others by how much they matter to it: no T x T tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rag_posfix.attention.blockwise import attend_with_lse
+from rag_posfix.attention.causal import attend_causal_fast
+from rag_posfix.attention.pine_importance import distances, document_importance, shares, token_importance
+from rag_posfix.attention.rope import Paired
+from rag_posfix.plan.attention_override import Attend, AttendInput, Rotated
+from rag_posfix.plan.layout import Layout
+
+__all__ = ["ByImportance"]
+
+ROWS = 64
+"""Tokens after the documents that are computed at a time: each has arrangements of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class ByImportance(Attend):
+    """Documents see each other whole; to each query the documents that matter most to it stand nearest.
+
+    Source: Wang et al. (2024), Eliminating Position Bias of Language Models, section 3.3,
+        https://arxiv.org/abs/2407.01100
+
+    Everything is computed in relative form. A key is rotated once, to where it stands inside of its own segment
+    (prefix, document, or what comes after the documents); moving a whole segment takes one more rotation, the same
+    for all of its tokens.
+
+    Attributes:
+        spans: Where prefix and documents stand in the prompt.
+        lengths: (N,) tokens of each document, n_j.
+        segments: (P + S,) the segment of each token: 0 prefix, 1..N documents.
+        offsets: (P + S,) where each token stands inside of its segment.
+        share: (S, N), 1 / n_j where a token belongs to document j.
+    """
+
+    rotated: ClassVar[Rotated] = Rotated.NEITHER
+
+    spans: tuple[slice, ...]
+    lengths: Tensor
+    segments: Tensor
+    offsets: Tensor
+    share: Tensor
+
+    @classmethod
+    def over(cls, layout: Layout) -> ByImportance:
+        """Return the attention over a prompt's passages."""
+        spans = (layout.prefix, *layout.passages)
+        lengths = torch.tensor([len(span) for span in layout.passages])
+        return cls(
+            spans=tuple(span.slice for span in spans),
+            lengths=lengths,
+            segments=torch.repeat_interleave(torch.tensor([len(span) for span in spans])),
+            offsets=torch.cat([torch.arange(len(span)) for span in spans]),
+            share=shares(lengths),
+        )
+
+    def visible(self, n_tokens: int) -> Tensor:
+        """Return which token sees which: causal, and documents see each other."""
+        index = torch.arange(n_tokens)
+        seen = index[None] <= index[:, None]
+        for i, rows in enumerate(self.spans[1:]):
+            for j, columns in enumerate(self.spans[1:]):
+                if i != j:
+                    seen[rows, columns] = True
+        return seen
+
+    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+        """Return the output and the newest query's attention."""
+        now, end, n_key = _Pass(self, given), len(self.offsets), given.key.shape[2]
+        outs = [now.read_prefix(), *now.read_documents()] if given.start == 0 else []
+        newest = None
+        for first in range(max(given.start, end), n_key, ROWS):
+            out, newest = now.read_after(first, min(first + ROWS, n_key))
+            outs.append(out)
+        return torch.cat([out.to(given.query.dtype) for out in outs], dim=1)[None], newest
+
+
+def twice(states: Tensor, dim: int = -2) -> Tensor:
+    """Return tokens two times one after another: all but one document is a slice of that, in a circle."""
+    return torch.cat((states, states), dim=dim)
+
+
+class _Pass:
+    """One layer's attention in one forward pass. The batch axis is left out throughout.
+
+    ``home``: rotated to where a token stands inside of its own segment. ``grouped``: (Hkv, G, ...) in the place of
+    (Hq, ...), so that the G query heads of a key head broadcast over it.
+    """
+
+    def __init__(self, plan: ByImportance, given: AttendInput) -> None:
+        device, n_key = given.key.device, given.key.shape[2]
+        self.given, self.spans, self.end = given, plan.spans, len(plan.offsets)
+        self.lengths, self.share = plan.lengths.to(device), plan.share.to(device)
+        self.segments = plan.segments.to(device)
+        self.groups = given.query.shape[1] // given.key.shape[1]
+        self.documents = slice(plan.spans[0].stop, self.end)
+        offsets = torch.cat((plan.offsets, torch.arange(n_key - self.end))).to(device)
+        table = given.rotate.turns(torch.arange(int(offsets.max()) + 1, device=device).float()[None])[0]
+        self.home_turns = table[:, offsets]  # (1 | Hkv, Tk, pairs)
+        self.query = Paired.of(given.query[0], table.shape[-1])  # (Hq, Tq, D)
+        key = Paired.of(given.key[0], table.shape[-1])
+        self.plain_key = key.tokens(self.documents).vectors()  # (Hkv, S, D)
+        self.home_key = key.turned(self.home_turns)
+
+    def read_prefix(self) -> Tensor:
+        """Return the output of the prefix, (Hq, P, D): causal, where it stands."""
+        span, dtype = self.spans[0], self.given.query.dtype
+        if span.start == span.stop:
+            return self.given.query[0, :, :0]
+        query, key = (part.tokens(span).vectors(dtype)[None] for part in (self._home_query(), self.home_key))
+        return attend_with_lse(query, key, self.given.value[:, :, span], self.given.scaling, causal=True)[0][0]
+
+    def read_documents(self) -> list[Tensor]:
+        """Return the output of each document, (Hq, n, D).
+
+        Queries stay at home; all other segments are moved to where they stand as seen from the document's beginning.
+        """
+        given, turns, query, dtype = self.given, self._moves(), self._home_query(), self.given.query.dtype
+        home = self.home_key.tokens(slice(0, self.end))
+        circle = Paired(twice(home.pairs), twice(home.rest)).grouped(1)  # (Hkv, 1, 2 (P + S), ...)
+        segments = twice(self.segments, 0)
+        # Moved keys differ between the heads of a group, and the kernels want as many heads of values.
+        value = twice(given.value[:, :, : self.end].repeat_interleave(self.groups, dim=1))
+        room = turns.new_empty(*turns.shape[1:3], self.end, turns.shape[-1])
+        outs = []
+        for own, span in enumerate(self.spans[1:]):
+            seen = slice(span.stop, self.end + span.stop)  # those after, the prefix, those before, and itself
+            torch.index_select(turns[own], 2, segments[seen], out=room).mul_(circle.pairs[..., seen, :])
+            key = Paired(room, circle.rest[..., seen, :]).vectors(dtype).flatten(0, 1)[None]
+            mine = query.tokens(span).vectors(dtype)[None]
+            outs.append(attend_causal_fast(mine, key, value[:, :, seen], given.scaling)[0])
+        return outs
+
+    def _moves(self) -> Tensor:
+        """Return what moves each segment for each document's queries, (N, Hkv, G, 1 + N, pairs) complex.
+
+        Positions count from the document's own beginning: it stands at 0, all other segments before it.
+        """
+        before = -distances(self._between_documents(), self.lengths)  # (N, Hq, N)
+        before.diagonal(dim1=0, dim2=2).zero_()
+        prefix = (self.lengths - self.end).float()[:, None, None].expand(-1, before.shape[1], 1)
+        at = torch.cat((prefix, before), dim=-1).transpose(0, 1)  # (Hq, N, 1 + N)
+        turns = torch.unflatten(self.given.rotate.turns(at.flatten(1)[None])[0], 1, at.shape[1:])
+        turns = turns / turns.abs()  # scaling is in the home rotation
+        return torch.unflatten(turns.transpose(0, 1), 1, (-1, self.groups))
+
+    def _between_documents(self) -> Tensor:
+        """Return how much each document matters to each in each head, (N, Hq, N); -inf for itself."""
+        given, n_documents = self.given, len(self.lengths)
+        found = self.share.new_zeros(n_documents, given.query.shape[1], n_documents)
+        if n_documents > 2 and self.home_turns.shape[-1]:  # of two the other is nearest; without RoPE none is
+            query = torch.unflatten(given.query[0], 0, (-1, self.groups))  # (Hkv, G, Tq, D)
+            key, share, begin = twice(given.key[0, :, self.documents]), twice(self.share), self.documents.start
+            for own, span in enumerate(self.spans[1:]):
+                others = slice(span.stop - begin, self.end + span.start - 2 * begin)
+                of_group = document_importance(query[:, :, span], key[:, others], share[others], given.scaling)
+                found[own] = of_group.flatten(0, 1)
+        found.diagonal(dim1=0, dim2=2).fill_(float("-inf"))
+        return found
+
+    def _home_query(self) -> Paired:
+        """Return the queries of prefix and documents at home; for passes that read the whole prompt."""
+        turns = self.home_turns[:, : self.end]
+        if turns.shape[0] > 1:
+            turns = turns.repeat_interleave(self.groups, dim=0)
+        return self.query.tokens(slice(0, self.end)).turned(turns)
+
+    def read_after(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return the output of the tokens ``first`` to ``last``, (Hq, m, D), and the last one's attention, (1, Tk).
+
+        Keys stay at home; queries are moved to where they stand as seen from each segment's beginning.
+        """
+        given = self.given
+        query = self.query.tokens(slice(first - given.start, last - given.start))
+        plain = torch.unflatten(query.vectors(), 0, (-1, self.groups))  # (Hkv, G, m, D)
+        moved = query.turned(self._turns_after(plain.flatten(1, 2), first)).vectors()  # (N + 2, Hq, m, D)
+        moved = torch.unflatten(moved, 1, (-1, self.groups)).flatten(2, 3) * given.scaling  # (N + 2, Hkv, G m, D)
+        home = self.home_key.tokens(slice(0, last)).vectors().transpose(1, 2)  # (Hkv, D, Tk)
+        spans = (*self.spans, slice(self.end, last))
+        scores = torch.cat([part @ home[:, :, span] for part, span in zip(moved, spans, strict=True)], dim=-1)
+        scores = scores.view(query.pairs.shape[0], last - first, last)  # (Hq, m, Tk)
+        index = torch.arange(last, device=scores.device)
+        weights = scores.masked_fill_(index > index[first:, None], float("-inf")).softmax(dim=-1)
+        out = weights.view(plain.shape[0], -1, last) @ given.value[0, :, :last].float()
+        return out.view(*scores.shape[:2], -1), weights[:, -1].mean(dim=0)[None]
+
+    def _turns_after(self, plain: Tensor, first: int) -> Tensor:
+        """Return what moves the queries from ``first`` on for each segment, (N + 2, Hq, m, pairs) complex.
+
+        Shapes:
+            plain: (Hkv, G m, D), the queries unrotated.
+        """
+        importance = token_importance(plain, self.plain_key, self.share, self.given.scaling)
+        begin = self.end - distances(importance, self.lengths)  # (Hkv, G m, N)
+        begin = torch.nn.functional.pad(begin, (1, 0))  # the prefix begins at 0
+        begin = torch.nn.functional.pad(begin, (0, 1), value=float(self.end))
+        begin = begin.view(self.given.query.shape[1], -1, len(self.spans) + 1)  # (Hq, m, N + 2)
+        index = torch.arange(first, first + begin.shape[1], device=begin.device)
+        at = (index[:, None] - begin).transpose(1, 2)  # (Hq, N + 2, m)
+        return torch.unflatten(self.given.rotate.turns(at.flatten(1)[None])[0], 1, at.shape[1:]).transpose(0, 1)

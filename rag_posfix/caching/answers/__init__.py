@@ -1,0 +1,1 @@
+"""The answer cache: finished answers in memory, on disk and in Redis."""

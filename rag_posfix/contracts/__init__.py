@@ -1,0 +1,1 @@
+"""Contracts: what rooms pass to each other, and the protocols of retriever, reranker and generator."""

@@ -1,0 +1,129 @@
+"""A question to a pipeline and its answer. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from langchain_core.documents import Document
+
+from rag_posfix.contracts.request import FinishReason, MitigationChoice, Sampling, Usage
+
+__all__ = ["Answer", "AnswerChunk", "AnswerDocument", "Citation", "Question"]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a pipeline is asked. Everything at None takes the pipeline's default.
+
+    Attributes:
+        text: The question.
+        documents: The passages to answer from; None retrieves them, where the pipeline has a retriever.
+        history: Earlier messages of the conversation, ``{"role", "content"}``.
+        mitigation: The mitigation and its parameters.
+        order: The order of the passages: a name, or ``name:parameter=value``.
+        seed: Seeds the order ``random``.
+        k: Passages to retrieve.
+        sampling: How tokens are chosen.
+        tenant: Salt of the cache key: tenants never see each other's answers.
+        use_cache: Whether a stored answer may be returned and this one stored.
+    """
+
+    text: str
+    documents: Sequence[Document] | None = None
+    history: Sequence[Mapping[str, str]] = ()
+    mitigation: MitigationChoice | None = None
+    order: str | None = None
+    seed: int = 0
+    k: int | None = None
+    sampling: Sampling | None = None
+    tenant: str = ""
+    use_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDocument:
+    """A passage that the answer was made from.
+
+    Attributes:
+        id: The document's id.
+        score: Its relevance, or None where nothing scored it.
+        position: Its place in the prompt, from 0.
+        attention: Its share of the attention to passages, 0 to 1.
+        title: Its title, or None.
+        source: The file it comes from, or None.
+    """
+
+    id: str
+    score: float | None
+    position: int
+    attention: float
+    title: str | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Citation:
+    """A stretch of the answer and the documents that it comes from.
+
+    Attributes:
+        start: First character in the answer.
+        end: Character after the last.
+        text: The characters between.
+        document_ids: The documents.
+        origin: How that is known. ``quote``: they hold the text word for word. ``attention``: one of them dominated
+            the attention while the sentence was written. In JSON the field is called ``from``.
+    """
+
+    start: int
+    end: int
+    text: str
+    document_ids: tuple[str, ...]
+    origin: Literal["quote", "attention"] = "quote"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer with where it comes from.
+
+    Attributes:
+        text: The answer.
+        documents: The passages in the prompt, in their order.
+        citations: Stretches of the answer that passages hold, and sentences that one passage dominated, by place.
+        usage: Token counts.
+        cached: Whether it came from the answer cache.
+        mitigation: Name of the mitigation.
+        order: Name of the order.
+        finish_reason: ``stop`` or ``length``.
+        dropped: Document ids left out, with the reason: ``duplicate``, ``empty`` or ``budget``.
+        timings: Seconds by stage.
+    """
+
+    text: str
+    documents: tuple[AnswerDocument, ...]
+    citations: tuple[Citation, ...]
+    usage: Usage
+    cached: bool
+    mitigation: str
+    order: str
+    finish_reason: FinishReason
+    dropped: tuple[tuple[str, str], ...] = ()
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object that ``rag-posfix ask --json`` prints."""
+        data = asdict(self)
+        data["answer"] = data.pop("text")
+        for citation in data["citations"]:
+            citation["from"] = citation.pop("origin")
+        data["dropped"] = [{"id": identity, "reason": reason} for identity, reason in self.dropped]
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerChunk:
+    """A piece of a streamed answer; the last one carries the complete ``answer``."""
+
+    text: str
+    answer: Answer | None = None

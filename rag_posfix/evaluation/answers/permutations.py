@@ -1,0 +1,177 @@
+"""How often an answer changes when the passages are shuffled.
+
+Every order is computed, whatever a method says of itself: this measures the claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from langchain_core.documents import Document
+from torch import Tensor
+
+from rag_posfix.contracts.generator import Reranker
+from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.evaluation.answers.answering import QUESTIONS_TOGETHER, Asked, answer_all, scored
+from rag_posfix.evaluation.answers.orders import drawn_orders
+from rag_posfix.evaluation.data.datasets import PositionExample
+from rag_posfix.evaluation.labels import label
+from rag_posfix.evaluation.statistics import bootstrap_interval, mean
+from rag_posfix.generation.engine import Engine
+
+__all__ = ["OrderOutcome", "summarize_orders", "sweep_orders"]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderOutcome:
+    """One answer to one question with the passages in one order.
+
+    Attributes:
+        question: The question's id.
+        condition: Label of the mitigation.
+        order: Places of the passages in the first order, as they stand now; the first order is 0, 1, 2, ...
+        gold_position: Place of the gold passage.
+        changed: The answer's text is not that of the first order.
+        logit_difference: Largest absolute difference to the first order in the log-probabilities of the first token.
+        answer: What the model wrote.
+        accuracy: best_subspan_em of the first line.
+        accuracy_full_text: best_subspan_em of the whole answer.
+        log_probability: Mean log-probability per token of the first accepted answer.
+        seconds: Time to read the prompt, and a share of the time that its batch took to write.
+    """
+
+    question: str
+    condition: str
+    order: tuple[int, ...]
+    gold_position: int
+    changed: bool
+    logit_difference: float
+    answer: str
+    accuracy: float
+    accuracy_full_text: float
+    log_probability: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Question:
+    """A question with its passages in the first order, relevance included, and the orders to put them in."""
+
+    example: PositionExample
+    given: tuple[Document, ...]
+    orders: list[tuple[int, ...]]
+
+
+def sweep_orders(
+    engine: Engine,
+    examples: Sequence[PositionExample],
+    choices: Sequence[MitigationChoice],
+    *,
+    n_orders: int,
+    n_documents: int,
+    reranker: Reranker,
+    seed: int = 0,
+    max_new_tokens: int = 24,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[OrderOutcome]:
+    """Answer every question with each method in each order.
+
+    The first order has the gold passage first and the distractors as the data gives them. Eight questions are taken
+    at a time, and those of one method in their first, second, ... order are answered together: an answer has the same
+    neighbours in every order, so that rounding within a batch changes none.
+
+    Args:
+        engine: The model; the same for all methods.
+        examples: The questions.
+        choices: The mitigations.
+        n_orders: Orders per question, the first included; the same for every method.
+        n_documents: Passages per prompt.
+        reranker: Scores the passages of a question, once, in the first order.
+        seed: Draws the orders.
+        max_new_tokens: Tokens per answer.
+        progress: Called with (done, total) after each answer.
+
+    Raises:
+        EvaluationError: too few distractors, more orders than there are, or passages do not fit the context window.
+    """
+    total = len(examples) * len(choices) * n_orders
+    rows: list[OrderOutcome] = []
+    for start in range(0, len(examples), QUESTIONS_TOGETHER):
+        questions = []
+        for example in examples[start : start + QUESTIONS_TOGETHER]:
+            passages = scored(reranker, example, n_documents)
+            given = tuple(passages[str(document.id)] for document in example.documents(n_documents, 0))
+            questions.append(_Question(example, given, drawn_orders(n_documents, n_orders, seed, example.id)))
+        for choice in choices:
+            for row in _in_each_order(engine, questions, choice, n_orders, max_new_tokens):
+                rows.append(row)
+                if progress is not None:
+                    progress(len(rows), total)
+    return rows
+
+
+def _in_each_order(
+    engine: Engine, questions: Sequence[_Question], choice: MitigationChoice, n_orders: int, max_new_tokens: int
+) -> Iterator[OrderOutcome]:
+    first: list[tuple[str, Tensor]] = []  # by question, in the first order: the answer, and scores of its first token
+    for number in range(n_orders):
+        orders = [question.orders[number] for question in questions]
+        asked = [
+            Asked(question.example, tuple(question.given[i] for i in order), choice)
+            for question, order in zip(questions, orders, strict=True)
+        ]
+        for index, (answer, log_probs) in enumerate(answer_all(engine, asked, max_new_tokens)):
+            if number == 0:
+                first.append((answer.answer, log_probs))
+            yield OrderOutcome(
+                question=questions[index].example.id,
+                condition=label(choice),
+                order=orders[index],
+                gold_position=orders[index].index(0),
+                changed=answer.answer != first[index][0],
+                logit_difference=_largest_difference(log_probs, first[index][1]),
+                **asdict(answer),
+            )
+
+
+def _largest_difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest absolute difference; two infinities of one sign do not differ."""
+    return float((one - other).abs().where(one != other, 0.0).max())
+
+
+def summarize_orders(rows: Sequence[OrderOutcome]) -> dict[str, Any]:
+    """Return how much each method's answers depend on the order, with intervals by question.
+
+    ``flip_rate`` is the share of (question, order other than the first) whose answer is not that of the first order;
+    ``any_flip`` the share of questions with at least one such order; ``max_logit_difference`` the largest difference
+    of a first token's log-probability between an order and the first; ``accuracy`` the mean over all orders.
+    """
+    tables: dict[str, dict[str, list[OrderOutcome]]] = {}
+    for row in rows:
+        tables.setdefault(row.condition, {}).setdefault(row.question, []).append(row)
+    return {
+        "mitigations": {name: _summary(list(table.values())) for name, table in tables.items()},
+        "n": len({row.question for row in rows}),
+        "orders": max((len(found) for table in tables.values() for found in table.values()), default=0),
+    }
+
+
+def _summary(questions: Sequence[Sequence[OrderOutcome]]) -> dict[str, Any]:
+    """Shapes: questions: one list per question, its first order first."""
+    flips = [mean([float(row.changed) for row in found[1:]]) for found in questions]
+    measures = {
+        "flip_rate": flips,
+        "any_flip": [float(share > 0) for share in flips],
+        "accuracy": [mean([row.accuracy for row in found]) for found in questions],
+        "accuracy_full_text": [mean([row.accuracy_full_text for row in found]) for found in questions],
+        "log_probability": [mean([row.log_probability for row in found]) for found in questions],
+    }
+    summary: dict[str, Any] = {}
+    for name, values in measures.items():
+        summary[name] = mean(values)
+        summary[f"{name}_ci95"] = list(bootstrap_interval([[value] for value in values], mean))
+    summary["max_logit_difference"] = max(row.logit_difference for found in questions for row in found)
+    summary["seconds"] = mean([row.seconds for found in questions for row in found])
+    return summary

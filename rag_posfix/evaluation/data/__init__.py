@@ -1,0 +1,1 @@
+"""Evaluation data: reading and checking questions, collections and TREC files."""

@@ -1,0 +1,1 @@
+"""Ranking experiments: rerankers on test collections, with measures and significance tests."""

@@ -1,0 +1,270 @@
+"""What a method costs: time to first token, decoding speed and memory, as ratios to the stock model in one process.
+
+Unmodified and method take turns: every reading of a method stands between two of the stock model and is divided by
+their mean, so that a machine that slows down or speeds up slows or speeds both. A ratio is the median over repeats.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.errors import EvaluationError, PromptTooLongError, RagPosfixError
+from rag_posfix.evaluation.labels import label
+from rag_posfix.evaluation.record import environment
+from rag_posfix.evaluation.speed.memory import PeakMemory, peak_memory
+from rag_posfix.evaluation.speed.runs import Run, concurrent_run, method_run, stock_run, with_store
+from rag_posfix.generation.engine import Engine
+from rag_posfix.plan.layout import Layout
+
+__all__ = ["UNMODIFIED", "Bench", "Reading", "bench_record", "measure", "summarize_speed"]
+
+UNMODIFIED = "unmodified"
+MEMORY_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One prompt, read and continued.
+
+    Attributes:
+        repeat: Which round.
+        name: Label of the method, or ``unmodified``.
+        ttft_s: Seconds until the first token was known.
+        decode_tokens_per_s: Tokens per second after it.
+        warm_ttft_s: Seconds until the first token when prefix and passages were found, by the store they were in.
+        together_tokens_per_s: Tokens per second of several equal requests in all, None where not asked for.
+    """
+
+    repeat: int
+    name: str
+    ttft_s: float
+    decode_tokens_per_s: float
+    warm_ttft_s: Mapping[str, float] = field(default_factory=dict)
+    together_tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Everything that was measured.
+
+    Attributes:
+        readings: In the order in which they were taken: unmodified, method, unmodified, method, ..., unmodified.
+        memory: By name; None where the system does not tell.
+        refused: Methods that did not run, with the reason.
+    """
+
+    readings: tuple[Reading, ...]
+    memory: Mapping[str, PeakMemory | None]
+    refused: Mapping[str, str]
+
+
+def measure(
+    engine: Engine,
+    layout: Layout,
+    choices: Sequence[MitigationChoice],
+    *,
+    repeats: int = 3,
+    new_tokens: int = 16,
+    stores: Mapping[str, PassageStore] | None = None,
+    together: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Bench:
+    """Time the stock model and each method on one prompt, in turns, after one untimed round that measures memory.
+
+    Args:
+        engine: The model. What it keeps passages in is left out of it.
+        layout: The prompt.
+        choices: The methods.
+        repeats: Rounds.
+        new_tokens: Decode steps per reading.
+        stores: Warm readings are taken from each of these, by name; they are filled first.
+        together: Requests that decode together in another reading; 0 takes none.
+        progress: Called with (steps done, steps in all).
+
+    Raises:
+        EvaluationError: a number is out of range, or every method was refused.
+        PromptTooLongError: the stock model itself cannot read the prompt.
+    """
+    if repeats < 1 or new_tokens < 1:
+        raise EvaluationError(f"repeats={repeats} and new_tokens={new_tokens} must both be at least 1")
+    _check_length(engine, layout, new_tokens)
+    choices = list({label(choice): choice for choice in choices}.values())
+    steps = _Steps(progress, total=2 + len(choices) + repeats * (2 * len(choices) + 1))
+    engine = with_store(engine, None)
+    stock = stock_run(engine, layout)
+    stock(MEMORY_TOKENS)  # the first use of weights maps them, and sets up threads and kernels
+    steps.advance()
+    memory = {UNMODIFIED: peak_memory(lambda: stock(MEMORY_TOKENS), engine.loaded.device)}
+    steps.advance()
+    runs: dict[str, Run] = {}
+    refused: dict[str, str] = {}
+    for choice in choices:
+        name, run = label(choice), method_run(engine, layout, choice, new_tokens)
+        try:
+            memory[name] = peak_memory(_short(run), engine.loaded.device)
+            runs[name] = run
+        except RagPosfixError as error:
+            refused[name] = str(error)
+        steps.advance()
+    if not runs:
+        raise EvaluationError(f"no method is left to measure: {'; '.join(refused.values()) or 'none was given'}")
+    # Stores hold memory: they are filled when the memory of all methods has been measured.
+    extras = {
+        label(choice): _Extras.of(engine, layout, choice, stores or {}, together)
+        for choice in choices
+        if label(choice) in runs
+    }
+    steps.total -= repeats * 2 * len(refused)
+    readings: list[Reading] = []
+    for repeat in range(repeats):
+        for name, run in _turns(stock, runs):
+            first, rest = run(new_tokens)
+            more = extras[name].read(new_tokens) if name in extras else ({}, None)
+            readings.append(Reading(repeat, name, first, new_tokens / rest, *more))
+            steps.advance()
+    return Bench(tuple(readings), memory, refused)
+
+
+def summarize_speed(bench: Bench) -> dict[str, Any]:
+    """Return the stock model's medians, and each method's ratios: method / unmodified, neighbours in time."""
+    stock = [reading for reading in bench.readings if reading.name == UNMODIFIED]
+    base = bench.memory[UNMODIFIED]
+    paired: dict[str, list[_Ratios]] = {}
+    for i, reading in enumerate(bench.readings):
+        if reading.name != UNMODIFIED:
+            before, after = bench.readings[i - 1], bench.readings[i + 1]
+            paired.setdefault(reading.name, []).append(_ratios(reading, before, after))
+    methods = {
+        name: {**_medians(ratios), **_memory_ratios(bench.memory[name], base)} for name, ratios in paired.items()
+    }
+    return {
+        UNMODIFIED: {
+            "ttft_s": statistics.median(reading.ttft_s for reading in stock),
+            "decode_tokens_per_s": statistics.median(reading.decode_tokens_per_s for reading in stock),
+            "peak_memory_bytes": None if base is None else base.peak_bytes,
+            "extra_memory_bytes": None if base is None else base.extra_bytes,
+        },
+        "methods": methods,
+        "refused": dict(bench.refused),
+    }
+
+
+def bench_record(engine: Engine, bench: Bench, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """Return the record of a bench: what ran, on what, and every reading."""
+    device = engine.loaded.device
+    return {
+        "kind": "bench",
+        **environment(),
+        "model": engine.model_id,
+        "model_fingerprint": engine.fingerprint,
+        "dtype": str(engine.loaded.model.dtype).removeprefix("torch."),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "threads": torch.get_num_threads(),
+        "settings": settings,
+        "summary": summary,
+        "memory": {name: None if found is None else asdict(found) for name, found in bench.memory.items()},
+        "readings": [asdict(reading) for reading in bench.readings],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Extras:
+    """What else is read of a method: warm first tokens, by store, and several requests together."""
+
+    warm: Mapping[str, Run]
+    together: Callable[[int], float] | None
+    count: int
+
+    @classmethod
+    def of(
+        cls, engine: Engine, layout: Layout, choice: MitigationChoice, stores: Mapping[str, PassageStore], count: int
+    ) -> _Extras:
+        """Fill the stores and return the runs; a method that finds nothing in them has no warm runs."""
+        warm: dict[str, Run] = {}
+        for name, store in stores.items():
+            kept = with_store(engine, store)
+            kept.open(layout, choice)
+            store.flush()
+            if kept.open(layout, choice).cached_tokens:
+                warm[name] = method_run(kept, layout, choice, 1)
+        filled = with_store(engine, next(iter(stores.values()), None))  # reading the prompts is not what is timed
+        several = concurrent_run(filled, layout, choice, count) if count else None
+        return cls(warm, several, count)
+
+    def read(self, new_tokens: int) -> tuple[dict[str, float], float | None]:
+        """Return seconds to the first token by store, and tokens per second of all requests together."""
+        warm = {name: run(1)[0] for name, run in self.warm.items()}
+        rate = None if self.together is None else self.count * new_tokens / self.together(new_tokens)
+        return warm, rate
+
+
+_Ratios = dict[str, float]
+
+
+def _ratios(reading: Reading, before: Reading, after: Reading) -> _Ratios:
+    """Return a reading over the mean of its neighbours; decoding together over decoding alone."""
+    ttft = statistics.mean((before.ttft_s, after.ttft_s))
+    speed = statistics.mean((before.decode_tokens_per_s, after.decode_tokens_per_s))
+    found = {"ttft_cold_ratio": reading.ttft_s / ttft, "decode_ratio": reading.decode_tokens_per_s / speed}
+    found.update({f"ttft_warm_{name}_ratio": seconds / ttft for name, seconds in reading.warm_ttft_s.items()})
+    if reading.together_tokens_per_s is not None:
+        found["together_ratio"] = reading.together_tokens_per_s / reading.decode_tokens_per_s
+    return found
+
+
+def _medians(ratios: Sequence[_Ratios]) -> dict[str, float | None]:
+    """Return each ratio's median over rounds. The warm ratio as such is that of the first store."""
+    medians: dict[str, float | None] = {
+        name: statistics.median(round_[name] for round_ in ratios) for name in ratios[0]
+    }
+    warm = next((value for name, value in medians.items() if name.startswith("ttft_warm_")), None)
+    return {"ttft_warm_ratio": warm, **medians}
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Counts what was done, for a progress bar."""
+
+    progress: Callable[[int, int], None] | None
+    total: int
+    done: int = 0
+
+    def advance(self) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def _check_length(engine: Engine, layout: Layout, new_tokens: int) -> None:
+    needed = len(layout.token_ids) + max(new_tokens, MEMORY_TOKENS) + 1
+    if needed > engine.context_window:
+        raise PromptTooLongError(
+            f"prompt and answer take {needed} tokens, but the context window is {engine.context_window}; use fewer "
+            "documents, fewer tokens per document or fewer new tokens"
+        )
+
+
+def _turns(stock: Run, runs: Mapping[str, Run]) -> Iterator[tuple[str, Run]]:
+    for name, run in runs.items():
+        yield UNMODIFIED, stock
+        yield name, run
+    yield UNMODIFIED, stock
+
+
+def _short(run: Run) -> Callable[[], object]:
+    return lambda: run(MEMORY_TOKENS)
+
+
+def _memory_ratios(found: PeakMemory | None, base: PeakMemory | None) -> dict[str, float | None]:
+    if found is None or base is None:
+        return {"memory_ratio": None, "memory_extra_ratio": None}
+    extra = found.extra_bytes / base.extra_bytes if base.extra_bytes else None
+    return {"memory_ratio": found.peak_bytes / base.peak_bytes, "memory_extra_ratio": extra}

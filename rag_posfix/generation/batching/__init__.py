@@ -1,0 +1,1 @@
+"""Continuous batching: several requests share the decode steps of one model."""

@@ -1,0 +1,119 @@
+"""Answers many requests at the same time with one model: their decode steps run together.
+
+Requests join and leave between any two steps. The answers are those of the engine one by one; in bfloat16 the last
+digits may differ with the company that an answer keeps, as they do with any batch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from rag_posfix.contracts.generator import PassageReader
+from rag_posfix.contracts.request import Chunk, GenerationRequest
+from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.generation.batching.request_handle import Delivery
+from rag_posfix.generation.batching.stepped import SteppedGenerator
+from rag_posfix.generation.batching.worker import Worker
+from rag_posfix.generation.delegating import GeneratorAround
+from rag_posfix.plan.layout import Layout
+
+__all__ = ["BatchingGenerator"]
+
+
+class BatchingGenerator(GeneratorAround[SteppedGenerator]):
+    """Answers any number of requests, of any threads, in one thread of its own. Implements ``protocols.Generator``.
+
+    Between two steps at most one prompt is read: a newcomer waits one prompt and one step for each that came before
+    it, and running answers pause for one prompt at most. ``timings["queue"]`` of an answer is the time until its
+    prompt was begun; ``timings["decode"]`` holds the work of its neighbours.
+
+    Cost: memory for the caches of ``max_running`` prompts.
+
+    Args:
+        engine: The model.
+        max_running: Answers that are decoded at the same time, >= 1; further requests wait, first come first served.
+
+    Raises:
+        ConfigError: ``max_running`` is below 1.
+    """
+
+    def __init__(self, engine: SteppedGenerator, max_running: int = 8) -> None:
+        if max_running < 1:
+            raise ConfigError(f"max_running={max_running} must be >= 1")
+        super().__init__(engine)
+        self._worker = Worker(engine, max_running)
+        weakref.finalize(self, self._worker.stop)  # the thread holds the worker, and would outlive whoever forgets it
+
+    @property
+    def engine(self) -> SteppedGenerator:
+        """The model."""
+        return self._inner
+
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        """Yield the answer piece by piece; the last chunk carries the whole.
+
+        Nothing happens before the first piece is asked for. From then on the answer is computed at the model's pace,
+        whether its pieces are read or not. Closing the iterator takes the answer out before the next step.
+
+        Raises:
+            RagPosfixError: those of ``Engine.open``, when the first piece is asked for.
+            GenerationError: a step that several answers shared failed, or this generator was closed.
+        """
+        yield from self._pieces(Delivery(request))
+
+    def stream_watched(
+        self, request: GenerationRequest, check: Callable[[], None], released: Callable[[], None]
+    ) -> Iterator[Chunk]:
+        """As ``stream``, followed from outside. Both functions run in the thread of the model: they must be quick.
+
+        Args:
+            request: What is asked.
+            check: Called before each step; what it raises ends the answer there, and is raised in the stream.
+            released: Called when the model has done its last work for the answer, although pieces of it may still
+                wait to be read. Not called where the stream raises before it is taken in.
+        """
+        yield from self._pieces(Delivery(request, check, released))
+
+    def question_likelihood(self, layout: Layout, salt: str = "") -> tuple[float, ...]:
+        """As ``Engine.question_likelihood``, in the thread of the caller: beside the answers, not between them."""
+        return self._reader().question_likelihood(layout, salt)
+
+    def question_attention(
+        self,
+        layouts: Sequence[Layout],
+        salt: str = "",
+        check: Callable[[], None] | None = None,
+        layers: Collection[int] | None = None,
+    ) -> list[tuple[tuple[float, ...], ...]]:
+        """As ``Engine.question_attention``, in the thread of the caller."""
+        return self._reader().question_attention(layouts, salt, check, layers)
+
+    def passage_attention(
+        self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
+    ) -> list[tuple[float, ...]]:
+        """As ``Engine.passage_attention``, in the thread of the caller."""
+        return self._reader().passage_attention(layouts, salt, check)
+
+    def _reader(self) -> PassageReader:
+        if not isinstance(self._inner, PassageReader):
+            raise UnsupportedModelError(
+                f"{type(self._inner).__name__} reads no passages for rerankers; give the reranker an engine, or use "
+                "the embedding or the cross_encoder reranker"
+            )
+        return self._inner
+
+    def close(self) -> None:
+        """End the thread, after the prompt or step that it is at. Open answers fail with ``GenerationError``."""
+        self._worker.close()
+
+    def _pieces(self, delivery: Delivery) -> Iterator[Chunk]:
+        self._worker.submit(delivery)
+        try:
+            while True:
+                chunk = delivery.take()
+                yield chunk
+                if chunk.generation is not None:
+                    return
+        finally:
+            delivery.cancel()

@@ -1,0 +1,1 @@
+"""Decoding: sampling, combining rows, streaming text, and which passage each token comes from."""

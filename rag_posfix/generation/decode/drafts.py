@@ -1,0 +1,106 @@
+"""Lets every row of a plan write a short answer alone, and scores every answer in every row.
+
+Knows rows and what ends an answer; knows no method and leaves the rows as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rag_posfix.generation.model.sequence_batch import Rows, forward_together
+from rag_posfix.plan.draft import Drafts
+
+__all__ = ["AnswerText", "draft_answers"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerText:
+    """What the tokens of an answer mean: which of them end it, and how they read.
+
+    Attributes:
+        eos_ids: Tokens that end an answer.
+        decode: Tokens to text; None where there is no text, then answers are equal if their tokens are.
+    """
+
+    eos_ids: frozenset[int] = frozenset()
+    decode: Callable[[Sequence[int]], str] | None = None
+
+    def ended(self, token_ids: Sequence[int]) -> bool:
+        """Return whether a short answer is over: its first line is complete."""
+        return self.decode is not None and "\n" in self.decode(token_ids).lstrip()
+
+    def key(self, token_ids: Sequence[int]) -> str | tuple[int, ...]:
+        """Return what equal answers have in common: their words, whatever case, spaces and the stop after them."""
+        if self.decode is None:
+            return tuple(token_ids)
+        return " ".join(self.decode(token_ids).casefold().split()).rstrip(" .")
+
+
+@torch.inference_mode()
+def draft_answers(
+    groups: Sequence[Rows], log_probs: Tensor, question: Tensor, max_tokens: int, text: AnswerText
+) -> Drafts:
+    """Return one greedy answer per row and its log-probability in every row.
+
+    Cost: at most ``max_tokens`` steps of all rows, and one pass of all rows over each distinct answer.
+
+    Args:
+        groups: The rows, having read the prompt.
+        log_probs: (R, V), what they say of the next token.
+        question: (R,), how likely they find the question.
+        max_tokens: Tokens per answer at most.
+        text: What ends an answer, and which answers are equal.
+    """
+    answers = _write(groups, log_probs, max_tokens, text)
+    keys = [text.key(answer) for answer in answers]
+    scored: dict[tuple[int, ...], Tensor] = {}
+    for answer in answers:
+        if answer not in scored:
+            scored[answer] = _score(groups, log_probs, answer)
+    return Drafts(
+        tokens=tuple(answers),
+        log_probs=torch.stack([scored[answer] for answer in answers]),
+        same=torch.tensor([[a == b for b in keys] for a in keys], device=log_probs.device),
+        question=question,
+    )
+
+
+def _write(groups: Sequence[Rows], log_probs: Tensor, max_tokens: int, text: AnswerText) -> list[tuple[int, ...]]:
+    """Return each row's greedy answer, without what ends it."""
+    running = [group.fork() for group in groups]
+    agree = groups[0].loaded.spec.ranks.agree
+    answers: list[list[int]] = [[] for _ in log_probs]
+    open_rows = set(range(len(answers)))
+    for step in range(max_tokens):
+        tokens: list[int] = agree(log_probs.argmax(dim=-1)).tolist()
+        for row in sorted(open_rows):
+            if tokens[row] not in text.eos_ids:
+                answers[row].append(tokens[row])
+            if tokens[row] in text.eos_ids or text.ended(answers[row]):
+                open_rows.discard(row)
+        if not open_rows or step + 1 == max_tokens:
+            break
+        log_probs = _step(running, torch.tensor(tokens, device=log_probs.device)[:, None])[:, -1]
+    return [tuple(answer) for answer in answers]
+
+
+def _score(groups: Sequence[Rows], log_probs: Tensor, answer: tuple[int, ...]) -> Tensor:
+    """Return the summed log-probability of one answer in every row, (R,)."""
+    if not answer:
+        return log_probs.new_zeros(log_probs.shape[0])
+    steps = log_probs[:, None]  # (R, 1, V)
+    ids = torch.tensor(answer, device=log_probs.device)
+    if len(answer) > 1:
+        given = ids[:-1].expand(log_probs.shape[0], -1)
+        steps = torch.cat((steps, _step([group.fork() for group in groups], given)), dim=1)  # (R, n, V)
+    return steps.gather(2, ids[None, :, None].expand(steps.shape[0], -1, 1)).sum(dim=(1, 2))
+
+
+def _step(groups: Sequence[Rows], tokens: Tensor) -> Tensor:
+    """Append each row's own tokens and return what the rows say after each of them, (R, n, V) float32."""
+    own = torch.split(tokens, [rows.n_rows for rows in groups])
+    return torch.cat(forward_together(groups, own, tokens.shape[1])).float().log_softmax(dim=-1)

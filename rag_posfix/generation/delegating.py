@@ -1,0 +1,64 @@
+"""A generator around another one: what both say of the model is the same. No torch, no model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from rag_posfix.contracts.generator import Generator, TokenEncoder
+from rag_posfix.contracts.request import (
+    Chunk,
+    Generation,
+    GenerationRequest,
+    MitigationChoice,
+    MitigationInfo,
+    whole_answer,
+)
+
+__all__ = ["GeneratorAround"]
+
+Inner = TypeVar("Inner", bound=Generator)
+
+
+class GeneratorAround(ABC, Generic[Inner]):
+    """Base of generators that answer with another one. Implements ``protocols.Generator``, all but ``stream``.
+
+    Args:
+        inner: Does the work.
+    """
+
+    def __init__(self, inner: Inner) -> None:
+        self._inner = inner
+
+    @property
+    def model_id(self) -> str:
+        """Name of the model."""
+        return self._inner.model_id
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of weights and dtype."""
+        return self._inner.fingerprint
+
+    @property
+    def context_window(self) -> int:
+        """Most tokens that prompt and answer may have together."""
+        return self._inner.context_window
+
+    @property
+    def encoder(self) -> TokenEncoder:
+        """The tokenizer that prompts must be counted and encoded with."""
+        return self._inner.encoder
+
+    def describe(self, choice: MitigationChoice) -> MitigationInfo:
+        """Check a mitigation and its parameters and return what caching needs to know of it."""
+        return self._inner.describe(choice)
+
+    def generate(self, request: GenerationRequest) -> Generation:
+        """Return the whole answer. Errors as those of ``stream``."""
+        return whole_answer(self.stream(request))
+
+    @abstractmethod
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        """Yield the answer piece by piece; the last chunk carries the whole."""

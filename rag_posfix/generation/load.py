@@ -1,0 +1,253 @@
+"""Loading: a packaged model, an id or a folder becomes an engine with a verified seam."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rag_posfix.errors import ConfigError, RagPosfixError, missing_extra
+from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.packaged import PACKAGED, PackagedModel
+from rag_posfix.generation.model.sequence_batch import LoadedModel
+from rag_posfix.generation.model.tokenizer import Tokenizer
+from rag_posfix.patching.families import family_of, shape_of
+from rag_posfix.patching.install import install
+from rag_posfix.patching.ranks import Ranks
+from rag_posfix.patching.verify import verify
+from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.settings import default_cache_dir
+
+__all__ = ["load_engine", "quiet_loading", "read_shape", "source_of", "usable_device"]
+
+_log = logging.getLogger(__name__)
+
+DEMO_MODEL = "smollm2"
+
+
+def load_engine(
+    model: str = DEMO_MODEL,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    cache_dir: Path | None = None,
+    ranks: Ranks | None = None,
+) -> Engine:
+    """Load a model, put the seam on it and check it.
+
+    Args:
+        model: ``smollm2`` or ``gemma3-270m`` (weights that come as packages), a model id, or a folder.
+        dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``. ``auto`` is bfloat16 where it is fast.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ...
+        cache_dir: Where the packaged weights are kept once converted; default ``~/.cache/rag_posfix``.
+        ranks: The processes that the model is split over, each of which calls this; None loads it whole. See
+            ``generation.parallel``, which starts them.
+
+    Raises:
+        ConfigError: the model cannot be found or read, or a setting is outside of what is allowed.
+        UnsupportedModelError: its family is not supported, or the seam changes what it computes.
+    """
+    place = usable_device(device)
+    kind = _dtype(dtype, place)
+    options = {} if ranks is None or ranks.count == 1 else {"distributed_config": _split(ranks.count)}
+    packaged = PACKAGED.get(model)
+    if packaged is not None:
+        source, loaded, tokenizer = _load_packaged(packaged, cache_dir or default_cache_dir(), kind, place, **options)
+    else:
+        source, (loaded, tokenizer) = model, _load(model, kind, place, **options)
+    spec = install(loaded, ranks)
+    spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
+    verify(loaded, spec)
+    identity = _identity(source, loaded)
+    fingerprint = hashlib.blake2b(f"{identity}:{kind}".encode(), digest_size=16).hexdigest()
+    name = packaged.title if packaged else Path(model).name if Path(model).exists() else model
+    _log.info("loaded %s as %s on %s", name, kind, place)
+    return Engine(LoadedModel(loaded, spec), Tokenizer(tokenizer), name, fingerprint)
+
+
+def source_of(model: str, cache_dir: Path | None = None) -> str:
+    """Return the folder or the id that a model is loaded from; a packaged model is converted if it has not been."""
+    packaged = PACKAGED.get(model)
+    return model if packaged is None else str(_converted(packaged, cache_dir or default_cache_dir()))
+
+
+def read_shape(source: str) -> ModelShape:
+    """Return what a model's configuration says of it; no weights are read.
+
+    Raises:
+        ConfigError: there is no such model.
+        UnsupportedModelError: its family is not supported.
+    """
+    config = _read_config(source)
+    return shape_of(config, family_of(config))
+
+
+def usable_device(device: str) -> str:
+    """Return the device that is meant, ``cpu`` or ``cuda`` for ``auto``.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device).item()  # `meta` can be allocated on, and holds nothing
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device={device!r} cannot be used: {reason}; use 'auto' or 'cpu'") from error
+    return device
+
+
+def _dtype(dtype: str, device: str) -> Any:
+    import torch
+
+    names = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if dtype in names:
+        return names[dtype]
+    if dtype != "auto":
+        raise ConfigError(f"dtype={dtype!r} must be one of auto, {', '.join(names)}")
+    if device != "cpu":
+        return torch.bfloat16
+    # Without these instructions bfloat16 is emulated and slower than float32.
+    able = torch.cpu.get_capabilities()
+    return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16") else torch.float32
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Keep transformers' progress bars off the terminal: ours belongs there."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _load(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, Any]:
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise missing_extra("transformers", "local") from error
+    try:
+        with quiet_loading():
+            if "gguf_file" not in options:  # a family that is refused is told before its weights are read
+                family_of(_read_config(source))
+            tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **options)
+    except RagPosfixError:
+        raise
+    # Hub, configuration, tokenizer and weights come from different libraries, which raise what they like.
+    except Exception as error:
+        raise _cannot_be_loaded(source, error) from error
+    # A part of a model is where it belongs already.
+    return (model.eval() if "distributed_config" in options else model.eval().to(device)), tokenizer
+
+
+def _read_config(source: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source).get_text_config()
+    except Exception as error:
+        raise _cannot_be_loaded(source, error) from error
+
+
+def _cannot_be_loaded(source: str, error: Exception) -> ConfigError:
+    return ConfigError(f"model {source!r} cannot be loaded: {' '.join(str(error).split())[:300]}")
+
+
+def _split(count: int) -> Any:
+    """Return what makes transformers load this rank's share: heads and channels of each layer, dealt out evenly."""
+    from transformers import DistributedConfig
+
+    return DistributedConfig(tp_size=count)
+
+
+def _load_packaged(
+    packaged: PackagedModel, cache_dir: Path, dtype: Any, device: str, **options: Any
+) -> tuple[str, Any, Any]:
+    """Return where the model was loaded from, and it; converted weights that are damaged are converted again, once."""
+    source = str(_converted(packaged, cache_dir))
+    try:
+        loaded, tokenizer = _load(source, dtype, device, **options)
+    except ConfigError as error:
+        _log.warning("the converted weights are damaged and are made again: %s", error)
+        source = str(_converted(packaged, cache_dir, again=True))
+        loaded, tokenizer = _load(source, dtype, device, **options)
+    return source, loaded, tokenizer
+
+
+def _converted(packaged: PackagedModel, cache_dir: Path, *, again: bool = False) -> Path:
+    """Return the folder with the model as bfloat16 safetensors, converting it from the package's GGUF once."""
+    packaged.files()  # a package that was removed is told, whatever was converted from it before
+    target = cache_dir / "models" / packaged.folder_name
+    if again or not (target / "complete").exists():
+        _log.info("converting %s once, to %s", packaged.gguf, target)
+        try:
+            with packaged.whole_file(target.parent) as gguf:
+                _convert(gguf, target)
+        except OSError as error:
+            raise ConfigError(
+                f"the model cannot be kept in {target}: {error.strerror or error}; set RAG_POSFIX_CACHE_DIR to a "
+                f"folder that can be written and has {packaged.megabytes} MB free"
+            ) from error
+    return target
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Write the dequantised model beside ``target`` and move it there whole; the last writer of several wins."""
+    import torch
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        model, tokenizer = _load(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **_dense())
+        # True where the Hub is off; the files' content is the fingerprint, and stores are shared by fingerprint.
+        tokenizer.init_kwargs["local_files_only"] = False
+        with quiet_loading():
+            model.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+        (scratch / "complete").write_text("ok\n")
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            scratch.replace(target)
+        except OSError:
+            if not (target / "complete").exists():  # else another process was quicker
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _dense() -> dict[str, Any]:
+    """Return the option that unpacks GGUF weights; older transformers unpack them always and lack it."""
+    try:
+        from transformers.utils.quantization_config import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _identity(source: str, model: Any) -> str:
+    """Return what tells these weights from others: the revision of an id, the content of a folder's small files."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return f"{source}@{getattr(model.config, '_commit_hash', None) or 'unknown'}"
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(folder.glob("*")):
+        if file.suffix == ".json":
+            digest.update(file.read_bytes())
+        elif file.suffix == ".safetensors":
+            with file.open("rb") as opened:  # header and first weights: enough to tell, cheap for any size
+                digest.update(f"{file.name}:{file.stat().st_size}".encode() + opened.read(1 << 20))
+    return digest.hexdigest()

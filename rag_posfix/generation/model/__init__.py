@@ -1,0 +1,1 @@
+"""The loaded model: tokenizer, packaged weights, KV cache, and batches of sequences on it."""

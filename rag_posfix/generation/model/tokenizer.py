@@ -1,0 +1,218 @@
+"""A Hugging Face fast tokenizer, as assembly and the engine need it: exact, thread-safe, and closed to injection.
+
+The tokenizer is passed in; nothing here imports transformers or tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.errors import ConfigError
+from rag_posfix.text import clean_text
+
+__all__ = ["Tokenizer"]
+
+_REPLACEMENT = "\ufffd"
+_MARK = "\ue000"
+
+
+class Tokenizer:
+    """A ``TokenEncoder`` over a Hugging Face fast tokenizer.
+
+    Control tokens are all added tokens that are not whitespace: the special ones, and those that models use to mark
+    turns, thoughts and tool calls without calling them special. Text never encodes to one of them.
+
+    Decoding an encoded text gives the text back, up to the tokenizer's own normaliser (Qwen's applies NFC) and apart
+    from characters that a byte-level vocabulary has no tokens for (SmolLM2's lacks some control characters), which
+    become U+FFFD instead of vanishing. Vocabularies that put a space before every text (Llama 2) lose a leading one.
+
+    Args:
+        tokenizer: The fast tokenizer. It is not changed, and later changes to it have no effect on encoding.
+        eos_ids: Further tokens that end an answer (a model's generation config may list some).
+
+    Raises:
+        ConfigError: ``tokenizer`` is not a fast one.
+    """
+
+    def __init__(self, tokenizer: Any, *, eos_ids: Iterable[int] = ()) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError(
+                f"{type(tokenizer).__name__} has no backend_tokenizer; load a fast tokenizer (AutoTokenizer does)"
+            )
+        self._chat = tokenizer
+        # Two copies of the backend: whether control tokens are recognised is state of a backend, so that one backend
+        # for both, or one shared with other users, would let threads change each other's encoding.
+        self._template, self._text, self._controls = _backends(backend)
+        self._control_ids = frozenset(self._controls.values())
+        self._unwritable = _unwritable(self._text)
+        self._eos = self._find_eos(eos_ids)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer: the tokenizer's, the chat template's end of a turn, and the given ones."""
+        return self._eos
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Tokens that no text encodes to."""
+        return self._control_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return int(self._template.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer brings a chat template; base models have none."""
+        return bool(getattr(self._chat, "chat_template", None))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the tokens of ``text``; control tokens written in it become ordinary text.
+
+        Args:
+            text: Any text.
+
+        Raises:
+            ConfigError: the vocabulary has no other way to write a control token's name.
+        """
+        text = clean_text(text)
+        if self._unwritable is not None:
+            text = self._unwritable.sub(_REPLACEMENT, text)
+        ids = self._plain(text)
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        # Some vocabularies hold the names of control tokens as ordinary entries (Unigram, SentencePiece BPE).
+        ids = [token for piece in _between(self._controls).split(text) for token in self._plain(piece)]
+        if not self._control_ids.isdisjoint(ids):
+            found = sorted(self._control_ids.intersection(ids))
+            raise ConfigError(
+                f"the tokenizer encodes ordinary text to control tokens {found}, which would let documents forge "
+                "turns; use another tokenizer"
+            )
+        return ids
+
+    def encode_template(self, text: str) -> list[int]:
+        """Return the tokens of a piece of chat template, control tokens included. Adds none of its own.
+
+        Args:
+            text: Text that a chat template wrote.
+        """
+        ids: list[int] = self._template.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the exact text of ``token_ids``, control tokens included.
+
+        Args:
+            token_ids: Any tokens.
+        """
+        return str(self._template.decode(list(token_ids), skip_special_tokens=False))
+
+    def decode_answer(self, token_ids: Sequence[int]) -> str:
+        """Return the text of generated tokens without special tokens.
+
+        Args:
+            token_ids: Generated tokens.
+        """
+        shown = [token for token in token_ids if token not in self._eos]
+        return str(self._template.decode(shown, skip_special_tokens=True))
+
+    def render_chat(self, messages: Sequence[ChatMessage], *, open_answer: bool = True) -> str:
+        """Return the chat template filled with ``messages``; ``open_answer`` opens the assistant's turn.
+
+        Without a chat template the contents are joined by blank lines, after the token that begins a text.
+
+        Args:
+            messages: The chat, in a form that the template accepts.
+            open_answer: Whether an answer is to follow.
+
+        Raises:
+            ConfigError: the chat template refuses the messages.
+        """
+        if not self.has_chat_template:
+            return (self._chat.bos_token or "") + "\n\n".join(message["content"] for message in messages)
+        plain = [dict(message) for message in messages]
+        try:
+            rendered = self._chat.apply_chat_template(plain, tokenize=False, add_generation_prompt=open_answer)
+        # Templates are programs that come with a model: they raise what they like.
+        except Exception as error:
+            roles = ", ".join(message["role"] for message in plain)
+            raise ConfigError(
+                f"the chat template refused messages with the roles {roles}: {error}; move the content of a role that "
+                "the model does not know into the user's message"
+            ) from error
+        return str(rendered)
+
+    def _plain(self, text: str) -> list[int]:
+        ids: list[int] = self._text.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _find_eos(self, given: Iterable[int]) -> frozenset[int]:
+        found = {*given, self._chat.eos_token_id} - {None}
+        if self.has_chat_template:
+            try:
+                chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}]
+                after = self.encode_template(self.render_chat(chat, open_answer=False).rpartition(_MARK)[2])
+            except ConfigError:
+                after = []
+            # What follows an answer ends it, unless it is mere text.
+            found |= {token for token in after[:1] if token in self._control_ids}
+        return frozenset(found)
+
+
+def _backends(backend: Any) -> tuple[Any, Any, dict[str, int]]:
+    """Return a backend that recognises control tokens, one that does not, and the control tokens."""
+    serialised = backend.to_str()
+    template = type(backend).from_str(serialised)
+    state = json.loads(serialised)
+    controls: dict[str, int] = {}
+    for token in state.get("added_tokens", ()):
+        # Only special tokens can be switched off. Whitespace is in the list for speed; documents contain it.
+        token["special"] = bool(token["content"].strip())
+        if token["special"]:
+            controls[token["content"]] = token["id"]
+    # What a vocabulary writes for text that it lacks is no control token, although it is listed as special.
+    model = state["model"]
+    controls = {name: number for name, number in controls.items() if name != model.get("unk_token")}
+    controls = {name: number for name, number in controls.items() if number != model.get("unk_id")}
+    text = type(backend).from_str(json.dumps(state))
+    template.encode_special_tokens = False
+    text.encode_special_tokens = True
+    for each in (template, text):
+        each.no_truncation()
+        each.no_padding()
+    return template, text, controls
+
+
+def _between(controls: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches the empty places after the first character of each control token's name."""
+    names = sorted(controls, key=len, reverse=True)
+    places = [f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names if len(name) > 1]
+    return re.compile("|".join(places) or "(?!)")
+
+
+def _unwritable(backend: Any) -> re.Pattern[str] | None:
+    """Return a pattern of the characters that a byte-level vocabulary lacks a byte of, or None if it has all."""
+    if type(backend.decoder).__name__ != "ByteLevel":
+        return None
+
+    def lost(character: str) -> bool:
+        ids = backend.encode(character, add_special_tokens=False).ids
+        return character not in str(backend.decode(ids, skip_special_tokens=False))
+
+    ranges = [(code, code) for code in range(0x80) if lost(chr(code))]
+    # All characters with the same leading byte in UTF-8 share its fate; each such range is tried at both ends, since
+    # a normaliser may change one of them.
+    leading = [(low, low + 0x3F) for low in range(0x80, 0x800, 0x40)]
+    leading += [(0x800, 0xFFF), *((low, low + 0xFFF) for low in range(0x1000, 0xD000, 0x1000)), (0xD000, 0xD7FF)]
+    leading += [(0xE000, 0xEFFF), (0xF000, 0xFFFF), (0x10000, 0x3FFFF), (0x40000, 0x7FFFF), (0x80000, 0xBFFFF)]
+    leading += [(0xC0000, 0xFFFFF), (0x100000, 0x10FFFF)]
+    ranges += [(low, high) for low, high in leading if lost(chr(low)) and lost(chr(high))]
+    body = "".join(f"{re.escape(chr(low))}-{re.escape(chr(high))}" for low, high in ranges)
+    return re.compile(f"[{body}]") if body else None

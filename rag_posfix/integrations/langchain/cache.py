@@ -1,0 +1,104 @@
+"""The answer cache as langchain's ``BaseCache``: nothing is ever unpickled, no class is looked up by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from langchain_core.caches import BaseCache
+from langchain_core.messages import message_to_dict, messages_from_dict
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, Generation, GenerationChunk
+
+from rag_posfix.caching.answers.keys import SCHEMA_VERSION
+from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.text import content_hash
+
+__all__ = ["RagPosfixCache"]
+
+_PLAIN: dict[str, type[Generation]] = {cls.__name__: cls for cls in (Generation, GenerationChunk)}
+_CHAT: dict[str, type[ChatGeneration]] = {cls.__name__: cls for cls in (ChatGeneration, ChatGenerationChunk)}
+
+
+class RagPosfixCache(BaseCache):
+    """Caches what langchain models generate.
+
+    Only a result that reads back equal is kept: one with parts that are not JSON, or of a class that langchain-core
+    does not define, is generated again each time. A damaged entry is a miss.
+
+    Args:
+        cache: Where results are kept. ``clear`` clears all of it, so give it tiers of its own if other answers must
+            survive.
+    """
+
+    def __init__(self, cache: TieredAnswerCache) -> None:
+        self._cache = cache
+
+    def lookup(self, prompt: str, llm_string: str) -> list[Generation] | None:
+        """Return what the model ``llm_string`` generated for ``prompt``, or None."""
+        value = self._cache.get(_key(prompt, llm_string))
+        return None if value is None else _from_json(value.get("generations"))
+
+    def update(self, prompt: str, llm_string: str, return_val: Sequence[Generation]) -> None:
+        """Keep what the model ``llm_string`` generated for ``prompt``."""
+        try:
+            generations = [_to_json(generation) for generation in return_val]
+        except (KeyError, ValueError, TypeError):
+            return
+        key = _key(prompt, llm_string)
+        if _from_json(generations) == list(return_val):
+            self._cache.put(key, {"generations": generations})
+
+    def clear(self, **kwargs: Any) -> None:
+        """Drop every entry of every tier."""
+        self._cache.clear()
+
+    async def alookup(self, prompt: str, llm_string: str) -> list[Generation] | None:
+        """``lookup`` without blocking the event loop."""
+        return await asyncio.to_thread(self.lookup, prompt, llm_string)
+
+    async def aupdate(self, prompt: str, llm_string: str, return_val: Sequence[Generation]) -> None:
+        """``update`` without blocking the event loop."""
+        await asyncio.to_thread(self.update, prompt, llm_string, return_val)
+
+    async def aclear(self, **kwargs: Any) -> None:
+        """``clear`` without blocking the event loop."""
+        await asyncio.to_thread(self.clear)
+
+
+def _key(prompt: str, llm_string: str) -> str:
+    return content_hash(f"langchain-v{SCHEMA_VERSION}", prompt, llm_string)
+
+
+def _to_json(generation: Generation) -> dict[str, Any]:
+    """Return ``generation`` as JSON types; raise for what cannot be one of ours or is not JSON."""
+    name = type(generation).__name__
+    data: dict[str, Any] = {"type": name, "generation_info": generation.generation_info}
+    if type(generation) is _CHAT.get(name):
+        data["message"] = message_to_dict(generation.message)
+    elif type(generation) is _PLAIN.get(name):
+        data["text"] = generation.text
+    else:
+        raise TypeError(name)
+    plain: dict[str, Any] = orjson.loads(orjson.dumps(data))
+    return plain
+
+
+def _from_json(generations: object) -> list[Generation] | None:
+    """Return the generations, or None if any part is damaged."""
+    if not isinstance(generations, list):
+        return None
+    try:
+        return [_generation(data) for data in generations]
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def _generation(data: dict[str, Any]) -> Generation:
+    name, info = data["type"], data["generation_info"]
+    if name in _PLAIN:
+        return _PLAIN[name](text=data["text"], generation_info=info)
+    # Chooses among langchain-core's message classes by a fixed table; it imports nothing that the data names.
+    (message,) = messages_from_dict([data["message"]])
+    return _CHAT[name](message=message, generation_info=info)

@@ -1,0 +1,314 @@
+"""The path of one question: retrieve, rerank, assemble, look in the cache, generate. Knows protocols only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.documents import Document
+
+from rag_posfix.assembly.documents import content_key, document_id
+from rag_posfix.assembly.recent import RecentPrompts
+from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.generator import Generator, Reranker, Retriever
+from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
+from rag_posfix.errors import ConfigError
+from rag_posfix.pipeline.protocols import (
+    AnswerCache,
+    PassageKeeper,
+    PromptAssembler,
+    PromptMemory,
+    Stage,
+    StageWatcher,
+)
+from rag_posfix.pipeline.rerank_step import best_of, score_in_place
+from rag_posfix.pipeline.stored_answer import answer_from, readable, to_store
+from rag_posfix.text import content_hash
+
+if TYPE_CHECKING:
+    from rag_posfix.assembly.assembler import Assembled
+
+__all__ = ["Answer", "Defaults", "Pipeline", "Question"]
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a question that does not say gets.
+
+    Attributes:
+        mitigation: The mitigation and its parameters.
+        order: Name of the order of the passages.
+        k: Passages to retrieve.
+        sampling: How tokens are chosen.
+        tenant: Salt of the cache key, joined with the question's own.
+        traced: Whether answers cite by attention too: four layers more to look at in each step, a few per cent.
+    """
+
+    mitigation: MitigationChoice = field(default_factory=lambda: MitigationChoice("context_experts"))
+    order: str = "relevance"
+    k: int = 10
+    sampling: Sampling = field(default_factory=Sampling)
+    tenant: str = ""
+    traced: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A question on its way: everything that is known before the generator runs."""
+
+    text: str
+    assembled: Assembled
+    request: GenerationRequest
+    info: MitigationInfo
+    key: str | None
+    scope: str
+    timings: dict[str, float]
+    watcher: StageWatcher
+
+
+class _Unwatched:
+    """Nobody watches."""
+
+    @contextmanager
+    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
+        yield self
+
+    def piece(self, text: str) -> None:
+        """Ignore it."""
+
+    def done(self, outcome: Any) -> None:
+        """Ignore it."""
+
+
+class Pipeline:
+    """Answers questions from documents. Safe to share between threads.
+
+    Args:
+        generator: Answers prompts.
+        assembler: Makes prompts for ``generator``.
+        retriever: Finds passages; without one, questions bring their documents or are answered without.
+        reranker: Scores documents that come without a ``relevance_score``; with ``candidates``, those that are
+            retrieved too.
+        cache: Keeps answers.
+        defaults: What a question that does not say gets.
+        passages: Keeps keys and values for ``generator``; closed with the pipeline.
+        recent: Remembers recent prompts, for the order ``cache_aware``; a bounded memory of its own if None.
+        on_close: Called when the pipeline is closed; for a generator that belongs to nobody else.
+        candidates: How many passages are retrieved for the reranker to choose from, at least as many as are asked
+            for. 0: passages keep the scores that the retriever gave them.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        assembler: PromptAssembler,
+        *,
+        retriever: Retriever | None = None,
+        reranker: Reranker | None = None,
+        cache: AnswerCache | None = None,
+        defaults: Defaults | None = None,
+        passages: PassageKeeper | None = None,
+        recent: PromptMemory | None = None,
+        on_close: Callable[[], None] | None = None,
+        candidates: int = 0,
+    ) -> None:
+        self.generator = generator
+        self.retriever = retriever
+        self.reranker = reranker
+        self.cache = cache
+        self.assembler = assembler
+        self.defaults = defaults or Defaults()
+        self.passages = passages
+        self.recent = recent or RecentPrompts()
+        self._on_close = on_close
+        self.candidates = candidates
+
+    def close(self) -> None:
+        """Close the caches; later questions are answered without them. Ends the processes of a model that is split."""
+        for kept in (self.cache, self.passages):
+            if kept is not None:
+                kept.close()
+        if self._on_close is not None:
+            self._on_close()
+
+    def forget(self, documents: Sequence[Document]) -> None:
+        """Drop what was kept of documents that are gone: answers made from them, and their keys and values.
+
+        Memory of other processes keeps its copies until they expire or are evicted.
+        """
+        if self.cache is not None:
+            self.cache.drop_documents([document_id(document) for document in documents])
+        keys = [content_key(document) for document in documents]
+        self.recent.forget(keys)
+        if self.passages is not None:
+            self.passages.drop(keys)
+
+    def ask(self, question: Question | str, watcher: StageWatcher | None = None) -> Answer:
+        """Return the answer. Equal questions at the same time compute once.
+
+        Args:
+            question: What is asked.
+            watcher: Is told what is done.
+
+        Raises:
+            RagPosfixError: the question, its parameters or its documents are at fault, or generation failed. A
+                failing cache never raises.
+        """
+        prepared = self._prepare(question, watcher)
+        cache, key = self.cache, prepared.key
+        with cache.single_flight(key) if cache is not None and key is not None else nullcontext():
+            stored = self._look_up(prepared)
+            if stored is not None:
+                return self._finish(prepared, stored, cached=True)
+            self.recent.add(prepared.scope, prepared.assembled.layout.keys)
+            with prepared.watcher.stage("generator", prepared.text) as stage:
+                generation = self.generator.generate(prepared.request)
+                stage.done(generation)
+            prepared.timings.update(generation.timings)
+            return self._keep(prepared, to_store(prepared.assembled, generation))
+
+    def stream(self, question: Question | str, watcher: StageWatcher | None = None) -> Iterator[AnswerChunk]:
+        """Yield the answer piece by piece; the last chunk carries the whole answer.
+
+        Bad input raises here, before the first piece is asked for. A stored answer comes as one piece. Closing the
+        iterator stops the computation.
+
+        Args:
+            question: What is asked.
+            watcher: Is told what is done.
+        """
+        prepared = self._prepare(question, watcher)
+        stored = self._look_up(prepared)
+        if stored is not None:
+            return iter([AnswerChunk(stored["text"], self._finish(prepared, stored, cached=True))])
+        self.recent.add(prepared.scope, prepared.assembled.layout.keys)
+        return self._stream(prepared, self.generator.stream(prepared.request))
+
+    def _stream(self, prepared: _Prepared, chunks: Iterator[Chunk]) -> Iterator[AnswerChunk]:
+        with prepared.watcher.stage("generator", prepared.text) as stage:
+            for chunk in chunks:
+                if chunk.text:
+                    stage.piece(chunk.text)
+                if chunk.generation is None:
+                    yield AnswerChunk(chunk.text)
+                    continue
+                stage.done(chunk.generation)
+                prepared.timings.update(chunk.generation.timings)
+                stored = to_store(prepared.assembled, chunk.generation)
+                yield AnswerChunk(chunk.text, self._keep(prepared, stored))
+
+    def _prepare(self, question: Question | str, watcher: StageWatcher | None) -> _Prepared:
+        watcher = watcher or _Unwatched()
+        asked = Question(question) if isinstance(question, str) else question
+        if not asked.text.strip():
+            raise ConfigError("the question is empty; ask something")
+        mitigation = asked.mitigation or self.defaults.mitigation
+        sampling = asked.sampling or self.defaults.sampling
+        order = asked.order or self.defaults.order
+        info = self.generator.describe(mitigation)
+        timings: dict[str, float] = {}
+        salt = tenant_salt(self.defaults.tenant, asked.tenant)
+        documents = self._documents(asked, timings, watcher, salt)
+        scope = content_hash(salt, info.fingerprint, _words(asked))
+        with _timed(timings, "assemble"):
+            assembled = self.assembler.assemble(
+                asked.text,
+                documents,
+                order=order,
+                seed=asked.seed,
+                max_new_tokens=sampling.max_tokens,
+                history=asked.history,
+                recent=self.recent.recent(scope),
+                order_free=info.order_invariant,
+            )
+        key = None
+        if self.cache is not None and asked.use_cache and sampling.deterministic:
+            key = self._key(asked, assembled, info, sampling)
+        request = GenerationRequest(assembled.layout, mitigation, sampling, salt, self.defaults.traced)
+        return _Prepared(asked.text, assembled, request, info, key, scope, timings, watcher)
+
+    def _documents(
+        self, asked: Question, timings: dict[str, float], watcher: StageWatcher, salt: str
+    ) -> Sequence[Document]:
+        if asked.documents is None:
+            return self._retrieved(asked, timings, watcher, salt)
+        documents = list(asked.documents)
+        if not all(isinstance(d, Document) for d in documents):
+            return documents  # assembly says which one is not
+        if self.reranker is None or all("relevance_score" in d.metadata for d in documents):
+            return documents
+        with _timed(timings, "rerank"), watcher.stage("reranker", asked.text, documents) as stage:
+            scored = score_in_place(self.reranker, asked.text, documents, salt)
+            stage.done(scored)
+        return scored
+
+    def _retrieved(
+        self, asked: Question, timings: dict[str, float], watcher: StageWatcher, salt: str
+    ) -> Sequence[Document]:
+        if self.retriever is None:
+            return ()
+        k = self.defaults.k if asked.k is None else asked.k
+        with _timed(timings, "retrieve"), watcher.stage("retriever", asked.text) as stage:
+            found = self.retriever.retrieve(asked.text, max(k, self.candidates))
+            stage.done(found)
+        if self.reranker is None or not self.candidates:
+            return found
+        with _timed(timings, "rerank"), watcher.stage("reranker", asked.text, found) as stage:
+            best = best_of(self.reranker, asked.text, found, k, salt)
+            stage.done(best)
+        return best
+
+    def _key(self, asked: Question, assembled: Assembled, info: MitigationInfo, sampling: Sampling) -> str:
+        layout = assembled.layout
+        relevance = layout.relevance or (None,) * layout.n_passages
+        passages = tuple(
+            content_hash(str(layout.tokens(span)), repr(score))
+            for span, score in zip(layout.passages, relevance, strict=True)
+        )
+        return AnswerKey(
+            model=self.generator.fingerprint,
+            template=self.assembler.template.fingerprint(),
+            # The tokens around the passages: chat template, instructions and the conversation so far.
+            assembly=content_hash(str(layout.tokens(layout.prefix)), str(layout.tokens(layout.suffix))),
+            mitigation=info.fingerprint,
+            sampling=repr(sampling),
+            question=asked.text,
+            history=_words(asked),
+            documents=passages,
+            order_invariant=info.order_invariant,
+            tenant=tenant_salt(self.defaults.tenant, asked.tenant),
+        ).digest()
+
+    def _look_up(self, prepared: _Prepared) -> Mapping[str, Any] | None:
+        if self.cache is None or prepared.key is None:
+            return None
+        with _timed(prepared.timings, "cache"):
+            stored = self.cache.get(prepared.key)
+        return stored if stored is not None and readable(stored) else None
+
+    def _keep(self, prepared: _Prepared, stored: Mapping[str, Any]) -> Answer:
+        if self.cache is not None and prepared.key is not None:
+            with _timed(prepared.timings, "cache"):
+                self.cache.put(prepared.key, stored, prepared.assembled.ids)
+        return self._finish(prepared, stored, cached=False)
+
+    def _finish(self, prepared: _Prepared, stored: Mapping[str, Any], *, cached: bool) -> Answer:
+        return answer_from(stored, prepared.assembled, prepared.info.name, prepared.timings, cached=cached)
+
+
+def _words(asked: Question) -> str:
+    """Return the conversation so far, as text that tells two conversations apart."""
+    return repr([(m.get("role"), m.get("content")) for m in asked.history])
+
+
+@contextmanager
+def _timed(timings: dict[str, float], stage: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        timings[stage] = timings.get(stage, 0.0) + time.perf_counter() - started

@@ -1,0 +1,154 @@
+"""Reads the passages of an index into the passage store, so that the first question about them is a warm one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from langchain_core.documents import Document
+
+from rag_posfix.assembly.documents import Candidate, read_document
+from rag_posfix.assembly.layout import Frame, Passage, encode_passage, open_frame
+from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.caching.kv.entry import EntryShape
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.errors import ConfigError
+from rag_posfix.generation.engine import Engine
+
+__all__ = ["precompute"]
+
+TOGETHER = 16
+"""Passages that are read in one batch, at most."""
+
+PATIENCE_SECONDS = 60.0
+"""How long a batch may take to be written."""
+
+_logger = logging.getLogger(__name__)
+
+
+def precompute(
+    engine: Engine,
+    documents: Sequence[Document],
+    mitigation: MitigationChoice,
+    *,
+    template: PromptTemplate | None = None,
+    salt: str = "",
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Read each document as it will stand in a prompt without earlier messages; return how many tokens were read.
+
+    Documents that the store holds already cost a look into it. Their order does not matter. A store that turns out to
+    be too small for all of them keeps the last ones, and the log says so.
+
+    Args:
+        engine: A model with a passage store.
+        documents: What is read. Left out are empty ones, repetitions, and those that do not fit the context window: a
+            question reads them cut.
+        mitigation: A method that reads passages independently of each other.
+        template: The words of the prompt; the default ones if None.
+        salt: As in ``GenerationRequest``.
+        progress: Called with (documents read, documents in all).
+
+    Raises:
+        ConfigError: the method does not read passages apart, the engine has no store, or it keeps nothing.
+        UnsupportedModelError: the model cannot be served by the method.
+    """
+    chosen = template or PromptTemplate()
+    frame = open_frame(engine.encoder, chosen, "?", with_passages=True)
+    encoded = (encode_passage(engine.encoder, chosen, one.text, title=one.title) for one in _distinct(documents))
+    passages = [one for one in encoded if len(frame) + len(one) < engine.context_window]
+    before = _lasting(engine.passages)
+    tokens = done = 0
+    for some in _batches(passages, _most_tokens(engine, frame)):
+        read = engine.read_ahead(frame.around(some), mitigation, salt)
+        _wait(engine.passages)
+        if read and not tokens:  # the first that had to be written
+            _check_kept(before, _lasting(engine.passages))
+        tokens, done = tokens + read, done + len(some)
+        if progress is not None:
+            progress(done, len(passages))
+    if tokens:
+        _tell_lost(before, _lasting(engine.passages), len(passages))
+    return tokens
+
+
+def _distinct(documents: Sequence[Document]) -> list[Candidate]:
+    """Return the documents with text, one for each title and text.
+
+    Assembly drops more: documents of one text and several titles. A question may find any of them without the others.
+    """
+    candidates: dict[str, Candidate] = {}
+    for index, document in enumerate(documents):
+        one = read_document(document, index, with_relevance=False)
+        if one.text.strip():
+            candidates.setdefault(one.key, one)
+    return list(candidates.values())
+
+
+def _most_tokens(engine: Engine, frame: Frame) -> int:
+    """Return how many tokens of passages the queue of the store has room for: what does not fit would be lost."""
+    if engine.passages is None:
+        return 0
+    shape = engine.loaded.spec.shape
+    token = EntryShape(shape.n_layers, shape.n_kv_heads, shape.head_dim, engine.loaded.model.dtype, n_tokens=1)
+    return engine.passages.queue_bytes // token.n_bytes - len(frame.prefix)
+
+
+def _batches(passages: Sequence[Passage], most_tokens: int) -> Iterator[list[Passage]]:
+    """Yield ``passages`` in order, in lists of at most so many tokens and ``TOGETHER`` passages, at least one."""
+    batch: list[Passage] = []
+    for passage in passages:
+        if batch and (len(batch) == TOGETHER or sum(map(len, batch)) + len(passage) > most_tokens):
+            yield batch
+            batch = []
+        batch.append(passage)
+    if batch:
+        yield batch
+
+
+def _wait(store: PassageStore | None) -> None:
+    """Wait until what was read is written: entries that do not fit the queue of the store would be lost."""
+    if store is not None and not store.flush(PATIENCE_SECONDS):
+        raise ConfigError(
+            f"the passage store did not write what was read within {PATIENCE_SECONDS:g} seconds; check the disk or "
+            "the Redis that it keeps passages in"
+        )
+
+
+def _lasting(store: PassageStore | None) -> list[dict[str, Any]]:
+    return [] if store is None else store.lasting_stats()
+
+
+def _check_kept(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
+    """Raise if no tier took what was written."""
+    if not any(tier.get("entries") and not failed for tier, failed in zip(now, _failures(before, now), strict=True)):
+        raise ConfigError(
+            f"the passage store kept nothing of what was read ({_told(before, now)}); check the disk or the Redis "
+            "that it keeps passages in, and the bounds in the settings"
+        )
+
+
+def _tell_lost(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], n_passages: int) -> None:
+    """Log it if no tier can have all that was read."""
+    failures = _failures(before, now)
+    if not any(
+        (tier.get("entries") or 0) >= n_passages and not failed for tier, failed in zip(now, failures, strict=True)
+    ):
+        _logger.warning(
+            "the passage store did not keep all of the %d passages that were read (%s); raise its bounds in the "
+            "settings, or read fewer passages ahead",
+            n_passages,
+            _told(before, now),
+        )
+
+
+def _failures(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[int]:
+    """Return how many errors each tier met meanwhile."""
+    return [new.get("errors", 1) - old.get("errors", 0) for old, new in zip(before, now, strict=True)]
+
+
+def _told(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
+    pairs = zip(now, _failures(before, now), strict=True)
+    return ", ".join(f"{tier['name']}: {failed} errors, {tier.get('entries') or 0} entries" for tier, failed in pairs)

@@ -1,0 +1,135 @@
+"""What the cache keeps of an answer, and the answer that it becomes for the documents of another question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rag_posfix.contracts.answer import Answer, AnswerDocument, Citation
+from rag_posfix.contracts.request import Generation, Usage
+from rag_posfix.pipeline.attribution import dominant, find_claims
+from rag_posfix.pipeline.citations import find_quotes
+from rag_posfix.text import clean_text
+
+if TYPE_CHECKING:
+    from rag_posfix.assembly.assembler import Assembled
+
+__all__ = ["answer_from", "readable", "to_store"]
+
+
+def to_store(assembled: Assembled, generation: Generation) -> dict[str, Any]:
+    """Return what the cache keeps. Attention goes by content, because ids and order belong to one question only.
+
+    Args:
+        assembled: The prompt.
+        generation: What was generated from it.
+    """
+    attention = generation.attention or (0.0,) * assembled.layout.n_passages
+    keys = assembled.layout.keys
+    claims = find_claims(generation.text, generation.sources)
+    return {
+        "text": generation.text,
+        "finish_reason": generation.finish_reason,
+        "prompt_tokens": generation.usage.prompt_tokens,
+        "completion_tokens": generation.usage.completion_tokens,
+        "cached_tokens": generation.usage.cached_tokens,
+        "attention": dict(zip(keys, attention, strict=True)),
+        "claims": [[claim.start, claim.end, dict(zip(keys, claim.shares, strict=True))] for claim in claims],
+    }
+
+
+def readable(stored: Any) -> bool:
+    """Return whether a stored answer has the fields and types of ``to_store``; anything else is a miss.
+
+    Answers of versions that kept no claims are read: they then have no citations by attention.
+
+    Args:
+        stored: What a cache returned.
+    """
+    numbers = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    return (
+        isinstance(stored, Mapping)
+        and isinstance(stored.get("text"), str)
+        and stored.get("finish_reason") in ("stop", "length")
+        and all(isinstance(stored.get(name), int) for name in numbers)
+        and _are_shares(stored.get("attention"))
+        and isinstance(stored.get("claims", []), list)
+        and all(_is_claim(claim, len(stored["text"])) for claim in stored.get("claims", []))
+    )
+
+
+def _are_shares(stored: Any) -> bool:
+    return isinstance(stored, dict) and all(isinstance(share, int | float) for share in stored.values())
+
+
+def _is_claim(stored: Any, length: int) -> bool:
+    if not isinstance(stored, list) or len(stored) != 3 or not _are_shares(stored[2]):
+        return False
+    start, end = stored[:2]
+    return isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= length
+
+
+def answer_from(
+    stored: Mapping[str, Any], assembled: Assembled, mitigation: str, timings: Mapping[str, float], *, cached: bool
+) -> Answer:
+    """Return the answer for the documents as *this* question brought them: order and ids may differ.
+
+    Args:
+        stored: What ``to_store`` returned, now or once.
+        assembled: This question's prompt.
+        mitigation: Name of the mitigation.
+        timings: Seconds by stage.
+        cached: Whether it comes from the cache.
+    """
+    return Answer(
+        text=stored["text"],
+        documents=_documents(stored["attention"], assembled),
+        citations=_citations(stored, assembled),
+        usage=Usage(
+            prompt_tokens=stored["prompt_tokens"],
+            completion_tokens=stored["completion_tokens"],
+            cached_tokens=stored["prompt_tokens"] if cached else stored["cached_tokens"],
+        ),
+        cached=cached,
+        mitigation=mitigation,
+        order=assembled.order,
+        finish_reason=stored["finish_reason"],
+        dropped=tuple((dropped.id, dropped.reason) for dropped in assembled.dropped),
+        timings=dict(timings),
+    )
+
+
+def _documents(attention: Mapping[str, float], assembled: Assembled) -> tuple[AnswerDocument, ...]:
+    layout = assembled.layout
+    relevance = layout.relevance or (None,) * layout.n_passages
+    return tuple(
+        AnswerDocument(
+            id=identity,
+            score=score,
+            position=position,
+            attention=float(attention.get(key, 0.0)),
+            title=_text_or_none(document.metadata.get("title")),
+            source=_text_or_none(document.metadata.get("source")),
+        )
+        for position, (identity, score, key, document) in enumerate(
+            zip(assembled.ids, relevance, layout.keys, assembled.documents, strict=True)
+        )
+    )
+
+
+def _citations(stored: Mapping[str, Any], assembled: Assembled) -> tuple[Citation, ...]:
+    """Return quotes and sentences that one passage dominated, by place; of one place the quote first."""
+    text = stored["text"]
+    found = []
+    for quote in find_quotes(text, [document.page_content for document in assembled.documents]):
+        ids = tuple(assembled.ids[index] for index in quote.passages)
+        found.append(Citation(quote.start, quote.end, text[quote.start : quote.end], ids))
+    for start, end, shares in stored.get("claims", []):
+        index = dominant([float(shares.get(key, 0.0)) for key in assembled.layout.keys])
+        if index is not None:
+            found.append(Citation(start, end, text[start:end], (assembled.ids[index],), "attention"))
+    return tuple(sorted(found, key=lambda one: (one.start, one.origin == "attention")))
+
+
+def _text_or_none(value: object) -> str | None:
+    return clean_text(value) if isinstance(value, str) and value else None

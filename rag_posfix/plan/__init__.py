@@ -1,0 +1,1 @@
+"""Plans: what one generation does differently from the model as trained. Data and pure functions."""

@@ -1,0 +1,1 @@
+"""The files of an index: vectors, word statistics, documents, and how they are read and replaced."""

@@ -1,0 +1,1 @@
+"""Ingest: files of many types in, passages out."""

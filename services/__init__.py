@@ -1,1 +1,0 @@
-"""Services that run rag_posfix over the network."""

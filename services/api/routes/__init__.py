@@ -1,1 +1,0 @@
-"""The routes: each translates between a wire format and the pipeline, and nothing else."""

@@ -1,1 +1,0 @@
-"""The wire formats: what requests may hold, what responses hold."""

@@ -1,0 +1,83 @@
+"""The application. Everything it knows hangs on ``app.state.service``; importing this builds nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+
+from fastapi import FastAPI
+
+from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.settings import ServiceSettings, Settings
+from rag_posfix_api import operations
+from rag_posfix_api.dialects.jina import errors as jina_errors
+from rag_posfix_api.dialects.jina import routes as jina
+from rag_posfix_api.dialects.openai import errors as openai_errors
+from rag_posfix_api.dialects.openai import routes as openai
+from rag_posfix_api.http.auth import ApiKeyAuth
+from rag_posfix_api.http.errors import ErrorRenderers, install_handlers
+from rag_posfix_api.http.limits import BodyLimit
+from rag_posfix_api.http.observability import ObservedRequests
+from rag_posfix_api.runtime.service import Service, package_version
+
+__all__ = ["ROUTERS", "create_app"]
+
+ROUTERS = (openai.router, jina.router, operations.router)
+"""The routes of every dialect, and what orchestrators ask."""
+
+RENDERERS = ErrorRenderers(openai_errors.render_error, {jina.PATH: jina_errors.render_error})
+"""The dialect that reports errors: that of the path, OpenAI's elsewhere."""
+
+
+def create_app(
+    settings: Settings, pipeline: Pipeline | None = None, service: ServiceSettings | None = None
+) -> FastAPI:
+    """Return the application.
+
+    Args:
+        settings: What to load, and what requests get that do not say.
+        pipeline: Served at once, in place of loading one.
+        service: How the service runs; read from the environment if None.
+    """
+    limits = service or ServiceSettings()
+    state = Service(settings, limits)
+    if pipeline is not None:
+        state.adopt(pipeline)
+    app = FastAPI(
+        title="rag_posfix",
+        summary="Answers from documents that do not depend on the order of the documents.",
+        version=package_version(),
+        lifespan=_lifespan(state, pipeline),
+        redoc_url=None,
+        # Spans of requests would carry what clients wrote.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
+    app.state.service = state
+    for router in ROUTERS:
+        app.include_router(router)
+    install_handlers(app, RENDERERS)
+    app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes, renderers=RENDERERS)
+    app.add_middleware(ApiKeyAuth, api_key=limits.api_key, renderers=RENDERERS)
+    app.add_middleware(ObservedRequests, metrics=state.metrics, renderers=RENDERERS)
+    return app
+
+
+def _lifespan(service: Service, pipeline: Pipeline | None) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loading = None
+        if pipeline is None:
+            loading = asyncio.create_task(service.load())
+        else:  # again: an app may be started a second time, after it was stopped
+            service.adopt(pipeline)
+        try:
+            yield
+        finally:
+            if loading is not None:
+                loading.cancel()
+                with suppress(asyncio.CancelledError):
+                    await loading
+            service.close()
+
+    return lifespan

@@ -1,0 +1,31 @@
+"""From scores to Jina's wire format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rag_posfix_api.dialects.jina.schemas import (
+    RerankDocument,
+    RerankRequest,
+    RerankResponse,
+    RerankResult,
+    RerankUsage,
+)
+from rag_posfix_api.runtime.rerank import Scored
+
+__all__ = ["to_response"]
+
+
+def to_response(scored: Scored, body: RerankRequest, texts: Sequence[str], model: str) -> RerankResponse:
+    """Return the response to ``body``: the best ``top_n`` documents, with their texts unless these are refused."""
+    shown = body.return_documents is not False
+    results = [
+        RerankResult(
+            index=index,
+            relevance_score=relevance,
+            document=RerankDocument(text=texts[index]) if shown else None,
+        )
+        for index, relevance in scored.ranked[: body.top_n]
+    ]
+    usage = RerankUsage(total_tokens=scored.tokens, prompt_tokens=scored.tokens)
+    return RerankResponse(model=model, results=results, usage=usage)

@@ -1,0 +1,48 @@
+"""Reranking as Jina's API has it."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from rag_posfix_api.dialects.documents import DocumentInput
+
+__all__ = ["RerankDocument", "RerankRequest", "RerankResponse", "RerankResult", "RerankUsage"]
+
+
+class RerankRequest(BaseModel):
+    """A query and the documents to score."""
+
+    model: str | None = Field(default=None, description="Read over: one reranker is served.")
+    query: str
+    documents: list[DocumentInput]
+    top_n: int | None = Field(default=None, ge=1, description="How many to return; all without it.")
+    return_documents: bool | None = None
+
+
+class RerankDocument(BaseModel):
+    """The document that was scored."""
+
+    text: str
+
+
+class RerankResult(BaseModel):
+    """A document's score."""
+
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankUsage(BaseModel):
+    """Tokens of query and documents, counted with the served model's tokenizer."""
+
+    total_tokens: int
+    prompt_tokens: int
+
+
+class RerankResponse(BaseModel):
+    """Scores, best first."""
+
+    model: str
+    results: list[RerankResult]
+    usage: RerankUsage

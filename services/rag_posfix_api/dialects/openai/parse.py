@@ -1,0 +1,153 @@
+"""From a chat request to a question for the pipeline. Checks what the wire format allows and this service does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rag_posfix.contracts.answer import Question
+from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.contracts.method_spec import parse_named
+from rag_posfix.contracts.request import MitigationChoice, Sampling
+from rag_posfix_api.dialects.documents import to_documents
+from rag_posfix_api.dialects.openai.schemas import ChatRequest, Message
+from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
+
+__all__ = ["MAX_STOPS", "to_question"]
+
+MAX_STOPS = 4
+
+# Fields that would change the answer, with the values that ask for what happens anyway.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "logit_bias": (None, {}),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "web_search_options": (None,),
+}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Question:
+    """Return what the pipeline is asked.
+
+    Args:
+        body: The request.
+        defaults: How tokens are chosen where the request does not say.
+        max_documents: Most documents it may bring.
+
+    Raises:
+        InvalidRequestError: a field holds something that is not allowed.
+        UnsupportedFeatureError: a field asks for something that is not served.
+        TooLargeError: there are too many documents.
+        ConfigError: a sampling parameter is out of range.
+    """
+    _refuse(body)
+    *history, asked = [_chat_message(message, index) for index, message in enumerate(body.messages)]
+    if asked["role"] != "user":
+        raise InvalidRequestError(
+            f"the last message has the role {body.messages[-1].role!r}; it must be a 'user' message: the question",
+            param="messages",
+        )
+    if not asked["content"].strip():
+        raise InvalidRequestError("the last message is empty; it must hold the question", param="messages")
+    return Question(
+        text=asked["content"],
+        documents=None if body.documents is None else to_documents(body.documents, max_documents),
+        history=history,
+        mitigation=_mitigation(body),
+        order=_order(body),
+        seed=body.seed or 0,
+        k=body.k,
+        sampling=_sampling(body, defaults),
+        use_cache=body.cache is not False,
+    )
+
+
+def _refuse(body: ChatRequest) -> None:
+    extra = body.model_extra or {}
+    for name, harmless in _REFUSED.items():
+        if name in extra and extra[name] not in harmless:
+            allowed = ", ".join(repr(value) for value in harmless if value is not None) or "null"
+            raise UnsupportedFeatureError(
+                f"{name} is not supported here; leave it out (allowed: {allowed})", param=name
+            )
+    if body.n not in (None, 1):
+        raise UnsupportedFeatureError(f"n={body.n} is not supported; one answer is given, so n must be 1", param="n")
+    if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
+        raise InvalidRequestError(f"stop has {len(body.stop)} entries, at most {MAX_STOPS} are allowed", param="stop")
+
+
+def _chat_message(message: Message, index: int) -> ChatMessage:
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise UnsupportedFeatureError(
+            f"messages[{index}]: role {message.role!r} is not supported; use one of {', '.join(_ROLES)}",
+            param="messages",
+        )
+    if isinstance(message.content, str):
+        return {"role": role, "content": message.content}
+    parts = message.content or []
+    for part in parts:
+        if part.type != "text" or part.text is None:
+            raise UnsupportedFeatureError(
+                f"messages[{index}]: a part of type {part.type!r} is not supported; use "
+                '{"type": "text", "text": ...}',
+                param="messages",
+            )
+    return {"role": role, "content": "\n".join(part.text or "" for part in parts)}
+
+
+def _order(body: ChatRequest) -> str | None:
+    if body.order is not None and "file" in parse_named(body.order, "order", "slots=[0.4,0.2,0.4]")[1]:
+        raise InvalidRequestError(
+            "order: give the slots themselves here; a path would be one of the server's own files", param="order"
+        )
+    return body.order
+
+
+def _mitigation(body: ChatRequest) -> MitigationChoice | None:
+    given = body.mitigation
+    if given is None or isinstance(given, str):
+        return None if given is None else MitigationChoice(given)
+    if _names_a_file(given.parameters):
+        raise InvalidRequestError(
+            "mitigation: profile must be given by its values here; a path would be one of the server's own files",
+            param="mitigation",
+        )
+    return MitigationChoice(given.name, given.parameters)
+
+
+def _names_a_file(parameters: Any) -> bool:
+    """Return whether a parameter, or one of a method inside of a stack, is the path of a profile."""
+    if isinstance(parameters, str):
+        return "profile" in parameters  # a method of a stack may be JSON text
+    if isinstance(parameters, Mapping):
+        return any(
+            (key == "profile" and isinstance(value, str)) or (isinstance(value, list | dict) and _names_a_file(value))
+            for key, value in parameters.items()
+        )
+    return any(_names_a_file(part) for part in parameters) if isinstance(parameters, list) else False
+
+
+def _sampling(body: ChatRequest, defaults: Sampling) -> Sampling:
+    longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    stops = (body.stop,) if isinstance(body.stop, str) else body.stop and tuple(body.stop)
+    given: dict[str, Any] = {
+        "max_tokens": longest,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "seed": body.seed,
+        "stop": stops,
+    }
+    return replace(defaults, **{name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,117 @@
+"""From the pipeline's answers to OpenAI's wire format, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from rag_posfix.contracts.answer import Answer, AnswerChunk
+from rag_posfix.contracts.request import Usage
+from rag_posfix_api.dialects.openai.errors import render_error
+from rag_posfix_api.dialects.openai.schemas import (
+    ChatCompletion,
+    Choice,
+    CitationOutput,
+    DocumentOutput,
+    DroppedOutput,
+    MessageOutput,
+    PromptTokensDetails,
+    Provenance,
+    UsageOutput,
+)
+from rag_posfix_api.http.encoding import event
+from rag_posfix_api.http.errors import Problem
+
+__all__ = ["Completion"]
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Completion:
+    """What all pieces of one response share.
+
+    Args:
+        model: Name of the served model.
+        fingerprint: Identity of its weights.
+        include_usage: Whether a stream ends with a chunk that holds the usage.
+    """
+
+    def __init__(self, model: str, fingerprint: str, *, include_usage: bool = False) -> None:
+        self._include_usage = include_usage
+        self._shared = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"fp_{fingerprint[:12]}",
+        }
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        completion = ChatCompletion(
+            **self._shared,
+            choices=[Choice(message=MessageOutput(content=answer.text), finish_reason=answer.finish_reason)],
+            usage=_usage(answer.usage),
+            **_provenance(answer),
+        )
+        return completion.model_dump()
+
+    def opening(self) -> Iterator[bytes]:
+        """Yield the first chunk: who speaks."""
+        yield event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
+
+    def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
+        """Yield the chunks for a piece of the answer; the last piece ends it."""
+        if chunk.text:
+            yield event(self._chunk({"content": chunk.text}))
+        if chunk.answer is None:
+            return
+        provenance = Provenance(**_provenance(chunk.answer)).model_dump()
+        yield event(self._chunk({}, chunk.answer.finish_reason) | provenance)
+        if self._include_usage:
+            yield event(self._head() | {"choices": [], "usage": _usage(chunk.answer.usage).model_dump()})
+
+    def closing(self) -> Iterator[bytes]:
+        """Yield what ends every stream."""
+        yield DONE
+
+    def failure(self, problem: Problem) -> Iterator[bytes]:
+        """Yield the error that a stream ends with."""
+        yield event(render_error(problem))
+
+    def _head(self) -> dict[str, Any]:
+        return {**self._shared, "object": "chat.completion.chunk"}
+
+    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        # OpenAI's clients expect the field in every chunk where they asked for it.
+        usage = {"usage": None} if self._include_usage else {}
+        return self._head() | {"choices": [choice]} | usage
+
+
+def _usage(usage: Usage) -> UsageOutput:
+    return UsageOutput(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+    )
+
+
+def _provenance(answer: Answer) -> dict[str, Any]:
+    return {
+        "documents": [
+            DocumentOutput(id=d.id, score=d.score, position=d.position, attention=d.attention)
+            for d in answer.documents
+        ],
+        "citations": [
+            CitationOutput(start=c.start, end=c.end, text=c.text, document_ids=list(c.document_ids), origin=c.origin)
+            for c in answer.citations
+        ],
+        "dropped": [DroppedOutput(id=identity, reason=reason) for identity, reason in answer.dropped],
+        "mitigation": answer.mitigation,
+        "order": answer.order,
+        "cached": answer.cached,
+        "timings": dict(answer.timings),
+    }

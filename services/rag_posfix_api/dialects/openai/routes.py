@@ -1,0 +1,94 @@
+"""POST /v1/chat/completions, GET /v1/models and GET /v1/models/{model}."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from rag_posfix.contracts.answer import Question
+from rag_posfix_api.dialects.openai.errors import errors
+from rag_posfix_api.dialects.openai.parse import to_question
+from rag_posfix_api.dialects.openai.render import Completion
+from rag_posfix_api.dialects.openai.schemas import ChatCompletion, ChatRequest, ModelList, ModelObject
+from rag_posfix_api.http.clean_json import CleanRoute
+from rag_posfix_api.http.encoding import SafeJSONResponse
+from rag_posfix_api.http.facts import Facts, RequestFacts
+from rag_posfix_api.http.streaming import AnswerStream
+from rag_posfix_api.runtime.service import ReadyService, Service
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+chat = APIRouter(tags=["chat"], route_class=CleanRoute)
+models = APIRouter(tags=["models"])
+
+
+@chat.post(
+    "/v1/chat/completions",
+    operation_id="create_chat_completion",
+    response_model=ChatCompletion,
+    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504)
+    | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def create_chat_completion(
+    body: ChatRequest, request: Request, service: ReadyService, facts: RequestFacts
+) -> Response:
+    """Answer the last message from documents: those of the request, or retrieved ones.
+
+    With ``stream`` the answer comes as server-sent events; the last chunk before the usage says where it comes from.
+    """
+    service.check_model(body.model or "")
+    facts.documents = None if body.documents is None else len(body.documents)
+    question = to_question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    completion = Completion(service.model_id, service.pipeline.generator.fingerprint, include_usage=usage)
+    if body.stream:
+        return await _stream(service, request, question, completion, facts)
+    with service.chat.open() as job:
+        ask = partial(service.pipeline.ask, question)
+        answer = await job.until_gone(request.receive, lambda: job.call(ask))
+    service.record(answer, facts)
+    return SafeJSONResponse(completion.whole(answer))
+
+
+async def _stream(
+    service: Service, request: Request, question: Question, completion: Completion, facts: Facts
+) -> Response:
+    on_close = ExitStack()
+    job = on_close.enter_context(service.chat.open())
+    stream = AnswerStream(job, completion, facts, lambda answer: service.record(answer, facts), on_close)
+    await stream.open(partial(service.pipeline.stream, question), request.receive)
+    return stream
+
+
+@models.get("/v1/models", operation_id="list_models", response_model=ModelList, responses=errors(401, 500, 503))
+async def list_models(service: ReadyService) -> ModelList:
+    """List the served model."""
+    return ModelList(data=[_model(service)])
+
+
+@models.get(
+    "/v1/models/{model:path}",  # ids of the form owner/name hold a slash
+    operation_id="retrieve_model",
+    response_model=ModelObject,
+    responses=errors(401, 404, 422, 500, 503),
+)
+async def retrieve_model(model: str, service: ReadyService) -> ModelObject:
+    """Describe the served model."""
+    service.check_model(model)
+    return _model(service)
+
+
+def _model(service: Service) -> ModelObject:
+    return ModelObject(
+        id=service.model_id, created=service.started, max_model_len=service.pipeline.generator.context_window
+    )
+
+
+router.include_router(chat)
+router.include_router(models)

@@ -1,0 +1,200 @@
+"""Chat completions and models as OpenAI's API has them, with documents and mitigations beside."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
+
+from rag_posfix_api.dialects.documents import DocumentInput, Forms
+
+__all__ = [
+    "ChatCompletion",
+    "ChatRequest",
+    "Choice",
+    "CitationOutput",
+    "DocumentOutput",
+    "DroppedOutput",
+    "Message",
+    "MessageOutput",
+    "MitigationInput",
+    "ModelList",
+    "ModelObject",
+    "Part",
+    "PromptTokensDetails",
+    "Provenance",
+    "UsageOutput",
+]
+
+
+class Part(BaseModel):
+    """A part of a message; only text is understood."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "text"
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """A message of the conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: (
+        Annotated[Annotated[str, Tag("string")] | Annotated[list[Part], Tag("array")], Forms("string", "array")] | None
+    ) = None
+
+
+class MitigationInput(BaseModel):
+    """A mitigation and its parameters."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class StreamOptions(BaseModel):
+    """How to stream."""
+
+    include_usage: bool | None = None
+
+
+class ChatRequest(BaseModel):
+    """A request. Fields of OpenAI's that change nothing here are read over; see ``parse`` for those refused."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[Message] = Field(min_length=1, description="The last one must be the user's: it is the question.")
+    model: str | None = Field(default=None, description="The served model, or 'default'.")
+    temperature: FiniteFloat | None = None
+    top_p: FiniteFloat | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: (
+        Annotated[Annotated[str, Tag("string")] | Annotated[list[str], Tag("array")], Forms("string", "array")] | None
+    ) = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="Seeds sampling and the order 'random'.")
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    documents: list[DocumentInput] | None = Field(
+        default=None,
+        description="The passages to answer from. Without the field they are retrieved, where an index is served; an "
+        "empty list answers without passages.",
+    )
+    mitigation: (
+        Annotated[Annotated[str, Tag("string")] | Annotated[MitigationInput, Tag("object")], Forms("string", "object")]
+        | None
+    ) = Field(default=None, description="A mitigation by name, or with its parameters.")
+    order: str | None = Field(default=None, description="The order that the passages stand in.")
+    k: int | None = Field(default=None, ge=1, le=1000, description="How many passages to retrieve.")
+    cache: bool | None = Field(default=None, description="False neither reads nor writes the answer cache.")
+
+
+class MessageOutput(BaseModel):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class Choice(BaseModel):
+    """The one answer."""
+
+    index: int = 0
+    message: MessageOutput
+    logprobs: None = None
+    finish_reason: str
+
+
+class PromptTokensDetails(BaseModel):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int
+
+
+class UsageOutput(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class DocumentOutput(BaseModel):
+    """A passage in the prompt."""
+
+    id: str
+    score: float | None
+    position: int
+    attention: float
+
+
+class CitationOutput(BaseModel):
+    """A stretch of the answer, and the documents that it comes from."""
+
+    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
+
+    start: int
+    end: int
+    text: str
+    document_ids: list[str]
+    origin: Literal["quote", "attention"] = Field(
+        alias="from",
+        description="How that is known: 'quote', they hold the text word for word; 'attention', one of them dominated "
+        "the attention while the sentence was written.",
+    )
+
+
+class DroppedOutput(BaseModel):
+    """A document that is not in the prompt, and why."""
+
+    id: str
+    reason: str
+
+
+class Provenance(BaseModel):
+    """Where an answer comes from: what this service adds to OpenAI's format."""
+
+    documents: list[DocumentOutput]
+    citations: list[CitationOutput]
+    dropped: list[DroppedOutput]
+    mitigation: str
+    order: str
+    cached: bool
+    timings: dict[str, float]
+
+
+class ChatCompletion(Provenance):
+    """A complete answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: UsageOutput
+    system_fingerprint: str
+
+
+class ModelObject(BaseModel):
+    """A served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "rag-posfix"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """The served models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelObject]

@@ -1,0 +1,31 @@
+"""The error statuses of routes, in the words of the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+__all__ = ["documented"]
+
+_DESCRIPTIONS = {
+    400: "The request asks for something that is not allowed or not served.",
+    401: "The API key is missing or wrong.",
+    404: "The model is not served.",
+    413: "The prompt or the request is too long.",
+    422: "The body has the wrong shape.",
+    429: "There is no capacity now; see the header retry-after.",
+    500: "The service failed.",
+    503: "The model is not loaded.",
+    504: "The answer took too long.",
+}
+
+
+def documented(body: type[BaseModel], *statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the entries for ``responses=`` of a route.
+
+    Args:
+        body: The dialect's error body.
+        statuses: The statuses that the route may answer with.
+    """
+    return {status: {"model": body, "description": _DESCRIPTIONS[status]} for status in statuses}

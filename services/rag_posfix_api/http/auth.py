@@ -1,0 +1,50 @@
+"""API keys: refuses requests without the right one before anything reads them."""
+
+from __future__ import annotations
+
+import hmac
+
+from pydantic import SecretStr
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rag_posfix_api.http.errors import ErrorRenderers, UnauthorizedError, error_response, kind_of
+
+__all__ = ["OPEN_PATHS", "ApiKeyAuth"]
+
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics"})
+"""What orchestrators ask without a key."""
+
+
+class ApiKeyAuth:
+    """ASGI middleware.
+
+    Args:
+        app: What it guards.
+        api_key: What requests must bring as ``Authorization: Bearer``; None lets everybody in.
+        renderers: Report the refusal in the dialect of the path.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: SecretStr | None, renderers: ErrorRenderers) -> None:
+        self._app = app
+        self._expected = None if api_key is None else b"bearer " + api_key.get_secret_value().encode()
+        self._renderers = renderers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve or refuse one request."""
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        scope["state"]["facts"].error = kind_of(refusal).code
+        await error_response(refusal, self._renderers.of(scope["path"]))(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> UnauthorizedError | None:
+        if self._expected is None or scope["path"] in OPEN_PATHS:
+            return None
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = f"{scheme.lower()} {key.strip()}".encode("latin-1")
+        if hmac.compare_digest(given, self._expected):
+            return None
+        what = "wrong" if key else "missing"
+        return UnauthorizedError(f"the API key is {what}; send it as 'Authorization: Bearer KEY'")

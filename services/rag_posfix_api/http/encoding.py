@@ -1,0 +1,33 @@
+"""JSON and server-sent events that can always be encoded, whatever a client sent in."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.responses import Response
+
+from rag_posfix.text import clean_text
+
+__all__ = ["SafeJSONResponse", "encode_json", "event"]
+
+
+def encode_json(payload: Any) -> bytes:
+    """Return ``payload`` as compact UTF-8 JSON; a lone surrogate in any string becomes U+FFFD."""
+    text = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return clean_text(text).encode()
+
+
+def event(payload: Any) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + encode_json(payload) + b"\n\n"
+
+
+class SafeJSONResponse(Response):
+    """A JSON response through ``encode_json``."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return encode_json(content)

@@ -1,0 +1,274 @@
+"""From an error to a response: one table of status codes, and a body in the dialect of the path.
+
+422 says that a body has the wrong shape or types, 400 that it reads well but asks for something that is not allowed or
+not served.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from rag_posfix.errors import (
+    ConfigError,
+    GenerationCancelled,
+    GenerationError,
+    OverloadedError,
+    PlanConflictError,
+    PromptTooLongError,
+    RagPosfixError,
+    RerankingError,
+    RetrievalError,
+    UnknownNameError,
+    UnsupportedModelError,
+)
+from rag_posfix_api.http.encoding import SafeJSONResponse
+from rag_posfix_api.http.facts import facts_of
+
+__all__ = [
+    "TABLE",
+    "ErrorRenderers",
+    "InvalidRequestError",
+    "Kind",
+    "ModelNotFoundError",
+    "NotReadyError",
+    "Problem",
+    "RenderError",
+    "RequestTimeoutError",
+    "TooLargeError",
+    "UnauthorizedError",
+    "UnsupportedFeatureError",
+    "error_response",
+    "install_handlers",
+    "kind_of",
+    "log_failure",
+    "problem_of",
+]
+
+_log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1
+
+
+class InvalidRequestError(ConfigError):
+    """A field of a request holds something that is not allowed.
+
+    Args:
+        message: What is wrong, the value, what is allowed, what to do.
+        param: The field.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnsupportedFeatureError(InvalidRequestError):
+    """A request asks for something that this service does not do."""
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """A request names a model that is not served."""
+
+
+class TooLargeError(InvalidRequestError):
+    """A request brings more than it may."""
+
+
+class UnauthorizedError(RagPosfixError):
+    """The API key is missing or wrong."""
+
+
+class NotReadyError(RagPosfixError):
+    """The model is not loaded yet, or could not be loaded."""
+
+
+class RequestTimeoutError(RagPosfixError):
+    """An answer took longer than it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one kind of error is reported.
+
+    Attributes:
+        status: HTTP status.
+        type: Class of errors, in the words of OpenAI's API.
+        code: Name of the error, for programs.
+        message: Sent in place of the error's own text, where that is for the log only.
+    """
+
+    status: int
+    type: str
+    code: str
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error as clients are told of it; a dialect makes its body from this.
+
+    Attributes:
+        status: HTTP status.
+        type: Class of errors, in the words of OpenAI's API.
+        code: Name of the error, for programs.
+        message: One line for people.
+        param: The field of the request that is at fault, or None.
+    """
+
+    status: int
+    type: str
+    code: str
+    message: str
+    param: str | None = None
+
+
+RenderError = Callable[[Problem], Mapping[str, Any]]
+"""From a problem to the body of a dialect."""
+
+
+class ErrorRenderers:
+    """Chooses the dialect that reports an error by the path of the request.
+
+    Args:
+        default: The dialect of every other path.
+        by_path: The dialect of a path.
+    """
+
+    def __init__(self, default: RenderError, by_path: Mapping[str, RenderError]) -> None:
+        self._default = default
+        self._by_path = dict(by_path)
+
+    def of(self, path: str) -> RenderError:
+        """Return the dialect of ``path``."""
+        return self._by_path.get(path, self._default)
+
+
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+_SEE_LOG = "; the server's log has the cause under this request id"
+
+TABLE: Mapping[type[Exception], Kind] = {
+    RequestValidationError: Kind(422, _INVALID, "invalid_request"),
+    ConfigError: Kind(400, _INVALID, "invalid_value"),
+    UnknownNameError: Kind(400, _INVALID, "unknown_name"),
+    UnsupportedFeatureError: Kind(400, _INVALID, "unsupported"),
+    UnsupportedModelError: Kind(400, _INVALID, "unsupported"),
+    PlanConflictError: Kind(400, _INVALID, "unsupported"),
+    UnauthorizedError: Kind(401, "authentication_error", "invalid_api_key"),
+    ModelNotFoundError: Kind(404, _INVALID, "model_not_found"),
+    TooLargeError: Kind(413, _INVALID, "request_too_large"),
+    PromptTooLongError: Kind(413, _INVALID, "context_length_exceeded"),
+    OverloadedError: Kind(429, "rate_limit_error", "overloaded"),
+    GenerationCancelled: Kind(499, "cancelled", "client_closed_request"),
+    RetrievalError: Kind(500, _SERVER, "retrieval_failed", "the index could not be searched" + _SEE_LOG),
+    RerankingError: Kind(500, _SERVER, "reranking_failed", "the documents could not be scored" + _SEE_LOG),
+    GenerationError: Kind(500, _SERVER, "generation_failed", "the model failed" + _SEE_LOG),
+    Exception: Kind(500, _SERVER, "internal_error", "internal error" + _SEE_LOG),
+    NotReadyError: Kind(503, "unavailable", "not_ready"),
+    RequestTimeoutError: Kind(504, "timeout", "timeout"),
+}
+
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+
+
+def kind_of(error: Exception) -> Kind:
+    """Return the row of the table for ``error``: its class, or the nearest base of it."""
+    return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
+
+
+def problem_of(error: Exception) -> Problem:
+    """Return what clients are told of ``error``; a server error goes to the log, and its text stays there."""
+    kind = kind_of(error)
+    message, param = kind.message or str(error), getattr(error, "param", None)
+    if isinstance(error, RequestValidationError):
+        message, param = _validation_message(error)
+    if kind.status == 500:
+        log_failure(error)
+    status = 400 if _is_malformed(error) else kind.status
+    return Problem(status, kind.type, kind.code, _one_line(message), param)
+
+
+def error_response(error: Exception, render: RenderError) -> Response:
+    """Return the response that reports ``error`` in the dialect of ``render``."""
+    problem = problem_of(error)
+    headers = {}
+    if problem.status in (429, 503):
+        headers["retry-after"] = str(RETRY_SECONDS)
+    if problem.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return SafeJSONResponse(render(problem), problem.status, headers)
+
+
+def install_handlers(app: FastAPI, renderers: ErrorRenderers) -> None:
+    """Make every error of a route leave ``app`` in the dialect of its path."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        facts_of(request).error = kind_of(error).code
+        return error_response(error, renderers.of(request.url.path))
+
+    async def routing(request: Request, error: Exception) -> Response:
+        return _http_response(request, error, renderers.of(request.url.path))
+
+    app.add_exception_handler(RagPosfixError, known)
+    app.add_exception_handler(RequestValidationError, known)
+    app.add_exception_handler(HTTPException, routing)
+
+
+def _http_response(request: Request, error: Exception, render: RenderError) -> Response:
+    if not isinstance(error, HTTPException):
+        return error_response(error, render)
+    status = error.status_code
+    messages = {
+        404: f"nothing is served at {request.method} {request.url.path!r}; GET /openapi.json lists what is",
+        405: f"{request.url.path!r} does not take {request.method}; the header 'allow' says what it takes",
+    }
+    message = messages.get(status, str(error.detail))
+    kind = _INVALID if status < 500 else _SERVER
+    code = _HTTP_CODES.get(status, "invalid_request" if status < 500 else "internal_error")
+    problem = Problem(status, kind, code, _one_line(message))
+    return SafeJSONResponse(render(problem), status, dict(error.headers or {}))
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
+
+
+def _is_malformed(error: Exception) -> bool:
+    return isinstance(error, RequestValidationError) and any(e["type"] == "json_invalid" for e in error.errors())
+
+
+def _validation_message(error: RequestValidationError) -> tuple[str, str | None]:
+    """Return one line on the first thing that is wrong, and its field."""
+    problems = error.errors()
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return f"the body is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
+    if isinstance(first.get("input"), bytes):
+        return "the body must be JSON, sent with the header 'content-type: application/json'", None
+    # Steps into a union carry the tag of the form that was chosen; it is no part of the body.
+    path = [step for step in first["loc"][1:] if step not in ("string", "array", "object")]
+    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+    given = "" if first["type"] == "missing" else f", got {_shortened(first.get('input'))}"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    reason = first["msg"][:1].lower() + first["msg"][1:]
+    return f"{name or 'body'}: {reason}{given}{more}", name or None
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def log_failure(error: Exception) -> None:
+    """Log where an error came from. Its text may quote a prompt, so only the type and the places are kept."""
+    places = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
+    _log.error("request failed: %s", type(error).__name__, extra={"fields": {"places": places[-12:]}})

@@ -1,0 +1,57 @@
+"""Limits on requests that hold before anything reads them: the size of the body."""
+
+from __future__ import annotations
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rag_posfix_api.http.errors import ErrorRenderers, TooLargeError, error_response, kind_of
+
+__all__ = ["BodyLimit"]
+
+
+class BodyLimit:
+    """ASGI middleware.
+
+    Args:
+        app: What it guards.
+        max_body_bytes: Largest body.
+        renderers: Report the refusal in the dialect of the path.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, renderers: ErrorRenderers) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._renderers = renderers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve or refuse one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "")
+        if not length.isdecimal() or int(length) <= self._max_body_bytes:
+            await self._app(scope, self._bounded(receive), send)
+            return
+        refusal = TooLargeError(self._too_large(f"has {length} bytes"))
+        scope["state"]["facts"].error = kind_of(refusal).code
+        await error_response(refusal, self._renderers.of(scope["path"]))(scope, receive, send)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Return ``receive`` with a count: a chunked body does not tell its length in advance."""
+        received = 0
+
+        async def bounded() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_body_bytes:
+                # FastAPI lets through this class alone while it reads a body.
+                raise HTTPException(413, self._too_large(f"has more than {self._max_body_bytes} bytes"))
+            return message
+
+        return bounded
+
+    def _too_large(self, what: str) -> str:
+        return f"the body {what}, at most {self._max_body_bytes} are allowed; send fewer or shorter documents"

@@ -1,0 +1,111 @@
+"""A request id on every response, and for every request one count and one JSON log line.
+
+Neither holds what a client or a model wrote: no prompt, no passage, no answer, no path that no route has.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rag_posfix_api.http.errors import ErrorRenderers, error_response, kind_of, log_failure
+from rag_posfix_api.http.facts import Facts
+from rag_posfix_api.http.metrics import Metrics
+
+__all__ = ["JsonFormatter", "ObservedRequests", "configure_logging"]
+
+_access = logging.getLogger("rag_posfix_api.access")
+
+# Goes into logs and headers as it came, so nothing but plain ids.
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_QUIET = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics"})
+
+
+class ObservedRequests:
+    """ASGI middleware, the outermost of the app's own: also turns an error that nothing caught into a 500.
+
+    Args:
+        app: What it wraps.
+        metrics: Where requests are counted.
+        renderers: Report the error in the dialect of the path.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, renderers: ErrorRenderers) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._renderers = renderers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        facts = Facts()
+        scope.setdefault("state", {})["facts"] = facts
+        started = time.perf_counter()
+        status: int | None = None
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            facts.error = kind_of(error).code
+            if status is None:
+                await error_response(error, self._renderers.of(scope["path"]))(scope, receive, send_with_id)
+            else:  # the server closes the connection of a response that was left incomplete
+                log_failure(error)
+        finally:
+            self._finish(scope, request_id, 499 if status is None else status, time.perf_counter() - started, facts)
+
+    def _finish(self, scope: Scope, request_id: str, status: int, seconds: float, facts: Facts) -> None:
+        route = getattr(scope.get("route"), "path", "unmatched")
+        self._metrics.request(route, status, seconds)
+        fields = {
+            "request_id": request_id,
+            "method": scope["method"] if route != "unmatched" else "-",
+            "route": route,
+            "status": status,
+            "duration_ms": round(seconds * 1000, 3),
+            **facts.to_dict(),
+        }
+        level = logging.DEBUG if route in _QUIET and status < 400 else logging.INFO
+        _access.log(level, "request", extra={"fields": fields})
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record, with the entries of ``extra={"fields": {...}}`` beside the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure_logging(level: int = logging.INFO) -> None:
+    """Send this process's log to stderr as JSON lines. For a process that is the service and nothing else."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -1,0 +1,43 @@
+"""What orchestrators ask: /livez, /readyz and their other names, and /metrics for Prometheus."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from rag_posfix_api.dialects.openai.errors import errors
+from rag_posfix_api.runtime.service import ReadyService, ServiceState
+
+__all__ = ["Health", "router"]
+
+router = APIRouter()
+
+
+class Health(BaseModel):
+    """A probe's answer."""
+
+    status: str
+
+
+@router.get("/healthz", operation_id="healthz", response_model=Health, tags=["health"])
+@router.get("/livez", operation_id="livez", response_model=Health, tags=["health"])
+async def live() -> Health:
+    """Say that the process is alive, whether or not the model is loaded."""
+    return Health(status="live")
+
+
+@router.get("/health", operation_id="health", response_model=Health, responses=errors(503), tags=["health"])
+@router.get("/readyz", operation_id="readyz", response_model=Health, responses=errors(503), tags=["health"])
+async def ready(service: ReadyService) -> Health:
+    """Say that the model is loaded and verified; 503 with the reason otherwise."""
+    return Health(status="ready")
+
+
+@router.get("/metrics", operation_id="metrics", response_class=PlainTextResponse, tags=["metrics"])
+async def metrics(request: Request, service: ServiceState) -> Response:
+    """Return the metrics in the text format, or OpenMetrics where it is accepted."""
+    encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(service.metrics.registry), headers={"content-type": media_type})

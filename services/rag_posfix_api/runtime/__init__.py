@@ -1,0 +1,1 @@
+"""Running questions: admission, jobs in threads, and the loaded pipeline."""

@@ -1,0 +1,55 @@
+"""Scoring the documents of a rerank request, whatever the dialect that it came in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from langchain_core.documents import Document
+
+from rag_posfix.caching.answers.keys import tenant_salt
+from rag_posfix.contracts.cache_salt import salted
+from rag_posfix.errors import RerankingError
+from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix_api.http.errors import UnsupportedFeatureError
+
+__all__ = ["Scored", "score_texts"]
+
+_INDEX = "_index"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The scores of a request's documents.
+
+    Attributes:
+        ranked: (index in the request, relevance), best first; equal scores keep the order of the request.
+        tokens: Tokens of the query and of all documents, counted with the served model's tokenizer.
+    """
+
+    ranked: tuple[tuple[int, float], ...]
+    tokens: int
+
+
+def score_texts(pipeline: Pipeline, query: str, texts: Sequence[str]) -> Scored:
+    """Return the relevance of each text for ``query``.
+
+    Raises:
+        UnsupportedFeatureError: the pipeline has no reranker.
+        RerankingError: the reranker scored nothing.
+    """
+    if pipeline.reranker is None:
+        raise UnsupportedFeatureError("this server has no reranker; serve a pipeline with one to use /v1/rerank")
+    marked = [Document(page_content=text, metadata={_INDEX: index}) for index, text in enumerate(texts)]
+    with salted(tenant_salt(pipeline.defaults.tenant)):
+        scored = pipeline.reranker.compress_documents(marked, query) if marked else []
+    ranked = sorted(((int(one.metadata[_INDEX]), _relevance(one)) for one in scored), key=lambda r: (-r[1], r[0]))
+    encoder = pipeline.generator.encoder
+    return Scored(tuple(ranked), sum(len(encoder.encode_text(text)) for text in (query, *texts)))
+
+
+def _relevance(document: Document) -> float:
+    score = document.metadata.get("relevance_score")
+    if score is None:
+        raise RerankingError("the reranker failed, or was late, and scored nothing; its log line says which")
+    return float(score)

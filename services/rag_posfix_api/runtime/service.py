@@ -1,0 +1,207 @@
+"""What the routes share: the pipeline once it is loaded, and the ways to run it. One per app, on ``app.state``."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Annotated
+
+import anyio.to_thread
+from fastapi import Depends, Request
+from langchain_core.documents import Document
+
+from rag_posfix.contracts.answer import Answer, Question
+from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.request import Sampling
+from rag_posfix.errors import RagPosfixError
+from rag_posfix.generation.batching.stepped import SteppedGenerator
+from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.settings import ServiceSettings, Settings
+from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError
+from rag_posfix_api.http.facts import Facts
+from rag_posfix_api.http.metrics import Metrics
+from rag_posfix_api.runtime.admission import Admission
+from rag_posfix_api.runtime.admitted import AdmittedGenerator
+from rag_posfix_api.runtime.jobs import Jobs
+
+if TYPE_CHECKING:
+    from rag_posfix.generation.batching.scheduler import BatchingGenerator
+
+__all__ = ["ReadyService", "Service", "ServiceState", "package_version", "service_of"]
+
+_log = logging.getLogger(__name__)
+
+
+class Service:
+    """The state of one app.
+
+    Args:
+        settings: What to load, and what requests get that do not say.
+        limits: How the service runs.
+    """
+
+    def __init__(self, settings: Settings, limits: ServiceSettings) -> None:
+        self.settings = settings
+        self.limits = limits
+        self.started = int(time.time())
+        self.chat = self._jobs(limits.max_concurrent)
+        self.rerank = self._jobs(1)  # scores are not batched over requests
+        self.metrics = Metrics(self._in_flight, lambda: self.chat.admission.working, lambda: self.is_ready)
+        self._pipeline: Pipeline | None = None
+        self._loaded: Pipeline | None = None
+        self._batching: BatchingGenerator | None = None
+        self._generator: Generator | None = None
+        self._reason = "the model is being loaded; try again later"
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline, with its generator behind admission.
+
+        Raises:
+            NotReadyError: it is not loaded, or its model has broken since.
+        """
+        if self._pipeline is None:
+            raise NotReadyError(self._reason)
+        if self._failure is not None:
+            raise NotReadyError(f"the model cannot answer any more: {self._failure}; start the service again")
+        return self._pipeline
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the pipeline is loaded and its model has not broken."""
+        return self._pipeline is not None and self._failure is None
+
+    @property
+    def _failure(self) -> str | None:
+        """What has broken the model: one that is split over processes loses them for good."""
+        failure: str | None = getattr(self._generator, "failure", None)
+        return failure
+
+    @property
+    def model_id(self) -> str:
+        """Name of the served model."""
+        return self.pipeline.generator.model_id
+
+    def adopt(self, pipeline: Pipeline) -> None:
+        """Serve ``pipeline`` from now on. The pipeline itself is not changed."""
+        served = copy.copy(pipeline)
+        self._generator = pipeline.generator
+        served.generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
+        self.metrics.served(package_version(), served.generator.model_id)
+        counts = getattr(pipeline.reranker, "counts", None)
+        if callable(counts):
+            self.metrics.count_reranking(counts)
+        self._pipeline = served
+
+    async def load(self) -> None:
+        """Build, verify and warm the pipeline in a worker thread, then serve it. Never raises."""
+        started = time.monotonic()
+        try:
+            # Shutting down does not wait for a download.
+            pipeline = await anyio.to_thread.run_sync(_build, self.settings, abandon_on_cancel=True)
+        except Exception as error:
+            known = isinstance(error, RagPosfixError)
+            told = " ".join(str(error).split()) if known else f"{type(error).__name__}, see the server's log"
+            self._reason = f"the model could not be loaded: {told}"
+            _log.error("%s", self._reason, exc_info=None if known else error)
+            return
+        self._loaded = pipeline
+        self.adopt(pipeline)
+        _log.info("serving %s, loaded in %.1f s", pipeline.generator.model_id, time.monotonic() - started)
+
+    def close(self) -> None:
+        """Stop the model, and close what ``load`` opened; a pipeline that was handed in belongs to its owner."""
+        if self._batching is not None:
+            self._batching.close()
+        if self._loaded is not None:
+            self._loaded.close()
+
+    def check_model(self, name: str) -> None:
+        """Check that ``name`` means the served model.
+
+        Raises:
+            ModelNotFoundError: it does not.
+        """
+        if name not in (self.model_id, self.settings.model, "default", ""):
+            raise ModelNotFoundError(
+                f"model {name!r} is not served here; use {self.model_id!r} or 'default'", param="model"
+            )
+
+    def record(self, answer: Answer, facts: Facts) -> None:
+        """Count an answer, and note it for the log line of its request."""
+        usage = answer.usage
+        tokens = {
+            "prompt": usage.prompt_tokens,
+            "completion": usage.completion_tokens,
+            "cached": usage.cached_tokens,
+        }
+        cache = "hit" if answer.cached else "miss" if "cache" in answer.timings else "off"
+        self.metrics.answer(answer.timings, tokens, cache)
+        facts.mitigation, facts.order, facts.cache = answer.mitigation, answer.order, cache
+        facts.tokens, facts.timings = tokens, dict(answer.timings)
+
+    def _batched(self, generator: Generator) -> Generator:
+        """Return a generator that decodes the answers it is asked for together, where ``generator`` can do so."""
+        if self.limits.max_concurrent == 1 or not isinstance(generator, SteppedGenerator):
+            return generator
+        from rag_posfix.generation.batching.scheduler import BatchingGenerator  # torch
+
+        self._batching = BatchingGenerator(generator, self.limits.max_concurrent)
+        return self._batching
+
+    def _jobs(self, at_once: int) -> Jobs:
+        limits = self.limits
+        waiting = limits.max_concurrent + limits.max_queue - at_once
+        admission = Admission(at_once, waiting, limits.queue_timeout_seconds)
+        return Jobs(admission, limits.request_timeout_seconds)
+
+    def _in_flight(self) -> int:
+        return self.chat.admission.in_flight + self.rerank.admission.in_flight
+
+
+def package_version() -> str:
+    """Return the installed version; a source tree that is not installed has none."""
+    try:
+        return version("rag-posfix")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _build(settings: Settings) -> Pipeline:
+    """Return a pipeline that has answered once: first answers compile and allocate, and a broken model shows."""
+    from rag_posfix.pipeline.build import build_pipeline  # torch and transformers: not before they are needed
+
+    pipeline = build_pipeline(settings)
+    passage = Document(page_content="The service is warm.", metadata={"relevance_score": 1.0})
+    pipeline.ask(
+        Question("Is the service warm?", documents=[passage], sampling=Sampling(max_tokens=2), use_cache=False)
+    )
+    return pipeline
+
+
+def service_of(request: Request) -> Service:
+    """Return the state of the app that ``request`` came to."""
+    service = request.app.state.service
+    if not isinstance(service, Service):
+        raise NotReadyError("the service has not started")
+    return service
+
+
+# Dependencies are coroutines: FastAPI would run plain functions in worker threads.
+async def _service(request: Request) -> Service:
+    return service_of(request)
+
+
+async def _ready_service(request: Request) -> Service:
+    service = service_of(request)
+    _ = service.pipeline  # refuse before the work
+    return service
+
+
+ServiceState = Annotated[Service, Depends(_service)]
+"""The service, ready or not."""
+
+ReadyService = Annotated[Service, Depends(_ready_service)]
+"""The service with its model loaded; 503 otherwise."""

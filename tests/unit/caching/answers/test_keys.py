@@ -1,0 +1,92 @@
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rag_posfix.caching.answers import keys
+from rag_posfix.caching.answers.keys import AnswerKey
+
+KEY = AnswerKey(
+    model="model",
+    template="template",
+    assembly="assembly",
+    mitigation="mitigation",
+    sampling="sampling",
+    question="question",
+    documents=("one", "two"),
+    order_invariant=False,
+    history="history",
+    tenant="tenant",
+)
+TEXT_FIELDS = [f.name for f in dataclasses.fields(AnswerKey) if f.name not in {"documents", "order_invariant"}]
+# Texts are cleaned at the door: a lone surrogate and a NUL are the same U+FFFD there.
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=8)
+
+
+def test_the_digest_is_32_hexadecimal_digits():
+    assert len(KEY.digest()) == 32
+    assert int(KEY.digest(), 16) >= 0
+
+
+def test_the_digest_does_not_depend_on_the_process():
+    assert KEY.digest() == "25680b8f6fbe77c57bb31200c83ff9fe"
+
+
+@pytest.mark.parametrize("field", TEXT_FIELDS)
+@given(text=texts)
+def test_every_text_changes_the_digest(field, text):
+    other = dataclasses.replace(KEY, **{field: text})
+    assert (other.digest() == KEY.digest()) == (other == KEY)
+
+
+@given(documents=st.lists(texts, max_size=4))
+def test_the_documents_change_the_digest(documents):
+    other = dataclasses.replace(KEY, documents=tuple(documents))
+    assert (other.digest() == KEY.digest()) == (other == KEY)
+
+
+def test_order_invariance_changes_the_digest():
+    assert dataclasses.replace(KEY, order_invariant=True).digest() != KEY.digest()
+
+
+def test_the_schema_version_changes_the_digest(monkeypatch):
+    before = KEY.digest()
+    monkeypatch.setattr(keys, "SCHEMA_VERSION", keys.SCHEMA_VERSION + 1)
+    assert KEY.digest() != before
+
+
+@given(first=st.lists(texts, min_size=8, max_size=8), second=st.lists(texts, min_size=8, max_size=8))
+def test_moving_text_between_fields_changes_the_digest(first, second):
+    one, two = (
+        AnswerKey(**dict(zip(TEXT_FIELDS, values, strict=True)), documents=(), order_invariant=False)
+        for values in (first, second)
+    )
+    assert (one.digest() == two.digest()) == (one == two)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("ab", "c"), ("a", "bc")), (("ab",), ("a", "b")), ((), ("",)), (("a", ""), ("", "a")), (("a",), ("a", "a"))],
+)
+def test_the_boundaries_of_documents_count(first, second):
+    digests = {dataclasses.replace(KEY, documents=documents).digest() for documents in (first, second)}
+    assert len(digests) == 2
+
+
+def test_a_field_does_not_run_into_the_documents():
+    assert (
+        dataclasses.replace(KEY, tenant="", documents=("x",)).digest()
+        != dataclasses.replace(KEY, tenant="x", documents=()).digest()
+    )
+
+
+@given(data=st.data(), documents=st.lists(texts, min_size=2, max_size=5))
+def test_a_shuffled_context_is_the_same_key_only_for_an_order_invariant_mitigation(data, documents):
+    shuffled = data.draw(st.permutations(documents))
+    for order_invariant in (False, True):
+        one, two = (
+            dataclasses.replace(KEY, documents=tuple(order), order_invariant=order_invariant).digest()
+            for order in (documents, shuffled)
+        )
+        assert (one == two) == (order_invariant or documents == shuffled)

@@ -1,0 +1,194 @@
+import logging
+
+import orjson
+import pytest
+
+from rag_posfix.caching.answers.disk import DiskCache
+from rag_posfix.caching.answers.memory import MemoryCache
+from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.errors import CacheError
+from rag_posfix.pipeline.protocols import AnswerCache
+from tests.support.clock import Clock
+
+
+class Broken:
+    """A tier that fails whatever it is asked."""
+
+    name = "broken"
+
+    def __init__(self):
+        self.works = False
+
+    def __getattr__(self, operation):
+        def fail(*_arguments):
+            if not self.works:
+                raise RuntimeError("the value was: secret")
+
+        return fail
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def memory(clock):
+    return MemoryCache(clock=clock)
+
+
+@pytest.fixture
+def disk(tmp_path, clock):
+    cache = DiskCache(tmp_path, clock=clock, busy_seconds=5)
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def cache(memory, disk, clock):
+    return TieredAnswerCache([memory, disk], ttl_seconds=100, clock=clock)
+
+
+def test_it_follows_the_protocol(cache):
+    answer_cache: AnswerCache = cache
+    with answer_cache.single_flight("key"):
+        answer_cache.put("key", {"text": "Paris"})
+    assert answer_cache.get("key") == {"text": "Paris"}
+
+
+@pytest.mark.parametrize("value", [{}, {"a": [1, 2.5, None, True, {"b": "é\u2028"}]}, {"text": ""}])
+def test_an_answer_comes_back(cache, value):
+    assert cache.get("key") is None
+    cache.put("key", value, ["doc"])
+    assert cache.get("key") == value
+    stats = cache.stats()
+    assert (stats["hits"], stats["misses"]) == (1, 1)
+    assert [tier["name"] for tier in stats["tiers"]] == ["memory", "disk"]
+
+
+def test_the_caller_cannot_change_what_is_stored(cache):
+    cache.put("key", {"documents": []})
+    cache.get("key")["documents"].append("mine")
+    assert cache.get("key") == {"documents": []}
+
+
+def test_a_hit_is_copied_into_the_faster_tiers_for_the_rest_of_its_life(cache, memory, clock):
+    cache.put("key", {"text": "Paris"})
+    memory.clear()
+    clock.advance(90)
+    assert cache.get("key") == {"text": "Paris"}
+    assert memory.get("key") is not None
+    clock.advance(10)
+    assert memory.get("key") is None
+    assert cache.get("key") is None
+
+
+def test_a_copy_can_be_dropped_by_document_as_well(cache, memory):
+    cache.put("one", {"text": "1"}, ["a", "b"])
+    cache.put("two", {"text": "2"}, ["c"])
+    memory.clear()
+    cache.get("one")
+    assert cache.drop_documents(["b", "unknown"]) == 1
+    assert cache.get("one") is None
+    assert cache.get("two") == {"text": "2"}
+    assert cache.drop_documents([]) == 0
+
+
+def test_clear_empties_every_tier(cache, memory, disk):
+    cache.put("one", {})
+    cache.put("two", {})
+    assert cache.clear() == 2
+    assert memory.stats().entries == disk.stats().entries == 0
+
+
+def test_a_large_answer_is_not_kept(memory):
+    cache = TieredAnswerCache([memory], max_entry_bytes=100)
+    cache.put("key", {"text": "x" * 100})
+    assert cache.get("key") is None
+    cache.put("key", {"text": "x" * 80})
+    assert cache.get("key") is not None
+    assert cache.stats()["rejected"] == 1
+
+
+@pytest.mark.parametrize("value", [{"a": object()}, {1: 2}, {"a": "\ud800"}, {"a": 2**70}])
+def test_an_answer_that_is_not_json_is_not_kept(cache, value):
+    cache.put("key", value)
+    assert cache.get("key") is None
+    assert cache.stats()["rejected"] == 1
+
+
+def envelope(**changes):
+    whole = {"version": 1, "key": "key", "expires_at": 2e6, "tags": [], "value": {"text": "old"}}
+    return orjson.dumps({**whole, **changes})
+
+
+def test_the_envelope_of_these_tests_opens(cache, memory):
+    memory.set("key", envelope(), 100)
+    assert cache.get("key") == {"text": "old"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"nonsense",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b"null",
+        b'"text"',
+        envelope(value=[1]),
+        envelope(value=None),
+        envelope(key="other"),
+        envelope(version=0),
+        envelope(tags=[1]),
+        envelope(tags=None),
+        envelope(expires_at="soon"),
+        envelope(expires_at=None),
+        envelope()[:-1],
+    ],
+)
+def test_a_damaged_entry_is_a_miss_and_the_next_tier_is_asked(cache, memory, data):
+    memory.set("key", data, 100)
+    assert cache.get("key") is None
+    assert cache.stats()["damaged"] == 1
+    cache.put("key", {"text": "Paris"})
+    memory.set("key", data, 100)
+    assert cache.get("key") == {"text": "Paris"}
+
+
+def test_an_entry_past_its_end_is_a_miss(cache, memory):
+    memory.set("key", envelope(expires_at=1.0), 100)
+    assert cache.get("key") is None
+
+
+def test_a_broken_tier_is_skipped_and_logged_once(memory, caplog):
+    broken = Broken()
+    cache = TieredAnswerCache([broken, memory])
+    for _ in range(3):
+        cache.put("key", {"text": "secret"}, ["doc"])
+        assert cache.get("key") == {"text": "secret"}
+    assert cache.drop_documents(["doc"]) == 1
+    assert cache.clear() == 0
+    assert cache.stats()["tiers"][0] == {"name": "broken"}
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "the broken tier is failing (RuntimeError)" in caplog.text
+    assert "secret" not in caplog.text
+    broken.works = True
+    cache.get("key")
+    assert "the broken tier works again" in caplog.text
+    cache.close()
+
+
+def test_a_closed_cache_only_misses(cache):
+    cache.put("key", {})
+    cache.close()
+    assert cache.get("key") is None
+
+
+def test_settings_that_make_no_sense_are_refused(memory):
+    with pytest.raises(CacheError, match="at least one tier"):
+        TieredAnswerCache([])
+    for ttl in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(CacheError, match=r"ttl_seconds=.* must be above 0"):
+            TieredAnswerCache([memory], ttl_seconds=ttl)

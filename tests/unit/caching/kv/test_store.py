@@ -1,0 +1,296 @@
+import dataclasses
+import logging
+import threading
+import time
+
+import pytest
+import torch
+
+from rag_posfix.caching.kv.disk import DiskPassages
+from rag_posfix.caching.kv.entry import PassageKV
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.tier import TierStats
+from rag_posfix.errors import CacheError
+from tests.support.passages import SHAPE, entry, same
+
+SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well
+
+
+class Slow(MemoryPassages):
+    """A tier that is written behind the answer, with a gate before each write and each search."""
+
+    immediate = False
+    name = "slow"
+
+    def __init__(self):
+        super().__init__()
+        self.writes, self.searches = threading.Event(), threading.Event()
+        self.writes.set()
+        self.searches.set()
+        self.asked = threading.Event()
+        self.written_by = set()
+
+    def put_many(self, entries):
+        assert self.writes.wait(SECONDS)
+        self.written_by.add(threading.current_thread().name)
+        super().put_many(entries)
+
+    def get_many(self, keys):
+        found = super().get_many(keys)
+        self.asked.set()
+        assert self.searches.wait(SECONDS)
+        return found
+
+
+class Broken:
+    """A tier that fails whatever it is asked."""
+
+    name = "broken"
+
+    def __init__(self, immediate):
+        self.immediate = immediate
+        self.works = False
+
+    def __getattr__(self, operation):
+        def fail(*_arguments):
+            if not self.works:
+                raise RuntimeError("the value was: secret")
+            return {}
+
+        return fail
+
+
+@pytest.fixture
+def memory():
+    return MemoryPassages()
+
+
+@pytest.fixture
+def slow():
+    return Slow()
+
+
+@pytest.fixture
+def store(memory, slow):
+    store = PassageStore([memory, slow])
+    yield store
+    slow.writes.set()
+    slow.searches.set()
+    store.close()
+
+
+def get(store, *keys):
+    return store.get_many(dict.fromkeys(keys, SHAPE))
+
+
+def test_memory_alone():
+    store = PassageStore([MemoryPassages()])
+    assert get(store, "key") == {}
+    store.put_many({"key": entry(1)}, {"key": ["doc"]})
+    assert same(get(store, "key")["key"], entry(1, tags=("doc",)))
+    stats = store.stats()
+    assert (stats["hits"], stats["misses"], stats["hit_bytes"]) == (1, 1, SHAPE.n_bytes)
+    assert (stats["dropped_writes"], stats["pending_writes"], stats["errors"]) == (0, 0, 0)
+    assert [tier["name"] for tier in stats["tiers"]] == ["memory"]
+    assert stats["bytes"] == stats["tiers"][0]["bytes"] > 0
+    assert store.flush(0)
+    assert store.drop(["doc"]) == 1
+    assert store.clear() == 0
+    store.close()
+    store.put_many({"key": entry(1)})
+    assert get(store, "key") == {}
+
+
+def test_a_view_of_a_batch_does_not_keep_the_batch_alive(memory):
+    batch = torch.zeros(9, *SHAPE.sizes, dtype=SHAPE.dtype)
+    PassageStore([memory]).put_many({"key": PassageKV(batch[3])})
+    kept = memory.get_many({"key": SHAPE})["key"]
+    assert kept.states.untyped_storage().nbytes() == kept.n_bytes
+
+
+def test_a_write_does_not_wait_for_the_slow_tier_and_flush_does(store, memory, slow):
+    slow.writes.clear()
+    store.put_many({"key": entry(1)}, {"key": ["doc"]})
+    assert memory.stats().entries == 1
+    assert slow.stats().entries == 0
+    assert not store.flush(0.05)
+    assert store.stats()["pending_writes"] == 1
+    slow.writes.set()
+    assert store.flush(SECONDS)
+    assert slow.stats().entries == 1
+    assert slow.written_by == {"rag-posfix-passages"}
+
+
+def test_writes_that_the_queue_has_no_room_for_are_dropped_and_counted(memory, slow):
+    store = PassageStore([memory, slow], queue_bytes=SHAPE.n_bytes)
+    slow.writes.clear()
+    store.put_many({"first": entry()})
+    deadline = time.monotonic() + SECONDS
+    while store._behind._waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    store.put_many({f"key{number}": entry() for number in range(4)})
+    assert store.stats()["dropped_writes"] == 3
+    assert memory.stats().entries == 5
+    slow.writes.set()
+    assert store.flush(SECONDS)
+    assert slow.stats().entries == 2
+    store.close()
+
+
+def test_a_hit_is_copied_into_the_faster_tiers_with_its_tags(store, memory, slow):
+    slow.put_many({"key": entry(1, tags=("doc",))})
+    assert same(get(store, "key")["key"], entry(1, tags=("doc",)))
+    assert memory.stats().entries == 1
+    assert store.drop(["doc"]) == 1
+    assert memory.stats().entries == 0
+    assert get(store, "key") == {}
+
+
+def test_a_hit_of_the_last_tier_is_copied_into_those_between(memory):
+    between, last = Slow(), Slow()
+    store = PassageStore([memory, between, last])
+    last.put_many({"key": entry(1, tags=("doc",))})
+    assert get(store, "key")
+    assert store.flush(SECONDS)
+    assert same(between.get_many({"key": SHAPE})["key"], entry(1, tags=("doc",)))
+    assert last.stats().hits == 1
+    store.close()
+
+
+def test_a_tier_is_asked_only_for_what_those_before_it_lack(store, memory, slow):
+    memory.put_many({"one": entry(1)})
+    slow.put_many({"two": entry(2)})
+    assert set(get(store, "one", "two", "three")) == {"one", "two"}
+    assert (slow.stats().hits, slow.stats().misses) == (1, 1)
+    assert (store.stats()["hits"], store.stats()["misses"]) == (2, 1)
+    get(store, "one")
+    assert (slow.stats().hits, slow.stats().misses) == (1, 1)
+
+
+def test_an_entry_that_is_not_as_expected_is_a_miss_and_the_next_tier_is_asked(store, memory, slow):
+    other = dataclasses.replace(SHAPE, dtype=torch.float16)
+    memory.put_many({"key": entry(1, other)})
+    slow.put_many({"key": entry(2)})
+    assert same(get(store, "key")["key"], entry(2))
+
+
+def test_what_waits_to_be_written_is_dropped_too(store, slow):
+    slow.writes.clear()
+    store.put_many({"first": entry()})
+    store.put_many({"a": entry(1), "b": entry(2)}, {"a": ["doc"], "b": ["other"]})
+    threading.Timer(0.05, slow.writes.set).start()
+    assert store.drop(["doc"]) == 1
+    assert store.flush(SECONDS)
+    assert set(slow.get_many(dict.fromkeys(("first", "a", "b"), SHAPE))) == {"first", "b"}
+
+
+def test_a_search_under_way_does_not_bring_back_what_is_dropped(store, memory, slow):
+    slow.put_many({"key": entry(1, tags=("doc",))})
+    slow.searches.clear()
+    search = threading.Thread(target=get, args=(store, "key"))
+    search.start()
+    assert slow.asked.wait(SECONDS)
+    store.drop(["doc"])
+    slow.searches.set()
+    search.join()
+    assert store.flush(SECONDS)
+    assert memory.stats().entries == 0
+    assert get(store, "key") == {}
+
+
+def test_clear_empties_every_tier(store, memory, slow):
+    store.put_many({"one": entry(1), "two": entry(2)})
+    assert store.clear() == 2
+    assert memory.stats().entries == slow.stats().entries == 0
+    store.put_many({"one": entry(1)})
+    assert store.flush(SECONDS)
+    assert slow.stats().entries == 1
+
+
+@pytest.mark.parametrize("immediate", [True, False])
+def test_a_broken_tier_is_skipped_and_logged_once(memory, caplog, immediate):
+    broken = Broken(immediate)
+    store = PassageStore([broken, memory])
+    for _ in range(3):
+        store.put_many({"key": entry(1)}, {"key": ["doc"]})
+        assert same(get(store, "key")["key"], entry(1, tags=("doc",)))
+    assert store.flush(SECONDS)
+    assert store.drop(["doc"]) == 1
+    assert store.clear() == 0
+    assert store.stats()["tiers"][0] == {"name": "broken"}
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "passage store: the broken tier is failing (RuntimeError)" in caplog.text
+    assert "secret" not in caplog.text
+    broken.works = True
+    get(store, "key")
+    assert "passage store: the broken tier works again" in caplog.text
+    store.close()
+
+
+def test_no_memory_left_for_a_copy_is_a_miss_and_counted(store, memory, slow, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    slow.put_many({"key": entry(1)})
+    monkeypatch.setattr(PassageKV, "on", fail)
+    assert get(store, "key") == {}
+    store.put_many({"other": entry(2)})
+    assert store.stats()["errors"] == 2
+    assert memory.stats().entries == 0
+    monkeypatch.undo()
+    assert get(store, "key")
+
+
+def test_a_store_without_tiers_is_refused():
+    with pytest.raises(CacheError, match="needs at least one tier"):
+        PassageStore([])
+
+
+def test_stats_of_a_tier_are_those_of_the_tier(store, slow):
+    store.put_many({"key": entry()})
+    store.flush(SECONDS)
+    assert TierStats(**store.stats()["tiers"][1]) == slow.stats()
+
+
+def test_threads_put_get_and_drop_and_every_hit_is_what_was_put(memory, slow):
+    small = MemoryPassages(max_bytes=6 * 1200)  # so that it evicts all the time
+    store = PassageStore([small, slow])
+    entries = {f"key{number}": entry(number) for number in range(12)}
+    tags = {key: [f"tag{number % 4}"] for number, key in enumerate(entries)}
+    wrong = []
+
+    def work(seed):
+        for number in range(60):
+            some = [f"key{(number * seed + step) % 12}" for step in range(4)]
+            store.put_many({key: entries[key] for key in some[:2]}, tags)
+            for key, kept in get(store, *some).items():
+                if not torch.equal(kept.states.view(torch.uint8), entries[key].states.view(torch.uint8)):
+                    wrong.append(key)
+            if number % 9 == 0:
+                store.drop([f"tag{number % 4}"])
+            if number % 25 == 0:
+                store.clear()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 5, 7, 11)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert store.flush(SECONDS)
+    assert store.drop(["tag0", "tag1", "tag2", "tag3"]) <= 12
+    assert get(store, *entries) == {}
+    store.close()
+
+
+def test_tensors_of_inference_mode_are_kept_and_written_like_others(tmp_path):
+    with torch.inference_mode():
+        states = torch.arange(2 * SHAPE.n_bytes // 2, dtype=SHAPE.dtype).reshape(2, *SHAPE.sizes)[1]
+    store = PassageStore([MemoryPassages(), DiskPassages(tmp_path, max_bytes=10**6)])
+    store.put_many({"key": PassageKV(states)})
+    assert store.flush(SECONDS)
+    for _ in range(2):
+        assert torch.equal(get(store, "key")["key"].states, states)
+        store._tiers[0].call(lambda tier: tier.clear(), None)
+    store.close()

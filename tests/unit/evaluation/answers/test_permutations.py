@@ -1,0 +1,145 @@
+import pytest
+import torch
+
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.answers.permutations import OrderOutcome, summarize_orders, sweep_orders
+from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_engine()
+
+
+def sweep(engine, names=("none", "context_experts"), examples=EXAMPLES, **options):
+    settings = {"n_orders": 3, "n_documents": 3, "reranker": Alphabetical(), "max_new_tokens": 2}
+    return sweep_orders(engine, examples, [MitigationChoice(name) for name in names], **{**settings, **options})
+
+
+class TestSweep:
+    def test_every_method_answers_every_question_in_the_same_orders(self, engine):
+        reported = []
+        rows = sweep(engine, progress=lambda *at: reported.append(at))
+        assert reported == [(done, 18) for done in range(1, 19)]
+        orders = {
+            name: [row.order for row in rows if row.condition == name and row.question == "1"]
+            for name in ("none", "context_experts")
+        }
+        assert orders["none"] == orders["context_experts"]
+        assert orders["none"][0] == (0, 1, 2)
+        assert len(set(orders["none"])) == 3
+        assert all(row.gold_position == row.order.index(0) for row in rows)
+
+    def test_the_passages_stand_in_the_order_that_the_row_names(self, engine, monkeypatch):
+        seen = []
+        assemble = Assembler.assemble
+
+        def watched(self, question, documents, **options):
+            seen.append((question, [document.id for document in documents]))
+            return assemble(self, question, documents, **options)
+
+        monkeypatch.setattr(Assembler, "assemble", watched)
+        rows = sweep(engine, ("none",), EXAMPLES[:2])
+        given = {"0": ["g0", "d00", "d01"], "1": ["g1", "d10", "d11"]}
+        assert seen == [(f"Why{row.question}", [given[row.question][i] for i in row.order]) for row in rows]
+
+    def test_the_first_order_differs_from_itself_by_nothing(self, engine):
+        first = [row for row in sweep(engine) if row.order == (0, 1, 2)]
+        assert len(first) == 6
+        assert all(not row.changed and row.logit_difference == 0.0 for row in first)
+
+    def test_the_unmodified_model_depends_on_the_order_and_an_order_free_method_does_not(self, engine):
+        rows = sweep(engine, ("none", "context_experts", "parallel_windows"))
+        others = [row for row in rows if row.order != (0, 1, 2)]
+        assert min(row.logit_difference for row in others if row.condition == "none") > 1e-3
+        free = [row for row in others if row.condition != "none"]
+        assert max(row.logit_difference for row in free) < 1e-5
+        assert not any(row.changed for row in free)
+
+    def test_the_difference_is_that_of_the_first_tokens_log_probabilities(self, engine):
+        rows = sweep(engine, ("none",), EXAMPLES[:1])
+        assembler = Assembler(engine.encoder, 180)
+
+        def first_token(order):
+            given = EXAMPLES[0].documents(3, 0)
+            layout = assembler.assemble(
+                "Why0", [given[i] for i in order], order="original", max_new_tokens=2
+            ).layout  # fmt: skip
+            return engine.next_log_probs(layout)
+
+        for row in rows:
+            expected = (first_token(row.order) - first_token((0, 1, 2))).abs().max()
+            assert row.logit_difference == pytest.approx(float(expected), abs=1e-5)
+
+    def test_a_method_that_ignores_the_order_is_run_for_each_order(self, engine):
+        with CountedForwards(engine) as one:
+            sweep(engine, ("parallel_windows",), EXAMPLES[:1], n_orders=2)
+        with CountedForwards(engine) as more:
+            sweep(engine, ("parallel_windows",), EXAMPLES[:1], n_orders=6)
+        assert len(more.shapes) == 3 * len(one.shapes)
+
+    def test_infinite_scores_that_agree_do_not_differ(self):
+        from rag_posfix.evaluation.answers.permutations import _largest_difference
+
+        one = torch.tensor([-float("inf"), -1.0, -2.0])
+        assert _largest_difference(one, one) == 0.0
+        assert _largest_difference(one, torch.tensor([-float("inf"), -1.5, -2.25])) == 0.5
+        assert _largest_difference(one, torch.tensor([-3.0, -1.0, -2.0])) == float("inf")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"n_documents": 5}, "documents=5 must be between 1 and 4"),
+            ({"n_orders": 7}, "orders=7 must be between 2 and 6, the number of orders of 3 passages"),
+            ({"max_new_tokens": 20}, "question 0: . of 3 passages do not fit or repeat"),
+        ],
+    )
+    def test_what_cannot_be_asked_is_refused(self, engine, options, message):
+        with pytest.raises(EvaluationError, match=message):
+            sweep(engine, **options)
+
+
+def row(question, number, changed, accuracy, difference, condition="none"):
+    return OrderOutcome(
+        question=question, condition=condition, order=(number, 0), gold_position=0, changed=changed,
+        logit_difference=difference, answer="x", accuracy=accuracy, accuracy_full_text=1.0, log_probability=-accuracy,
+        seconds=2.0,
+    )  # fmt: skip
+
+
+ROWS = [
+    row("a", 0, False, 1.0, 0.0), row("a", 1, True, 0.0, 0.5), row("a", 2, False, 1.0, 0.25),
+    row("a", 3, True, 0.0, 1.0),
+    row("b", 0, False, 1.0, 0.0), row("b", 1, False, 1.0, 3.5), row("b", 2, False, 1.0, 0.0),
+    row("b", 3, False, 1.0, 0.0),
+    *[row(question, number, False, 0.0, 0.0, "free") for question in "ab" for number in range(4)],
+]  # fmt: skip
+
+
+class TestSummary:
+    def test_flips_are_counted_by_order_and_by_question(self):
+        summary = summarize_orders(ROWS)
+        none = summary["mitigations"]["none"]
+        # 2 of the 3 other orders of question a and 0 of those of b: 2 of 6; 1 of 2 questions has a change.
+        assert none["flip_rate"] == pytest.approx(1 / 3)
+        assert none["any_flip"] == 0.5
+        # One question alone: 2/3 or 0.
+        assert none["flip_rate_ci95"] == pytest.approx([0.0, 2 / 3])
+        assert none["any_flip_ci95"] == [0.0, 1.0]
+        assert (summary["n"], summary["orders"]) == (2, 4)
+
+    def test_accuracy_is_the_mean_over_orders_and_the_difference_the_largest(self):
+        none = summarize_orders(ROWS)["mitigations"]["none"]
+        # Question a has 2 of 4 right, b 4 of 4.
+        assert none["accuracy"] == 0.75
+        assert none["accuracy_ci95"] == [0.5, 1.0]
+        assert none["log_probability"] == -0.75
+        assert none["max_logit_difference"] == 3.5
+        assert none["seconds"] == 2.0
+
+    def test_a_method_whose_answers_never_change_has_no_flips(self):
+        free = summarize_orders(ROWS)["mitigations"]["free"]
+        assert (free["flip_rate"], free["any_flip"], free["max_logit_difference"]) == (0.0, 0.0, 0.0)
+        assert free["flip_rate_ci95"] == [0.0, 0.0]

@@ -1,0 +1,279 @@
+import gzip
+import json
+
+import pytest
+
+from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.data.datasets import load_examples
+from tests.support.outside_data import outside_data
+
+ROW = {
+    "question": "who got the first nobel prize in physics",
+    "answers": ["Wilhelm Conrad Röntgen", "Röntgen"],
+    "ctxs": [
+        {"title": "Asian Americans", "text": "Subrahmanyan Chandrasekhar.", "isgold": False},
+        {"title": "Nobel Prize", "text": "The first went to Röntgen.", "isgold": True},
+        {"text": "A third.", "isgold": False},
+    ],
+}
+
+
+def write(path, *rows):
+    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_a_row_is_a_question_with_its_gold_passage_and_its_distractors(tmp_path, name):
+    (example,) = load_examples(write(tmp_path / name, ROW))
+    assert example.id == "0"
+    assert example.question == "who got the first nobel prize in physics"
+    assert example.answers == ("Wilhelm Conrad Röntgen", "Röntgen")
+    assert (example.gold.id, example.gold.page_content) == ("0-1", "The first went to Röntgen.")
+    assert example.gold.metadata == {"title": "Nobel Prize"}
+    assert [(d.id, d.metadata["title"]) for d in example.distractors] == [("0-0", "Asian Americans"), ("0-2", "")]
+
+
+@pytest.mark.parametrize(
+    ("count", "position", "expected"),
+    [
+        (1, 0, ["0-1"]),
+        (2, 0, ["0-1", "0-0"]),
+        (2, 1, ["0-0", "0-1"]),
+        (3, 0, ["0-1", "0-0", "0-2"]),
+        (3, 1, ["0-0", "0-1", "0-2"]),
+        (3, 2, ["0-0", "0-2", "0-1"]),
+    ],
+)
+def test_the_gold_passage_stands_where_it_is_put_among_the_first_distractors(tmp_path, count, position, expected):
+    (example,) = load_examples(write(tmp_path / "rows.jsonl", ROW))
+    assert [document.id for document in example.documents(count, position)] == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "position", "message"),
+    [
+        (4, 0, "documents=4 must be between 1 and 3, what question 0 has"),
+        (0, 0, "documents=0 must be between 1 and 3"),
+        (3, 3, "gold position 3 must be between 0 and 2"),
+        (3, -1, "gold position -1 must be between 0 and 2"),
+    ],
+)
+def test_places_that_do_not_exist_are_refused(tmp_path, count, position, message):
+    (example,) = load_examples(write(tmp_path / "rows.jsonl", ROW))
+    with pytest.raises(EvaluationError, match=message):
+        example.documents(count, position)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, "01234"),
+        ({"limit": 2}, "01"),
+        ({"skip": 3}, "34"),
+        ({"skip": 1, "limit": 2}, "12"),
+        ({"limit": 9}, "01234"),
+    ],
+)
+def test_limit_and_skip_choose_rows_by_their_place_in_the_file(tmp_path, limits, expected):
+    path = write(tmp_path / "rows.jsonl", *[ROW] * 5)
+    assert "".join(example.id for example in load_examples(path, **limits)) == expected
+
+
+def test_rows_outside_of_the_limits_are_not_checked(tmp_path):
+    path = write(tmp_path / "rows.jsonl", "broken", ROW, "broken")
+    assert [example.id for example in load_examples(path, skip=1, limit=1)] == ["1"]
+
+
+def test_blank_lines_are_no_rows(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROW, "", ROW, "  ")
+    assert [example.id for example in load_examples(path)] == ["0", "2"]
+
+
+def without(key):
+    return {name: value for name, value in ROW.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "{",
+        "5",
+        "null",
+        "[]",
+        without("question"),
+        without("answers"),
+        without("ctxs"),
+        {**ROW, "question": 5},
+        {**ROW, "question": " "},
+        {**ROW, "answers": []},
+        {**ROW, "answers": "Röntgen"},
+        {**ROW, "answers": [5]},
+        {**ROW, "answers": [""]},
+        {**ROW, "ctxs": []},
+        {**ROW, "ctxs": ["text"]},
+        {**ROW, "ctxs": [{"text": "x"}]},
+        {**ROW, "ctxs": [{"isgold": True}]},
+        {**ROW, "ctxs": [{"text": None, "isgold": True}]},
+        {**ROW, "ctxs": {"text": "x", "isgold": True}},
+    ],
+)
+def test_a_malformed_row_is_named_by_file_and_line(tmp_path, row):
+    path = write(tmp_path / "rows.jsonl", ROW, row)
+    with pytest.raises(EvaluationError) as caught:
+        load_examples(path)
+    assert str(caught.value).startswith(f"{path}:2 is not a Lost-in-the-Middle row (")
+    assert "it needs question, answers and ctxs with one isgold" in str(caught.value)
+
+
+@pytest.mark.parametrize("skip", [0, 7])
+def test_a_file_without_rows_is_refused(tmp_path, skip):
+    path = write(tmp_path / "rows.jsonl", *[ROW] * (skip and 7))
+    with pytest.raises(EvaluationError, match=f"holds no rows after the first {skip}"):
+        load_examples(path, skip=skip)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "missing.jsonl"):
+        with pytest.raises(EvaluationError, match="is not a file"):
+            load_examples(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("rows.jsonl.gz", b"plain text"),
+        ("rows.jsonl.gz", gzip.compress(json.dumps(ROW).encode(), mtime=0)[:-20]),
+        ("rows.jsonl.gz", gzip.compress(json.dumps(ROW).encode(), mtime=0)[:20] + b"damage" * 9),
+        ("rows.jsonl", gzip.compress(json.dumps(ROW).encode(), mtime=0)),
+        ("rows.jsonl", b"\xff\xfe"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, data):
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(EvaluationError) as caught:
+        load_examples(path)
+    assert str(path) in str(caught.value)
+
+
+def article(number, *questions, title="Some_title"):
+    """An article whose paragraph p is "text np" and has as many questions as ``questions[p]`` says."""
+    return {
+        "title": title,
+        "paragraphs": [
+            {
+                "context": f"text {number}{p}",
+                "qas": [
+                    {"id": f"q{number}{p}{q}", "question": f"why {q}", "answers": [{"text": "so", "answer_start": 0}]}
+                    for q in range(count)
+                ],
+            }
+            for p, count in enumerate(questions)
+        ],
+    }
+
+
+SQUAD = {"version": "1.1", "data": [article(0, 1, 2, 1), article(1, 2, 0), article(2, 1)]}
+
+
+def write_squad(path, data, indent=None):
+    text = json.dumps(data, indent=indent)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+class TestSquad:
+    @pytest.mark.parametrize(("name", "indent"), [("x.json", None), ("x.json.gz", None), ("x.json", 2)])
+    def test_it_is_known_by_its_content(self, tmp_path, name, indent):
+        examples = load_examples(write_squad(tmp_path / name, SQUAD, indent))
+        assert len(examples) == 7
+        assert (examples[0].question, examples[0].answers) == ("why 0", ("so",))
+        assert examples[0].gold.metadata == {"title": "Some title"}
+
+    def test_questions_come_one_per_paragraph_and_article_in_turn(self, tmp_path):
+        examples = load_examples(write_squad(tmp_path / "x.json", SQUAD))
+        # The first question of each paragraph 0, then 1 (article 1 has none there), then 2; then the second ones.
+        assert [e.id for e in examples] == ["q000", "q100", "q200", "q010", "q020", "q101", "q011"]
+
+    def test_distractors_are_the_article_itself_then_the_following_articles_in_turn(self, tmp_path):
+        examples = {e.id: e for e in load_examples(write_squad(tmp_path / "x.json", SQUAD))}
+        texts = {name: [d.page_content for d in e.distractors] for name, e in examples.items()}
+        assert texts["q010"] == ["text 00", "text 02", "text 10", "text 20", "text 11"]
+        assert texts["q100"] == ["text 11", "text 20", "text 00", "text 01", "text 02"]
+        assert examples["q010"].gold.page_content == "text 01"
+        ids = [d.id for d in examples["q010"].documents(6, 2)]
+        assert ids == ["0-0", "0-2", "0-1", "1-0", "2-0", "1-1"]
+
+    @pytest.mark.parametrize(
+        ("limits", "expected"),
+        [({"limit": 2}, ["q000", "q100"]), ({"skip": 5}, ["q101", "q011"]), ({"skip": 1, "limit": 1}, ["q100"])],
+    )
+    def test_limit_and_skip_count_questions(self, tmp_path, limits, expected):
+        assert [e.id for e in load_examples(write_squad(tmp_path / "x.json", SQUAD), **limits)] == expected
+
+    def test_an_answer_that_is_given_twice_counts_once(self, tmp_path):
+        data = article(0, 1)
+        data["paragraphs"][0]["qas"][0]["answers"] = [{"text": "b"}, {"text": "a"}, {"text": "b"}]
+        (example,) = load_examples(write_squad(tmp_path / "x.json", {"data": [data]}))
+        assert example.answers == ("b", "a")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"question": " "}, "qas[0] is not a SQuAD question (ValueError: question is ' ', must be text)"),
+            ({"answers": []}, "qas[0] is not a SQuAD question (ValueError: answers is [], must be a list of one"),
+            ({"answers": ["so"]}, "qas[0] is not a SQuAD question (TypeError"),
+            ({"answers": None}, "qas[0] is not a SQuAD question (TypeError"),
+        ],
+    )
+    def test_a_malformed_question_is_named_by_its_place(self, tmp_path, change, message):
+        data = article(0, 1, 1)
+        data["paragraphs"][1]["qas"][0].update(change)
+        path = write_squad(tmp_path / "x.json", {"data": [article(1), data]})
+        with pytest.raises(EvaluationError) as caught:
+            load_examples(path)
+        assert str(caught.value).startswith(f"{path}: data[1].paragraphs[1].{message}")
+        assert str(caught.value).endswith("it needs question and answers with text")
+
+    @pytest.mark.parametrize(
+        "broken",
+        [
+            5,
+            {},
+            {"paragraphs": 5},
+            {"paragraphs": [{"context": "x"}]},
+            {"paragraphs": [{"context": " ", "qas": []}]},
+            {"paragraphs": [{"context": "x", "qas": None}]},
+        ],
+    )
+    def test_a_malformed_article_is_named_by_its_place(self, tmp_path, broken):
+        path = write_squad(tmp_path / "x.json", {"data": [article(0, 1), broken]})
+        with pytest.raises(EvaluationError) as caught:
+            load_examples(path)
+        assert str(caught.value).startswith(f"{path}: data[1] is not a SQuAD article (")
+
+    @pytest.mark.parametrize("data", [[], [article(0)], [{"paragraphs": []}]])
+    def test_without_questions_it_is_refused(self, tmp_path, data):
+        with pytest.raises(EvaluationError, match="holds no rows after the first 0"):
+            load_examples(write_squad(tmp_path / "x.json", {"data": data}))
+
+    def test_data_that_is_no_list_is_refused(self, tmp_path):
+        with pytest.raises(EvaluationError, match="data is dict, must be a list of SQuAD articles"):
+            load_examples(write_squad(tmp_path / "x.json", {"data": {}}))
+
+
+class TestOutsideData:
+    def test_xquad_has_632_questions_that_cover_all_articles_early(self):
+        examples = load_examples(outside_data("xquad/xquad-en.json.gz"))
+        assert len(examples) == len({e.id for e in examples}) == 632
+        assert {len(e.distractors) for e in examples} == {119}
+        assert len({e.gold.metadata["title"] for e in examples[:24]}) == 24
+        assert all(e.answers[0] in e.gold.page_content for e in examples)
+        assert all(d.metadata["title"] == e.gold.metadata["title"] for e in examples for d in e.distractors[:4])
+
+    def test_lost_in_the_middle_has_220_rows_of_20_passages(self):
+        examples = load_examples(outside_data("litm/nq-open-20docs-gold-first.jsonl.gz"))
+        assert [e.id for e in examples] == [str(n) for n in range(220)]
+        assert {len(e.distractors) for e in examples} == {19}

@@ -1,0 +1,56 @@
+"""How likely a passage makes the question: equal to the stock model's own log-probabilities."""
+
+import pytest
+import torch
+
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
+from rag_posfix.generation.decode.question_likelihood import question_likelihood
+from rag_posfix.generation.engine import Engine
+from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
+from tests.unit.generation.test_engine import Letters
+
+LAYOUT = toy_layout()
+
+
+def plain(family, layout, passage, **overrides):
+    """Mean log p of the question's tokens in prefix + passage + suffix, from one forward pass of the stock model."""
+    alone = layout.select((passage,))
+    with torch.no_grad():
+        logits = stock_model(family, **overrides)(torch.tensor([alone.token_ids])).logits[0]
+    said = logits.log_softmax(dim=-1)
+    question = alone.question
+    values = [float(said[at - 1, alone.token_ids[at]]) for at in range(question.start, question.stop)]
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_what_the_stock_model_says_of_each_passage_alone(family):
+    found = question_likelihood(loaded_model(family), LAYOUT)
+    assert found == pytest.approx([plain(family, LAYOUT, passage) for passage in range(4)], abs=1e-5)
+
+
+def test_layers_that_forget_keys_say_the_same():
+    window = {"sliding_window": 12}
+    found = question_likelihood(loaded_model("mistral", **window), LAYOUT)
+    assert found == pytest.approx([plain("mistral", LAYOUT, passage, **window) for passage in range(4)], abs=1e-5)
+
+
+def test_no_passages_have_no_likelihood():
+    assert question_likelihood(loaded_model(), toy_layout(())) == ()
+
+
+def test_passages_are_shared_with_answers_whose_methods_read_them_apart():
+    loaded = loaded_model()
+    engine = Engine(loaded, Letters(), "tiny", "print", passages=PassageStore([MemoryPassages()]))
+    cold = engine.question_likelihood(LAYOUT)
+    seen = []
+    handle = loaded.model.register_forward_pre_hook(
+        lambda module, arguments, given: seen.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    assert engine.question_likelihood(LAYOUT) == cold
+    assert seen == [(4, len(LAYOUT.suffix))], "the suffix in four rows and nothing else"
+    handle.remove()
+    request = GenerationRequest(LAYOUT, MitigationChoice("context_experts"), Sampling(max_tokens=1))
+    assert engine.generate(request).usage.cached_tokens == LAYOUT.suffix.start

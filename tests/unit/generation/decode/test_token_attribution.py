@@ -1,0 +1,105 @@
+"""Which passages tokens come from: what the trace says, that it changes no answer, and where it is silent."""
+
+import pytest
+import torch
+
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
+from rag_posfix.generation.batching.batch import generate_together
+from rag_posfix.generation.decode import token_attribution as token_trace
+from rag_posfix.generation.decode.token_attribution import watched_layers
+from rag_posfix.generation.engine import Engine
+from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.patching.call import Observer
+from tests.support.tiny import loaded_model, toy_layout
+from tests.unit.generation.test_engine import Letters
+
+LAYOUT = toy_layout(relevance=(0.9, 0.2, 0.5, 0.4))
+TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(loaded_model(), Letters(), "tiny", "print")
+
+
+def request(name, traced=True, layout=LAYOUT):
+    choice = MitigationChoice(name, dict(MITIGATIONS.get(name).example))
+    return GenerationRequest(layout, choice, Sampling(max_tokens=TOKENS), traced=traced)
+
+
+@pytest.mark.parametrize("name", MITIGATIONS.names())
+def test_every_method_says_where_each_token_comes_from_and_answers_as_without(engine, name):
+    plain, traced = engine.generate(request(name, traced=False)), engine.generate(request(name))
+    assert plain.sources == ()
+    assert (traced.text, traced.token_ids, traced.attention) == (plain.text, plain.token_ids, plain.attention)
+    assert len(traced.sources) == len(traced.token_ids) == TOKENS
+    assert traced.sources[-1].end == len(traced.text)
+    for source in traced.sources:
+        assert len(source.shares) == LAYOUT.n_passages
+        assert all(share >= 0 for share in source.shares)
+        assert sum(source.shares) <= 1 + 1e-5
+
+
+def test_the_first_token_comes_from_where_the_prompt_looked(engine):
+    for name in ("none", "parallel_encoding", "context_experts"):
+        session = engine.open(LAYOUT, request(name).mitigation, TOKENS)
+        session.trace()
+        session.next_log_probs()
+        (first,) = session.traced()
+        total = sum(first)
+        assert tuple(share / total for share in first) == pytest.approx(session.attention())
+
+
+def test_the_shares_are_those_of_the_plain_attention(engine):
+    """Compared with attention that transformers computes spelled out, in the layers that are watched."""
+    generation = engine.generate(request("none"))
+    model = loaded_model().model
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([[*LAYOUT.token_ids, *generation.token_ids[:-1]]])
+    with torch.inference_mode():
+        attentions = model(ids, output_attentions=True).attentions
+    layers = sorted(watched_layers(len(attentions)))
+    for number, source in enumerate(generation.sources[1:], start=1):
+        at = len(LAYOUT.token_ids) - 1 + number
+        row = torch.stack([attentions[layer][0, :, at].mean(dim=0) for layer in layers]).mean(dim=0)
+        mass = torch.stack([row[span.slice].sum() for span in LAYOUT.passages])
+        assert source.shares == pytest.approx((mass / mass.sum()).tolist(), abs=1e-5)
+
+
+def test_rows_of_one_passage_need_no_attention(engine, monkeypatch):
+    """Their shares are the weights that the plan gives the rows: nothing is looked at."""
+    monkeypatch.setattr(Observer, "asks", lambda self, layer: self.layers is None)
+    with_weights = engine.generate(request("context_experts")).sources
+    assert any(source.shares != with_weights[0].shares for source in with_weights)
+    monkeypatch.setattr(token_trace, "Observer", None)
+    assert engine.generate(request("context_experts")).sources == with_weights
+
+
+def test_answers_written_together_are_traced_as_alone(engine):
+    asked = [request("none"), request("parallel_windows"), request("context_experts"), request("none", traced=False)]
+    together = generate_together(engine, asked)
+    for one, other in zip(together, [engine.generate(each) for each in asked], strict=True):
+        assert one.token_ids == other.token_ids
+        assert len(one.sources) == len(other.sources)
+        for here, there in zip(one.sources, other.sources, strict=True):
+            assert (here.end, here.shares) == (there.end, pytest.approx(there.shares, abs=1e-5))
+
+
+def test_a_prompt_without_passages_has_nothing_to_tell(engine):
+    assert engine.generate(request("none", layout=toy_layout(lengths=()))).sources == ()
+
+
+def test_a_model_whose_layers_forget_tells_only_what_needs_no_attention():
+    forgetful = loaded_model("mistral", sliding_window=16)
+    engine = Engine(forgetful, Letters(), "tiny", "print")
+    assert not forgetful.keeps_all_keys
+    assert engine.generate(request("none")).sources == ()
+    assert len(engine.generate(request("context_experts")).sources) == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "expected"),
+    [(30, {15, 18, 22, 26}), (32, {16, 20, 24, 28}), (3, {1, 2}), (1, {0}), (8, {4, 5, 6, 7})],
+)
+def test_four_layers_of_the_upper_half_are_watched(n_layers, expected):
+    assert watched_layers(n_layers) == expected

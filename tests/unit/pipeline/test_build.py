@@ -1,0 +1,243 @@
+"""A pipeline as it is put together: what is deleted from its index is forgotten everywhere."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from langchain_core.documents import Document
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.fake import FakeGenerator
+from rag_posfix.pipeline import build as module
+from rag_posfix.pipeline.build import build_pipeline
+from rag_posfix.pipeline.invalidation import forget
+from rag_posfix.pipeline.pipeline import Question
+from rag_posfix.reranking import EmbeddingReranker, LikelihoodReranker
+from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings
+from tests.support.tiny import loaded_model
+from tests.support.toy_encoder import ToyEncoder
+from tests.unit.retrieval.letters import LetterEmbeddings
+
+DOCUMENTS = [
+    Document(id="rome", page_content="Rome lies on the Tiber.", metadata={"title": "Rome", "relevance_score": "high"}),
+    Document(id="paris", page_content="Paris lies on the Seine, and is larger."),
+    Document(id="bread", page_content="Bread is baked in ovens."),
+]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return loaded_model(vocab_size=ToyEncoder.vocab_size, num_hidden_layers=2)
+
+
+@pytest.fixture
+def build(loaded, tmp_path, monkeypatch):
+    """Builds a pipeline on an index of three documents; its caches are in memory and on disk."""
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: LetterEmbeddings())
+    index = FaissVectorStore(LetterEmbeddings())
+    index.add_documents(DOCUMENTS)
+    index.save(tmp_path / "index")
+
+    def built(**changes):
+        engine = Engine(loaded, ToyEncoder(), "tiny", "print")
+        return build_pipeline(settings_in(tmp_path, **changes), index=tmp_path / "index", generator=engine)
+
+    return built
+
+
+def settings_in(folder, **changes):
+    passages = PassageStoreSettings(disk_bytes=10_000_000)
+    return Settings(cache_dir=folder / "cache", max_tokens=2, passages=passages, **changes)
+
+
+@pytest.fixture
+def pipeline(build):
+    with closing(build()) as built:
+        yield built
+
+
+def ask(pipeline, names, *, use_cache=True):
+    """Ask about documents as the index has them, whether it still has them or not."""
+    documents = [
+        Document(id=one.id, page_content=one.page_content, metadata={"title": one.metadata.get("title")})
+        for one in DOCUMENTS
+        if one.id in names
+    ]
+    return pipeline.ask(Question("Which river?", documents, use_cache=use_cache))
+
+
+def built_with(loaded, tmp_path, monkeypatch, generator=None, **settings):
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: LetterEmbeddings())
+    engine = generator or Engine(loaded, ToyEncoder(), "tiny", "print")
+    return build_pipeline(Settings(cache_dir=tmp_path / "cache", **settings), generator=engine)
+
+
+def test_documents_without_a_score_are_scored_by_their_embeddings(pipeline):
+    assert isinstance(pipeline.reranker.reranker, EmbeddingReranker)
+    assert (pipeline.reranker.deadline_seconds, pipeline.candidates) == (30.0, 0)
+
+
+def test_a_reranker_is_named_with_its_parameters_and_shares_model_and_passages(loaded, tmp_path, monkeypatch):
+    named = {"reranker": "likelihood:batch_size=2", "reranker_deadline_seconds": 60, "candidates": 7, "max_tokens": 2}
+    with closing(built_with(loaded, tmp_path, monkeypatch, **named)) as pipeline:
+        inner = pipeline.reranker.reranker
+        assert isinstance(inner, LikelihoodReranker)
+        assert (inner.batch_size, pipeline.reranker.deadline_seconds, pipeline.candidates) == (2, 60, 7)
+        assert inner.generator is pipeline.generator
+        answer = pipeline.ask(Question("Which river?", DOCUMENTS[1:], use_cache=False))
+        assert all(0 < document.score < 1 for document in answer.documents)
+        whole = answer.usage.prompt_tokens - len("Question: Which river?\nAnswer:") - len(".\n.assistant\n")
+        assert answer.usage.cached_tokens == whole, "what the reranker read, the answer need not read"
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("likelyhood", "Did you mean 'likelihood'"),
+        ("likelihood:batchsize=2", "Did you mean 'batch_size'"),
+        ("likelihood:batch_size", "must be parameter=value, for example top_n=5"),
+    ],
+)
+def test_a_reranker_that_does_not_exist_is_told_before_anything_is_loaded(monkeypatch, named, message):
+    monkeypatch.setattr(module, "load_engine", None)
+    with pytest.raises(ConfigError, match=message):
+        build_pipeline(Settings(reranker=named))
+
+
+def test_a_reranker_that_the_generator_cannot_serve_closes_what_was_loaded(tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(module, "_load", lambda _settings: (FakeGenerator(ToyEncoder()), lambda: closed.append(True)))
+    with pytest.raises(ConfigError, match="FakeGenerator cannot read passages"):
+        build_pipeline(Settings(reranker="in_context", cache_dir=tmp_path))
+    assert closed == [True]
+
+
+def found(pipeline, names):
+    """How many tokens of a question about these documents need not be read."""
+    assert pipeline.passages.flush()
+    return ask(pipeline, names, use_cache=False).usage.cached_tokens
+
+
+def test_the_second_question_reads_nothing_that_the_first_has_read(pipeline):
+    first = pipeline.ask("Which bread?")
+    assert sorted(document.id for document in first.documents) == ["bread", "paris", "rome"]
+    assert (first.cached, first.usage.cached_tokens) == (False, 0)
+    second = pipeline.ask("Which river?")
+    suffix = len("Question: Which river?\nAnswer:") + len(".\n.assistant\n")  # the dots are control tokens
+    assert second.usage.cached_tokens == second.usage.prompt_tokens - suffix
+    assert ask(pipeline, ["rome", "paris", "bread"]).cached is True
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_what_is_gone_from_the_index_is_gone_from_both_caches(pipeline, how):
+    store = pipeline.retriever.store
+    for names in (["paris", "bread"], ["rome", "bread"], ["bread"]):
+        assert ask(pipeline, names).cached is False
+    everything = found(pipeline, ["rome", "paris", "bread"])
+    kept = found(pipeline, ["paris", "bread"])
+    rome = len("Rome\nRome lies on the Tiber.\n\n")
+    assert everything == kept + rome
+    if how == "deleted":
+        store.delete(["rome", "nobody has this"])
+    else:
+        store.add_documents([Document(id="rome", page_content="Rome lies on seven hills.")])
+    held = [tier["entries"] for tier in pipeline.passages.stats()["tiers"]]
+    assert held == [3, 3], "the prefix and the other two, in memory and on disk"
+    assert ask(pipeline, ["paris", "bread"]).cached is True
+    assert ask(pipeline, ["bread"]).cached is True
+    assert ask(pipeline, ["rome", "bread"]).cached is False
+    assert found(pipeline, ["paris", "bread"]) == kept
+
+
+def test_an_index_that_is_emptied_leaves_nothing_but_the_words_around_it(pipeline):
+    assert found(pipeline, ["rome", "paris", "bread"]) == 0
+    assert found(pipeline, ["rome", "paris", "bread"]) > 0
+    pipeline.retriever.store.delete()
+    assert pipeline.passages.stats()["tiers"][1]["entries"] == 1
+    assert found(pipeline, ["rome", "paris", "bread"]) == len("?user\n") + len(pipeline.assembler.template.opening)
+
+
+def test_a_document_that_was_read_cut_is_forgotten_like_any_other(pipeline):
+    long = Document(id="long", page_content="secret " * 200)
+    pipeline.retriever.store.add_documents([long])
+    assert pipeline.ask(Question("Who?", [long])).usage.prompt_tokens == pipeline.generator.context_window - 2
+    assert pipeline.passages.stats()["tiers"][0]["entries"] == 2, "the prefix and the document"
+    pipeline.retriever.store.delete(["long"])
+    assert pipeline.passages.stats()["tiers"][0]["entries"] == 1
+
+
+def test_what_is_forgotten_from_outside_is_gone_for_every_process_that_starts_later(build, tmp_path):
+    with closing(build()) as first:
+        assert found(first, ["rome", "paris", "bread"]) == 0
+        assert ask(first, ["rome"]).cached is False
+        assert ask(first, ["bread"]).cached is False
+        assert first.passages.flush()
+    answers, passages = forget([DOCUMENTS[0]], settings_in(tmp_path))
+    assert (answers, passages) == (1, 1)
+    with closing(build()) as second:
+        assert ask(second, ["bread"]).cached is True
+        assert ask(second, ["rome"]).cached is False
+    assert forget([], settings_in(tmp_path)) == (0, 0)
+
+
+@pytest.mark.parametrize("caches", [{"cache": CacheSettings(enabled=False)}, {"cache": CacheSettings(disk_bytes=0)}])
+def test_forgetting_where_nothing_is_kept_does_nothing(tmp_path, caches):
+    settings = Settings(cache_dir=tmp_path / "cache", passages=PassageStoreSettings(enabled=False), **caches)
+    assert forget(DOCUMENTS, settings) == (0, 0)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_by_words_no_embedding_model_is_needed(build, monkeypatch):
+    class Unloaded(LetterEmbeddings):
+        def embed_query(self, text):
+            raise AssertionError("needed after all")
+
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: Unloaded("unloaded"))
+    with closing(build(retriever="bm25")) as pipeline:
+        assert [document.id for document in pipeline.retriever.retrieve("seine tiber lies", 5)] == ["rome", "paris"]
+        assert [document.id for document in pipeline.ask("Which ovens?").documents] == ["bread"]
+
+
+def test_hybrid_fuses_both_and_what_is_deleted_is_gone_from_both(build):
+    with closing(build(retriever="hybrid", k=3)) as pipeline:
+        dense, words = pipeline.retriever.retrievers
+        assert dense.retrieve("Which ovens?", 3)[0].id == "paris"
+        assert words.retrieve("Which ovens?", 3)[0].id == "bread"
+        fused = pipeline.retriever.retrieve("Which ovens?", 3)
+        assert {document.id for document in fused} == {"rome", "paris", "bread"}
+        assert fused[0].id == "bread"
+        assert ask(pipeline, ["bread"]).cached is False
+        dense.store.delete(["bread"])
+        assert "bread" not in {document.id for document in pipeline.retriever.retrieve("Which ovens?", 3)}
+        assert ask(pipeline, ["bread"]).cached is False
+
+
+def test_the_profile_of_the_settings_is_that_of_the_order(loaded, tmp_path):
+    file = tmp_path / "slots.json"
+    file.write_text('{"profile": [0.1, 0.2, 0.9]}')
+    engine = Engine(loaded, ToyEncoder(), "tiny", "print")
+    settings = Settings(order="profile", profile=file, cache_dir=tmp_path / "cache", max_tokens=2)
+    with closing(build_pipeline(settings, generator=engine)) as built:
+        documents = [one.model_copy(update={"metadata": {"relevance_score": 0.5}}) for one in DOCUMENTS]
+        answer = built.ask(Question("Which river?", documents))
+    assert [document.id for document in answer.documents] == ["bread", "paris", "rome"]
+    assert answer.order == "profile"
+
+
+def test_an_order_that_cannot_be_made_is_told_before_the_model_is_loaded():
+    with pytest.raises(ConfigError, match="needs the measured value of each slot"):
+        build_pipeline(Settings(model="/nowhere", order="profile"))
+
+
+def test_the_budget_of_the_settings_is_that_of_the_prompts(loaded, tmp_path):
+    engine = Engine(loaded, ToyEncoder(), "tiny", "print")
+    settings = Settings(passage_tokens=14, overflow="truncate", cache_dir=tmp_path / "cache", max_tokens=2)
+    with closing(build_pipeline(settings, generator=engine)) as built:
+        assert built.ask(Question("Which?", DOCUMENTS[1:])).usage.prompt_tokens > 0
+        made = built.assembler.assemble("Which?", DOCUMENTS[1:])
+    assert [len(span) for span in made.layout.passages] == [14, 14]
+    with pytest.raises(ConfigError, match="say how many a passage may have"):
+        build_pipeline(Settings(model="/nowhere", passage_shrink=0.5))

@@ -1,0 +1,87 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from langchain_core.documents import Document
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from rag_posfix.retrieval.index.documents import DocumentTable, Record
+from tests.unit.retrieval.letters import LetterEmbeddings
+
+
+def table_of(*metadata):
+    table = DocumentTable()
+    table.put(Record(Document(id=str(n), page_content="x", metadata=each)) for n, each in enumerate(metadata))
+    return table
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"year": 1}, [0, 3]),
+        ({"year": 1.0}, [0, 3]),
+        ({"year": True}, [1]),
+        ({"year": "1"}, [2]),
+        ({"year": None}, [4]),
+        ({"year": [1, "1"]}, [0, 2, 3]),
+        ({"year": []}, []),
+        ({"year": (None, True)}, [1, 4]),
+        ({"year": 1, "kind": "book"}, [3]),
+        ({"kind": ["book", "map"]}, [2, 3]),
+        ({"author": "nobody"}, []),
+        ({"tags": "a"}, []),
+        (lambda metadata: "a" in metadata.get("tags", []), [0]),
+    ],
+)
+def test_a_filter_lets_through_what_it_says(chosen, expected):
+    table = table_of(
+        {"year": 1, "tags": ["a"]}, {"year": True}, {"year": "1", "kind": "map"}, {"year": 1, "kind": "book"},
+        {"year": None},
+    )  # fmt: skip
+    assert table.matching(chosen).tolist() == expected
+
+
+def test_a_filter_follows_changes_of_the_documents():
+    table = table_of({"a": 1}, {"a": 2})
+    assert table.matching({"a": 1}).tolist() == [0]
+    table.put([Record(Document(id="new", page_content="", metadata={"a": 1}))])
+    table.remove(["0"])
+    table.refresh([Record(Document(id="1", page_content="", metadata={"a": 1}))])
+    assert table.matching({"a": 1}).tolist() == [1, 2]
+
+
+def test_a_function_cannot_change_the_metadata():
+    def careless(metadata):
+        metadata["a"] = 2
+
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        table_of({"a": 1}).matching(careless)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "problem"),
+    [(5, "filter=5 is a int"), ({"a": {"$gt": 1}}, "'a': {'\\$gt': 1} is not understood"), ({1: 2}, "not understood")],
+)
+def test_what_is_no_filter_is_refused(chosen, problem):
+    store = FaissVectorStore.from_texts(["abc"], LetterEmbeddings())
+    with pytest.raises(ConfigError, match=problem):
+        store.similarity_search("a", filter=chosen)
+
+
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+@settings(max_examples=30, deadline=None)
+@given(years=st.lists(st.integers(0, 4), min_size=1, max_size=60), wanted=st.integers(0, 4), k=st.integers(1, 12))
+def test_a_filtered_search_is_a_search_of_what_the_filter_lets_through(kind, years, wanted, k):
+    texts = ["abcdefgh"[: 1 + n % 8] * (1 + n % 3) for n in range(len(years))]
+    documents = [
+        Document(id=f"{n:02}", page_content=text, metadata={"year": year})
+        for n, (text, year) in enumerate(zip(texts, years, strict=True))
+    ]
+    store, alone = FaissVectorStore(LetterEmbeddings(), kind=kind), FaissVectorStore(LetterEmbeddings())
+    store.add_documents(documents)
+    alone.add_documents([document for document in documents if document.metadata["year"] == wanted])
+    found = store.similarity_search_with_score("abc", k, filter={"year": wanted})
+    assert found == alone.similarity_search_with_score("abc", k)
+    assert len(found) == min(k, years.count(wanted))
+    assert found == store.similarity_search_with_score("abc", k, filter=lambda metadata: metadata["year"] == wanted)

@@ -1,0 +1,113 @@
+import builtins
+import logging
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.retrieval.ingest.ingest import read_documents
+from rag_posfix.retrieval.ingest.readers import read_text
+from rag_posfix.retrieval.ingest.splitting import PassageSize
+from tests.support.pdf_files import pdf_of
+
+PAGES = ["First page line one.\nLine two.", "", "Third page, which has\nmore words than fit."]
+
+
+def test_a_pdf_file_becomes_passages_with_the_page_that_each_begins_on(tmp_path):
+    path = tmp_path / "a.PDF"
+    path.write_bytes(pdf_of(PAGES))
+    documents = read_documents([path], size=PassageSize(words=6))
+    text = read_text(path).text
+    for document in documents:
+        span = slice(document.metadata["start"], document.metadata["end"])
+        assert text[span] == document.page_content
+        assert document.metadata["source"] == str(path)
+        assert "title" not in document.metadata
+    pages = [(document.metadata["page"], document.page_content.split()) for document in documents]
+    assert pages == [
+        (1, ["First", "page", "line", "one.", "Line", "two."]),
+        (3, ["Third", "page,", "which", "has"]),
+        (3, ["more", "words", "than", "fit."]),
+    ]
+
+
+def test_the_page_of_a_place_in_the_text(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(pdf_of(["one", "two"]))
+    read = read_text(tmp_path / "a.pdf")
+    assert read.text == "one\n\ntwo\n\n"
+    assert [read.page_at(place) for place in (0, 4, 5, 9)] == [1, 1, 2, 2]
+    (tmp_path / "a.txt").write_text("x")
+    assert read_text(tmp_path / "a.txt").page_at(0) is None
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: b"no PDF", lambda data: data[:200]])
+def test_a_damaged_pdf_file_is_named(tmp_path, damage):
+    (tmp_path / "a.pdf").write_bytes(damage(pdf_of(PAGES)))
+    with pytest.raises(RetrievalError, match=r"cannot read '.*a\.pdf' as PDF: ") as caught:
+        read_documents([tmp_path])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_encrypted_pdf_file_is_named(tmp_path):
+    import pypdf
+
+    (tmp_path / "plain.pdf").write_bytes(pdf_of(PAGES))
+    writer = pypdf.PdfWriter(clone_from=tmp_path / "plain.pdf")
+    writer.encrypt("secret", algorithm="RC4-128")
+    writer.write(tmp_path / "a.pdf")
+    with pytest.raises(RetrievalError, match=r"a\.pdf' as PDF: .*decrypted"):
+        read_text(tmp_path / "a.pdf")
+
+
+def test_without_pypdf_the_extra_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.pdf").write_bytes(pdf_of(PAGES))
+
+    def refuse(name, *args, imported=builtins.__import__, **kwargs):
+        if name == "pypdf":
+            raise ImportError(name)
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ConfigError, match=r"pypdf .*rag-posfix\[pdf\]"):
+        read_documents([tmp_path])
+
+
+def test_an_html_file_becomes_passages_of_its_text_with_its_title(tmp_path, caplog):
+    path = tmp_path / "a.html"
+    path.write_bytes(b"<title>On rivers</title><p>The Tiber, \xe9.<p>The Seine.")
+    with caplog.at_level(logging.WARNING):
+        first, second = read_documents([path], size=PassageSize(words=3))
+    assert (first.page_content, second.page_content) == ("The Tiber, \ufffd.", "The Seine.")
+    assert first.metadata == {"source": str(path), "start": 0, "end": 13, "title": "On rivers"}
+    assert read_text(path).text[slice(second.metadata["start"], second.metadata["end"])] == "The Seine."
+    assert "a.html: not utf-8" in caplog.text
+
+
+def test_one_text_under_two_titles_is_two_passages(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.htm").write_text(f"<title>{name}</title>same")
+    assert len({document.id for document in read_documents([tmp_path])}) == 2
+
+
+prose = st.lists(
+    st.sampled_from(
+        ["word", "Ünï", "数据。", "end.", "\n", "\n\n", "\r\n", " ", "\ud800", "\x00", "&amp;", "<p>", "<b>", "\ufeff"]
+    ),
+    max_size=40,
+).map("".join)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=prose, suffix=st.sampled_from([".txt", ".md", ".html"]), words=st.integers(1, 6))
+def test_start_and_end_of_a_passage_are_its_place_in_the_text_of_the_file(tmp_path, text, suffix, words):
+    path = tmp_path / f"file{suffix}"
+    path.write_bytes(("word " + text).encode("utf-8", "surrogatepass"))
+    read = read_text(path)
+    found = read_documents([path], size=PassageSize(words=words))
+    for document in found:
+        assert read.text[document.metadata["start"] : document.metadata["end"]] == document.page_content
+    kept = "".join("".join(document.page_content.split()) for document in found)
+    distinct = {document.page_content for document in found}
+    assert len(distinct) == len(found)
+    assert len(kept) <= len("".join(read.text.split()))
