@@ -37,7 +37,7 @@ from rag_posfix.evaluation.speed.prompt import bench_layout
 from rag_posfix.generation.load import source_of
 from rag_posfix.generation.model.packaged import PACKAGED
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.generation.tensor_parallel.messages import Read, encode
+from rag_posfix.generation.tensor_parallel.messages import Prefill, encode
 from rag_posfix.plan.layout import Layout
 
 MODEL = "smollm2"
@@ -63,7 +63,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(command: Sequence[str], job: Mapping[str, Any], threads: int) -> dict[str, Any]:
+def run(command: Sequence[str], config: Mapping[str, Any], threads: int) -> dict[str, Any]:
     """Return what a worker printed, or what became of it."""
     # Threads as the job says also where a library reads them from the environment; memory as the Makefile sets it.
     environment_ = {
@@ -75,7 +75,7 @@ def run(command: Sequence[str], job: Mapping[str, Any], threads: int) -> dict[st
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        [*command], input=json.dumps({**job, "threads": threads}), capture_output=True, text=True, env=environment_,
+        [*command], input=json.dumps({**config, "threads": threads}), capture_output=True, text=True, env=environment_,
         check=False,
     )  # fmt: skip
     if done.returncode:
@@ -86,7 +86,7 @@ def run(command: Sequence[str], job: Mapping[str, Any], threads: int) -> dict[st
 
 
 def jobs(chosen: argparse.Namespace) -> tuple[Layout, dict[str, tuple[list[str], dict[str, Any]]]]:
-    """Return the prompt, and by name what runs it: a command and its job."""
+    """Return the prompt, and by name what runs it: a command and its config."""
     source = source_of(MODEL)
     count = chosen.documents
     twice = bench_layout(Tokenizer(AutoTokenizer.from_pretrained(source)), 2 * count, chosen.tokens)
@@ -112,7 +112,7 @@ def jobs(chosen: argparse.Namespace) -> tuple[Layout, dict[str, tuple[list[str],
 
 
 def as_command(layout: Layout) -> str:
-    return encode(Read(0, layout, MitigationChoice(), 1)).decode()
+    return encode(Prefill(0, layout, MitigationChoice(), 1)).decode()
 
 
 def summarize(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -153,9 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     readings: list[dict[str, Any]] = []
     for number in range(chosen.rounds):
         for threads in map(int, chosen.threads.split(",")):
-            for name, (command, job) in work.items():
+            for name, (command, config) in work.items():
                 print(f"round {number + 1}, {threads} thread(s): {name}", file=sys.stderr)
-                readings.append({"round": number, "threads": threads, "name": name, **run(command, job, threads)})
+                readings.append({"round": number, "threads": threads, "name": name, **run(command, config, threads)})
     summary = summarize(readings)
     show(summary)
     if chosen.out is not None:

@@ -11,7 +11,7 @@ import docs.generate
 from docs.generate import expected
 from docs.picture import COLOURS, draw, render, toy_layout, toy_plan
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.plan.attention_override import Attend
+from rag_posfix.plan.attention_override import AttentionOverride
 from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
 
 
@@ -74,7 +74,7 @@ def test_at_most_four_rows_are_drawn_and_the_picture_says_so():
     assert "The plan has 6 rows; the first 4 are drawn." in picture
 
 
-class Everything(Attend):
+class Everything(AttentionOverride):
     layers = range(2, 5)
 
     def __call__(self, given):

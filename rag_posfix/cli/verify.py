@@ -1,4 +1,4 @@
-"""``rag-posfix verify``: the seam on a model, and what the model supports."""
+"""``rag-posfix verify``: the attention hook on a model, and what the model supports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def verify(model: ModelName = None, as_json: AsJson = False) -> None:
         return
     console = out()
     console.print(f"{engine.model_id} ({loaded.spec.family.model_type}, {loaded.model.dtype})", highlight=False)
-    console.print(f"largest logit difference through the seam: {found.max_logit_difference:g}", highlight=False)
+    console.print(f"largest logit difference through the hook: {found.max_logit_difference:g}", highlight=False)
     console.print(f"supported: {', '.join(supported)}", highlight=False)
     for name, reason in refused.items():
         console.print(f"refused: {name}: {reason}", highlight=False)

@@ -1,4 +1,4 @@
-"""What every mitigation is: a small frozen dataclass whose one job is to make a plan."""
+"""What every mitigation is: a small frozen dataclass whose one config is to make a plan."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Mitigation(ABC):
         """Return what a generation over ``layout`` does differently on ``model``. Pure: same input, same plan."""
 
     @property
-    def keeps_order_out(self) -> bool:
+    def is_order_invariant(self) -> bool:
         """Whether the answer is the same for every order of the passages, with these parameters."""
         return self.order_invariant
 

@@ -1,4 +1,4 @@
-"""Blended reuse: passages read apart are moved to their places, and the tokens that suffer most are read again."""
+"""Blended kv_lookup: passages read apart are moved to their places, and the tokens that suffer most are read again."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Blended(Mitigation):
         kept. fraction=1 is the unmodified model.
     Differs from the paper: the chosen tokens are computed in one pass through all layers, the first ones again with
         them; the paper narrows its choice down from layer to layer. Passages are encoded after the shared prefix.
-    Helps: the time to the first token of prompts whose passages come again in other orders and other company, where
-        a prefix cache finds nothing.
+    Helps: the time to the first token of prompts whose passages come again in other orders, beside other passages,
+        where a prefix cache finds nothing.
     Hurts: nothing is corrected: the answer depends on the order as the unmodified model's does, and a little on what
         was not read again.
     Cost: with all passages found, layers / L of the prompt and the fraction of it, against the whole prompt.

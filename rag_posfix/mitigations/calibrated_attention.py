@@ -14,12 +14,12 @@ from rag_posfix.attention.blockwise import scores, weigh
 from rag_posfix.attention.masks import segment_ids
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number, checked_numbers
-from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.bias_profile import read_profile
 from rag_posfix.plan.dummy import with_dummy
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan, Survey
+from rag_posfix.plan.plan import CalibrationPass, Plan, RowPlan
 
 __all__ = ["CalibratedAttention", "passage_weights", "redistribute", "slot_bias"]
 
@@ -69,13 +69,13 @@ def redistribute(probabilities: Tensor, segments: Tensor, share: Tensor, strengt
     tiny = torch.finfo(torch.float32).tiny
     mass = probabilities.new_zeros((*probabilities.shape[:-1], share.shape[0]))
     mass.index_add_(-1, segments, probabilities)
-    wanted = share * (mass > 0)
-    wanted = mass.sum(dim=-1, keepdim=True) * wanted / wanted.sum(dim=-1, keepdim=True).clamp(min=tiny)
-    factor = 1 - strength + strength * wanted / mass.clamp(min=tiny)
+    request = share * (mass > 0)
+    request = mass.sum(dim=-1, keepdim=True) * request / request.sum(dim=-1, keepdim=True).clamp(min=tiny)
+    factor = 1 - strength + strength * request / mass.clamp(min=tiny)
     return probabilities * factor[..., segments]
 
 
-class _Calibrated(Attend):
+class _Calibrated(AttentionOverride):
     """The prompt's last token and every generated one share their attention out among passages anew."""
 
     needs_mask = True
@@ -89,7 +89,7 @@ class _Calibrated(Attend):
         self.share = share / share.sum()
         self.strength = strength
 
-    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         n_query = given.query.shape[2]
         before = min(max(self.last - given.start, 0), n_query)  # tokens of the prompt, but for the last
         outs = [given.plain()[:, :, :before]] if before else []
@@ -100,7 +100,7 @@ class _Calibrated(Attend):
             newest = probabilities[:, :, -1].mean(dim=1)
         return torch.cat(outs, dim=2), newest
 
-    def _rows(self, given: AttendInput, at: int, stop: int) -> Tensor:
+    def _rows(self, given: AttentionInput, at: int, stop: int) -> Tensor:
         """Return the calibrated attention of queries ``at``..``stop`` - 1 of this pass, (B, Hq, stop - at, Tk)."""
         spelled = scores(given.query[:, :, at:stop], given.key, given.scaling)
         device = spelled.device
@@ -185,7 +185,7 @@ class CalibratedAttention(Mitigation):
             object.__setattr__(self, "profile", numbers)
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return a survey of the prompt, and of the dummies if there is no profile; nothing to do for one passage."""
+        """Return a calibration pass over the prompt, and over dummies if there is no profile; none for one passage."""
         if layout.n_passages < 2 or self.strength == 0:
             return Plan()
         dummies = [] if self.profile else [with_dummy(layout, slot) for slot in range(layout.n_passages)]
@@ -200,4 +200,4 @@ class CalibratedAttention(Mitigation):
             layers = range(model.n_layers // 2, model.n_layers)
             return Plan(rows=(RowPlan(attend=_Calibrated(layout, layers, alpha, self.strength)),))
 
-        return Plan(survey=Survey(layouts=(layout, *dummies), decide=decide, continue_from=0))
+        return Plan(calibration=CalibrationPass(layouts=(layout, *dummies), decide=decide, continue_from=0))

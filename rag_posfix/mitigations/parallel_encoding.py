@@ -13,7 +13,7 @@ from rag_posfix.attention.masks import windows_mask
 from rag_posfix.attention.windows import window_positions, windows_of
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -21,7 +21,7 @@ from rag_posfix.plan.plan import Plan, RowPlan
 __all__ = ["ParallelEncoding", "TwoGroupAttention"]
 
 
-class TwoGroupAttention(Attend):
+class TwoGroupAttention(AttentionOverride):
     """Question and answer attend to passages and to the rest apart, and the two are merged by log-sum-exp.
 
     Formula: (o_C, l_C) = attention over the passages with scores / T; (o_O, l_O) = over prefix, question and answer;
@@ -34,7 +34,7 @@ class TwoGroupAttention(Attend):
         self._first, self._end = first, end  # the passages' tokens
         self._temperature, self._scale = temperature, scale
 
-    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Passages and what is before them attend plainly; the tokens after them in two groups."""
         skipped = max(0, self._end - given.start)
         late = given.query[:, :, skipped:]
@@ -42,7 +42,7 @@ class TwoGroupAttention(Attend):
         outs.append(self._two_groups(given, late))
         return torch.cat(outs, dim=2), self._newest(given) if given.observed else None
 
-    def _two_groups(self, given: AttendInput, query: Tensor) -> Tensor:
+    def _two_groups(self, given: AttentionInput, query: Tensor) -> Tensor:
         key, value, scaling = given.key, given.value, given.scaling
         start = key.shape[2] - query.shape[2]
         between = (self._end, start)  # question and answer tokens of earlier passes
@@ -51,7 +51,7 @@ class TwoGroupAttention(Attend):
         out, lse = attend_with_lse(query, key[:, :, passages], value[:, :, passages], scaling / self._temperature)
         return merge([(out, self._scale * lse), other])[0]
 
-    def _newest(self, given: AttendInput) -> Tensor:
+    def _newest(self, given: AttentionInput) -> Tensor:
         """Return the attention of the newest token, (B, Tk)."""
         scores = last_row(given.query, given.key, given.scaling)
         groups = torch.full((scores.shape[-1],), False, device=scores.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from rag_posfix.attention.blockwise import attend_with_lse, last_row
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number
-from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -36,7 +36,7 @@ def pseudo_log_mass(rows: Tensor, n_tokens: int, gamma: float) -> Tensor:
     return series - gamma * (rows + 1).float()
 
 
-class _PseudoScores(Attend):
+class _PseudoScores(AttentionOverride):
     """One more score per query, the log-sum-exp of its pseudo-scores, whose value is zero."""
 
     def __init__(self, gamma: float, n_tokens: int) -> None:
@@ -44,7 +44,7 @@ class _PseudoScores(Attend):
         self.n_tokens = n_tokens
         self.plain_from = n_tokens - 1  # nothing is left above the diagonal
 
-    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         n_query, n_key = given.query.shape[2], given.key.shape[2]
         out, lse = attend_with_lse(given.query, given.key, given.value, given.scaling, causal=n_query > 1)
         pseudo = pseudo_log_mass(torch.arange(given.start, n_key, device=lse.device), self.n_tokens, self.gamma)

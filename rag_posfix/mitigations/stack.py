@@ -62,9 +62,9 @@ class Stack(Mitigation):
                 raise ConfigError("stack: a stack cannot hold a stack; list its methods instead")
 
     @property
-    def keeps_order_out(self) -> bool:
+    def is_order_invariant(self) -> bool:
         """One method that reads passages in an order of its own is enough: the others never see the caller's."""
-        return any(method.keeps_order_out for method in self._members())
+        return any(method.is_order_invariant for method in self._members())
 
     def needs(self) -> frozenset[Capability]:
         """Return what any of the methods needs."""

@@ -49,7 +49,7 @@ def build_pipeline(
     Raises:
         ConfigError: the model or a setting is at fault.
         RetrievalError: the index is damaged, foreign, or was built with other embeddings.
-        UnsupportedModelError: the model cannot carry the seam.
+        UnsupportedModelError: the model cannot take the attention hook.
     """
     chosen = settings or Settings()
     parse_reranker(chosen.reranker or DEFAULT_RERANKER)  # before the model, as the index below

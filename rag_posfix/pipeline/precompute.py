@@ -62,7 +62,7 @@ def precompute(
     before = _lasting(engine.passages)
     tokens = done = 0
     for some in _batches(passages, _most_tokens(engine, frame)):
-        read = engine.read_ahead(frame.around(some), mitigation, salt)
+        read = engine.precompute(frame.around(some), mitigation, salt)
         _wait(engine.passages)
         if read and not tokens:  # the first that had to be written
             _check_kept(before, _lasting(engine.passages))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.patching.call import SeamCall, active
+from rag_posfix.patching.forward_context import ForwardContext, active
 
 __all__ = ["PositionalChannel", "mean_hidden_states", "rank_channels"]
 
@@ -77,7 +77,7 @@ def mean_hidden_states(
     vocabulary = loaded.model.config.get_text_config().vocab_size
     for done in range(n_strings):
         ids = torch.randint(0, vocabulary, (1, n_tokens), generator=generator).to(loaded.device)
-        with active(SeamCall(listener=add)):
+        with active(ForwardContext(on_hidden_states=add)):
             loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1)
         if progress is not None:
             progress(done + 1, n_strings)

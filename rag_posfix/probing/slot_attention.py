@@ -11,7 +11,7 @@ import torch
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.generation.prefill.calibration_pass import measure
+from rag_posfix.generation.prefill.calibration_pass import passage_attention
 from rag_posfix.plan.dummy import with_dummy
 from rag_posfix.plan.layout import Layout
 
@@ -45,7 +45,7 @@ def measure_slots(
         )
     total = torch.zeros(counts[0])
     for done, layout in enumerate(layouts):
-        measured, _ = measure(loaded, [layout, *(with_dummy(layout, slot) for slot in range(counts[0]))])
+        measured, _ = passage_attention(loaded, [layout, *(with_dummy(layout, slot) for slot in range(counts[0]))])
         total += measured[1:].diagonal()
         if progress is not None:
             progress(done + 1, len(layouts))

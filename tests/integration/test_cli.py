@@ -477,7 +477,7 @@ class TestCache:
 
 @pytest.mark.weights
 class TestVerify:
-    def test_json_says_how_exact_the_seam_is_and_what_is_supported(self, run):
+    def test_json_says_how_exact_the_hook_is_and_what_is_supported(self, run):
         found = run("verify", "--json").json
         assert (found["model"], found["family"]) == ("SmolLM2-135M-Instruct", "llama")
         assert found["max_logit_difference"] < 0.02

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.patching.install import stock_twin
+from rag_posfix.patching.install import stock_copy
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import Parts, build_reranker
 
@@ -45,7 +45,7 @@ def exact():
     from rag_posfix.generation.load import load_engine
 
     engine = load_engine(dtype="float32")
-    return engine, stock_twin(engine.loaded.model, engine.loaded.spec)
+    return engine, stock_copy(engine.loaded.model, engine.loaded.spec)
 
 
 def test_what_is_read_off_is_what_the_stock_model_says(exact):

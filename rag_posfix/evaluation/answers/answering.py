@@ -15,7 +15,7 @@ from rag_posfix.contracts.request import Generation, GenerationRequest, Mitigati
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answer_metrics import best_subspan_em, first_line
 from rag_posfix.evaluation.data.datasets import PositionExample
-from rag_posfix.generation.batching.batch import in_batches, score_together, write_together
+from rag_posfix.generation.batching.session_batch import generate_batch, in_batches, score_batch
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.plan.layout import Layout
@@ -90,8 +90,8 @@ def answer_all(engine: Engine, asked: Iterable[Asked], max_new_tokens: int) -> I
         sessions = [one.session for one in batch]
         started = time.perf_counter()
         first = [session.next_log_probs() for session in sessions]
-        scores = score_together(sessions, [one.expected for one in batch])
-        generations = write_together(engine, sessions, [one.request for one in batch])
+        scores = score_batch(sessions, [one.expected for one in batch])
+        generations = generate_batch(engine, sessions, [one.request for one in batch])
         share = (time.perf_counter() - started) / len(batch)
         for one, log_probs, score, generation in zip(batch, first, scores, generations, strict=True):
             answer = Answer(

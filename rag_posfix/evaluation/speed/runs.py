@@ -11,9 +11,9 @@ import torch
 
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.generation.batching.batch import advance_together
+from rag_posfix.generation.batching.session_batch import advance_batch
 from rag_posfix.generation.engine import Engine
-from rag_posfix.patching.install import stock_twin
+from rag_posfix.patching.install import stock_copy
 from rag_posfix.plan.layout import Layout
 
 __all__ = ["Run", "concurrent_run", "method_run", "stock_run", "with_store"]
@@ -31,7 +31,7 @@ def with_store(engine: Engine, store: PassageStore | None) -> Engine:
 
 def stock_run(engine: Engine, layout: Layout) -> Run:
     """Return a run of transformers' own attention, its own cache and a plain loop. No mask, no plan, no observer."""
-    model = stock_twin(engine.loaded.model, engine.loaded.spec)
+    model = stock_copy(engine.loaded.model, engine.loaded.spec)
     ids = torch.tensor([layout.token_ids], device=engine.loaded.device)
 
     @torch.inference_mode()
@@ -80,7 +80,7 @@ def concurrent_run(engine: Engine, layout: Layout, choice: MitigationChoice, cou
         sessions = [engine.open(layout, choice, new_tokens + 1) for _ in range(count)]
         started = _now(device)
         for _ in range(new_tokens):
-            advance_together(sessions, [int(session.next_log_probs().argmax()) for session in sessions])
+            advance_batch(sessions, [int(session.next_log_probs().argmax()) for session in sessions])
         return _now(device) - started
 
     return run

@@ -19,7 +19,7 @@ __all__ = ["TracedStages"]
 
 
 class TracedStages:
-    """Tells callbacks what a pipeline does. Implements ``protocols.StageWatcher``.
+    """Tells callbacks what a pipeline does. Implements ``pipeline.protocols.StageWatcher``.
 
     The generator is told as a chat model that was asked the question; the prompt with its passages is not repeated.
 

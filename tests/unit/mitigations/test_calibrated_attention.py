@@ -129,11 +129,11 @@ def test_passages_without_text_stay_as_they_are():
 
 
 def test_the_survey_reads_the_prompt_and_a_dummy_in_every_slot():
-    survey = plan().survey
-    assert survey.layouts == (LAYOUT, *(with_dummy(LAYOUT, slot) for slot in range(4)))
-    assert survey.continue_from == 0
+    calibration = plan().calibration
+    assert calibration.layouts == (LAYOUT, *(with_dummy(LAYOUT, slot) for slot in range(4)))
+    assert calibration.continue_from == 0
     measured = torch.tensor([[4.0, 3.0, 2.0, 1.0], [3.0, 9, 9, 9], [9, 1.0, 9, 9], [9, 9, 2.0, 9], [9, 9, 9, 1.0]])
-    attend = survey.decide(measured).rows[0].attend
+    attend = calibration.decide(measured).rows[0].attend
     alpha = passage_weights(torch.tensor([4.0, 3.0, 2.0, 1.0]), torch.tensor([3.0, 1.0, 2.0, 1.0]), 0.5)
     lengths = torch.tensor([7.0, 4.0, 9.0, 6.0])
     assert torch.allclose(attend.share, alpha * lengths / (alpha * lengths).sum())
@@ -141,7 +141,7 @@ def test_the_survey_reads_the_prompt_and_a_dummy_in_every_slot():
 
 
 def test_with_a_profile_the_prompt_alone_is_read(tmp_path):
-    given = plan({"profile": [4, 2, 6]}).survey
+    given = plan({"profile": [4, 2, 6]}).calibration
     assert given.layouts == (LAYOUT,)
     attend = given.decide(torch.tensor([[4.0, 3.0, 2.0, 1.0]])).rows[0].attend
     measured = torch.tensor([4.0, 3.0, 2.0, 1.0])
@@ -162,11 +162,11 @@ def test_continuing_the_reading_equals_reading_under_the_plan_that_was_decided_o
     asked = create("calibrated_attention").checked_plan(LAYOUT, loaded.spec.shape)
 
     def decide(measured):
-        decided.append(asked.survey.decide(measured))
+        decided.append(asked.calibration.decide(measured))
         return decided[-1]
 
-    surveyed = dataclasses.replace(asked, survey=dataclasses.replace(asked.survey, decide=decide))
-    running = Session(loaded, LAYOUT, surveyed)
+    calibrated = dataclasses.replace(asked, calibration=dataclasses.replace(asked.calibration, decide=decide))
+    running = Session(loaded, LAYOUT, calibrated)
     whole = Session(loaded, LAYOUT, decided[0])
     plain = Session(loaded, LAYOUT, create("none").plan(LAYOUT, loaded.spec.shape))
     assert float((running.next_log_probs() - plain.next_log_probs()).abs().max()) > 1e-4
@@ -179,9 +179,9 @@ def test_continuing_the_reading_equals_reading_under_the_plan_that_was_decided_o
 
 
 def test_one_passage_or_no_strength_leaves_nothing_to_survey():
-    assert plan({"strength": 0.0}).survey is None
-    assert plan(layout=toy_layout((7,))).survey is None
-    assert plan(layout=toy_layout((7, 3))).survey is not None
+    assert plan({"strength": 0.0}).calibration is None
+    assert plan(layout=toy_layout((7,))).calibration is None
+    assert plan(layout=toy_layout((7, 3))).calibration is not None
 
 
 @pytest.mark.parametrize("parameters", [

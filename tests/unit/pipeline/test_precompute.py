@@ -188,7 +188,7 @@ def test_a_model_that_the_method_cannot_serve_is_refused():
 
 def test_an_engine_without_a_store_is_refused(loaded):
     engine = Engine(loaded, ToyEncoder(), "tiny", "print")
-    with pytest.raises(ConfigError, match=r"^reading ahead needs a passage store; "):
+    with pytest.raises(ConfigError, match=r"^precomputing needs a passage store; "):
         precompute(engine, DOCUMENTS, WINDOWS)
 
 

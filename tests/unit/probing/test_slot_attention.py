@@ -19,7 +19,7 @@ def test_a_slot_gets_the_mean_attention_per_token_of_a_dummy_that_stands_there()
         each = []
         for layout in LAYOUTS:
             group = prefill(LOADED, with_dummy(layout, slot), Plan())[0]
-            each.append(float(group.mass[0, slot]) / len(layout.passages[slot]))
+            each.append(float(group.passage_attention[0, slot]) / len(layout.passages[slot]))
         assert found[slot] == pytest.approx(sum(each) / 2, rel=1e-4)
     assert measure_slots(LOADED, LAYOUTS, lambda *counts: done.append(counts)) == found
     assert done == [(1, 2), (2, 2)]

@@ -45,11 +45,12 @@ def test_questions_together_are_scored_and_answered_in_one_pass_each(engine):
 
 
 def test_an_answer_is_right_by_its_first_line_and_by_its_whole_text(engine, monkeypatch):
-    monkeypatch.setattr("rag_posfix.generation.decode.writer.TextStream.text", "no\nbut so", raising=False)
-    monkeypatch.setattr("rag_posfix.generation.decode.writer.TextStream.push", lambda self, token: "")
-    monkeypatch.setattr("rag_posfix.generation.decode.writer.TextStream.finish", lambda self: "")
+    monkeypatch.setattr("rag_posfix.generation.decode.answer_writer.TextStream.text", "no\nbut so", raising=False)
+    monkeypatch.setattr("rag_posfix.generation.decode.answer_writer.TextStream.push", lambda self, token: "")
+    monkeypatch.setattr("rag_posfix.generation.decode.answer_writer.TextStream.finish", lambda self: "")
     monkeypatch.setattr(
-        "rag_posfix.generation.decode.writer.TextStream.__init__", lambda self, *_: setattr(self, "stopped", False)
+        "rag_posfix.generation.decode.answer_writer.TextStream.__init__",
+        lambda self, *_: setattr(self, "stopped", False),
     )
     ((answer, _),) = answer_all(engine, [Asked(EXAMPLES[0], (), MitigationChoice("none"))], 2)
     assert answer.answer == "no\nbut so"

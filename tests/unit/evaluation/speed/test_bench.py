@@ -17,7 +17,7 @@ from rag_posfix.evaluation.speed.bench import (
 from rag_posfix.evaluation.speed.memory import PeakMemory
 from rag_posfix.evaluation.speed.prompt import bench_layout
 from rag_posfix.generation.engine import Engine
-from rag_posfix.patching.install import SEAM
+from rag_posfix.patching.install import ATTENTION_NAME
 from tests.support.tiny import loaded_model, toy_layout
 
 NONE, EXPERTS = MitigationChoice("none"), MitigationChoice("context_experts")
@@ -99,7 +99,7 @@ class TestMeasure:
         assert set(found.memory) == {UNMODIFIED, "none", "context_experts"}
         assert seen == [(done, 14) for done in range(1, 15)]  # 2 + 2 methods once, then 2 rounds of 5
 
-    def test_the_methods_run_through_the_seam_and_the_stock_model_does_not(self, engine, monkeypatch):
+    def test_the_methods_run_through_the_hook_and_the_stock_model_does_not(self, engine, monkeypatch):
         used = []
         forward = type(engine.loaded.model).forward
         monkeypatch.setattr(
@@ -112,7 +112,7 @@ class TestMeasure:
         )
         measure(engine, toy_layout(), [NONE], repeats=1, new_tokens=1)
         # Prompt and MEMORY_TOKENS = 4 steps to warm up, for the memory of both, then prompt and 1 step in turns.
-        assert used == ["sdpa"] * 10 + [SEAM] * 5 + ["sdpa"] * 2 + [SEAM] * 2 + ["sdpa"] * 2
+        assert used == ["sdpa"] * 10 + [ATTENTION_NAME] * 5 + ["sdpa"] * 2 + [ATTENTION_NAME] * 2 + ["sdpa"] * 2
 
     def test_a_method_that_is_refused_is_listed_with_its_reason(self, engine):
         few = MitigationChoice("context_experts", {"experts": 1})  # needs relevance, which this prompt lacks

@@ -1,4 +1,4 @@
-"""What one forward pass does differently, and how a thread switches it on. Data only."""
+"""The forward context: what one forward pass does differently, switched on per thread. Data only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from rag_posfix.patching.spec import ModelSpec
-from rag_posfix.plan.attention_override import Attend, Rotated
+from rag_posfix.plan.attention_override import AttentionOverride, Rotated
 from rag_posfix.plan.plan import HeadScale, HiddenScale, MaskFunction
 
-__all__ = ["Edits", "Member", "Observer", "Scratch", "SeamCall", "active", "current"]
+__all__ = ["BatchSlice", "ForwardContext", "LayerState", "Observer", "Overrides", "active", "current"]
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Observer:
         n_layers: Layers that have reported.
         queries: How many of the newest queries count. With a plan that replaces attention: one.
         layers: Which layers are asked; None asks all.
-        rough: Whether shares are wanted, and their last digits are not.
+        rough: Whether shares are request, and their last digits are not.
     """
 
     total: Tensor | None = None
@@ -35,7 +35,7 @@ class Observer:
     rough: bool = False
 
     def asks(self, layer: int) -> bool:
-        """Return whether a layer's attention is wanted."""
+        """Return whether a layer's attention is request."""
         return self.layers is None or layer in self.layers
 
     def add(self, attention: Tensor) -> None:
@@ -49,8 +49,8 @@ class Observer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Edits:
-    """What a row's plan asks of the model. All fields at their defaults: nothing, the stock path runs.
+class Overrides:
+    """What a row's plan changes in the model's attention. All fields at their defaults: the stock path runs.
 
     Attributes: those of ``RowPlan``.
     """
@@ -60,11 +60,11 @@ class Edits:
     layer_scale: tuple[float, ...] | None = None
     head_scale: HeadScale | None = None
     hidden_scale: HiddenScale | None = None
-    attend: Attend | None = None
+    attend: AttentionOverride | None = None
 
     @property
-    def holds_rotation(self) -> bool:
-        """Whether the seam rotates queries and keys instead of the model."""
+    def rotates_in_hook(self) -> bool:
+        """Whether the attention hook rotates queries and keys instead of the model."""
         return (
             self.head_scale is not None
             or self.hidden_scale is not None
@@ -72,84 +72,84 @@ class Edits:
         )
 
     @property
-    def sets_angles(self) -> bool:
+    def changes_angles(self) -> bool:
         """Whether the model rotates by other angles than its own."""
         return self.rope_base_factor is not None or self.layer_scale is not None
 
 
 @dataclass(slots=True, eq=False)
-class Scratch:
-    """What a sequence's layers remember between forward passes, and pass to each other within one.
+class LayerState:
+    """What the layers of one batch remember between forward passes, and hand on within one.
 
     Attributes:
-        head_ratios: Layer -> position divisor of each key/value head, decided once.
+        head_divisors: Layer -> position divisor of each key/value head, decided once.
         channel: Layer -> the scaled hidden channel of the tokens of this pass, (B, Tq).
     """
 
-    head_ratios: dict[int, Tensor | None] = field(default_factory=dict)
+    head_divisors: dict[int, Tensor | None] = field(default_factory=dict)
     channel: dict[int, Tensor] = field(default_factory=dict)
 
-    def copy(self) -> Scratch:
-        """Return a scratch that goes its own way."""
-        return Scratch(dict(self.head_ratios), {})
+    def copy(self) -> LayerState:
+        """Return an independent copy."""
+        return LayerState(dict(self.head_divisors), {})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SeamCall:
+class ForwardContext:
     """What one forward pass does differently.
 
     Attributes:
-        edits: What the plan asks for.
-        positions: (B | 1, Tk) positions of every token so far; the queries are the last of them. Needed with edits
-            that rotate or set angles.
+        overrides: What the plan asks for.
+        positions: (B | 1, Tk) positions of every token so far; the queries are the last of them. Needed with overrides
+            that rotate or change angles.
         spec: The model's; needed with ``positions``.
-        scratch: Of this sequence.
-        n_prompt: Tokens that the prompt holds; queries from the last of them on are newest tokens.
+        layer_state: Of this batch.
+        prompt_length: Tokens that the prompt holds; queries from the last of them on are newest tokens.
         observer: Receives the attention of the newest queries.
-        listener: Receives each layer's number and what its attention reads, (B, Tq, hidden).
-        starts: The first token of each row among the keys; those before it are padding. Not None: the seam knows all
-            that a mask would say, and none is made unless the plan has one. None: the model's own mask counts.
-        members: Rows with caches of their own, in the order of the batch; then nothing above is used.
+        on_hidden_states: Receives each layer's number and what its attention reads, (B, Tq, hidden).
+        starts: The first token of each row among the keys; those before it are padding. If given, causality and
+            padding follow from it, and a mask is made only where the plan has one. None: the model's own mask counts.
+        slices: Parts of the batch with caches of their own, in the order of the batch; then nothing above is used.
     """
 
-    edits: Edits = field(default_factory=Edits)
+    overrides: Overrides = field(default_factory=Overrides)
     positions: Tensor | None = None
     spec: ModelSpec | None = None
-    scratch: Scratch = field(default_factory=Scratch)
-    n_prompt: int = 1
+    layer_state: LayerState = field(default_factory=LayerState)
+    prompt_length: int = 1
     observer: Observer | None = None
-    listener: Callable[[int, Tensor], None] | None = None
+    on_hidden_states: Callable[[int, Tensor], None] | None = None
     starts: tuple[int, ...] | None = None
-    members: tuple[Member, ...] = ()
+    slices: tuple[BatchSlice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Member:
+class BatchSlice:
     """Some rows of a batch that have a cache of their own.
 
     Attributes:
         rows: Which rows of the batch.
-        call: What a pass of these rows alone would be asked for; it has ``starts`` and no mask.
+        context: That of a pass over these rows alone; it has ``starts`` and no mask.
         keys: Layer -> (keys, values), each (R, Hkv, Tk, D), of all tokens so far: the cache's own tensors.
     """
 
     rows: slice
-    call: SeamCall
+    context: ForwardContext
     keys: Callable[[int], tuple[Tensor, Tensor]]
 
 
-_ACTIVE: ContextVar[SeamCall | None] = ContextVar("rag_posfix_seam_call", default=None)
+_ACTIVE: ContextVar[ForwardContext | None] = ContextVar("rag_posfix_forward_context", default=None)
 
 
-def current() -> SeamCall | None:
-    """Return the call that is switched on in this thread."""
+def current() -> ForwardContext | None:
+    """Return the context that is switched on in this thread; None leaves the model as it was trained."""
     return _ACTIVE.get()
 
 
 @contextmanager
-def active(call: SeamCall) -> Iterator[None]:
-    """Switch ``call`` on for the forward passes of this thread inside the block."""
-    token = _ACTIVE.set(call)
+def active(context: ForwardContext) -> Iterator[None]:
+    """Switch ``context`` on for the forward passes of this thread inside the block."""
+    token = _ACTIVE.set(context)
     try:
         yield
     finally:

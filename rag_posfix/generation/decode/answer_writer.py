@@ -12,10 +12,10 @@ from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.decode.text_stream import TextStream
 from rag_posfix.generation.model.tokenizer import Tokenizer
 
-__all__ = ["Writer"]
+__all__ = ["AnswerWriter"]
 
 
-class Writer:
+class AnswerWriter:
     """Writes one answer. Runs no model: whoever holds the session hands in log-probabilities and advances it.
 
     Args:
@@ -28,7 +28,7 @@ class Writer:
         self._request = request
         self._session = session
         if request.traced:
-            session.trace()
+            session.attribute_tokens()
         self._eos_ids = encoder.eos_ids
         self._prefill_seconds = session.prefill_seconds
         self._attention = session.attention()
@@ -91,4 +91,4 @@ class Writer:
             return ()
         written = len(self._text.text)
         ends = [min(end, written) for end in self._ends[:-1]] + [written]
-        return tuple(TokenSource(end, shares) for end, shares in zip(ends, self._session.traced(), strict=False))
+        return tuple(TokenSource(end, shares) for end, shares in zip(ends, self._session.token_shares(), strict=False))

@@ -5,25 +5,25 @@ import torch
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, PromptTooLongError
-from rag_posfix.generation.batching.batch import (
-    MOST_ROWS,
-    advance_together,
-    generate_together,
+from rag_posfix.generation.batching.session_batch import (
+    MAX_ROWS,
+    advance_batch,
+    generate_batch,
     in_batches,
-    score_together,
-    write_together,
+    score_batch,
 )
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.plan.plan import Plan, RowPlan
 from tests.support.tiny import loaded_model, toy_layout
+from tests.support.together import generate_together
 from tests.unit.generation.test_engine import Letters
 
 LENGTHS = [(7, 4, 9, 6), (3,), (), (12, 2, 5), (7, 4, 9, 6, 11, 8)]
 MIX = ["none", "parallel_windows", "context_experts", "none", "none"]
 TURNING = ["inter_document", "hidden_scaling", "head_scaling", "multi_base", "none"]
-"""Methods whose queries and keys are rotated by the seam, or by other angles than the model's."""
+"""Methods whose queries and keys are rotated by the hook, or by other angles than the model's."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def open_all(engine, asked):
 def advance(sessions, tokens):
     """Append tokens to those sessions that have one."""
     going = [(session, token) for session, token in zip(sessions, tokens, strict=True) if token is not None]
-    advance_together([session for session, _ in going], [token for _, token in going])
+    advance_batch([session for session, _ in going], [token for _, token in going])
 
 
 def per_head():
@@ -110,7 +110,7 @@ def test_a_step_is_one_forward_pass_for_all(loaded):
         advance(sessions, [3, 4, 5, 6, 7])
         advance(sessions, [3, None, 5, None, None])
         advance(sessions, [None, None, 5, None, None])
-    # Rows: none 1, parallel_windows 1, context_experts without passages 1, none 1, none 1.
+    # SequenceBatch: none 1, parallel_windows 1, context_experts without passages 1, none 1, none 1.
     assert shapes == [(5, 1), (2, 1), (1, 1)]
 
 
@@ -118,10 +118,10 @@ def test_every_method_shares_a_step_with_every_other(loaded):
     engine, layout = engine_of(loaded), toy_layout((7, 4, 9))
     choices = [MitigationChoice(name, dict(MITIGATIONS.get(name).example)) for name in MITIGATIONS.names()]
     together, alone = ([engine.open(layout, choice, 16) for choice in choices] for _ in range(2))
-    rows = sum(group.n_rows for session in together for group in session.groups)
+    rows = sum(group.n_rows for session in together for group in session.batches)
     with shapes_of_passes(loaded) as shapes:
         advance(together, [5] * len(together))
-        scores = score_together(together, [[6, 7, 8]] * len(together))
+        scores = score_batch(together, [[6, 7, 8]] * len(together))
     assert shapes == [(rows, 1), (rows, 2)]
     for ours, theirs, score in zip(together, alone, scores, strict=True):
         theirs.advance(5)
@@ -146,7 +146,7 @@ def test_rows_whose_heads_see_positions_of_their_own_share_steps(loaded):
         return [others[0], Session(loaded, toy_layout(), per_head()), *others[1:]]
 
     together, alone = sessions(), sessions()
-    assert score_together(together, [[5, 6], [7], [8, 9, 10], [4, 4]]) == [
+    assert score_batch(together, [[5, 6], [7], [8, 9, 10], [4, 4]]) == [
         pytest.approx(session.score(answer), abs=1e-5)
         for session, answer in zip(alone, [[5, 6], [7], [8, 9, 10], [4, 4]], strict=True)
     ]
@@ -170,7 +170,7 @@ class TestScore:
 
     def test_scores_together_are_those_one_by_one_and_sessions_stay_where_they_are(self, loaded):
         together, alone = (open_all(engine_of(loaded), requests()) for _ in range(2))
-        for ours, session, answer in zip(score_together(together, self.ANSWERS), alone, self.ANSWERS, strict=True):
+        for ours, session, answer in zip(score_batch(together, self.ANSWERS), alone, self.ANSWERS, strict=True):
             assert ours == pytest.approx(session.score(answer), abs=1e-5)
         for ours, theirs in zip(together, alone, strict=True):
             assert (ours.next_log_probs() - theirs.next_log_probs()).abs().max() < 1e-5
@@ -178,21 +178,21 @@ class TestScore:
     def test_scoring_changes_no_answer(self, loaded):
         engine, asked = engine_of(loaded), requests()
         sessions = open_all(engine, asked)
-        score_together(sessions, self.ANSWERS)
-        found = write_together(engine, sessions, asked)
+        score_batch(sessions, self.ANSWERS)
+        found = generate_batch(engine, sessions, asked)
         assert [one.token_ids for one in found] == [engine.generate(request).token_ids for request in asked]
 
     def test_answers_of_one_token_need_no_forward_pass(self, loaded):
         sessions = open_all(engine_of(loaded), requests())
         handle = loaded.model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
-        scores = score_together(sessions, [[5]] * 5)
+        scores = score_batch(sessions, [[5]] * 5)
         handle.remove()
         assert scores == [pytest.approx((float(s.next_log_probs()[5]),), abs=1e-6) for s in sessions]
 
     def test_an_empty_answer_is_refused(self, loaded):
         sessions = open_all(engine_of(loaded), requests())
         with pytest.raises(ConfigError, match="empty continuation"):
-            score_together(sessions, [[5], [], [5], [5], [5]])
+            score_batch(sessions, [[5], [], [5], [5], [5]])
 
 
 class TestWriting:
@@ -230,7 +230,7 @@ class Sized:
     """Stands for a session: as many rows of as many tokens as it says."""
 
     def __init__(self, n_rows, length):
-        self.n_rows, self.length, self.groups = n_rows, length, [self]
+        self.n_rows, self.length, self.batches = n_rows, length, [self]
 
 
 class TestBatches:
@@ -261,4 +261,4 @@ class TestBatches:
                 yield Sized(1, 10)
 
         next(in_batches(opening(), lambda item: item))
-        assert len(opened) == MOST_ROWS + 1
+        assert len(opened) == MAX_ROWS + 1

@@ -1,4 +1,4 @@
-"""The seam: idle it is the stock model, active it does what the plan says, and wrong rotations are found out."""
+"""The attention hook: idle it is the stock model, active it does what the plan says, wrong rotations are found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import create
 from rag_posfix.patching.families import keeps_all_keys
-from rag_posfix.patching.install import SEAM, install, stock_twin, uninstall
+from rag_posfix.patching.install import ATTENTION_NAME, install, stock_copy
 from rag_posfix.patching.verify import verify
 from rag_posfix.plan.model_shape import Capability
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -44,7 +44,7 @@ def test_idle_generation_is_token_identical(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_verify_finds_no_difference_with_the_rotation_done_in_the_seam(family):
+def test_verify_finds_no_difference_with_the_rotation_done_in_the_hook(family):
     loaded = loaded_model(family)
     found = verify(loaded.model, loaded.spec)
     assert found.idle_difference == 0.0
@@ -137,24 +137,15 @@ def step(session, token):
 
 def test_installing_twice_is_refused():
     loaded = loaded_model()
-    with pytest.raises(UnsupportedModelError, match="carries the seam already"):
+    with pytest.raises(UnsupportedModelError, match="has the attention hook already"):
         install(loaded.model)
 
 
-def test_uninstalling_gives_the_stock_model_back():
-    model = stock_model()
-    spec = install(model)
-    uninstall(model, spec)
-    assert model.config._attn_implementation == "sdpa"
-    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
-    assert install(model).shape == spec.shape
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_stock_twin_shares_the_weights_and_has_neither_hooks_nor_the_seam(family):
+def test_a_stock_copy_shares_the_weights_and_has_neither_hooks_nor_attention_hook(family):
     loaded = loaded_model(family)
-    twin = stock_twin(loaded.model, loaded.spec)
-    assert (twin.config._attn_implementation, loaded.model.config._attn_implementation) == ("sdpa", SEAM)
+    twin = stock_copy(loaded.model, loaded.spec)
+    assert (twin.config._attn_implementation, loaded.model.config._attn_implementation) == ("sdpa", ATTENTION_NAME)
     assert not any(module._forward_pre_hooks for module in twin.modules())
     assert all(layer.self_attn._forward_pre_hooks for layer in loaded.model.model.layers)
     own = {parameter.data_ptr() for parameter in loaded.model.parameters()}

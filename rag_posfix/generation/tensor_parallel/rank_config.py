@@ -12,13 +12,13 @@ from torch import distributed
 
 from rag_posfix.patching.ranks import Ranks
 
-__all__ = ["Job", "abort", "join", "leave", "store_of"]
+__all__ = ["RankConfig", "abort", "join", "leave", "store_of"]
 
 FOREVER = timedelta(days=365)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RankConfig:
     """What a rank needs to know to load its share.
 
     Attributes:
@@ -44,27 +44,29 @@ class Job:
     threads: int | None = None
 
 
-def store_of(job: Job) -> Any:
+def store_of(config: RankConfig) -> Any:
     """Return where the ranks leave word for each other: a file on this machine; None with torchrun, which has one."""
-    if job.folder is None:
+    if config.folder is None:
         return None
-    file = str(Path(job.folder) / "store")
-    return distributed.FileStore(file, job.count)  # type: ignore[attr-defined]  # documented, not in __all__
+    file = str(Path(config.folder) / "store")
+    return distributed.FileStore(file, config.count)  # type: ignore[attr-defined]  # documented, not in __all__
 
 
-def join(job: Job, store: Any) -> Ranks:
+def join(config: RankConfig, store: Any) -> Ranks:
     """Meet the other ranks and return them. Waits for them."""
-    if job.threads is not None:
-        torch.set_num_threads(job.threads)
-    patience = timedelta(seconds=job.timeout_seconds)
-    backend = "nccl" if job.device == "cuda" else "gloo"
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    patience = timedelta(seconds=config.timeout_seconds)
+    backend = "nccl" if config.device == "cuda" else "gloo"
     if store is None:
         distributed.init_process_group(backend, timeout=patience)
     else:
-        distributed.init_process_group(backend, store=store, rank=job.rank, world_size=job.count, timeout=patience)
+        distributed.init_process_group(
+            backend, store=store, rank=config.rank, world_size=config.count, timeout=patience
+        )
     # Between requests the others wait for the first rank as long as it takes.
     control = distributed.new_group(backend="gloo", timeout=FOREVER)
-    return Ranks(job.count, job.rank, control, patience)
+    return Ranks(config.count, config.rank, control, patience)
 
 
 def leave() -> None:
