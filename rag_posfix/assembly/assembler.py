@@ -11,7 +11,7 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.budget import FEWEST_TOKENS, PassageBudget, choose, truncate, truncate_at_sentence
 from rag_posfix.assembly.documents import Candidate, Dropped, rank, read_document, unique
 from rag_posfix.assembly.layout import Frame, Passage, encode_passage, open_frame
-from rag_posfix.assembly.orders import Order, OrderFacts, arrange, create_order, order_name
+from rag_posfix.assembly.orders import OrderFacts, arrange, create_order
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError, PromptTooLongError
@@ -77,9 +77,9 @@ class Assembler:
         self.context_window = context_window
         self.template = template or PromptTemplate()
         self.budget = budget or PassageBudget()
-        # Made here: a file that an order reads is read once, and what is wrong with it is told at once.
-        given = order_parameters or {}
-        self._orders = {name: create_order(name, given) for name in given}
+        self._order_parameters = order_parameters or {}
+        for name in self._order_parameters:  # what is wrong with one is said at once
+            create_order(name, self._order_parameters)
 
     def assemble(
         self,
@@ -114,7 +114,7 @@ class Assembler:
             PromptTooLongError: the question leaves no room, or the budget is too small for any passage.
         """
         _check(question, max_new_tokens, budget_tokens)
-        arranged_by = self._order(order)
+        arranged_by = create_order(order, self._order_parameters)
         candidates, dropped = unique([read_document(document, i) for i, document in enumerate(documents)])
         frame = open_frame(self.encoder, self.template, question, history=history, with_passages=bool(candidates))
         room = self._room(frame, max_new_tokens)
@@ -127,7 +127,7 @@ class Assembler:
             recent=tuple(tuple(keys) for keys in recent),
             order_free=order_free,
         )
-        kept = [given[i] for i in arrange(order, arranged_by, facts)]
+        kept = [given[i] for i in arrange(arranged_by, facts)]
         left_out = (Dropped(one.id, "budget") for index, one in enumerate(candidates) if index not in passages)
         return Assembled(
             layout=frame.around([passages[index] for index in kept]),
@@ -135,12 +135,8 @@ class Assembler:
             ids=tuple(candidates[index].id for index in kept),
             dropped=(*dropped, *left_out),
             truncated=tuple(candidates[index].id for index in truncated),
-            order=order_name(order),
+            order=arranged_by.name,
         )
-
-    def _order(self, order: str) -> Order:
-        made = self._orders.get(order)
-        return create_order(order) if made is None else made
 
     def _room(self, frame: Frame, max_new_tokens: int) -> int:
         room = self.context_window - len(frame) - max_new_tokens

@@ -9,7 +9,7 @@ import typer
 
 from rag_posfix.cli.options import AsJson, ModelName, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar
-from rag_posfix.contracts.method_spec import parse_named, split_outside
+from rag_posfix.contracts.method_spec import parse_method, split_outside
 
 if TYPE_CHECKING:
     from rag_posfix.evaluation.ranking.candidates import RerankerChoice
@@ -71,10 +71,11 @@ def rerank(
     from rag_posfix.evaluation.ranking.run import RerankJob, run_rerank_job
 
     run = Path(first_stage) if Path(first_stage).is_file() else None
-    name, parameters = parse_named(first_stage, "first stage", "k1=1.2") if run is None else (None, {})
+    stage = parse_method(first_stage, "first stage", "k1=1.2") if run is None else None
     job = RerankJob(
         files=beir_files(corpus, queries, qrels, split), rerankers=reranker_choices(reranker), out=output,
-        first_stage=name, first_stage_parameters=parameters, run=run,
+        first_stage=None if stage is None else stage.name,
+        first_stage_parameters={} if stage is None else stage.parameters, run=run,
         depth=depth, measures=measures, limit=limit, skip=skip, binary=binary, titles=titles, fresh=fresh, ray=ray,
         actors=actors,
     )  # fmt: skip
@@ -92,9 +93,12 @@ def reranker_choices(text: str) -> list[RerankerChoice]:
         ConfigError: a parameter without a value, or a bracket or quote without its partner.
     """
     from rag_posfix.evaluation.ranking.candidates import RerankerChoice
+    from rag_posfix.pipeline.file_parameters import with_file_parameters
+    from rag_posfix.reranking import RERANKERS
 
     parts = split_outside(text, ",") if text.strip() else []
-    return [RerankerChoice(*parse_named(part, "reranker", "top_n=5")) for part in parts]
+    specs = [with_file_parameters(parse_method(part, "reranker", "top_n=5"), RERANKERS) for part in parts]
+    return [RerankerChoice(spec.name, spec.parameters) for spec in specs]
 
 
 def _show(result: dict[str, Any]) -> None:

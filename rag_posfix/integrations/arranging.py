@@ -37,7 +37,7 @@ def arranged(
         candidates = list(unique(candidates)[0])
     kept = [candidates[index] for index in sorted(rank(candidates)[:k])]
     facts = OrderFacts(tuple(one.relevance for one in kept), seed, tuple(one.key for one in kept))
-    return [kept[index].document for index in arrange(order, made, facts)]
+    return [kept[index].document for index in arrange(made, facts)]
 
 
 def checked_count(name: str, count: object, *, optional: bool = True) -> None:

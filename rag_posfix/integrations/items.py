@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from rag_posfix.contracts.method_spec import parse_named
+from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import ConfigError
 from rag_posfix.integrations.arranging import arranged
 
@@ -109,9 +109,9 @@ def make_reranker(
     from rag_posfix.reranking.build import Parts, build_reranker
     from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 
-    name, parameters = parse_named(reranker, "reranker", "top_n=5")
+    spec = parse_method(reranker, "reranker", "top_n=5")
     parts = Parts(embeddings=lambda: SentenceEmbeddings(embedding_model), generator=lambda: load_engine(model))
-    return build_reranker(name, parameters, parts)
+    return build_reranker(spec, parts)
 
 
 def _document(item: Item, place: int) -> Document:

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import scores, weigh
 from rag_posfix.attention.masks import segment_ids
-from rag_posfix.errors import ConfigError
-from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number, checked_numbers
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
-from rag_posfix.plan.bias_profile import read_profile
+from rag_posfix.plan.bias_profile import BIAS_PROFILE, FileReader, bias_profile_from, scaled
 from rag_posfix.plan.dummy import with_dummy
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import CalibrationPass, Plan, RowPlan
 
-__all__ = ["CalibratedAttention", "passage_weights", "redistribute", "slot_bias"]
+__all__ = ["CalibratedAttention", "passage_weights", "redistribute"]
 
-MOST_SLOTS = 1000
 EQUAL = 1e-5
 """Differences below this share of what is measured are rounding."""
 ROWS = 64
@@ -43,18 +42,6 @@ def passage_weights(measured: Tensor, bias: Tensor, temperature: float) -> Tenso
     rounding = EQUAL * float(measured.abs().mean() + bias.abs().mean()) + torch.finfo(torch.float32).tiny
     standard = (relevance - relevance.mean()) / relevance.std(correction=0).clamp(min=rounding)
     return (standard / temperature).softmax(dim=0)
-
-
-def slot_bias(profile: Tensor, measured: Tensor) -> Tensor:
-    """Return a stored profile for the slots of a prompt: stretched to their number, scaled to their mean attention.
-
-    Shapes:
-        profile: (M,). measured: (N,). returns: (N,) float32.
-    """
-    stretched = torch.nn.functional.interpolate(
-        profile.float()[None, None], size=measured.shape[0], mode="linear", align_corners=True
-    )[0, 0]
-    return stretched * (measured.mean() / stretched.mean())
 
 
 def redistribute(probabilities: Tensor, segments: Tensor, share: Tensor, strength: float) -> Tensor:
@@ -114,7 +101,7 @@ class _Calibrated(AttentionOverride):
         return probabilities
 
 
-@MITIGATIONS.register("calibrated_attention")
+@MITIGATIONS.register("calibrated_attention", aliases=("found_in_the_middle",))
 @dataclass(frozen=True)
 class CalibratedAttention(Mitigation):
     """Measure how much attention each place gets whatever stands there, and share attention out without it.
@@ -148,8 +135,8 @@ class CalibratedAttention(Mitigation):
         temperature: t, above 0 and up to 100, in standard deviations of rel; the larger, the more alike passages are
             attended to.
         strength: 0 leaves attention as it is, 1 replaces it by the calibrated one.
-        profile: Attention of each slot to a dummy, 2 to 1000 numbers in any unit, measured before; or the path of a
-            JSON file {"profile": [...]}, as ``rag-posfix probe slot-attention`` writes it. None reads the dummies.
+        profile: Attention of each slot to a dummy, 2 to 1000 numbers in any unit, measured before. On the command line
+            also the path of a file that ``rag-posfix probe slot-attention`` wrote. None reads the dummies.
     """
 
     name: ClassVar[str] = "calibrated_attention"
@@ -167,22 +154,11 @@ class CalibratedAttention(Mitigation):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"strength": 0.0})
     neutral_is_identity: ClassVar[bool] = True
     decides_at_prompt_end: ClassVar[bool] = True
+    file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"profile": bias_profile_from("profile")})
 
-    temperature: float = 0.5
-    strength: float = 1.0
-    profile: tuple[float, ...] | str | None = None
-
-    def __post_init__(self) -> None:
-        checked_number(self.name, "temperature", self.temperature, 0.0, 100.0)
-        if self.temperature == 0:
-            raise ConfigError("calibrated_attention: temperature=0 must be above 0; try 0.1 for a sharp choice")
-        checked_number(self.name, "strength", self.strength, 0.0, 1.0)
-        if self.profile is not None:
-            given: Any = read_profile(self.name, self.profile) if isinstance(self.profile, str) else self.profile
-            numbers = checked_numbers(self.name, "profile", given, 0.0, 1e6, (2, MOST_SLOTS))
-            if not any(numbers):
-                raise ConfigError("calibrated_attention: profile holds zeros only; measure it again")
-            object.__setattr__(self, "profile", numbers)
+    temperature: Annotated[float, Number(0, 100, above=True)] = 0.5
+    strength: Annotated[float, Number(0, 1)] = 1.0
+    profile: Annotated[tuple[float, ...] | None, BIAS_PROFILE] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return a calibration pass over the prompt, and over dummies if there is no profile; none for one passage."""
@@ -192,8 +168,8 @@ class CalibratedAttention(Mitigation):
 
         def decide(measured: Tensor) -> Plan:
             found = measured[0]
-            if self.profile and not isinstance(self.profile, str):
-                bias = slot_bias(torch.tensor(self.profile), found)
+            if self.profile:
+                bias = torch.tensor(scaled(self.profile, found.tolist()), dtype=torch.float32)
             else:
                 bias = measured[1:].diagonal()
             alpha = passage_weights(found, bias, self.temperature)

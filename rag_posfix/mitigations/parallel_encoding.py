@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch import Tensor
 from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
 from rag_posfix.attention.masks import windows_mask
 from rag_posfix.attention.windows import window_positions, windows_of
-from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
@@ -63,7 +63,7 @@ class TwoGroupAttention(AttentionOverride):
         return mass.mean(dim=(1, 2))
 
 
-@MITIGATIONS.register("parallel_encoding")
+@MITIGATIONS.register("parallel_encoding", aliases=("ape",))
 @dataclass(frozen=True)
 class ParallelEncoding(Mitigation):
     """Read every passage alone after a shared prefix, and sharpen the question's attention to the passages.
@@ -101,14 +101,8 @@ class ParallelEncoding(Mitigation):
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
     neutral: ClassVar[dict[str, float]] = {"temperature": 1.0, "scale": 1.0}
 
-    temperature: float = 0.9
-    scale: float = 0.9
-
-    def __post_init__(self) -> None:
-        for field in ("temperature", "scale"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.1 <= value <= 10.0:
-                raise ConfigError(f"parallel_encoding: {field}={value!r} must be a number between 0.1 and 10")
+    temperature: Annotated[float, Number(0.1, 10)] = 0.9
+    scale: Annotated[float, Number(0.1, 10)] = 0.9
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row whose passages are read alone and whose question attends in two groups."""

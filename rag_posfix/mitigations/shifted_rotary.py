@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
 from rag_posfix.attention.rope import turn
 from rag_posfix.errors import ConfigError
-from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number, Whole
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
@@ -95,7 +96,7 @@ class _ShiftedFar(AttentionOverride):
         return torch.cat(pieces, dim=-1).softmax(dim=-1).mean(dim=(1, 2))
 
 
-@MITIGATIONS.register("shifted_rotary")
+@MITIGATIONS.register("shifted_rotary", aliases=("string",))
 @dataclass(frozen=True)
 class ShiftedRotary(Mitigation):
     """Read tokens that are far away as if they were nearer, at distances that the model knows well.
@@ -133,18 +134,12 @@ class ShiftedRotary(Mitigation):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"share": 1.0})
     neutral_is_identity: ClassVar[bool] = True
 
-    threshold: int | None = None
-    share: float = 1 / 3
-    window: int = 128
+    threshold: Annotated[int | None, Whole(2)] = None
+    share: Annotated[float, Number(0, 1)] = 1 / 3
+    window: Annotated[int, Whole(0)] = 128
 
     def __post_init__(self) -> None:
-        checked_number("shifted_rotary", "share", self.share, 0.0, 1.0)
-        for field, lowest in (("threshold", 2), ("window", 0)):
-            value = getattr(self, field)
-            if value is None and field == "threshold":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise ConfigError(f"shifted_rotary: {field}={value!r} must be a whole number >= {lowest}")
+        super().__post_init__()
         if self.threshold is not None:
             self._check_window(self.threshold)
 

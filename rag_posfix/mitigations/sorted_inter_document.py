@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from rag_posfix.attention.causal import attend_causal_fast
 from rag_posfix.attention.rope import turn
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
@@ -79,7 +80,7 @@ def turned(given: AttentionInput, key: Tensor, distance: float) -> Tensor:
     return turn(key, given.rotate.turns(given.positions.new_full((1, 1), distance)))
 
 
-@MITIGATIONS.register("sorted_inter_document")
+@MITIGATIONS.register("sorted_inter_document", aliases=("rotor",))
 @dataclass(frozen=True)
 class SortedInterDocument(Mitigation):
     """Sort the passages by content and let each read all others in one circular order, itself last.
@@ -122,18 +123,7 @@ class SortedInterDocument(Mitigation):
     )
 
     sort: Literal["lexicographic", "relevance"] = "lexicographic"
-    routing: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.sort not in ("lexicographic", "relevance"):
-            raise ConfigError(f"sorted_inter_document: sort={self.sort!r} must be 'lexicographic' or 'relevance'")
-        bonus = self.routing
-        if bonus is not None and (
-            isinstance(bonus, bool) or not isinstance(bonus, int | float) or not 0.0 <= bonus <= 1.0
-        ):
-            raise ConfigError(
-                f"sorted_inter_document: routing={bonus!r} must be between 0 and 1, or None for no routing"
-            )
+    routing: Annotated[float | None, Number(0, 1)] = None
 
     @property
     def is_order_invariant(self) -> bool:

@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import attend_with_lse, last_row
-from rag_posfix.errors import ConfigError
-from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number, Whole
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
@@ -57,7 +57,7 @@ class _PseudoScores(AttentionOverride):
         return out, newest / newest.sum(dim=-1, keepdim=True)
 
 
-@MITIGATIONS.register("stable_mask")
+@MITIGATIONS.register("stable_mask", aliases=("stablemask",))
 @dataclass(frozen=True)
 class StableMask(Mitigation):
     """Let each token throw part of its attention away, the less of it the later it stands.
@@ -102,16 +102,8 @@ class StableMask(Mitigation):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"gamma": 100.0})
     decides_at_prompt_end: ClassVar[bool] = True
 
-    gamma: float = 0.1
-    train_length: int | None = None
-
-    def __post_init__(self) -> None:
-        checked_number("stable_mask", "gamma", self.gamma, 0.0, 100.0)
-        if self.gamma == 0:
-            raise ConfigError("stable_mask: gamma=0 must be above 0; a large gamma leaves the model as it is")
-        length = self.train_length
-        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-            raise ConfigError(f"stable_mask: train_length={length!r} must be a whole number >= 1, or None")
+    gamma: Annotated[float, Number(0, 100, above=True)] = 0.1
+    train_length: Annotated[int | None, Whole(1)] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row with an attention that loses mass to pseudo-scores."""

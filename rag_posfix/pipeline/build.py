@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,21 @@ from langchain_core.embeddings import Embeddings
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.budget import PassageBudget
-from rag_posfix.assembly.orders import create_order
+from rag_posfix.assembly.orders import ORDERS, create_order
 from rag_posfix.caching.answers.build import build_answer_cache
 from rag_posfix.caching.kv.build import build_passage_store
 from rag_posfix.contracts.generator import Generator, Retriever
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading
 from rag_posfix.generation.tensor_parallel.launch import load_parallel
+from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
-from rag_posfix.reranking.build import Parts, build_reranker, parse_reranker
+from rag_posfix.reranking import RERANKERS
+from rag_posfix.reranking.build import Parts, build_reranker
 from rag_posfix.reranking.guarded import GuardedReranker
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.dense import PassageRetriever
@@ -52,15 +55,16 @@ def build_pipeline(
         UnsupportedModelError: the model cannot take the attention hook.
     """
     chosen = settings or Settings()
-    parse_reranker(chosen.reranker or DEFAULT_RERANKER)  # before the model, as the index below
-    assembly = _assembly(chosen)
+    reranker = _reranker_spec(chosen)  # before the model, as the index below
+    order = order_with_values(chosen.order)
+    assembly = _assembly(chosen, order)
     embeddings = SentenceEmbeddings(chosen.embedding_model)
     folder = index if index is not None else chosen.index
     retriever, store = None, None
     if folder is not None:  # before the model: a wrong path is told at once
         retriever, store = _retriever(chosen, Path(folder), embeddings)
     engine, on_close = (generator, None) if generator is not None else _load(chosen)
-    guarded = _reranker(chosen, embeddings, engine, on_close)
+    guarded = _reranker(chosen, reranker, embeddings, engine, on_close)
     passages, reader = None, engine.engine if isinstance(engine, BatchingGenerator) else engine
     if isinstance(reader, Engine) and reader.passages is None:  # a store that it has belongs to whoever gave it
         passages = reader.passages = build_passage_store(chosen.passages, chosen.cache_dir, reader.loaded.device)
@@ -72,7 +76,7 @@ def build_pipeline(
         cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
         defaults=Defaults(
             mitigation=MitigationChoice(chosen.mitigation),
-            order=chosen.order,
+            order=order,
             k=chosen.k,
             sampling=Sampling(max_tokens=chosen.max_tokens),
             tenant=chosen.tenant,
@@ -86,13 +90,24 @@ def build_pipeline(
     return pipeline
 
 
+def _reranker_spec(settings: Settings) -> MethodSpec:
+    """Return the reranker that the settings ask for, checked."""
+    spec = parse_method(settings.reranker or DEFAULT_RERANKER, "reranker", "top_n=5")
+    spec = with_file_parameters(spec, RERANKERS)
+    RERANKERS.check(spec)
+    return spec
+
+
 def _reranker(
-    settings: Settings, embeddings: Embeddings, engine: Generator, on_close: Callable[[], None] | None
+    settings: Settings,
+    spec: MethodSpec,
+    embeddings: Embeddings,
+    engine: Generator,
+    on_close: Callable[[], None] | None,
 ) -> GuardedReranker:
     """Return the reranker that the settings ask for; if it cannot be made, what was loaded is closed."""
     try:
-        name, parameters = parse_reranker(settings.reranker or DEFAULT_RERANKER)
-        made = build_reranker(name, parameters, Parts(lambda: embeddings, lambda: engine))
+        made = build_reranker(spec, Parts(lambda: embeddings, lambda: engine))
     except ConfigError:
         if on_close is not None:
             on_close()
@@ -121,10 +136,13 @@ def _retriever(
     return HybridRetriever(retrievers=[dense, words], k=settings.k), store
 
 
-def _assembly(settings: Settings) -> dict[str, Any]:
+def _assembly(settings: Settings, order: str) -> dict[str, Any]:
     """Return the assembler's rules, checked: what is wrong with them is told before a model is loaded."""
-    parameters = {} if settings.profile is None else {"profile": {"file": str(settings.profile)}}
-    create_order(settings.order, parameters)
+    parameters: dict[str, Mapping[str, Any]] = {}
+    if settings.profile is not None:
+        profile = MethodSpec("profile", {"file": str(settings.profile)})
+        parameters["profile"] = with_file_parameters(profile, ORDERS).parameters
+    create_order(order, parameters)
     budget = PassageBudget(settings.passage_tokens, settings.passage_shrink, settings.overflow)
     return {"order_parameters": parameters, "budget": budget}
 

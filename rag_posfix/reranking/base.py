@@ -13,7 +13,7 @@ from rag_posfix.registry import Registry
 
 __all__ = ["DETAILS", "RERANKERS", "ranked_copies"]
 
-RERANKERS: Registry[type[BaseDocumentCompressor]] = Registry("reranker")
+RERANKERS: Registry[type[BaseDocumentCompressor]] = Registry("reranker", parts=("embeddings", "generator"))
 
 DETAILS = "reranking"
 """Key in a document's metadata under which a reranker says how it came to its score."""

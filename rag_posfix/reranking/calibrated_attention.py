@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from pydantic import field_validator
@@ -10,8 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.layout import Frame, Passage, open_frame
 from rag_posfix.contracts.cache_salt import current_salt
-from rag_posfix.errors import ConfigError
-from rag_posfix.plan.bias_profile import read_profile, stretched
+from rag_posfix.plan.bias_profile import BIAS_PROFILE, FileReader, bias_profile_from, scaled
 from rag_posfix.plan.dummy import with_dummy
 from rag_posfix.reranking.base import RERANKERS
 from rag_posfix.reranking.deadline import check_time
@@ -19,8 +19,6 @@ from rag_posfix.reranking.relevance import standing
 from rag_posfix.reranking.windowed import WindowedReader
 
 __all__ = ["CalibratedAttentionReranker"]
-
-MOST_SLOTS = 1000
 
 
 @RERANKERS.register("calibrated_attention")
@@ -49,38 +47,25 @@ class CalibratedAttentionReranker(WindowedReader):
         stride: Reads all candidates in overlapping windows from the last to the first.
         max_document_tokens: Longer documents are read up to here (``long_document: "truncated"``).
         order: ``canonical`` or ``given``: how passages stand in the prompt.
-        profile: Attention of each slot to a dummy, 2 to 1000 numbers of 0 and above in any unit, measured before; or
-            the path of a JSON file {"profile": [...]}, as ``rag-posfix probe slot-attention`` writes it. None reads a
-            dummy in each slot.
+        profile: Attention of each slot to a dummy, 2 to 1000 numbers of 0 and above in any unit, measured before. On
+            the command line also the path of a file that ``rag-posfix probe slot-attention`` wrote. None reads a dummy
+            in each slot.
     """
 
     name: ClassVar[str] = "calibrated_attention"
+    file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"profile": bias_profile_from("profile")})
 
     profile: tuple[float, ...] | None = None
 
     @field_validator("profile", mode="before")
     @classmethod
-    def _from_file(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return read_profile("calibrated_attention", value)
-        except ConfigError as error:
-            raise PydanticCustomError("profile", "{reason}", {"reason": str(error)}) from error
-
-    @field_validator("profile")
-    @classmethod
-    def _usable(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+    def _usable(cls, value: Any) -> tuple[float, ...] | None:
         if value is None:
             return None
-        if not 2 <= len(value) <= MOST_SLOTS or not all(0 <= one <= 1e6 for one in value) or not any(value):
-            raise PydanticCustomError(
-                "profile",
-                "must be 2 to {most} numbers between 0 and 1e6, not all of them 0; measure it with rag-posfix probe "
-                "slot-attention",
-                {"most": MOST_SLOTS},
-            )
-        return value
+        try:
+            return BIAS_PROFILE.check(value)
+        except ValueError as error:
+            raise PydanticCustomError("profile", "must be {allowed}", {"allowed": BIAS_PROFILE.allowed}) from error
 
     def _frames(self, question: str, count: int) -> Sequence[Frame]:
         return [open_frame(self.generator.encoder, self._template, question, with_passages=True)]
@@ -90,7 +75,7 @@ class CalibratedAttentionReranker(WindowedReader):
         dummies = [] if self.profile else [with_dummy(layout, slot) for slot in range(len(passages))]
         measured, *others = self.generator.passage_attention([layout, *dummies], current_salt(), check_time)
         if self.profile:
-            bias: Sequence[float] = stretched(self.profile, measured)
+            bias: Sequence[float] = scaled(self.profile, measured)
         else:
             bias = [other[slot] for slot, other in enumerate(others)]
         return [value - expected for value, expected in zip(measured, bias, strict=True)]

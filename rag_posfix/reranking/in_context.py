@@ -23,7 +23,7 @@ CONTENT_FREE = "N/A"
 INSTRUCTION = "Find the passages above that hold information for the following query.\n\nQuery: "
 
 
-@RERANKERS.register("in_context")
+@RERANKERS.register("in_context", aliases=("icr",))
 class InContextReranker(WindowedReader):
     """Read all passages at once and see which of them the question attends to more than a question about nothing does.
 

@@ -27,7 +27,7 @@ MOST_TOKENS = 8192
 """Tokens of a batch, padding and suffixes included: bounds its memory."""
 
 
-@RERANKERS.register("likelihood")
+@RERANKERS.register("likelihood", aliases=("longllmlingua",))
 class LikelihoodReranker(ReadingReranker):
     """Ask the model how likely each passage makes the question.
 

@@ -24,7 +24,7 @@ SLACK_TOKENS = 8
 """Tokens that an answer may have beyond the complete ranking."""
 
 
-@RERANKERS.register("listwise")
+@RERANKERS.register("listwise", aliases=("rankgpt",))
 class ListwiseReranker(WindowedReranker):
     """Number the passages and let the model write their numbers, best first.
 

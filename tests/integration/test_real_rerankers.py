@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.patching.install import stock_copy
 from rag_posfix.reranking import RERANKERS
@@ -21,7 +22,7 @@ def passages(question, count=4):
 
 
 def made(engine, name, **parameters):
-    return build_reranker(name, parameters, Parts(embeddings=lambda: None, generator=lambda: engine))
+    return build_reranker(MethodSpec(name, parameters), Parts(embeddings=lambda: None, generator=lambda: engine))
 
 
 @pytest.mark.parametrize("name", ["likelihood", "in_context"])

@@ -8,7 +8,6 @@ from rag_posfix.assembly.orders.base import (
     arrange,
     best_first,
     create_order,
-    order_name,
     permute,
     ranks,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "by_relevance",
     "cache_aware",
     "create_order",
-    "order_name",
     "permute",
     "profile",
     "ranks",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rag_posfix.contracts.method_spec import parse_named
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import check_parameters
 from rag_posfix.registry import Registry
 
-__all__ = ["ORDERS", "Order", "OrderFacts", "arrange", "best_first", "create_order", "order_name", "permute", "ranks"]
+__all__ = ["ORDERS", "Order", "OrderFacts", "arrange", "best_first", "create_order", "permute", "ranks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +41,19 @@ class Order(ABC):
     """An order with its parameters: a small frozen dataclass, registered by name.
 
     Attributes:
+        name: Registry name.
         example: Parameters to try it with where it needs some.
+        file_parameters: Parameters that the command line and the settings take from a file: name -> what turns the
+            path into values of parameters. The order itself never reads a file.
     """
 
+    name: ClassVar[str]
     example: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    file_parameters: ClassVar[Mapping[str, Callable[[str], Mapping[str, Any]]]] = MappingProxyType({})
+
+    def __post_init__(self) -> None:
+        """Check types and ranges of the parameters."""
+        check_parameters(self, f"order {self.name!r}")
 
     @abstractmethod
     def __call__(self, facts: OrderFacts) -> Sequence[int]:
@@ -80,15 +88,6 @@ def ranks(relevance: Sequence[float | None]) -> tuple[int, ...]:
     return tuple(rank)
 
 
-def order_name(order: str) -> str:
-    """Return the name in ``name:parameter=value``.
-
-    Args:
-        order: An order as a user writes it.
-    """
-    return order.strip().split(":", 1)[0]
-
-
 def create_order(order: str, defaults: Mapping[str, Mapping[str, Any]] | None = None) -> Order:
     """Return the order that ``order`` asks for.
 
@@ -100,24 +99,17 @@ def create_order(order: str, defaults: Mapping[str, Mapping[str, Any]] | None = 
         UnknownNameError: no order has this name.
         ConfigError: an unknown parameter, or a value outside of what is allowed.
     """
-    name, parameters = parse_named(order, "order", "slots=[0.4,0.2,0.4]")
-    make = ORDERS.get(name)
-    allowed: list[str] = [field.name for field in dataclasses.fields(make)] if dataclasses.is_dataclass(make) else []
-    for key in parameters:
-        if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"order {name!r} has no parameter {key!r}.{hint} It takes: {', '.join(allowed) or 'none'}"
-            )
-    return make(**(parameters or (defaults or {}).get(name, {})))
+    spec = parse_method(order, "order", "slots=[0.4,0.2,0.4]")
+    if not spec.parameters:
+        spec = MethodSpec(spec.name, (defaults or {}).get(ORDERS.resolve(spec.name), {}))
+    made: Order = ORDERS.create(spec)
+    return made
 
 
-def arrange(name: str, order: Order, facts: OrderFacts) -> tuple[int, ...]:
+def arrange(order: Order, facts: OrderFacts) -> tuple[int, ...]:
     """Return the permutation that an order makes.
 
     Args:
-        name: Its name, for messages.
         order: The order.
         facts: What it goes by.
 
@@ -128,7 +120,7 @@ def arrange(name: str, order: Order, facts: OrderFacts) -> tuple[int, ...]:
     count = len(facts.relevance)
     if sorted(indices) != list(range(count)):
         raise ConfigError(
-            f"order {name!r} returned {len(indices)} indices that are no permutation of {count} documents; "
+            f"order {order.name!r} returned {len(indices)} indices that are no permutation of {count} documents; "
             f"it must return each of 0..{count - 1} once"
         )
     return indices
@@ -146,4 +138,4 @@ def permute(order: str, relevance: Sequence[float | None], seed: int = 0) -> tup
         UnknownNameError: no order has this name.
         ConfigError: a parameter is wrong, or the order returned something else than a permutation.
     """
-    return arrange(order, create_order(order), OrderFacts(tuple(relevance), seed))
+    return arrange(create_order(order), OrderFacts(tuple(relevance), seed))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first, ranks
-from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import Number
 
 __all__ = ["CacheAware", "displacement"]
 
@@ -37,11 +38,9 @@ class CacheAware(Order):
         ConfigError: ``bound`` is outside of 0 to 1.
     """
 
-    bound: float = 0.25
+    name: ClassVar[str] = "cache_aware"
 
-    def __post_init__(self) -> None:
-        if isinstance(self.bound, bool) or not isinstance(self.bound, int | float) or not 0 <= self.bound <= 1:
-            raise ConfigError(f"order 'cache_aware': bound={self.bound!r} must be a number between 0 and 1")
+    bound: Annotated[float, Number(0, 1)] = 0.25
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first
 from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import Numbers
+from rag_posfix.plan.bias_profile import FileReader, bias_profile_from, stretched
 
-__all__ = ["Profile", "stretched"]
-
-MOST_SLOTS = 1000
-FILE_BYTES = 1 << 20
+__all__ = ["Profile"]
 
 
-@ORDERS.register("profile")
+@ORDERS.register("profile", aliases=("attnrank",))
 @dataclass(frozen=True, slots=True)
 class Profile(Order):
     """Best document into the slot that this model reads best, second best into the next, and so on.
@@ -35,28 +31,27 @@ class Profile(Order):
         a number of slots far away, says little.
 
     Args:
-        slots: The measured value of each slot, first to last, two or more, finite; larger is better.
-        file: A file with them, as ``rag-posfix probe slot-attention`` writes: a JSON object with ``profile``, or the
-            list alone. Read once, when the order is made; empty where ``slots`` is given.
+        slots: The measured value of each slot, first to last, two or more, finite; larger is better. On the command
+            line, ``file`` names a record of ``rag-posfix probe slot-attention`` in its place.
 
     Raises:
-        ConfigError: neither or both are given, or the numbers or the file cannot be used.
+        ConfigError: no slots are given, or they are no list of finite numbers.
     """
 
+    name: ClassVar[str] = "profile"
     example: ClassVar[Mapping[str, Any]] = MappingProxyType({"slots": (0.4, 0.2, 0.1, 0.3)})
+    file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"file": bias_profile_from("slots")})
 
-    slots: tuple[float, ...] = ()
-    file: str = ""
+    slots: Annotated[tuple[float, ...], Numbers(-math.inf, math.inf, fewest=2, most=1000)] = ()
 
     def __post_init__(self) -> None:
-        if bool(self.file) == bool(self.slots):
+        if not self.slots:
             raise ConfigError(
-                "order 'profile' needs the measured value of each slot, once: profile:slots=[0.4,0.2,0.3], or "
-                "profile:file=PATH of a record that rag-posfix probe slot-attention wrote, or the setting profile"
+                "order 'profile' needs the measured value of each slot: profile:slots=[0.4,0.2,0.3]; the command line "
+                "also takes profile:file=PATH, and the settings profile=PATH, of a record of rag-posfix probe "
+                "slot-attention"
             )
-        slots = _read(self.file) if self.file else self.slots
-        object.__setattr__(self, "slots", _checked(slots))
-        object.__setattr__(self, "file", "")
+        Order.__post_init__(self)
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
@@ -65,50 +60,3 @@ class Profile(Order):
         places = sorted(range(len(values)), key=lambda slot: -values[slot])
         stands = dict(zip(places, ranked, strict=True))
         return tuple(stands[slot] for slot in range(len(ranked)))
-
-
-def stretched(profile: tuple[float, ...], count: int) -> tuple[float, ...]:
-    """Return a profile for ``count`` slots, linear between the measured ones; the ends stay the ends.
-
-    Args:
-        profile: The measured values, two or more.
-        count: How many slots are wanted.
-    """
-    if count == len(profile):
-        return profile
-    if count < 2:
-        return profile[:count]
-    values = []
-    pairs = list(pairwise(profile))
-    for slot in range(count):
-        # In whole numbers, so that slots that mirror each other get the same value.
-        left, rest = divmod(slot * len(pairs), count - 1)
-        low, high = pairs[left] if left < len(pairs) else (profile[-1], profile[-1])
-        values.append((low * (count - 1 - rest) + high * rest) / (count - 1))
-    return tuple(values)
-
-
-def _read(file: str) -> Any:
-    try:
-        with Path(file).open("rb") as opened:
-            data = json.loads(opened.read(FILE_BYTES))
-    except (OSError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(
-            f"order 'profile': file={file!r} cannot be read ({said}); give a record that rag-posfix probe "
-            "slot-attention wrote"
-        ) from error
-    return data.get("profile") if isinstance(data, dict) else data
-
-
-def _checked(slots: Any) -> tuple[float, ...]:
-    sound = isinstance(slots, list | tuple) and 2 <= len(slots) <= MOST_SLOTS
-    if not sound or not all(
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in slots
-    ):
-        shown = repr(slots)
-        raise ConfigError(
-            f"order 'profile': slots={shown if len(shown) < 200 else shown[:200] + '...'} must be a list of 2 to "
-            f"{MOST_SLOTS} finite numbers, one per slot, first to last"
-        )
-    return tuple(float(value) for value in slots)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
-from pydantic import ValidationError, create_model
 
 from rag_posfix.contracts.generator import Generator, Reranker
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError, RagPosfixError
 from rag_posfix.evaluation.labels import label
 from rag_posfix.evaluation.ranking.rankings import Candidates, Ranking, checked_ranking
 from rag_posfix.evaluation.speed.model_work import counted
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import Parts, build_reranker, parameters_of
+from rag_posfix.reranking.build import Parts, build_reranker
 from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.settings import Settings
 from rag_posfix.text import content_hash
@@ -92,18 +92,7 @@ def check_reranker(choice: RerankerChoice) -> None:
         UnknownNameError: no reranker has this name.
         ConfigError: an unknown parameter, or a value outside of what is allowed.
     """
-    kind = RERANKERS.get(choice.name)
-    own = {name: kind.model_fields[name] for name in parameters_of(kind)}
-    unknown = [name for name in choice.parameters if name not in own]
-    if unknown:  # which build_reranker refuses before it makes anything
-        build_reranker(choice.name, choice.parameters, Parts(embeddings=_never, generator=_never))
-    fields: dict[str, Any] = {name: (info.annotation, info) for name, info in own.items()}
-    try:
-        create_model("Parameters", __config__=kind.model_config, **fields)(**choice.parameters)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{choice.name}: {where}={first.get('input')!r}: {first['msg']}") from error
+    RERANKERS.check(MethodSpec(choice.name, choice.parameters))
 
 
 def parts_of(settings: Settings) -> Parts:
@@ -142,7 +131,7 @@ def open_reranker(choice: RerankerChoice, parts: Parts) -> OpenedReranker:
     Raises:
         ConfigError: the name, a parameter or the model is at fault.
     """
-    reranker = build_reranker(choice.name, choice.parameters, parts)
+    reranker = build_reranker(MethodSpec(choice.name, choice.parameters), parts)
     return OpenedReranker(choice.label, _identity(choice.name, reranker), reranker)
 
 
@@ -187,7 +176,7 @@ def _generations(reranker: Reranker) -> int | None:
 
 def _identity(name: str, reranker: BaseDocumentCompressor) -> str:
     kind = type(reranker)
-    values = reranker.model_dump(mode="json", include=set(parameters_of(kind)))
+    values = reranker.model_dump(mode="json", include=set(RERANKERS.parameters(name)))
     made_from = {part: _identity_of(getattr(reranker, part)) for part in Parts.__slots__ if part in kind.model_fields}
     return content_hash(json.dumps([name, values, made_from], sort_keys=True))
 
@@ -196,7 +185,3 @@ def _identity_of(part: Any) -> str:
     fingerprint = getattr(part, "fingerprint", None)
     device = getattr(getattr(part, "loaded", None), "device", "")
     return f"{fingerprint} {device}" if isinstance(fingerprint, str) else embedding_identity(part)
-
-
-def _never() -> Any:
-    raise ConfigError("this reranker's parameters were to be refused before its model is loaded")

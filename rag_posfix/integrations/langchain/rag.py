@@ -13,8 +13,7 @@ from langchain_core.runnables import AddableDict, ConfigurableFieldSpec, Runnabl
 from pydantic import ConfigDict, Field
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.method_spec import parse_named
-from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import ConfigError
 from rag_posfix.integrations.langchain.aside import read_aside
 from rag_posfix.integrations.langchain.trace import TracedStages
@@ -209,7 +208,7 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
                     fields[name] = source[name]
         mitigation = fields.get("mitigation")
         if isinstance(mitigation, str):
-            fields["mitigation"] = MitigationChoice(*parse_named(mitigation, "mitigation", "experts=5"))
+            fields["mitigation"] = parse_method(mitigation, "mitigation", "experts=5")
         return Question(**fields)
 
 

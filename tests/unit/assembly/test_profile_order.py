@@ -1,5 +1,3 @@
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,8 +5,9 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.orders import OrderFacts, permute
-from rag_posfix.assembly.orders.profile import Profile, stretched
+from rag_posfix.assembly.orders.profile import Profile
 from rag_posfix.errors import ConfigError
+from rag_posfix.plan.bias_profile import stretched
 from tests.support.toy_encoder import ToyEncoder
 
 values = st.lists(st.floats(0, 1), min_size=2, max_size=12).map(tuple)
@@ -61,14 +60,15 @@ def test_no_other_order_gives_more_relevance_to_well_read_slots(profile, relevan
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ("profile", "needs the measured value of each slot, once"),
-        ("profile:slots=[1,2]:file=x", "needs the measured value of each slot, once"),
+        ("profile", "needs the measured value of each slot"),
+        ("profile:slots=[1,2]:file=x", "order profile has no parameter 'file'"),
         ("profile:slots=[1]", "must be a list of 2 to 1000 finite numbers"),
-        ("profile:slots=[1,true]", "must be a list of 2 to 1000 finite numbers"),
-        ("profile:slots=[1,NaN]", "must be a list of 2 to 1000 finite numbers"),
-        ('profile:slots=[1,"2"]', "must be a list of 2 to 1000 finite numbers"),
+        ("profile:slots=[1,true]", r"slots\[1\]=True must be a number"),
+        ("profile:slots=[1,NaN]", r"slots\[1\]=nan must be a number"),
+        ("profile:slots=[1,Infinity]", r"slots\[1\]=inf must be a finite number"),
+        ('profile:slots=[1,"2"]', r"slots\[1\]='2' must be a number"),
         ("profile:slots=0.5", "must be a list of 2 to 1000 finite numbers"),
-        ("profile:file=/nowhere/at/all.json", "cannot be read"),
+        ("profile:file=slots.json", "order profile has no parameter 'file'"),
     ],
 )
 def test_a_profile_that_cannot_be_used_is_refused(order, message):
@@ -76,24 +76,8 @@ def test_a_profile_that_cannot_be_used_is_refused(order, message):
         permute(order, [None, None])
 
 
-def test_a_record_of_the_probe_or_a_list_is_read_from_a_file(tmp_path):
-    file = tmp_path / "slots.json"
-    for content in ({"profile": [0.1, 0.2, 0.9], "model": "tiny"}, [0.1, 0.2, 0.9]):
-        file.write_text(json.dumps(content))
-        assert Profile(file=str(file)).slots == (0.1, 0.2, 0.9)
-    file.write_text("[1, 2")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Profile(file=str(file))
-    file.write_text('{"slots": [1, 2]}')
-    with pytest.raises(ConfigError, match="slots=None must be a list"):
-        Profile(file=str(file))
-
-
-def test_an_assembler_reads_the_file_once(tmp_path):
-    file = tmp_path / "slots.json"
-    file.write_text("[0.1, 0.9, 0.5]")
-    assembler = Assembler(ToyEncoder(), 4096, order_parameters={"profile": {"file": str(file)}})
-    file.unlink()
+def test_an_assembler_uses_its_parameters_where_an_order_comes_without():
+    assembler = Assembler(ToyEncoder(), 4096, order_parameters={"profile": {"slots": (0.1, 0.9, 0.5)}})
     documents = [
         Document(page_content=f"text {i}", id=str(i), metadata={"relevance_score": 1 - i / 10}) for i in range(3)
     ]

@@ -149,8 +149,8 @@ def test_parameters_of_the_methods_are_part_of_the_fingerprint():
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
-        ([], "must be a list of one method or more"),
-        ("head_scaling", "must be a list of one method or more"),
+        ([], "must be a list of 1 to 16 methods"),
+        ("head_scaling", "must be a list of 1 to 16 methods"),
         ([3], "must be a name, or"),
         ([{"low": 1.0}], "must be a name, or"),
         (["stack"], "cannot hold a stack"),

@@ -7,11 +7,12 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from rag_posfix.contracts.generator import Reranker
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import Parts, build_reranker, parameters_of
+from rag_posfix.reranking.build import Parts, build_reranker
 from tests.support.cross_encoder import tiny_cross_encoder
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
@@ -34,7 +35,7 @@ def rerankers(engine, tmp_path_factory):
     """Every registered reranker, made by name."""
     parts = Parts(embeddings=lambda: DeterministicFakeEmbedding(size=8), generator=lambda: engine)
     parameters = {"cross_encoder": {"model": str(tiny_cross_encoder(tmp_path_factory.mktemp("ce")))}}
-    return {name: build_reranker(name, parameters.get(name, {}), parts) for name in RERANKERS.names()}
+    return {name: build_reranker(MethodSpec(name, parameters.get(name, {})), parts) for name in RERANKERS.names()}
 
 
 @pytest.fixture(params=RERANKERS.names())
@@ -135,7 +136,7 @@ def test_top_n_cuts_and_must_be_one_or_more(reranker, rerankers):
     assert list(cut.compress_documents(documents(*TEXTS), "Which river?")) == list(whole)[:2]
     parts = Parts(lambda: DeterministicFakeEmbedding(size=8), lambda: reranker.generator)
     with pytest.raises(ConfigError, match="top_n=0"):
-        build_reranker(name, {"top_n": 0}, parts)
+        build_reranker(MethodSpec(name, {"top_n": 0}), parts)
 
 
 @pytest.mark.parametrize("name", [*PLACELESS, *BY_CONTENT])
@@ -150,13 +151,13 @@ def test_scores_do_not_depend_on_the_order_given(rerankers, name):
 def test_a_generator_that_cannot_read_passages_is_refused_by_name(name):
     parts = Parts(embeddings=lambda: None, generator=lambda: FakeGenerator(ToyEncoder()))
     with pytest.raises(ConfigError, match=f"{name}: generator=.*FakeGenerator cannot read passages for a reranker"):
-        build_reranker(name, {}, parts)
+        build_reranker(MethodSpec(name), parts)
 
 
 @pytest.mark.parametrize("name", RERANKERS.names())
 def test_every_parameter_is_described(name):
     cls = RERANKERS.get(name)
-    for parameter in parameters_of(cls):
+    for parameter in RERANKERS.parameters(name):
         assert f"    {parameter}: " in cls.__doc__
 
 
