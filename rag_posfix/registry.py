@@ -1,6 +1,6 @@
 """A named collection of things that can be looked up, listed and added to.
 
-It knows nothing of what it holds. Mitigations, orders and rerankers each have one.
+It knows nothing of what it holds. Mitigations, orders, rerankers and cache backends each have one.
 """
 
 from __future__ import annotations

@@ -24,12 +24,6 @@ class Health:
         self._lock = threading.Lock()
         self._failing = False
 
-    @property
-    def failing(self) -> bool:
-        """Whether the last report was a failure."""
-        with self._lock:
-            return self._failing
-
     def failed(self, error: BaseException) -> None:
         """Report a failure. Only the type of the error is logged: its text may quote what was sent or stored."""
         with self._lock:
