@@ -27,7 +27,8 @@ class WriteBehind:
     """Calls ``write`` with entries, in their order, in a daemon thread that starts with the first of them.
 
     Args:
-        write: Writes entries to the slow ones of the first so many tiers. It must not raise.
+        write: Takes entries and a number n, and writes them to those of the first n tiers that are not immediate. It
+            must not raise.
         max_bytes: Most bytes of entries in the queue. An entry that would exceed it is not written, unless the queue
             is empty.
     """
@@ -58,7 +59,7 @@ class WriteBehind:
 
         Args:
             entries: What to write.
-            n_tiers: They go to the slow ones of the first so many tiers.
+            n_tiers: Passed on to ``write``.
 
         Returns:
             How many did not fit into the queue and will not be written.
