@@ -19,7 +19,7 @@ from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationCho
 from rag_posfix.errors import ConfigError
 from rag_posfix.pipeline.protocols import (
     AnswerCache,
-    PassageKeeper,
+    DroppablePassages,
     PromptAssembler,
     PromptMemory,
     Stage,
@@ -111,7 +111,7 @@ class Pipeline:
         reranker: Reranker | None = None,
         cache: AnswerCache | None = None,
         defaults: Defaults | None = None,
-        passages: PassageKeeper | None = None,
+        passages: DroppablePassages | None = None,
         recent: PromptMemory | None = None,
         on_close: Callable[[], None] | None = None,
         candidates: int = 0,

@@ -14,6 +14,7 @@ from rag_posfix.settings import CacheSettings
 from tests.support import faulty_server as faulty
 from tests.support.clock import Clock
 from tests.support.redis_server import RedisServer
+from tests.support.stepped import wait_until
 
 BOUND_SECONDS = 0.050
 PAIRS = 5
@@ -176,16 +177,17 @@ def test_recovers_by_itself_after_a_pause():
 
 
 def test_recovers_from_a_server_that_drips():
-    clock = Clock()
-    with (
-        faulty.faulty_server(faulty.sends_one_byte_at_a_time) as url,
-        closing(open_cache(url, CircuitBreaker(clock=clock))) as cache,
-    ):
-        for _ in range(8):  # more than there are threads
+    clock, connections = Clock(), []
+
+    def serve(connection, over):
+        connections.append(connection)
+        faulty.sends_one_byte_at_a_time(connection, over)
+
+    with faulty.faulty_server(serve) as url, closing(open_cache(url, CircuitBreaker(clock=clock))) as cache:
+        for asked in range(1, 9):  # more often than it has threads: each attempt must reach the server
             cache.get("key")
             clock.advance(31)
-        time.sleep(0.05)
-        assert cache._link._runner.running <= 1
+            wait_until(lambda asked=asked: len(connections) >= asked)
 
 
 def test_an_outage_is_paid_once_not_per_request():

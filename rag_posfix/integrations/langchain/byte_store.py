@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from langchain_core.stores import BaseStore
 
-from rag_posfix.caching.tier import ListedCache
+from rag_posfix.caching.answers.tier import ListedCache
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import clean_text, content_hash
 

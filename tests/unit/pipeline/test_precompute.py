@@ -13,7 +13,7 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.caching.kv.disk import DiskPassages
-from rag_posfix.caching.kv.files import EntryFolder
+from rag_posfix.caching.kv.entry_folder import EntryFolder
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling

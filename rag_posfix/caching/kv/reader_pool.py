@@ -1,4 +1,4 @@
-"""A few threads that read and check entries side by side: hashing and reading files let other threads run."""
+"""A pool of threads that read and verify several entries at once. Hashing and reading files release the GIL."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["Readers"]
+__all__ = ["ReaderPool"]
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _THREADS = 4
 
 
-class Readers:
-    """Applies a function to several items at once; the threads start with the first use."""
+class ReaderPool:
+    """Applies a function to several items at once. The threads start with the first use."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
