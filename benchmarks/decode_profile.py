@@ -54,7 +54,7 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "none"
     count = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     engine = load_engine()
-    engine.passages = PassageStore([MemoryPassages(2 * 1024**3)])
+    engine = engine.with_passages(PassageStore([MemoryPassages(2 * 1024**3)]))
     layout = bench_layout(engine.encoder, 20, 150)
     sessions = [engine.open(layout, MitigationChoice(name), 2 * STEPS) for _ in range(count)]
     for token in range(3):

@@ -86,7 +86,7 @@ def main() -> None:
     config = json.load(sys.stdin)
     torch.set_num_threads(config["threads"])
     engine = load_engine(config["model"], device="cpu")
-    engine.passages = PassageStore([MemoryPassages()])  # as a pipeline has it; the stock model does not see it
+    engine = engine.with_passages(PassageStore([MemoryPassages()]))  # as a pipeline has it; the stock model has none
     read = stock(engine) if config["name"] == STOCK else method(engine, config["name"])
     prompt, reordered = layout_of(config["prompt"]), layout_of(config["reordered"])
     timed(read, layout_of(config["other"]), 1)  # the first use maps the weights and starts the threads

@@ -102,7 +102,7 @@ def positions(
         from rag_posfix.caching.kv.memory import MemoryPassages
         from rag_posfix.caching.kv.store import PassageStore
 
-        engine.passages = PassageStore([MemoryPassages(_REUSE_GIB * 1024**3)])
+        engine = engine.with_passages(PassageStore([MemoryPassages(_REUSE_GIB * 1024**3)]))
     journal = Journal(output / "positions-journal.jsonl", fresh=fresh)
     with progress_bar("answering") as progress:
         outcomes = sweep_positions(

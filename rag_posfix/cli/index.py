@@ -148,9 +148,15 @@ def _precompute(folder: Path, embeddings: Embeddings, choice: MitigationChoice, 
         )
     documents = FaissVectorStore.load(folder, embeddings).documents()
     with _disk_on(settings), progress_bar("reading passages") as progress:
-        store = engine.passages = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
+        store = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
         try:
-            tokens = precompute(engine, documents, choice, salt=tenant_salt(settings.tenant, ""), progress=progress)
+            tokens = precompute(
+                engine.with_passages(store),
+                documents,
+                choice,
+                salt=tenant_salt(settings.tenant, ""),
+                progress=progress,
+            )
             held = 0 if store is None else max(tier.get("bytes") or 0 for tier in store.lasting_stats())
         finally:
             if store is not None:

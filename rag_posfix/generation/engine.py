@@ -64,12 +64,21 @@ class Engine:
         self._encoder = encoder
         self._model_id = model_id
         self._fingerprint = fingerprint
-        self.passages = passages
+        self._passages = passages
 
     @property
     def loaded(self) -> LoadedModel:
         """The model with the attention hook on it."""
         return self._loaded
+
+    @property
+    def passages(self) -> PassageStore | None:
+        """The passage KV store, or None."""
+        return self._passages
+
+    def with_passages(self, passages: PassageStore | None) -> Engine:
+        """Return an engine over the same model that keeps keys and values in ``passages``; this one stays as it is."""
+        return Engine(self._loaded, self._encoder, self._model_id, self._fingerprint, passages)
 
     @property
     def model_id(self) -> str:
@@ -115,7 +124,7 @@ class Engine:
         """
         method, shape = create(mitigation.name, mitigation.parameters), self._loaded.spec.shape
         plan = method.checked_plan(layout, shape)
-        if self.passages is None:
+        if self._passages is None:
             raise ConfigError("precomputing needs a passage store; give the engine one, or turn it on in the settings")
         rows = [resolve(row, layout, self._loaded.device) for row in plan.rows]
         if not (plan.independent_passages and self._loaded.keeps_all_keys and can_share_batch(rows)):
@@ -129,7 +138,7 @@ class Engine:
                 f"{mitigation.name} with these parameters places a passage by the length of those around it, so that "
                 "it cannot be precomputed; use the default parameters"
             )
-        kv_lookup = KVLookup(self.passages, self._fingerprint, self.describe(mitigation).fingerprint, salt)
+        kv_lookup = KVLookup(self._passages, self._fingerprint, self.describe(mitigation).fingerprint, salt)
         with torch.inference_mode():
             states, cached = encode_passages(self._loaded, layout, rows, kv_lookup)
         return sum(one.shape[3] for one in states.values()) - cached
@@ -218,7 +227,7 @@ class Engine:
 
     def _lookup(self, salt: str) -> KVLookup | None:
         """Return the store as prompts see it that are read as the model was trained to, whatever the method."""
-        return None if self.passages is None else KVLookup(self.passages, self._fingerprint, "", salt)
+        return None if self._passages is None else KVLookup(self._passages, self._fingerprint, "", salt)
 
     def _check_prompt(self, n_tokens: int) -> None:
         if self._loaded.spec.ranks.count > 1:
@@ -278,8 +287,8 @@ class Engine:
         """
         kv_lookup = None
         # What is split over processes is kept by none: they would have to find the same, and each has its own heads.
-        if self.passages is not None and choice is not None and self._loaded.spec.ranks.count == 1:
-            kv_lookup = KVLookup(self.passages, self._fingerprint, self.describe(choice).fingerprint, salt)
+        if self._passages is not None and choice is not None and self._loaded.spec.ranks.count == 1:
+            kv_lookup = KVLookup(self._passages, self._fingerprint, self.describe(choice).fingerprint, salt)
         text = AnswerText(self._encoder.eos_ids, self._encoder.decode_answer)
         return Session(self._loaded, layout, plan, text, kv_lookup)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.orders import ORDERS, create_order
 from rag_posfix.caching.answers.build import build_answer_cache
 from rag_posfix.caching.kv.build import build_passage_store
+from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.generator import Generator, Retriever
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.contracts.request import MitigationChoice, Sampling
-from rag_posfix.errors import ConfigError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading
@@ -63,31 +63,51 @@ def build_pipeline(
     retriever, store = None, None
     if folder is not None:  # before the model: a wrong path is told at once
         retriever, store = _retriever(chosen, Path(folder), embeddings)
-    engine, on_close = (generator, None) if generator is not None else _load(chosen)
-    guarded = _reranker(chosen, reranker, embeddings, engine, on_close)
-    passages, reader = None, engine.engine if isinstance(engine, BatchingGenerator) else engine
-    if isinstance(reader, Engine) and reader.passages is None:  # a store that it has belongs to whoever gave it
-        passages = reader.passages = build_passage_store(chosen.passages, chosen.cache_dir, reader.loaded.device)
-    pipeline = Pipeline(
-        engine,
-        Assembler(engine.encoder, engine.context_window, **assembly),
-        retriever=retriever,
-        reranker=guarded,
-        cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
-        defaults=Defaults(
-            mitigation=MitigationChoice(chosen.mitigation),
-            order=order,
-            k=chosen.k,
-            sampling=Sampling(max_tokens=chosen.max_tokens),
-            tenant=chosen.tenant,
-        ),
-        passages=passages,
-        on_close=partial(_close, guarded, on_close),
-        candidates=chosen.candidates if chosen.reranker is not None else 0,
-    )
+    with ExitStack() as undo:  # closes what was opened if a later part cannot be made
+        engine = generator if generator is not None else _load(chosen, undo)
+        engine, passages = _with_passages(engine, chosen, undo)
+        guarded = _reranker(chosen, reranker, embeddings, engine, undo)
+        pipeline = Pipeline(
+            engine,
+            Assembler(engine.encoder, engine.context_window, **assembly),
+            retriever=retriever,
+            reranker=guarded,
+            cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
+            defaults=Defaults(
+                mitigation=MitigationChoice(chosen.mitigation),
+                order=order,
+                k=chosen.k,
+                sampling=Sampling(max_tokens=chosen.max_tokens),
+                tenant=chosen.tenant,
+            ),
+            passages=passages,
+            on_close=undo.pop_all().close,
+            candidates=chosen.candidates if chosen.reranker is not None else 0,
+        )
     if store is not None:
         store.on_delete = pipeline.forget
     return pipeline
+
+
+def _with_passages(generator: Generator, settings: Settings, undo: ExitStack) -> tuple[Generator, PassageStore | None]:
+    """Return a generator that keeps passages as the settings say, and the store that was made for it.
+
+    A generator that has a store keeps it: the store belongs to whoever gave it.
+    """
+    batching = generator if isinstance(generator, BatchingGenerator) else None
+    engine = generator if batching is None else batching.engine
+    if not isinstance(engine, Engine) or engine.passages is not None:
+        return generator, None
+    passages = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
+    if passages is None:
+        return generator, None
+    undo.callback(passages.close)
+    engine = engine.with_passages(passages)
+    if batching is None:
+        return engine, passages
+    batching = batching.with_engine(engine)
+    undo.callback(batching.close)
+    return batching, passages
 
 
 def _reranker_spec(settings: Settings) -> MethodSpec:
@@ -99,26 +119,13 @@ def _reranker_spec(settings: Settings) -> MethodSpec:
 
 
 def _reranker(
-    settings: Settings,
-    spec: MethodSpec,
-    embeddings: Embeddings,
-    engine: Generator,
-    on_close: Callable[[], None] | None,
+    settings: Settings, spec: MethodSpec, embeddings: Embeddings, engine: Generator, undo: ExitStack
 ) -> GuardedReranker:
-    """Return the reranker that the settings ask for; if it cannot be made, what was loaded is closed."""
-    try:
-        made = build_reranker(spec, Parts(lambda: embeddings, lambda: engine))
-    except ConfigError:
-        if on_close is not None:
-            on_close()
-        raise
-    return GuardedReranker(reranker=made, deadline_seconds=settings.reranker_deadline_seconds)
-
-
-def _close(guarded: GuardedReranker, on_close: Callable[[], None] | None) -> None:
-    guarded.close()
-    if on_close is not None:
-        on_close()
+    """Return the reranker that the settings ask for."""
+    made = build_reranker(spec, Parts(lambda: embeddings, lambda: engine))
+    guarded = GuardedReranker(reranker=made, deadline_seconds=settings.reranker_deadline_seconds)
+    undo.callback(guarded.close)
+    return guarded
 
 
 def _retriever(
@@ -147,10 +154,11 @@ def _assembly(settings: Settings, order: str) -> dict[str, Any]:
     return {"order_parameters": parameters, "budget": budget}
 
 
-def _load(settings: Settings) -> tuple[Generator, Callable[[], None] | None]:
-    """Return the generator that the settings ask for, and what ends it, where something must."""
+def _load(settings: Settings, undo: ExitStack) -> Generator:
+    """Return the generator that the settings ask for."""
     how: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "cache_dir": settings.cache_dir}
     if settings.tp == 1:
-        return load_engine(settings.model, **how), None
+        return load_engine(settings.model, **how)
     split = load_parallel(settings.model, tp=settings.tp, **how)
-    return split, split.close
+    undo.callback(split.close)
+    return split

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from typing import TypeAlias
@@ -24,9 +23,7 @@ Run: TypeAlias = Callable[[int], tuple[float, float]]
 
 def with_store(engine: Engine, store: PassageStore | None) -> Engine:
     """Return the same engine with another passage store, or without one."""
-    other = copy.copy(engine)
-    other.passages = store
-    return other
+    return engine.with_passages(store)
 
 
 def stock_run(engine: Engine, layout: Layout) -> Run:

@@ -42,6 +42,7 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         if max_running < 1:
             raise ConfigError(f"max_running={max_running} must be >= 1")
         super().__init__(engine)
+        self._max_running = max_running
         self._worker = Worker(engine, max_running)
         weakref.finalize(self, self._worker.stop)  # the thread holds the worker, and would outlive whoever forgets it
 
@@ -49,6 +50,10 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
     def engine(self) -> SteppedGenerator:
         """The model."""
         return self._inner
+
+    def with_engine(self, engine: SteppedGenerator) -> BatchingGenerator:
+        """Return a generator of the same size over another engine; this one stays as it is."""
+        return BatchingGenerator(engine, self._max_running)
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; the last chunk carries the whole.

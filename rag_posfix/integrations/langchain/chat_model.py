@@ -111,7 +111,8 @@ class RagPosfixChatModel(BaseChatModel):
                     from rag_posfix.caching.kv.memory import MemoryPassages
                     from rag_posfix.caching.kv.store import PassageStore
 
-                    engine.passages = PassageStore([MemoryPassages(self.passage_bytes)], device=engine.loaded.device)
+                    store = PassageStore([MemoryPassages(self.passage_bytes)], device=engine.loaded.device)
+                    engine = engine.with_passages(store)
                 self.generator = engine
             loaded: Generator = self.generator
             return loaded

@@ -109,7 +109,12 @@ def test_a_reranker_that_does_not_exist_is_told_before_anything_is_loaded(monkey
 
 def test_a_reranker_that_the_generator_cannot_serve_closes_what_was_loaded(tmp_path, monkeypatch):
     closed = []
-    monkeypatch.setattr(module, "_load", lambda _settings: (FakeGenerator(ToyEncoder()), lambda: closed.append(True)))
+
+    def load(_settings, undo):
+        undo.callback(closed.append, True)
+        return FakeGenerator(ToyEncoder())
+
+    monkeypatch.setattr(module, "_load", load)
     with pytest.raises(ConfigError, match="FakeGenerator cannot read passages"):
         build_pipeline(Settings(reranker="in_context", cache_dir=tmp_path))
     assert closed == [True]

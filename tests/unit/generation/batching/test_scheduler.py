@@ -175,13 +175,18 @@ class TestAnswers:
         settings = Settings(cache=CacheSettings(enabled=False), cache_dir=tmp_path)
         generator = BatchingGenerator(engine)
         pipeline = build_pipeline(settings, generator=generator)
-        assert pipeline.generator is generator
+        served = pipeline.generator
+        assert isinstance(served, BatchingGenerator)
+        assert served.engine.passages is pipeline.passages is not None
         assert generator.engine is engine
-        assert engine.passages is pipeline.passages is not None
+        assert engine.passages is None, "the caller's engine is left as it is"
         request = GenerationRequest(toy_layout(), MitigationChoice("context_experts"), Sampling(max_tokens=2))
-        assert [generator.generate(request).usage.cached_tokens > 0 for _ in range(2)] == [False, True]
-        generator.close()
+        assert [served.generate(request).usage.cached_tokens > 0 for _ in range(2)] == [False, True]
         pipeline.close()
+        with pytest.raises(GenerationError, match="the generator is closed"):
+            served.generate(request)
+        assert generator.generate(request).usage.cached_tokens == 0
+        generator.close()
 
     def test_a_seed_gives_the_same_answer_alone_and_in_company(self, tiny, pool):
         seeded = GenerationRequest(toy_layout(), sampling=Sampling(max_tokens=12, temperature=2.0, seed=7))
