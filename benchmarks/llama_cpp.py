@@ -33,7 +33,7 @@ from transformers import AutoTokenizer
 from benchmarks.torch_worker import STOCK
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.evaluation.record import environment, file_digest, write_record
-from rag_posfix.evaluation.speed.prompt import bench_layout
+from rag_posfix.evaluation.speed.runs import bench_layout
 from rag_posfix.generation.load import source_of
 from rag_posfix.generation.model.packaged import PACKAGED
 from rag_posfix.generation.model.tokenizer import Tokenizer

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["parse_named", "split_outside"]
+__all__ = ["format_named", "parse_named", "split_outside"]
 
 _PAIRS = {"[": "]", "{": "}"}
 
@@ -65,3 +67,23 @@ def parse_named(text: str, kind: str, example: str) -> tuple[str, dict[str, Any]
         except json.JSONDecodeError:
             parameters[key] = value
     return name, parameters
+
+
+def format_named(name: str, parameters: Mapping[str, Any]) -> str:
+    """Return the text that ``parse_named`` reads as this name and these parameters, which are sorted by name.
+
+    Args:
+        name: Of a method.
+        parameters: Its parameters, JSON values.
+    """
+    return ":".join([name, *(f"{key}={_format_value(value)}" for key, value in sorted(parameters.items()))])
+
+
+def _format_value(value: Any) -> str:
+    """Return a value as JSON; a plain word that is no JSON itself stays without quotes."""
+    if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value):
+        try:
+            json.loads(value)
+        except ValueError:
+            return value
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rag_posfix.contracts.method_spec import format_named
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.plan.layout import Layout
 
@@ -74,6 +75,11 @@ class MitigationChoice:
 
     name: str = "none"
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Name and parameters, in the form that the command line reads."""
+        return format_named(self.name, self.parameters)
 
 
 @dataclass(frozen=True, slots=True)

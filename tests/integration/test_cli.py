@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.cli import main as cli
+from rag_posfix.evaluation.record import read_record
 from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.settings import default_cache_dir
 from tests.support.tiny import save_tiny
@@ -546,9 +547,9 @@ class TestEvalPositions:
             assert {"worst", "mean", "spread", "ci95"} <= set(one)
         assert found["mitigations"]["context_experts"]["spread_log_probability"] < 0.05
         assert found["gold_only"]["log_probability"] > found["closed_book"]["log_probability"]
-        record = json.loads(Path(found["record"]).read_text("utf-8"))
-        assert len(record["rows"]) == 2 * (2 + 2 * 2)
-        assert {"versions", "git", "model", "dtype", "device", "data", "template", "mitigations"} <= set(record)
+        record = read_record(Path(found["record"]))
+        assert len(record.rows) == 2 * (2 + 2 * 2)
+        assert {"versions", "git", "model", "dtype", "device", "data", "template", "mitigations"} <= set(record.head)
 
     def test_without_json_it_is_a_table(self, run, tmp_path):
         result = run(
@@ -644,11 +645,11 @@ class TestBench:
         assert not set(found["methods"]) & set(found["refused"])
         assert (found["device"], found["documents"], found["tokens_per_document"]) == ("cpu", 2, 20)
         assert found["dtype"] == "float32"
-        record = json.loads(Path(found["record"]).read_text("utf-8"))
-        assert record["summary"]["methods"] == found["methods"]
+        record = read_record(Path(found["record"]))
+        assert record.summary["methods"] == found["methods"]
         # One round: unmodified before, between and after the methods.
-        assert len(record["readings"]) == 2 * len(found["methods"]) + 1
-        assert {"versions", "git", "threads", "settings", "model_fingerprint"} <= set(record)
+        assert len(record.rows) == 2 * len(found["methods"]) + 1
+        assert {"versions", "git", "threads", "settings", "model_fingerprint"} <= set(record.head)
 
     def test_without_json_it_is_a_table_of_the_methods_that_were_asked_for(self, run):
         result = run("bench", *self.SMALL, "--mitigation", "context_experts:experts=1")

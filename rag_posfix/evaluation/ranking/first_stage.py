@@ -1,10 +1,9 @@
-"""What finds the candidates: an index over the collection, or a run that another system wrote."""
+"""The first stage, which finds the candidates: an index over the collection, or a run that another system wrote."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,16 @@ from rag_posfix.contracts.generator import Retriever
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.collection import Collection, Topic
 from rag_posfix.evaluation.data.trec import read_run
-from rag_posfix.evaluation.ranking.rankings import Ranking, checked_ranking
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.ranking.rankings import (
+    QueryCandidates,
+    RankedTopics,
+    Ranking,
+    RankJournal,
+    checked_ranking,
+    relevance,
+    retrieval_key,
+)
 from rag_posfix.evaluation.record import file_digest
 from rag_posfix.text import content_hash
 
@@ -25,17 +33,18 @@ if TYPE_CHECKING:
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
 __all__ = [
+    "FIRST_STAGE",
     "FIRST_STAGES",
     "FirstStage",
-    "Progress",
+    "candidates_of",
     "check_first_stage",
     "open_first_stage",
+    "retrieve",
     "run_as_first_stage",
-    "silent",
 ]
 
-Progress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
-"""Given what is done, returns a context whose value is called with (done, total)."""
+FIRST_STAGE = "first_stage"
+"""What its run is called beside those of the rerankers."""
 
 FIRST_STAGES = ("bm25", "dense", "hybrid")
 _PARAMETERS = {"bm25": ("k1", "b"), "dense": (), "hybrid": ("fusion", "weights", "rank_constant", "candidates")}
@@ -58,11 +67,6 @@ class FirstStage:
     identity: str
     rank: Callable[[Topic, int], Ranking]
     searches: bool = True
-
-
-def silent(_what: str) -> AbstractContextManager[Callable[[int, int], None]]:
-    """Show no progress."""
-    return nullcontext(lambda done, total: None)
 
 
 def check_first_stage(name: str, parameters: Mapping[str, Any]) -> None:
@@ -125,7 +129,7 @@ def open_first_stage(
     parameters: Mapping[str, Any],
     collection: Collection,
     embeddings: Callable[[], Embeddings],
-    folder: Path,
+    folder: Path | None = None,
     progress: Progress = silent,
 ) -> FirstStage:
     """Return a first stage over the documents of a collection that have text.
@@ -135,7 +139,7 @@ def open_first_stage(
         parameters: Its own, checked (see ``check_first_stage``).
         collection: The documents.
         embeddings: Returns the embedding model.
-        folder: Where an index of vectors is kept for later runs.
+        folder: Where an index of vectors is kept for later runs; None keeps it in memory.
         progress: Shows how far the embedding of documents is.
 
     Raises:
@@ -151,10 +155,67 @@ def open_first_stage(
     from rag_posfix.retrieval.embeddings import embedding_identity
 
     identity = embedding_identity(embeddings())
-    place = folder / f"index-{content_hash(identity, collection.digest)[:16]}"
-    dense = _dense(documents, embeddings(), place, progress)
+    index = None if folder is None else folder / f"index-{content_hash(identity, collection.digest)[:16]}"
+    dense = _dense(documents, embeddings(), index, progress)
     retriever = dense if name == "dense" else _hybrid(dense, documents, parameters)
     return _over(retriever, name, [*made_from, identity])
+
+
+def retrieve(
+    stage: FirstStage, topics: Sequence[Topic], depth: int, journal: RankJournal, progress: Progress = silent
+) -> RankedTopics:
+    """Ask the first stage about every topic, except where the journal knows the answer.
+
+    Args:
+        stage: The first stage.
+        topics: What to ask.
+        depth: Documents per topic.
+        journal: Rankings of earlier runs, and where new ones go.
+        progress: Shows how far it is.
+
+    Raises:
+        RetrievalError: the first stage failed.
+    """
+    rankings: dict[str, Ranking] = {}
+    reused = set()
+    with progress("retrieving") as report:
+        for topic in topics:
+            key = retrieval_key(stage.identity, topic.question, depth)
+            known = journal.get(key) if stage.searches else None
+            rankings[topic.id] = ranking = known or stage.rank(topic, depth)
+            if known is not None:
+                reused.add(topic.id)
+            elif stage.searches:
+                journal.add(key, ranking)
+            report(len(rankings), len(topics))
+    return RankedTopics(FIRST_STAGE, rankings, frozenset(reused))
+
+
+def candidates_of(topics: Sequence[Topic], found: RankedTopics, collection: Collection) -> list[QueryCandidates]:
+    """Return what rerankers are given: copies of the documents, in the order of the first stage, with its scores.
+
+    Args:
+        topics: The topics.
+        found: What the first stage found.
+        collection: The documents.
+
+    Raises:
+        EvaluationError: the first stage names a document that the collection lacks.
+    """
+    result = []
+    for topic in topics:
+        ranking = found.rankings[topic.id]
+        documents = []
+        for name, score in zip(ranking.ids, relevance(ranking.scores), strict=True):
+            if name not in collection.documents:
+                raise EvaluationError(
+                    f"the first stage ranks document {name!r} for query {topic.id!r}, but the corpus has no such "
+                    "document; give the corpus that the run was made from"
+                )
+            document = collection.documents[name]
+            documents.append(document.model_copy(update={"metadata": {**document.metadata, "relevance_score": score}}))
+        result.append(QueryCandidates(topic.id, topic.question, tuple(documents)))
+    return result
 
 
 def _over(retriever: Retriever, name: str, made_from: Sequence[str]) -> FirstStage:
@@ -168,11 +229,11 @@ def _over(retriever: Retriever, name: str, made_from: Sequence[str]) -> FirstSta
     return FirstStage(name, content_hash(*made_from), rank)
 
 
-def _dense(documents: Sequence[Document], embeddings: Embeddings, place: Path, progress: Progress) -> Retriever:
-    """Return a retriever over vectors that are kept in ``place`` as they are made, so that an interrupt loses few."""
+def _dense(documents: Sequence[Document], embeddings: Embeddings, index: Path | None, progress: Progress) -> Retriever:
+    """Return a retriever over vectors that are saved to ``index`` as they are made, so that an interrupt loses few."""
     from rag_posfix.retrieval.dense import PassageRetriever
 
-    store = _store(place, embeddings)
+    store = _store(index, embeddings)
     known = {str(document.id) for document in store.documents()}
     # Texts of like length share a batch, which spares padding; with the id, batches are the same in every run.
     missing = sorted(
@@ -184,17 +245,17 @@ def _dense(documents: Sequence[Document], embeddings: Embeddings, place: Path, p
         for number, start in enumerate(batches, start=1):
             store.add_documents(missing[start : start + _DOCUMENTS_PER_BATCH])
             report(len(store), len(documents))
-            if number % _BATCHES_PER_SAVE == 0 or number == len(batches):
-                place.parent.mkdir(parents=True, exist_ok=True)
-                store.save(place)
+            if index is not None and (number % _BATCHES_PER_SAVE == 0 or number == len(batches)):
+                index.parent.mkdir(parents=True, exist_ok=True)
+                store.save(index)
     return PassageRetriever(store=store)
 
 
-def _store(place: Path, embeddings: Embeddings) -> FaissVectorStore:
+def _store(index: Path | None, embeddings: Embeddings) -> FaissVectorStore:
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
-    if place.is_dir():  # flat: candidates are the nearest, whatever the size of the collection
-        return FaissVectorStore.load(place, embeddings, kind="flat")
+    if index is not None and index.is_dir():  # flat: candidates are the nearest, whatever the size of the collection
+        return FaissVectorStore.load(index, embeddings, kind="flat")
     return FaissVectorStore(embeddings, kind="flat")
 
 

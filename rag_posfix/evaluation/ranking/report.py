@@ -1,13 +1,16 @@
-"""A reranking evaluation as one HTML page that needs no other file."""
+"""A reranking evaluation to look at: a picture of measures and costs, and one HTML page that needs no other file."""
 
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-__all__ = ["render_page"]
+from rag_posfix.errors import missing_extra
+
+__all__ = ["check_matplotlib", "draw_runs", "render_page"]
 
 _MOST_QUERIES = 100
 _STYLE = (
@@ -18,29 +21,77 @@ _STYLE = (
 )
 
 
-def render_page(record: Mapping[str, Any], picture: bytes) -> str:
+def check_matplotlib() -> None:
+    """Raise ConfigError where matplotlib is not installed, before any work is done."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise missing_extra("matplotlib", "eval") from error
+
+
+def draw_runs(runs: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Return a PNG: bars of every measure with 95 % intervals, and the first measure against seconds per query.
+
+    Args:
+        runs: Label -> summary, the first stage first; ``ci95`` names the measures.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    measures = list(next(iter(runs.values()))["ci95"])
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    bars, costs = figure.subplots(1, 2, width_ratios=[2, 1])
+    width = 0.8 / len(runs)
+    for index, (label, found) in enumerate(runs.items()):
+        centres = [measure + (index - (len(runs) - 1) / 2) * width for measure in range(len(measures))]
+        values = [found[name] for name in measures]
+        low = [max(0.0, value - found["ci95"][name][0]) for name, value in zip(measures, values, strict=True)]
+        high = [max(0.0, found["ci95"][name][1] - value) for name, value in zip(measures, values, strict=True)]
+        bars.bar(centres, values, width, yerr=[low, high], label=_plain(label), error_kw={"elinewidth": 0.8})
+        costs.plot(found["seconds"], values[0], "o", label=_plain(label))
+    bars.set_xticks(range(len(measures)), [_plain(name) for name in measures])
+    bars.set_ylabel("mean over topics, 95 % interval")
+    costs.set_xlabel("seconds per query")
+    costs.set_ylabel(_plain(measures[0]))
+    costs.margins(0.15)
+    if all(found["seconds"] > 0 for found in runs.values()):
+        costs.set_xscale("log")
+    figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    written = io.BytesIO()
+    canvas.print_png(written, metadata={"Software": None})
+    return written.getvalue()
+
+
+def _plain(text: str) -> str:
+    """Return text that matplotlib does not read as mathematics, and that shows in a legend."""
+    return text.replace("$", r"\$").removeprefix("_")
+
+
+def render_page(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], picture: bytes) -> str:
     """Return the page.
 
     Args:
-        record: The record of the run: ``summary`` with ``first_stage``, ``runs`` and ``significance``, ``rows``,
-            ``settings``, ``counts``, ``data``, ``at`` and ``versions``.
+        head: The head of the record: ``summary`` with ``first_stage``, ``runs`` and ``significance``, ``settings``,
+            ``counts``, ``data``, ``at`` and ``versions``.
+        rows: Its rows, one per run and query.
         picture: A PNG.
     """
-    summary = record["summary"]
+    summary = head["summary"]
     runs = {"first_stage": summary["first_stage"], **summary["runs"]}
     measures = list(summary["first_stage"]["ci95"])
     image = base64.b64encode(picture).decode("ascii")
     parts = [
         "<h1>Reranking evaluation</h1>",
-        f"<p>{_text(record['at'])}: {summary['n']} topics of {_text(record['data']['corpus']['name'])}, "
-        f"{_text(record['settings']['depth'])} candidates each from {_text(record['settings']['first_stage'])}.</p>",
+        f"<p>{_text(head['at'])}: {summary['n']} topics of {_text(head['data']['corpus']['name'])}, "
+        f"{_text(head['settings']['depth'])} candidates each from {_text(head['settings']['first_stage'])}.</p>",
         _runs_table(runs, measures),
         f'<p><img alt="Measures of each run, and quality against time" src="data:image/png;base64,{image}"></p>',
         _comparisons_table(summary["significance"]),
-        _queries_table(record["rows"], list(runs), measures[0]),
-        _pairs_table("What the files hold", record["counts"]),
-        _pairs_table("Settings", record["settings"]),
-        _pairs_table("Versions", record["versions"]),
+        _queries_table(rows, list(runs), measures[0]),
+        _pairs_table("What the files hold", head["counts"]),
+        _pairs_table("Settings", head["settings"]),
+        _pairs_table("Versions", head["versions"]),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -1,7 +1,7 @@
 import pytest
 
+from rag_posfix.contracts.method_spec import format_named, parse_named
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.evaluation.labels import label
 
 
 @pytest.mark.parametrize(
@@ -16,4 +16,5 @@ from rag_posfix.evaluation.labels import label
     ],
 )
 def test_a_label_is_what_the_command_line_reads(choice, expected):
-    assert label(choice) == expected
+    assert choice.label == format_named(choice.name, choice.parameters) == expected
+    assert parse_named(expected, "method", "x=1") == (choice.name, choice.parameters)

@@ -1,28 +1,32 @@
-"""Rerankers as they are named on the command line: checked, made, identified, and asked about one query."""
+"""Rerankers as they are named on the command line: checked, made, identified, asked, and counted at the model."""
 
 from __future__ import annotations
 
-import functools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
-from langchain_core.embeddings import Embeddings
 from pydantic import ValidationError, create_model
 
-from rag_posfix.contracts.generator import Generator, Reranker
-from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.contracts.generator import Reranker
+from rag_posfix.contracts.method_spec import format_named
 from rag_posfix.errors import ConfigError, EvaluationError, RagPosfixError
-from rag_posfix.evaluation.labels import label
-from rag_posfix.evaluation.ranking.rankings import Candidates, Ranking, checked_ranking
-from rag_posfix.evaluation.speed.model_work import counted
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.ranking.rankings import (
+    QueryCandidates,
+    RankedTopics,
+    Ranking,
+    RankJournal,
+    checked_ranking,
+    rerank_key,
+)
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import Parts, build_reranker, parameters_of
 from rag_posfix.retrieval.embeddings import embedding_identity
-from rag_posfix.settings import Settings
 from rag_posfix.text import content_hash
 
 if TYPE_CHECKING:
@@ -30,11 +34,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OpenedReranker",
+    "Ranker",
     "RerankerChoice",
     "check_distinct",
     "check_reranker",
+    "count_work",
+    "local_ranker",
     "open_reranker",
-    "parts_of",
+    "rerank",
     "rerank_one",
 ]
 
@@ -49,7 +56,7 @@ class RerankerChoice:
     @property
     def label(self) -> str:
         """Name and parameters, in the form that the command line reads."""
-        return label(MitigationChoice(self.name, self.parameters))
+        return format_named(self.name, self.parameters)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +72,21 @@ class OpenedReranker:
     label: str
     identity: str
     reranker: Reranker
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranker:
+    """A reranker and where it runs.
+
+    Attributes:
+        label: Names it in results.
+        identity: All that its rankings depend on besides the candidates.
+        rank_all: Yields (index, ranking) of queries, in any order.
+    """
+
+    label: str
+    identity: str
+    rank_all: Callable[[Sequence[QueryCandidates]], Iterable[tuple[int, Ranking]]]
 
 
 def check_distinct(choices: Sequence[RerankerChoice]) -> None:
@@ -106,32 +128,6 @@ def check_reranker(choice: RerankerChoice) -> None:
         raise ConfigError(f"{choice.name}: {where}={first.get('input')!r}: {first['msg']}") from error
 
 
-def parts_of(settings: Settings) -> Parts:
-    """Return what rerankers are made from; each part is loaded when it is first needed, once.
-
-    Args:
-        settings: Model, embedding model, dtype and device.
-    """
-
-    @functools.cache
-    def embeddings() -> Embeddings:
-        from rag_posfix.generation.load import quiet_loading
-        from rag_posfix.retrieval.embeddings import SentenceEmbeddings
-
-        made = SentenceEmbeddings(settings.embedding_model)
-        with quiet_loading():
-            embedding_identity(made)  # which loads the model
-        return made
-
-    @functools.cache
-    def generator() -> Generator:
-        from rag_posfix.generation.load import load_engine
-
-        return load_engine(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
-
-    return Parts(embeddings=embeddings, generator=generator)
-
-
 def open_reranker(choice: RerankerChoice, parts: Parts) -> OpenedReranker:
     """Return a reranker that can be asked, its model loaded.
 
@@ -146,7 +142,7 @@ def open_reranker(choice: RerankerChoice, parts: Parts) -> OpenedReranker:
     return OpenedReranker(choice.label, _identity(choice.name, reranker), reranker)
 
 
-def rerank_one(opened: OpenedReranker, candidates: Candidates) -> Ranking:
+def rerank_one(opened: OpenedReranker, candidates: QueryCandidates) -> Ranking:
     """Rank the candidates of one query; without candidates the reranker is not asked.
 
     Args:
@@ -161,7 +157,7 @@ def rerank_one(opened: OpenedReranker, candidates: Candidates) -> Ranking:
     reranker = opened.reranker
     given = [Document(id=d.id, page_content=d.page_content, metadata=dict(d.metadata)) for d in candidates.documents]
     before = _generations(reranker)
-    with counted(getattr(reranker, "generator", None)) as work:
+    with count_work(getattr(reranker, "generator", None)) as work:
         started = time.perf_counter()
         try:
             returned = reranker.compress_documents(given, candidates.question)
@@ -177,6 +173,89 @@ def rerank_one(opened: OpenedReranker, candidates: Candidates) -> Ranking:
         ids, scores, seconds, forward_passes=work.forward_passes, tokens_read=work.tokens,
         calls=None if before is None or after is None else after - before,
     )  # fmt: skip
+
+
+def local_ranker(opened: OpenedReranker) -> Ranker:
+    """Return a ranker that asks a reranker of this process, one query after the other.
+
+    Args:
+        opened: The reranker.
+    """
+
+    def rank_all(queries: Sequence[QueryCandidates]) -> Iterator[tuple[int, Ranking]]:
+        for index, candidates in enumerate(queries):
+            yield index, rerank_one(opened, candidates)
+
+    return Ranker(opened.label, opened.identity, rank_all)
+
+
+def rerank(
+    ranker: Ranker, queries: Sequence[QueryCandidates], journal: RankJournal, progress: Progress = silent
+) -> RankedTopics:
+    """Rank the candidates of every query, except where the journal knows the ranking.
+
+    A ranking goes to the journal as soon as it is known, so what an interrupt ends can be continued.
+
+    Args:
+        ranker: The reranker.
+        queries: What to rank.
+        journal: Rankings of earlier runs, and where new ones go.
+        progress: Shows how far it is.
+
+    Raises:
+        EvaluationError: the reranker failed on a query.
+    """
+    keys = [rerank_key(ranker.identity, candidates) for candidates in queries]
+    known = {index: found for index, key in enumerate(keys) if (found := journal.get(key)) is not None}
+    reused = frozenset(queries[index].query for index in known)
+    missing = [index for index in range(len(queries)) if index not in known]
+    with progress(ranker.label) as report:
+        report(len(known), len(queries))
+        for position, ranking in ranker.rank_all([queries[index] for index in missing]):
+            index = missing[position]
+            journal.add(keys[index], ranking)
+            known[index] = ranking
+            report(len(known), len(queries))
+    rankings = {candidates.query: known[index] for index, candidates in enumerate(queries)}
+    return RankedTopics(ranker.label, rankings, reused)
+
+
+@dataclass(slots=True)
+class ModelWork:
+    """How much a generator read, whoever asked it.
+
+    Attributes:
+        forward_passes: Calls of the model.
+        tokens: Tokens in them, padding included.
+    """
+
+    forward_passes: int = 0
+    tokens: int = 0
+
+
+@contextmanager
+def count_work(generator: object | None) -> Iterator[ModelWork]:
+    """Count what the model of ``generator`` reads inside the block; nothing where it has no model of this process.
+
+    Args:
+        generator: An engine, another generator, or None.
+    """
+    work = ModelWork()
+    model = getattr(getattr(generator, "loaded", None), "model", None)
+    if model is None:
+        yield work
+        return
+
+    def count(_module: Any, _arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        read = named.get("input_ids")
+        work.forward_passes += 1
+        work.tokens += 0 if read is None else int(read.numel())
+
+    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield work
+    finally:
+        handle.remove()
 
 
 def _generations(reranker: Reranker) -> int | None:
