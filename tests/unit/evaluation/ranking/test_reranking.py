@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
@@ -280,3 +282,14 @@ def test_without_a_folder_nothing_is_written_and_the_same_is_found(tmp_path, eva
     assert found["runs"]["embedding"]["run_file"] is None
     for one in ("nDCG@10", "ci95", "queries"):
         assert found["runs"]["embedding"][one] == written["runs"]["embedding"][one]
+
+
+def test_bm25_alone_needs_no_model_library(tmp_path):
+    folder = write_collection(tmp_path / "beir")
+    code = (
+        "import sys; from pathlib import Path; from rag_posfix.evaluation import evaluate_reranking; "
+        f"found = evaluate_reranking(Path({str(folder)!r}), [], depth=3).summary['first_stage']['queries']; "
+        "print(found, [name for name in ('torch', 'transformers', 'faiss') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "3 []\n"
