@@ -15,7 +15,7 @@ from rag_posfix.evaluation.ranking.rerankers import (
     Ranker,
     RerankerChoice,
     check_distinct,
-    check_reranker,
+    check_reranker_choice,
     local_ranker,
     open_reranker,
     rerank,
@@ -111,7 +111,7 @@ def evaluate_reranking_positions(
         raise ConfigError(f"gold_positions={list(gold_positions)} names a position twice; once is all")
     check_distinct(rerankers)
     for choice in rerankers:
-        check_reranker(choice)
+        check_reranker_choice(choice)
     examples = take_examples(data, limit, skip)
     for example in examples:  # before any model: too few distractors are told at once
         for gold_position in gold_positions:

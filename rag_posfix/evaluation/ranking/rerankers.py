@@ -1,4 +1,4 @@
-"""Rerankers as they are named on the command line: checked, made, identified, asked, and counted at the model."""
+"""Rerankers by name: checked, made, and asked about queries, with a count of what their model reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rag_posfix.evaluation.ranking.rankings import (
     rerank_key,
 )
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import Parts, build_reranker, parameters_of
+from rag_posfix.reranking.build import Parts, build_reranker, check_reranker, parameters_of
 from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.text import content_hash
 
@@ -37,7 +37,7 @@ __all__ = [
     "Ranker",
     "RerankerChoice",
     "check_distinct",
-    "check_reranker",
+    "check_reranker_choice",
     "count_work",
     "local_ranker",
     "open_reranker",
@@ -104,7 +104,7 @@ def check_distinct(choices: Sequence[RerankerChoice]) -> None:
             raise ConfigError(f"reranker {label_!r} is named twice with the same parameters; once is all")
 
 
-def check_reranker(choice: RerankerChoice) -> None:
+def check_reranker_choice(choice: RerankerChoice) -> None:
     """Check name and parameters without making the reranker: a typing error is told before a model is loaded.
 
     Args:
@@ -114,11 +114,9 @@ def check_reranker(choice: RerankerChoice) -> None:
         UnknownNameError: no reranker has this name.
         ConfigError: an unknown parameter, or a value outside of what is allowed.
     """
+    check_reranker(choice.name, choice.parameters)
     kind = RERANKERS.get(choice.name)
     own = {name: kind.model_fields[name] for name in parameters_of(kind)}
-    unknown = [name for name in choice.parameters if name not in own]
-    if unknown:  # which build_reranker refuses before it makes anything
-        build_reranker(choice.name, choice.parameters, Parts(embeddings=_never, generator=_never))
     fields: dict[str, Any] = {name: (info.annotation, info) for name, info in own.items()}
     try:
         create_model("Parameters", __config__=kind.model_config, **fields)(**choice.parameters)
@@ -275,7 +273,3 @@ def _identity_of(part: Any) -> str:
     fingerprint = getattr(part, "fingerprint", None)
     device = getattr(getattr(part, "loaded", None), "device", "")
     return f"{fingerprint} {device}" if isinstance(fingerprint, str) else embedding_identity(part)
-
-
-def _never() -> Any:
-    raise ConfigError("this reranker's parameters were to be refused before its model is loaded")

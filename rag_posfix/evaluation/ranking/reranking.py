@@ -39,7 +39,7 @@ from rag_posfix.evaluation.ranking.rerankers import (
     Ranker,
     RerankerChoice,
     check_distinct,
-    check_reranker,
+    check_reranker_choice,
     local_ranker,
     open_reranker,
     rerank,
@@ -182,7 +182,7 @@ def _check(
         check_first_stage(name, parameters)
     check_distinct(rerankers)
     for choice in rerankers:
-        check_reranker(choice)
+        check_reranker_choice(choice)
     if out is not None:
         check_matplotlib()
     return parameters

@@ -1,4 +1,5 @@
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -6,7 +7,12 @@ import pytest
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answering import AnswerJournal
-from rag_posfix.evaluation.answers.positions import PositionRow, answer_at_positions, summarize_positions
+from rag_posfix.evaluation.answers.positions import (
+    PositionRow,
+    answer_at_positions,
+    evaluate_positions,
+    summarize_positions,
+)
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
 
 
@@ -89,6 +95,39 @@ class TestReuse:
         for ours, theirs in zip(outcomes[36:40], alone, strict=True):
             assert ours.answer == theirs.answer
             assert ours.log_probability == pytest.approx(theirs.log_probability, abs=1e-5)
+
+
+class TestExperiment:
+    def evaluate(self, engine, **options):
+        given = {"gold_positions": [0, 2], "documents": 3, "max_tokens": 2, "reranker": Alphabetical()}
+        return evaluate_positions(EXAMPLES[:2], [MitigationChoice("none")], engine=engine, **{**given, **options})
+
+    def test_the_record_has_the_summary_of_its_rows_and_says_what_ran(self, engine):
+        record = self.evaluate(engine)
+        rows = [PositionRow(**row) for row in record.rows]
+        assert record.summary == summarize_positions(rows)
+        assert (record.head["kind"], record.head["model"], record.head["dtype"]) == ("positions", "tiny", "float32")
+        assert list(record.head["mitigations"]) == ["none"]
+        assert record.head["settings"] == {
+            "documents": 3, "gold_positions": [0, 2], "limit": None, "skip": 0, "max_tokens": 2,
+            "relevance": "Alphabetical", "decoding": "greedy", "check_orders": False, "reuse": False,
+            "answers_of_earlier_runs_by": [],
+        }  # fmt: skip
+
+    def test_passages_are_reused_by_a_copy_and_the_given_engine_stays_as_it_was(self, engine):
+        with CountedForwards(engine) as plain:
+            expected = self.evaluate(engine)
+        with CountedForwards(engine) as warm:
+            found = self.evaluate(engine, reuse=True)
+        read = [sum(rows * tokens for rows, tokens in forwards.shapes) for forwards in (plain, warm)]
+        assert read[1] < read[0]
+        assert engine.passages is None
+        assert [row["answer"] for row in found.rows] == [row["answer"] for row in expected.rows]
+
+    def test_progress_is_told_by_step(self, engine):
+        seen = []
+        self.evaluate(engine, progress=lambda step: nullcontext(lambda done, total: seen.append((step, done, total))))
+        assert seen == [("answering", done, 8) for done in range(1, 9)]
 
 
 class TestJournal:

@@ -7,7 +7,7 @@ from rag_posfix.evaluation.ranking.rerankers import (
     OpenedReranker,
     RerankerChoice,
     check_distinct,
-    check_reranker,
+    check_reranker_choice,
     count_work,
     local_ranker,
     open_reranker,
@@ -101,13 +101,13 @@ class TestWork:
 
 class TestNames:
     def test_a_name_a_parameter_and_a_value_are_checked_without_making_anything(self):
-        check_reranker(RerankerChoice("embedding", {"top_n": 3}))
+        check_reranker_choice(RerankerChoice("embedding", {"top_n": 3}))
         with pytest.raises(UnknownNameError, match="unknown reranker 'embeding'"):
-            check_reranker(RerankerChoice("embeding"))
+            check_reranker_choice(RerankerChoice("embeding"))
         with pytest.raises(ConfigError, match=r"embedding has no parameter 'topn'\. Did you mean 'top_n'"):
-            check_reranker(RerankerChoice("embedding", {"topn": 3}))
+            check_reranker_choice(RerankerChoice("embedding", {"topn": 3}))
         with pytest.raises(ConfigError, match="embedding: top_n=0: Input should be greater than or equal to 1"):
-            check_reranker(RerankerChoice("embedding", {"top_n": 0}))
+            check_reranker_choice(RerankerChoice("embedding", {"top_n": 0}))
 
     def test_one_reranker_twice_is_refused_and_with_other_parameters_it_is_another(self):
         check_distinct([RerankerChoice("embedding"), RerankerChoice("embedding", {"top_n": 3})])
