@@ -40,7 +40,9 @@ def positions(
     data: Data,
     output: Annotated[Path, typer.Option("--out", help="Folder for the result record and the journal of answers.")],
     mitigation: Mitigations = "none,context_experts",
-    gold_positions: Annotated[str, typer.Option("--gold-positions", help="Of the gold passage, from 0.")] = "0,4,9",
+    gold_positions: Annotated[
+        str, typer.Option("--gold-positions", help="Where the gold passage stands, from 0.")
+    ] = "0,4,9",
     documents: Documents = 10,
     limit: Limit = None,
     skip: Skip = 0,

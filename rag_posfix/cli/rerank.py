@@ -89,7 +89,9 @@ def rerank_positions(
     ],
     output: Annotated[Path, typer.Option("--out", help="Folder for the result record and the journal of rankings.")],
     reranker: Rerankers,
-    gold_positions: Annotated[str, typer.Option("--gold-positions", help="Of the gold passage, from 0.")] = "0,4,9",
+    gold_positions: Annotated[
+        str, typer.Option("--gold-positions", help="Where the gold passage stands, from 0.")
+    ] = "0,4,9",
     documents: Annotated[int, typer.Option("--documents", min=1, help="Passages per list.")] = 10,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions at most.")] = None,
     skip: Annotated[int, typer.Option("--skip", min=0, help="Questions to leave out at the start.")] = 0,
