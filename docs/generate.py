@@ -1,4 +1,4 @@
-"""Writes the generated parts of the documentation: tables, a page and a picture per method, a section per reranker.
+"""Writes the generated parts of the documentation: tables of methods and of records, a page per method, rerankers.
 
 ``make docs`` writes them; ``python -m docs.generate --check`` fails where they are stale, and a test runs that.
 """
@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.keep_record import RESULTS
 from docs.picture import draw
+from docs.tables import fill_tables
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.parameters import parameters_of
 from rag_posfix.reranking import RERANKERS
@@ -108,10 +110,10 @@ def _table(parameters: Mapping[str, Any], described: str) -> list[str]:
 def expected() -> dict[Path, str]:
     """Return every generated file with what it must hold."""
     readme, reranking = ROOT / "README.md", ROOT / "docs" / "reranking.md"
-    files = {
-        readme: _filled(readme, START, table(), END),
-        reranking: _filled(reranking, RERANKERS_START, f"\n{rerankers()}\n", RERANKERS_END),
-    }
+    files = {page: page.read_text("utf-8") for page in (readme, *sorted((ROOT / "docs").glob("*.md")))}
+    files[readme] = _filled(files[readme], START, table(), END)
+    files[reranking] = _filled(files[reranking], RERANKERS_START, f"\n{rerankers()}\n", RERANKERS_END)
+    files = {page: fill_tables(text, RESULTS) for page, text in files.items()}
     for name, cls in MITIGATIONS.items():
         picture = draw(name)
         if picture is not None:
@@ -120,9 +122,9 @@ def expected() -> dict[Path, str]:
     return files
 
 
-def _filled(path: Path, start: str, text: str, end: str) -> str:
-    """Return a file with what stands between two marks replaced."""
-    before, rest = path.read_text("utf-8").split(start, 1)
+def _filled(page: str, start: str, text: str, end: str) -> str:
+    """Return a page with what stands between two marks replaced."""
+    before, rest = page.split(start, 1)
     return f"{before}{start}\n{text}\n{end}{rest.split(end, 1)[1]}"
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "checked_choices",
     "follows",
     "parse_choice",
+    "parse_numbers",
     "settings_from",
     "split_outside",
 ]
@@ -72,6 +73,18 @@ def checked_choices(text: str) -> list[MitigationChoice]:
                 f"--mitigation {text!r} names {choice.name!r} twice with the same parameters; once is all"
             )
     return choices
+
+
+def parse_numbers(text: str, option: str) -> list[int]:
+    """Read whole numbers, separated by commas.
+
+    Raises:
+        ConfigError: a part is no whole number.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r} must be numbers separated by commas, for example 0,4,9") from error
 
 
 def settings_from(**changes: Any) -> Settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,12 @@ class MethodSpec:
 
     name: str = "none"
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Name and parameters as text, which ``parse_method`` reads back; parameters are sorted by name."""
+        pairs = sorted(self.parameters.items())
+        return ":".join([self.name, *(f"{name}={_value_text(value)}" for name, value in pairs)])
 
 
 def parse_method(text: str, kind: str, example: str) -> MethodSpec:
@@ -107,6 +114,16 @@ def split_outside(text: str, separator: str) -> list[str]:
     if expected:
         raise ConfigError(f"{_shown(text)} lacks a closing {expected[-1]}; write values as JSON, quoted for the shell")
     return [*parts, text[start:]]
+
+
+def _value_text(value: Any) -> str:
+    """Return a value as JSON; a plain word that is no JSON itself stays without quotes."""
+    if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value):
+        try:
+            json.loads(value)
+        except ValueError:
+            return value
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def _shown(text: str) -> str:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import ConfigError
 from rag_posfix.integrations.arranging import arranged
 
@@ -105,13 +104,13 @@ def make_reranker(
     """
     if not isinstance(reranker, str):
         return reranker
-    from rag_posfix.generation.load import load_engine
-    from rag_posfix.reranking.build import Parts, build_reranker
-    from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+    from rag_posfix.reranking.build import build_reranker, parse_reranker
 
-    spec = parse_method(reranker, "reranker", "top_n=5")
-    parts = Parts(embeddings=lambda: SentenceEmbeddings(embedding_model), generator=lambda: load_engine(model))
-    return build_reranker(spec, parts)
+    spec = parse_reranker(reranker)  # before the model libraries: a typing error is told at once
+    from rag_posfix.pipeline.build import build_reranker_parts
+    from rag_posfix.settings import Settings
+
+    return build_reranker(spec, build_reranker_parts(Settings(embedding_model=embedding_model, model=model)))
 
 
 def _document(item: Item, place: int) -> Document:

@@ -1,7 +1,11 @@
-"""Puts a pipeline together from settings. The one place where concrete parts are chosen."""
+"""Builds pipelines, and the parts that commands and experiments share, from settings.
+
+The one place where concrete parts are chosen.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,12 +33,12 @@ from rag_posfix.reranking.build import Parts, build_reranker
 from rag_posfix.reranking.guarded import GuardedReranker
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.dense import PassageRetriever
-from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.hybrid import HybridRetriever
 from rag_posfix.settings import Settings
 
-__all__ = ["build_pipeline"]
+__all__ = ["build_embeddings", "build_engine", "build_pipeline", "build_reranker_parts"]
 
 DEFAULT_RERANKER = "embedding"
 
@@ -58,7 +62,7 @@ def build_pipeline(
     reranker = _reranker_spec(chosen)  # before the model, as the index below
     order = order_with_values(chosen.order)
     assembly = _assembly(chosen, order)
-    embeddings = SentenceEmbeddings(chosen.embedding_model)
+    embeddings = build_embeddings(chosen)
     folder = index if index is not None else chosen.index
     retriever, store = None, None
     if folder is not None:  # before the model: a wrong path is told at once
@@ -118,6 +122,49 @@ def _reranker_spec(settings: Settings) -> MethodSpec:
     return spec
 
 
+def build_engine(settings: Settings) -> Engine:
+    """Load ``settings.model`` whole into this process, on the device and in the dtype that ``settings`` name.
+
+    Args:
+        settings: Model, dtype, device and the folder of converted weights.
+
+    Raises:
+        ConfigError: the model cannot be found or read.
+        UnsupportedModelError: the model cannot carry the attention hook.
+    """
+    return load_engine(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
+
+
+def build_embeddings(settings: Settings) -> SentenceEmbeddings:
+    """Return the embedding model that ``settings`` name; its weights are loaded when it first embeds a text.
+
+    Args:
+        settings: The embedding model.
+    """
+    return SentenceEmbeddings(settings.embedding_model)
+
+
+def build_reranker_parts(settings: Settings) -> Parts:
+    """Return what rerankers are made from; each part is loaded when a reranker first needs it, once.
+
+    Args:
+        settings: Embedding model, model, dtype and device.
+    """
+
+    @functools.cache
+    def embeddings() -> Embeddings:
+        made = build_embeddings(settings)
+        with quiet_loading():
+            embedding_identity(made)  # which loads the weights
+        return made
+
+    @functools.cache
+    def generator() -> Generator:
+        return build_engine(settings)
+
+    return Parts(embeddings=embeddings, generator=generator)
+
+
 def _reranker(
     settings: Settings, spec: MethodSpec, embeddings: Embeddings, engine: Generator, undo: ExitStack
 ) -> GuardedReranker:
@@ -156,9 +203,10 @@ def _assembly(settings: Settings, order: str) -> dict[str, Any]:
 
 def _load(settings: Settings, undo: ExitStack) -> Generator:
     """Return the generator that the settings ask for."""
-    how: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "cache_dir": settings.cache_dir}
     if settings.tp == 1:
-        return load_engine(settings.model, **how)
-    split = load_parallel(settings.model, tp=settings.tp, **how)
+        return build_engine(settings)
+    split = load_parallel(
+        settings.model, tp=settings.tp, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
+    )
     undo.callback(split.close)
     return split

@@ -15,7 +15,7 @@ from tests.support.pages import examples
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("page", ["assembly.md", "langchain.md"])
+@pytest.mark.parametrize("page", ["assembly.md", "evaluation.md", "langchain.md"])
 def test_the_examples_of_a_page_print_what_it_says(page, engine, monkeypatch):
     def load(*_, **__):
         """Return an engine on the weights that are loaded already."""
@@ -26,7 +26,7 @@ def test_the_examples_of_a_page_print_what_it_says(page, engine, monkeypatch):
     monkeypatch.setenv("RAG_POSFIX_CACHE_DISK_BYTES", "0")
     names = {}
     found = examples(page)
-    assert len(found) > 3
+    assert len(found) > 1
     for code, expected in found:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

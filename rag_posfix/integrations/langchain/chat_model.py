@@ -104,9 +104,10 @@ class RagPosfixChatModel(BaseChatModel):
     def _load(self) -> Generator:
         with self._lock:
             if self.generator is None:
-                from rag_posfix.generation.load import load_engine
+                from rag_posfix.pipeline.build import build_engine
+                from rag_posfix.settings import Settings
 
-                engine = load_engine(self.model_name)
+                engine = build_engine(Settings(model=self.model_name))
                 if self.passage_bytes:
                     from rag_posfix.caching.kv.memory import MemoryPassages
                     from rag_posfix.caching.kv.store import PassageStore

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from rag_posfix.cli.options import checked_choices, split_outside
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError, UnknownNameError
-from rag_posfix.evaluation.labels import label
 
 
 @pytest.mark.parametrize(
@@ -83,5 +82,5 @@ VALUES = st.recursive(
 @given(st.dictionaries(st.from_regex(r"[a-z_]+", fullmatch=True), VALUES, max_size=3))
 def test_a_label_is_read_back_as_the_choice_that_it_names(parameters):
     choice = MethodSpec("some_method", parameters)
-    assert parse_method(label(choice), "mitigation", "experts=5") == choice
-    assert split_outside(f"none,{label(choice)}", ",") == ["none", label(choice)]
+    assert parse_method(choice.label, "mitigation", "experts=5") == choice
+    assert split_outside(f"none,{choice.label}", ",") == ["none", choice.label]

@@ -113,7 +113,7 @@ def test_a_reranker_is_found_by_name(monkeypatch):
 
             return LetterEmbeddings()
 
-    monkeypatch.setattr("rag_posfix.retrieval.embeddings.SentenceEmbeddings", Embeddings)
+    monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", Embeddings)
     made = items.make_reranker("embedding:top_n=2", "minilm", "smollm2")
     assert made.top_n == 2
     assert items.make_reranker(None, "", "") is None
