@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.index import vectors as vector_index
+from rag_posfix.retrieval.index import vector_index
 
 CHUNK = 50_000
 K = 10

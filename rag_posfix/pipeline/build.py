@@ -82,7 +82,7 @@ def build_pipeline(
         candidates=chosen.candidates if chosen.reranker is not None else 0,
     )
     if store is not None:
-        store.on_delete = pipeline.forget
+        store.add_delete_listener(pipeline.forget)
     return pipeline
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from rag_posfix.cli import main as cli
 from rag_posfix.cli import output
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import write_collection
-from tests.unit.retrieval.letters import LetterEmbeddings
 
 
 @pytest.fixture(autouse=True)

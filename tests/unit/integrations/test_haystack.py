@@ -109,7 +109,7 @@ def test_models_are_loaded_when_warming_up_and_once(monkeypatch):
 def test_a_reranker_is_found_by_name(monkeypatch):
     class Embeddings:
         def __new__(cls, name):
-            from tests.unit.retrieval.letters import LetterEmbeddings
+            from tests.support.letter_embeddings import LetterEmbeddings
 
             return LetterEmbeddings()
 

@@ -17,9 +17,9 @@ from rag_posfix.pipeline.pipeline import Question
 from rag_posfix.reranking import EmbeddingReranker, LikelihoodReranker
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
-from tests.unit.retrieval.letters import LetterEmbeddings
 
 DOCUMENTS = [
     Document(id="rome", page_content="Rome lies on the Tiber.", metadata={"title": "Rome", "relevance_score": "high"}),

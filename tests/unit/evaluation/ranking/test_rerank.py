@@ -28,9 +28,9 @@ from rag_posfix.evaluation.ranking.rerank import RankedTopics, candidates_of, lo
 from rag_posfix.evaluation.speed.model_work import counted
 from rag_posfix.reranking.build import Parts
 from rag_posfix.settings import Settings
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import ByLength
 from tests.support.tiny_evaluation import tiny_engine
-from tests.unit.retrieval.letters import LetterEmbeddings
 
 
 def documents(*texts, score=0.5):

@@ -16,8 +16,8 @@ from rag_posfix.evaluation.ranking.rerank import local_ranker
 from rag_posfix.evaluation.ranking.run import RerankJob, run_rerank_job
 from rag_posfix.evaluation.ranking.summary import run_files
 from rag_posfix.settings import Settings
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import CORPUS, QRELS, write_collection
-from tests.unit.retrieval.letters import LetterEmbeddings
 
 EMBEDDING = RerankerChoice("embedding")
 MEASURES = ("nDCG@10", "RR@10", "R@10", "P@1")

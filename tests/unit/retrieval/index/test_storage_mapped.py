@@ -8,18 +8,18 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.bm25 import BM25Index, BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.index import vectors as vector_index
+from rag_posfix.retrieval.index import vector_index
 from rag_posfix.retrieval.index.documents import searchable_text
-from rag_posfix.retrieval.index.manifest import describe_file, read_manifest
-from rag_posfix.retrieval.index.parts import BM25_ROLES
-from tests.unit.retrieval.letters import LetterEmbeddings
+from rag_posfix.retrieval.index.file_formats import BM25_ROLES
+from rag_posfix.retrieval.index.storage import describe_file, read_manifest
+from tests.support.letter_embeddings import LetterEmbeddings
 
 EMBEDDINGS = DeterministicFakeEmbedding(size=16)
 
 
 @pytest.fixture(autouse=True)
 def graphs_are_walked(monkeypatch):
-    monkeypatch.setattr(vector_index, "_EXACT_UNTIL", 0)
+    monkeypatch.setattr(vector_index, "EXACT_UNTIL", 0)
 
 
 @pytest.fixture(params=["flat", "hnsw"])

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.retrieval.index import vectors as vector_index
-from rag_posfix.retrieval.index.vectors import VectorIndex
+from rag_posfix.retrieval.index import vector_index
+from rag_posfix.retrieval.index.vector_index import VectorIndex
 
 
 def unit(count, dimension=16, seed=0):
@@ -29,7 +29,7 @@ def best(rows, query, k, allowed=None):
 def graphs_are_walked():
     """However few vectors there are."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(vector_index, "_EXACT_UNTIL", 0)
+        patched.setattr(vector_index, "EXACT_UNTIL", 0)
         yield
 
 
@@ -134,7 +134,7 @@ def test_a_graph_that_shrank_to_less_than_half_the_threshold_becomes_flat(small_
 
 
 def test_a_few_vectors_are_compared_with_all_even_if_they_are_a_graph(monkeypatch):
-    monkeypatch.setattr(vector_index, "_EXACT_UNTIL", 4096)
+    monkeypatch.setattr(vector_index, "EXACT_UNTIL", 4096)
     rows = np.concatenate([unit(300), np.repeat(unit(1, seed=9), 60, axis=0)])
     assert set(range(300, 360)) <= set(filled("hnsw", rows).candidates(rows[-1:], 3).tolist())
 
@@ -148,15 +148,15 @@ def test_rebuild_forgets_removed_vectors_at_once():
 
 def test_a_stored_graph_becomes_flat_when_a_flat_index_is_added_to():
     rows = unit(100)
-    index = VectorIndex.over(filled("hnsw", rows[:99]).stored, "flat", {3})
+    index = VectorIndex(16, "flat", stored=filled("hnsw", rows[:99]).stored, removed={3})
     assert index.is_graph
     index.add(np.array([99]), rows[99:])
     assert not index.is_graph
     assert sorted(index.candidates(rows[:1], 100).tolist()) == [key for key in range(100) if key != 3]
 
 
-def test_a_kind_that_there_is_not_is_refused():
-    with pytest.raises(ConfigError, match="kind='ivf' of index; choose one of auto, flat, hnsw"):
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ConfigError, match="unknown index kind='ivf'; choose one of auto, flat, hnsw"):
         VectorIndex(4, "ivf")
 
 

@@ -1,4 +1,4 @@
-"""Word statistics of texts, and their BM25 scores for a question. Knows texts by row only."""
+"""Word statistics of a list of texts, and their BM25 scores for a question. Texts are referred to by row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BM25Index", "check_parameters", "split_words", "top_rows"]
 
-# Han, Hiragana and Katakana are written without spaces: there each character is a word of its own.
+# Han, Hiragana and Katakana are written without spaces: each of their characters is a word.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 
@@ -26,7 +26,7 @@ _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 def split_words(text: str) -> list[str]:
     """Return the words of ``text`` in order: runs of letters and digits, in lower case and Unicode's NFKC form.
 
-    No stemming and no stop words. For ASCII that is ``[a-z0-9]+`` of the lower-cased text.
+    No stemming and no stop words. For ASCII this is ``[a-z0-9]+`` of the lower-cased text.
     """
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
@@ -34,23 +34,24 @@ def split_words(text: str) -> list[str]:
 
 
 class BM25Index:
-    """BM25 of a fixed list of texts, computed by bm25s.
+    """An inverted index with BM25 term scores, computed by bm25s.
 
-    What each word adds to the score of each text is worked out when it is built, so that a question only sums
-    (Lù, arXiv 2407.03618).
+    The score that each word contributes to each text is computed when the index is built; a query only sums
+    (Lù, arXiv 2407.03618). The term scores form a sparse matrix in compressed form: words by texts.
 
-    score(q, d) = sum over the words t of q of  idf(t) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|)),
-    idf(t) = ln(1 + (N - n + 1/2) / (n + 1/2)) for N texts, n of them with t: the variant of Lucene (Kamphuis et al.,
-    "Which BM25 do you mean?", ECIR 2020), in single precision. A word that stands twice in the question counts twice.
+    Formula: score(q, d) = sum over the words t of q of  idf(t) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|)),
+        idf(t) = ln(1 + (N - n + 1/2) / (n + 1/2)) for N texts, n of which contain t: Lucene's variant (Kamphuis et
+        al., "Which BM25 do you mean?", ECIR 2020), in single precision. A word that occurs twice in the question
+        counts twice.
 
     Args:
-        words: The row of ``starts`` that each word has.
-        shares: What each word adds to each text that has it.
-        texts: The text of each share.
-        starts: Where the shares of each word begin, and where the last ends.
-        count: How many texts there are.
-        k1: How slowly a repeated word stops adding.
-        b: How much long texts are held back.
+        words: The row of each word in ``starts``.
+        term_scores: The contribution of each word to each text that contains it, word by word.
+        texts: The text that each term score belongs to.
+        starts: The offset in ``term_scores`` at which each word begins, and the end of the last.
+        count: Number of texts.
+        k1: Term frequency saturation.
+        b: Length normalisation.
 
     Raises:
         ConfigError: bm25s is not installed, or a parameter is outside of its range.
@@ -59,7 +60,7 @@ class BM25Index:
     def __init__(
         self,
         words: dict[str, int],
-        shares: NDArray[np.float32],
+        term_scores: NDArray[np.float32],
         texts: NDArray[np.int32],
         starts: NDArray[np.int64],
         count: int,
@@ -68,16 +69,17 @@ class BM25Index:
         b: float = 0.4,
     ) -> None:
         check_parameters(k1, b)
-        self.words, self.shares, self.texts, self.starts = words, shares, texts, starts
+        self.words, self.term_scores, self.texts, self.starts = words, term_scores, texts, starts
         self.k1, self.b = k1, b
         self._count = count
         self._scorer = _new_scorer(k1, b)
-        self._scorer.scores = {"data": shares, "indices": texts, "indptr": starts, "num_docs": count}
+        # bm25s has no constructor for term scores that are known; its own loading sets these attributes, too.
+        self._scorer.scores = {"data": term_scores, "indices": texts, "indptr": starts, "num_docs": count}
         self._scorer.nonoccurrence_array = None
 
     @classmethod
     def build(cls, texts: Iterable[str], *, k1: float = 0.9, b: float = 0.4) -> BM25Index:
-        """Return the statistics of ``texts``; about 3 seconds for 10,000 texts of 150 words.
+        """Return the index of ``texts``. Cost: about 3 seconds for 10,000 texts of 150 words.
 
         Args:
             texts: In the order of their rows.
@@ -94,8 +96,8 @@ class BM25Index:
         # Sorted, so that equal texts give equal files.
         words = {word: row for row, word in enumerate(sorted({word for text in split for word in text}))}
         if not words:
-            shares, rows = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32)
-            return cls({}, shares, rows, np.zeros(1, dtype=np.int64), len(split), k1=k1, b=b)
+            term_scores, rows = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32)
+            return cls({}, term_scores, rows, np.zeros(1, dtype=np.int64), len(split), k1=k1, b=b)
         scorer = _new_scorer(k1, b)
         scorer.index(
             ([[words[word] for word in text] for text in split], words), create_empty_token=False, show_progress=False
@@ -118,7 +120,7 @@ class BM25Index:
         """Return the score of every text, by row.
 
         Args:
-            question: Any text; words that no text has add nothing.
+            question: Any text; a word that no text contains contributes nothing.
         """
         import numpy as np
 
@@ -129,7 +131,7 @@ class BM25Index:
         return scores
 
     def bound(self, question: str) -> float:
-        """Return what no score for ``question`` reaches: the sum of idf over its words, those that no text has too.
+        """Return an upper bound of all scores for ``question``: the sum of idf over its words, unknown ones included.
 
         Args:
             question: Any text.
@@ -138,12 +140,12 @@ class BM25Index:
 
     def _idf(self, word: str) -> float:
         row = self.words.get(word)
-        having = 0 if row is None else int(self.starts[row + 1] - self.starts[row])
-        return math.log1p((self._count - having + 0.5) / (having + 0.5))
+        containing = 0 if row is None else int(self.starts[row + 1] - self.starts[row])
+        return math.log1p((self._count - containing + 0.5) / (containing + 0.5))
 
 
 def check_parameters(k1: float, b: float) -> None:
-    """Refuse parameters that BM25 does not have.
+    """Raise for parameters outside of their range.
 
     Raises:
         ConfigError: k1 is negative or not finite, or b is not in [0, 1].
@@ -161,13 +163,13 @@ def _new_scorer(k1: float, b: float) -> Any:
         import bm25s
     except ImportError as error:
         raise missing_extra("bm25s", "local") from error
-    if first_time:  # its import turns debug messages on, whatever the application chose
+    if first_time:  # importing bm25s sets its log level to DEBUG, whatever the application chose
         logging.getLogger("bm25s").setLevel(level)
     return bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy", csc_backend="numpy")
 
 
 def top_rows(scores: NDArray[np.float32], k: int) -> Sequence[int]:
-    """Return the rows of the ``k`` largest positive scores and of everything that ties with the last, in any order."""
+    """Return the rows of the ``k`` largest positive scores and of all that tie with the last, in any order."""
     import numpy as np
 
     rows = np.flatnonzero(scores > 0)

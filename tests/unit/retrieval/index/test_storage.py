@@ -1,4 +1,6 @@
+import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,9 +11,9 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.index import manifest as index_files
-from rag_posfix.retrieval.index.manifest import read_manifest
-from tests.unit.retrieval.letters import LetterEmbeddings
+from rag_posfix.retrieval.index import storage
+from rag_posfix.retrieval.index.storage import read_manifest
+from tests.support.letter_embeddings import LetterEmbeddings
 
 
 @pytest.fixture
@@ -152,7 +154,7 @@ def forge(folder, role, data):
     path = data_file(folder, role)
     path.write_bytes(data)
     files = json.loads((folder / "manifest.json").read_text())["files"]
-    rewrite(folder, files={**files, role: index_files.describe_file(path).model_dump()})
+    rewrite(folder, files={**files, role: storage.describe_file(path).model_dump()})
 
 
 @pytest.mark.parametrize("line", [b"{}\n", b"[]\n", b"x\n", b"\xff\n", b'{"key":0,"id":"a","text":5,"metadata":{}}\n'])
@@ -172,22 +174,34 @@ def test_documents_with_keys_of_other_vectors_are_refused(folder):
     assert "different keys" in refusal(folder)
 
 
-@pytest.mark.parametrize("point", ["_stage", "_sync", "_publish", "replace manifest"])
+def failing(original, error, nth):
+    """Return ``original``, which fails when it is called for the ``nth`` time."""
+    calls = itertools.count(1)
+
+    def call(*args):
+        if next(calls) == nth:
+            raise error
+        return original(*args)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "nth"),
+    [
+        (storage, "write_vectors", 1),
+        (storage, "write_document_lines", 1),
+        (os, "fsync", 1),  # of the first data file
+        (os, "fsync", 6),  # of the folder, after the data files were moved there: 3 files, manifest and staging before
+        (Path, "replace", 1),
+        (Path, "replace", 4),  # of the manifest, after the three data files
+    ],
+)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])
-def test_a_save_that_is_interrupted_leaves_the_old_index(folder, embeddings, monkeypatch, point, error):
+def test_a_save_that_is_interrupted_leaves_the_old_index(folder, embeddings, monkeypatch, module, name, nth, error):
     bigger = FaissVectorStore.from_texts(["x", "y", "z", "w"], embeddings)
-
-    def fail(*args):
-        raise error
-
-    def fail_at_manifest(self, target, replace=Path.replace):
-        return fail() if self.name == "manifest.json" else replace(self, target)
-
     with monkeypatch.context() as patched:
-        if point == "replace manifest":
-            patched.setattr(Path, "replace", fail_at_manifest)
-        else:
-            patched.setattr(index_files, point, fail)
+        patched.setattr(module, name, failing(getattr(module, name), error, nth))
         with pytest.raises((KeyboardInterrupt, RetrievalError)):
             bigger.save(folder)
     assert len(FaissVectorStore.load(folder, embeddings)) == 3
