@@ -22,7 +22,7 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading
 from rag_posfix.generation.tensor_parallel.launch import load_parallel
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
-from rag_posfix.reranking.build import Parts, build_reranker, parse_reranker
+from rag_posfix.reranking.build import RerankerModels, build_reranker, parse_reranker
 from rag_posfix.reranking.guarded import GuardedReranker
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.dense import PassageRetriever
@@ -92,7 +92,7 @@ def _reranker(
     """Return the reranker that the settings ask for; if it cannot be made, what was loaded is closed."""
     try:
         name, parameters = parse_reranker(settings.reranker or DEFAULT_RERANKER)
-        made = build_reranker(name, parameters, Parts(lambda: embeddings, lambda: engine))
+        made = build_reranker(name, parameters, RerankerModels(lambda: embeddings, lambda: engine))
     except ConfigError:
         if on_close is not None:
             on_close()

@@ -1,4 +1,4 @@
-"""Makes rerankers by name. Knows what they are made from, and none by name."""
+"""Creates rerankers by name. Knows the models that they may need, but no reranker."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rag_posfix.contracts.method_spec import parse_named
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking import RERANKERS
 
-__all__ = ["Parts", "build_reranker", "check_reranker", "parameters_of", "parse_reranker"]
+__all__ = ["RerankerModels", "build_reranker", "check_reranker", "parameters_of", "parse_reranker"]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a reranker may be made from. Each is a function, called only by rerankers that need it.
+class RerankerModels:
+    """The models that a reranker may use. Each is a function that is called only for rerankers that need the model.
 
     Attributes:
         embeddings: Returns the embedding model that the index was built with.
@@ -32,25 +32,25 @@ class Parts:
     generator: Callable[[], Generator]
 
 
-def build_reranker(name: str, parameters: Mapping[str, Any], parts: Parts) -> BaseDocumentCompressor:
+def build_reranker(name: str, parameters: Mapping[str, Any], models: RerankerModels) -> BaseDocumentCompressor:
     """Return the reranker called ``name``.
 
-    A field called ``embeddings`` or ``generator`` is filled from ``parts``; the others are parameters.
+    A field called ``embeddings`` or ``generator`` is set from ``models``; the other fields are parameters.
 
     Args:
         name: A name in ``RERANKERS``.
-        parameters: The reranker's own.
-        parts: What it is made from.
+        parameters: Parameters of the reranker.
+        models: The models.
 
     Raises:
         UnknownNameError: no reranker has this name.
-        ConfigError: an unknown parameter, or a value outside of what is allowed.
+        ConfigError: an unknown parameter, or a value outside of its range.
     """
     check_reranker(name, parameters)
     kind = RERANKERS.get(name)
-    made = {part: getattr(parts, part)() for part in Parts.__slots__ if part in kind.model_fields}
+    needed = {name: getattr(models, name)() for name in RerankerModels.__slots__ if name in kind.model_fields}
     try:
-        return kind(**made, **parameters)
+        return kind(**needed, **parameters)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -58,11 +58,11 @@ def build_reranker(name: str, parameters: Mapping[str, Any], parts: Parts) -> Ba
 
 
 def parse_reranker(text: str) -> tuple[str, dict[str, Any]]:
-    """Read ``name`` or ``name:parameter=value`` and check it: a typing error is told before a model is loaded.
+    """Parse ``name`` or ``name:parameter=value`` and check the names, before a model is loaded.
 
     Raises:
         UnknownNameError: no reranker has this name.
-        ConfigError: an unknown parameter, or the text cannot be read. Values are checked when it is made.
+        ConfigError: an unknown parameter, or malformed text. Values are checked when the reranker is created.
     """
     name, parameters = parse_named(text, "reranker", "top_n=5")
     check_reranker(name, parameters)
@@ -85,5 +85,5 @@ def check_reranker(name: str, parameters: Iterable[str]) -> None:
 
 
 def parameters_of(kind: type[BaseDocumentCompressor]) -> tuple[str, ...]:
-    """Return the names of a reranker's own parameters."""
-    return tuple(field for field in kind.model_fields if field not in Parts.__slots__)
+    """Return the names of a reranker's parameters: its fields except models."""
+    return tuple(field for field in kind.model_fields if field not in RerankerModels.__slots__)

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.assembly.documents import read_document
+from rag_posfix.assembly.documents import checked_document
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.evaluation.answers.answering import Answer, Asked
 from rag_posfix.evaluation.journal import LineJournal
@@ -56,7 +56,7 @@ def answer_key(engine: Engine, asked: Asked, max_new_tokens: int, *, any_order: 
         any_order: Give the same key to every order of the passages.
     """
     passages: Iterable[list[Any]] = (
-        [read.key, read.relevance] for read in (read_document(document) for document in asked.documents)
+        [read.key, read.relevance] for read in (checked_document(document) for document in asked.documents)
     )
     parts = {
         "version": KEY_VERSION,

@@ -20,7 +20,7 @@ from rag_posfix.evaluation.labels import label
 from rag_posfix.evaluation.ranking.rankings import Candidates, Ranking, checked_ranking
 from rag_posfix.evaluation.speed.model_work import counted
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import Parts, build_reranker, parameters_of
+from rag_posfix.reranking.build import RerankerModels, build_reranker, parameters_of
 from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.settings import Settings
 from rag_posfix.text import content_hash
@@ -96,7 +96,7 @@ def check_reranker(choice: RerankerChoice) -> None:
     own = {name: kind.model_fields[name] for name in parameters_of(kind)}
     unknown = [name for name in choice.parameters if name not in own]
     if unknown:  # which build_reranker refuses before it makes anything
-        build_reranker(choice.name, choice.parameters, Parts(embeddings=_never, generator=_never))
+        build_reranker(choice.name, choice.parameters, RerankerModels(embeddings=_never, generator=_never))
     fields: dict[str, Any] = {name: (info.annotation, info) for name, info in own.items()}
     try:
         create_model("Parameters", __config__=kind.model_config, **fields)(**choice.parameters)
@@ -106,7 +106,7 @@ def check_reranker(choice: RerankerChoice) -> None:
         raise ConfigError(f"{choice.name}: {where}={first.get('input')!r}: {first['msg']}") from error
 
 
-def parts_of(settings: Settings) -> Parts:
+def parts_of(settings: Settings) -> RerankerModels:
     """Return what rerankers are made from; each part is loaded when it is first needed, once.
 
     Args:
@@ -129,10 +129,10 @@ def parts_of(settings: Settings) -> Parts:
 
         return load_engine(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
 
-    return Parts(embeddings=embeddings, generator=generator)
+    return RerankerModels(embeddings=embeddings, generator=generator)
 
 
-def open_reranker(choice: RerankerChoice, parts: Parts) -> OpenedReranker:
+def open_reranker(choice: RerankerChoice, parts: RerankerModels) -> OpenedReranker:
     """Return a reranker that can be asked, its model loaded.
 
     Args:
@@ -188,7 +188,9 @@ def _generations(reranker: Reranker) -> int | None:
 def _identity(name: str, reranker: BaseDocumentCompressor) -> str:
     kind = type(reranker)
     values = reranker.model_dump(mode="json", include=set(parameters_of(kind)))
-    made_from = {part: _identity_of(getattr(reranker, part)) for part in Parts.__slots__ if part in kind.model_fields}
+    made_from = {
+        part: _identity_of(getattr(reranker, part)) for part in RerankerModels.__slots__ if part in kind.model_fields
+    }
     return content_hash(json.dumps([name, values, made_from], sort_keys=True))
 
 

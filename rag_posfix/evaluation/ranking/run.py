@@ -34,7 +34,7 @@ from rag_posfix.evaluation.ranking.rankings import RankJournal
 from rag_posfix.evaluation.ranking.rerank import FIRST_STAGE, Ranker, candidates_of, local_ranker, rerank, retrieve
 from rag_posfix.evaluation.ranking.summary import MeasuredRun, comparisons, measure_run, per_query, run_files, summary
 from rag_posfix.evaluation.record import environment, file_digest, write_record
-from rag_posfix.reranking.build import Parts
+from rag_posfix.reranking.build import RerankerModels
 from rag_posfix.settings import Settings
 
 __all__ = ["JOURNAL", "RerankJob", "run_rerank_job"]
@@ -126,7 +126,7 @@ def run_rerank_job(job: RerankJob, settings: Settings, progress: Progress = sile
 
 
 def _first_stage(
-    job: RerankJob, topics: list[Topic], parts: Parts, progress: Progress
+    job: RerankJob, topics: list[Topic], parts: RerankerModels, progress: Progress
 ) -> tuple[FirstStage, Collection]:
     if job.run is not None:
         stage, names = run_as_first_stage(job.run)
@@ -138,7 +138,7 @@ def _first_stage(
 
 
 @contextmanager
-def _where(job: RerankJob, settings: Settings, parts: Parts) -> Iterator[Callable[[RerankerChoice], Ranker]]:
+def _where(job: RerankJob, settings: Settings, parts: RerankerModels) -> Iterator[Callable[[RerankerChoice], Ranker]]:
     """Yield what makes rankers: in this process, or on a Ray cluster that is left at the end."""
     if job.ray:
         from rag_posfix.evaluation.ranking.ray_backend import ray_rankers

@@ -26,7 +26,7 @@ from rag_posfix.evaluation.ranking.rankings import (
 )
 from rag_posfix.evaluation.ranking.rerank import RankedTopics, candidates_of, local_ranker, rerank, retrieve
 from rag_posfix.evaluation.speed.model_work import counted
-from rag_posfix.reranking.build import Parts
+from rag_posfix.reranking.build import RerankerModels
 from rag_posfix.settings import Settings
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import ByLength
@@ -163,7 +163,9 @@ class TestNames:
 
     def test_the_identity_is_of_name_parameters_and_model(self):
         def identity(parameters=None, model="letters:26"):
-            parts = Parts(embeddings=lambda: LetterEmbeddings(model), generator=lambda: pytest.fail("not needed"))
+            parts = RerankerModels(
+                embeddings=lambda: LetterEmbeddings(model), generator=lambda: pytest.fail("not needed")
+            )
             return open_reranker(RerankerChoice("embedding", parameters or {}), parts).identity
 
         assert identity() == identity() == identity({"top_n": None})

@@ -1,4 +1,4 @@
-"""Which of many candidates are read together, and what is cut to fit."""
+"""Which of many candidates are read in one prompt, what is cut to fit, and exclusive use of the model."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from rag_posfix.errors import PromptTooLongError
 from rag_posfix.reranking import AttentionSortingReranker, ListwiseReranker
-from rag_posfix.reranking.reading import fair_limit
+from rag_posfix.reranking.language_model import common_length_limit
 from tests.support.reader import ScriptedReader, order, raw, scores
 
 
@@ -103,8 +103,8 @@ def test_the_written_ranking_has_room():
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=20), st.integers(0, 3000))
-def test_the_fair_limit_is_the_largest_that_fits(sizes, room):
-    limit = fair_limit(sizes, room)
+def test_the_common_limit_is_the_largest_that_fits(sizes, room):
+    limit = common_length_limit(sizes, room)
     assert sum(min(size, limit) for size in sizes) <= room
     if limit < max(sizes):
         assert sum(min(size, limit + 1) for size in sizes) > room

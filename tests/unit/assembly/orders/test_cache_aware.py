@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 
 from rag_posfix.assembly.orders import OrderFacts, best_first
 from rag_posfix.assembly.orders.cache_aware import CacheAware, displacement
-from rag_posfix.assembly.recent import RecentPrompts
 from rag_posfix.errors import ConfigError
 
 FIVE = (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -92,38 +91,3 @@ def test_an_order_free_method_gets_one_prompt_for_one_set_of_documents(keys, shu
 def test_a_bound_outside_of_0_to_1_is_refused(bound):
     with pytest.raises(ConfigError, match="must be a number between 0 and 1"):
         CacheAware(bound=bound)
-
-
-class TestRecentPrompts:
-    def test_the_newest_comes_first_and_a_repeated_one_is_new_again(self):
-        memory = RecentPrompts()
-        for keys in ("ab", "cd", "ab"):
-            memory.add("scope", tuple(keys))
-        memory.add("scope", ())
-        assert memory.recent("scope") == (("a", "b"), ("c", "d"))
-
-    def test_scopes_see_nothing_of_each_other(self):
-        memory = RecentPrompts()
-        memory.add("one", ("a",))
-        assert memory.recent("other") == ()
-
-    def test_it_is_bounded(self):
-        memory = RecentPrompts(most_scopes=2, most_prompts=3)
-        for number in range(10):
-            memory.add("scope", (str(number),))
-        assert memory.recent("scope") == (("9",), ("8",), ("7",))
-        memory.add("b", ("x",))
-        memory.add("scope", ("y",))
-        memory.add("c", ("z",))
-        assert (memory.recent("b"), len(memory.recent("scope"))) == ((), 3)
-
-    def test_what_is_gone_is_forgotten(self):
-        memory = RecentPrompts()
-        memory.add("scope", ("a", "b"))
-        memory.add("scope", ("b", "c"))
-        memory.forget(["a", "x"])
-        assert memory.recent("scope") == (("b", "c"),)
-
-    def test_bounds_below_one_are_refused(self):
-        with pytest.raises(ConfigError, match="must be >= 1"):
-            RecentPrompts(most_prompts=0)

@@ -1,4 +1,4 @@
-"""Which prompts were read lately, by the content of their passages: what the order ``cache_aware`` goes by."""
+"""The passages of recent prompts, which the order ``cache_aware`` reuses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["RecentPrompts"]
 
 
 class RecentPrompts:
-    """Remembers the passages of recent prompts, in their order. Bounded; safe to share between threads.
+    """Keeps the content keys of the passages of recent prompts, in prompt order. Safe to share between threads.
 
     Args:
-        most_scopes: Scopes remembered; the one used longest ago goes first.
-        most_prompts: Prompts remembered in each scope; the oldest goes first.
+        most_scopes: Maximum number of scopes; the least recently used is dropped.
+        most_prompts: Maximum number of prompts per scope; the oldest is dropped.
 
     Raises:
-        ConfigError: a bound is below 1.
+        ConfigError: a maximum is below 1.
     """
 
     def __init__(self, *, most_scopes: int = 64, most_prompts: int = 32) -> None:
@@ -34,18 +34,18 @@ class RecentPrompts:
         """Return the prompts of a scope, the newest first.
 
         Args:
-            scope: Prompts of different scopes have nothing in common: other tenant, method or tokens before the
+            scope: Prompts share keys and values only within a scope: the same tenant, method and tokens before the
                 passages.
         """
         with self._lock:
             return tuple(reversed(self._scopes.get(scope, ())))
 
     def add(self, scope: str, keys: Sequence[str]) -> None:
-        """Remember a prompt as the newest of its scope.
+        """Add a prompt as the newest of its scope.
 
         Args:
             scope: As in ``recent``.
-            keys: A content hash of each passage, in the order of the prompt; none is not remembered.
+            keys: A content hash of each passage, in prompt order. A prompt without passages is not added.
         """
         if not keys:
             return
@@ -60,10 +60,10 @@ class RecentPrompts:
                 self._scopes.popitem(last=False)
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Forget every prompt with one of these passages.
+        """Drop every prompt with one of these passages.
 
         Args:
-            keys: Content hashes of passages that are gone.
+            keys: Content hashes of passages that were deleted.
         """
         gone = set(keys)
         with self._lock:

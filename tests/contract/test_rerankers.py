@@ -1,4 +1,7 @@
-"""What every reranker promises: made by name, copies, ties, bad input, asynchronous calls. On tiny random models."""
+"""What every registered reranker promises: creation by name, copies, ties, bad input, asynchronous calls.
+
+On tiny random models. A new reranker whose parameters have defaults needs no line here.
+"""
 
 import copy
 
@@ -11,16 +14,17 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import Parts, build_reranker, parameters_of
+from rag_posfix.reranking.build import RerankerModels, build_reranker, parameters_of
 from tests.support.cross_encoder import tiny_cross_encoder
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
 
 TEXTS = ["Rome lies on the Tiber.", "Paris lies on the Seine.", "Bread is baked.", "Ovens are hot."]
 READING = ["attention_sorting", "calibrated_attention", "in_context", "likelihood"]
-PLACELESS = ["cross_encoder", "embedding", "likelihood"]
-"""Those whose score of a document has nothing to do with its place or company."""
+POINTWISE = ["cross_encoder", "embedding", "likelihood"]
+"""Those whose score of a document does not depend on the other documents."""
 BY_CONTENT = ["attention_sorting", "calibrated_attention", "in_context"]
+"""Those that order the documents of a prompt by their content."""
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +36,9 @@ def engine():
 @pytest.fixture(scope="module")
 def rerankers(engine, tmp_path_factory):
     """Every registered reranker, made by name."""
-    parts = Parts(embeddings=lambda: DeterministicFakeEmbedding(size=8), generator=lambda: engine)
+    models = RerankerModels(embeddings=lambda: DeterministicFakeEmbedding(size=8), generator=lambda: engine)
     parameters = {"cross_encoder": {"model": str(tiny_cross_encoder(tmp_path_factory.mktemp("ce")))}}
-    return {name: build_reranker(name, parameters.get(name, {}), parts) for name in RERANKERS.names()}
+    return {name: build_reranker(name, parameters.get(name, {}), models) for name in RERANKERS.names()}
 
 
 @pytest.fixture(params=RERANKERS.names())
@@ -50,11 +54,11 @@ def scores(result):
     return {one.page_content: one.metadata["relevance_score"] for one in result}
 
 
-def test_all_of_them_are_there():
-    assert set(RERANKERS.names()) == {*READING, "cross_encoder", "embedding", "listwise"}
+def test_the_built_in_rerankers_are_registered():
+    assert {*READING, "cross_encoder", "embedding", "listwise"} <= set(RERANKERS.names())
 
 
-def test_it_is_one_of_langchains(reranker):
+def test_it_is_a_langchain_compressor(reranker):
     assert isinstance(reranker, BaseDocumentCompressor)
     assert isinstance(reranker, Reranker)
     assert type(reranker).acompress_documents is not BaseDocumentCompressor.acompress_documents
@@ -133,12 +137,12 @@ def test_top_n_cuts_and_must_be_one_or_more(reranker, rerankers):
     cut = reranker.model_copy(update={"top_n": 2})
     whole = reranker.compress_documents(documents(*TEXTS), "Which river?")
     assert list(cut.compress_documents(documents(*TEXTS), "Which river?")) == list(whole)[:2]
-    parts = Parts(lambda: DeterministicFakeEmbedding(size=8), lambda: reranker.generator)
+    models = RerankerModels(lambda: DeterministicFakeEmbedding(size=8), lambda: reranker.generator)
     with pytest.raises(ConfigError, match="top_n=0"):
-        build_reranker(name, {"top_n": 0}, parts)
+        build_reranker(name, {"top_n": 0}, models)
 
 
-@pytest.mark.parametrize("name", [*PLACELESS, *BY_CONTENT])
+@pytest.mark.parametrize("name", [*POINTWISE, *BY_CONTENT])
 def test_scores_do_not_depend_on_the_order_given(rerankers, name):
     expected = scores(rerankers[name].compress_documents(documents(*TEXTS), "Which river?"))
     for order in ((3, 2, 1, 0), (1, 3, 0, 2)):
@@ -148,9 +152,9 @@ def test_scores_do_not_depend_on_the_order_given(rerankers, name):
 
 @pytest.mark.parametrize("name", READING)
 def test_a_generator_that_cannot_read_passages_is_refused_by_name(name):
-    parts = Parts(embeddings=lambda: None, generator=lambda: FakeGenerator(ToyEncoder()))
+    models = RerankerModels(embeddings=lambda: None, generator=lambda: FakeGenerator(ToyEncoder()))
     with pytest.raises(ConfigError, match=f"{name}: generator=.*FakeGenerator cannot read passages for a reranker"):
-        build_reranker(name, {}, parts)
+        build_reranker(name, {}, models)
 
 
 @pytest.mark.parametrize("name", RERANKERS.names())

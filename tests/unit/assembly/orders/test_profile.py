@@ -7,7 +7,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.orders import OrderFacts, permute
-from rag_posfix.assembly.orders.profile import Profile, stretched
+from rag_posfix.assembly.orders.profile import Profile, interpolated_profile
 from rag_posfix.errors import ConfigError
 from tests.support.toy_encoder import ToyEncoder
 
@@ -23,34 +23,34 @@ def test_of_equal_slots_the_earlier_gets_the_better_document():
     assert permute("profile:slots=[0.3,0.1,0.3]", [0.9, 0.8, 0.7]) == (0, 2, 1)
 
 
-def test_a_profile_is_stretched_linearly_to_more_slots():
+def test_a_profile_is_interpolated_linearly_to_more_slots():
     # Three slots on five: places 0, 1/2, 1, 3/2, 2 of the profile.
-    assert stretched((4.0, 0.0, 2.0), 5) == (4.0, 2.0, 0.0, 1.0, 2.0)
+    assert interpolated_profile((4.0, 0.0, 2.0), 5) == (4.0, 2.0, 0.0, 1.0, 2.0)
     # By value: slots 0, 1 (2.0), 4 (2.0), 3, 2.
     assert permute("profile:slots=[4,0,2]", [0.9, 0.8, 0.7, 0.6, 0.5]) == (0, 1, 4, 3, 2)
 
 
-def test_a_profile_is_shrunk_linearly_to_fewer_slots():
+def test_a_profile_is_interpolated_linearly_to_fewer_slots():
     # Five slots on three: places 0, 2, 4; on four: 0, 4/3, 8/3, 4.
-    assert stretched((5.0, 1.0, 0.0, 3.0, 4.0), 3) == (5.0, 0.0, 4.0)
-    assert stretched((5.0, 1.0, 0.0, 3.0, 4.0), 4) == pytest.approx((5.0, 2 / 3, 2.0, 4.0))
-    assert stretched((5.0, 1.0), 1) == (5.0,)
-    assert stretched((5.0, 1.0), 0) == ()
+    assert interpolated_profile((5.0, 1.0, 0.0, 3.0, 4.0), 3) == (5.0, 0.0, 4.0)
+    assert interpolated_profile((5.0, 1.0, 0.0, 3.0, 4.0), 4) == pytest.approx((5.0, 2 / 3, 2.0, 4.0))
+    assert interpolated_profile((5.0, 1.0), 1) == (5.0,)
+    assert interpolated_profile((5.0, 1.0), 0) == ()
 
 
 @given(values, st.integers(2, 30))
-def test_stretching_keeps_the_ends_and_the_range_and_mirrors(profile, count):
-    wide = stretched(profile, count)
+def test_interpolation_keeps_the_ends_and_the_range_and_mirrors(profile, count):
+    wide = interpolated_profile(profile, count)
     assert len(wide) == count
     assert (wide[0], wide[-1]) == pytest.approx((profile[0], profile[-1]))
     assert min(profile) - 1e-9 <= min(wide) <= max(wide) <= max(profile) + 1e-9
-    assert stretched(profile[::-1], count) == pytest.approx(wide[::-1])
+    assert interpolated_profile(profile[::-1], count) == pytest.approx(wide[::-1])
 
 
 @given(values, st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_no_other_order_gives_more_relevance_to_well_read_slots(profile, relevance):
     """By the rearrangement inequality the sum of value times relevance is the largest when both are sorted alike."""
-    slots = stretched(profile, len(relevance))
+    slots = interpolated_profile(profile, len(relevance))
     placed = Profile(slots=profile)
     order = placed(OrderFacts(tuple(relevance)))
     reached = sum(value * relevance[index] for value, index in zip(slots, order, strict=True))

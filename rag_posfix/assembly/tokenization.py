@@ -1,8 +1,8 @@
-"""A chat prompt, tokenised piece by piece, so that it is known to the token where everything stands.
+"""Tokenises a chat prompt part by part, so that the token span of every part is known exactly.
 
-The chat template is rendered once around marks instead of around messages. What the template wrote is encoded with
-control tokens, what people wrote without, each piece on its own: text can neither forge a turn nor blur the border of
-a span.
+The chat template is rendered with placeholders instead of message contents. Text of the template is encoded with
+control tokens; contents are encoded without, each part separately. So no content can add a turn, and no token crosses
+the boundary of a span.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.text import clean_text, content_hash
 
-__all__ = ["RELEVANCE_FLOOR", "Frame", "Passage", "encode_passage", "lay_out", "open_frame"]
+__all__ = ["RELEVANCE_FLOOR", "TokenizedPassage", "TokenizedPrompt", "tokenize_passage", "tokenize_prompt"]
 
 RELEVANCE_FLOOR = 0.01
-"""Scores are clipped to [this, 1] in a layout: methods divide by them, and a missing score counts as the lowest."""
+"""Scores are clipped to [this, 1] in a layout, because methods divide by them. A missing score becomes this."""
 
-# Private-use characters: no chat template writes them, and trimming a message does not remove them. The messages'
-# own text is never rendered, so it cannot collide.
-_MARK = re.compile("\ue000([0-9]+)\ue001")
+# Private-use characters: no chat template writes them, and trimming a message does not remove them. Contents are never
+# rendered, so they cannot contain a placeholder.
+_PLACEHOLDER = re.compile("\ue000([0-9]+)\ue001")
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
-    """A passage in tokens.
+class TokenizedPassage:
+    """The tokens of a passage.
 
     Attributes:
-        heading: Tokens of the heading; may be none.
+        heading: Tokens of the heading; may be empty.
         text: Tokens of the document's text.
-        separator: Tokens that end the passage.
-        key: A content hash of the document's title and whole text.
+        separator: Tokens after the text.
+        key: A content hash of the document's title and complete text, also if ``text`` is cut.
         relevance: The document's score, or None.
     """
 
@@ -50,13 +50,13 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """Everything around the passages, in tokens.
+class TokenizedPrompt:
+    """The tokens of a prompt before and after its passages.
 
     Attributes:
         prefix: Tokens before the first passage.
-        suffix: Tokens after the last one.
-        question: The question inside of ``suffix``.
+        suffix: Tokens after the last passage.
+        question: The span of the question in ``suffix``.
     """
 
     prefix: tuple[int, ...]
@@ -66,11 +66,11 @@ class Frame:
     def __len__(self) -> int:
         return len(self.prefix) + len(self.suffix)
 
-    def around(self, passages: Sequence[Passage]) -> Layout:
+    def with_passages(self, passages: Sequence[TokenizedPassage]) -> Layout:
         """Return the layout of the prompt with ``passages`` in this order.
 
         Args:
-            passages: The passages; may be none.
+            passages: The passages; may be empty.
         """
         ids = list(self.prefix)
         segments: list[Span] = []
@@ -102,19 +102,19 @@ def _clipped(scores: Sequence[float | None]) -> tuple[float, ...] | None:
     return tuple(RELEVANCE_FLOOR if score is None else min(max(score, RELEVANCE_FLOOR), 1.0) for score in scores)
 
 
-def encode_passage(
+def tokenize_passage(
     encoder: TokenEncoder, template: PromptTemplate, text: str, *, title: str = "", relevance: float | None = None
-) -> Passage:
-    """Encode one passage.
+) -> TokenizedPassage:
+    """Tokenise one passage.
 
     Args:
         encoder: The generator's tokenizer.
-        template: Heading and separator.
+        template: Gives heading and separator.
         text: The document's text.
         title: Its title; empty for no heading.
         relevance: Its score, or None.
     """
-    return Passage(
+    return TokenizedPassage(
         heading=tuple(encoder.encode_text(clean_text(template.heading_for(title)))),
         text=tuple(encoder.encode_text(clean_text(text))),
         separator=tuple(encoder.encode_text(template.separator)),
@@ -123,22 +123,22 @@ def encode_passage(
     )
 
 
-def open_frame(
+def tokenize_prompt(
     encoder: TokenEncoder,
     template: PromptTemplate,
     question: str,
     *,
     history: Sequence[ChatMessage] = (),
-    with_passages: bool,
-) -> Frame:
-    """Render the chat template once and encode everything around the passages.
+    has_passages: bool = True,
+) -> TokenizedPrompt:
+    """Render the chat template and tokenise all parts of the prompt except its passages.
 
     Args:
         encoder: The generator's tokenizer.
-        template: The words of the user's turn.
-        question: What is asked.
-        history: Earlier messages; a last one by the user is joined to this turn.
-        with_passages: False for plain chat: the turn is the question alone.
+        template: The text of the user's turn.
+        question: The question.
+        history: Earlier messages; if the last is by the user, it is joined to this turn.
+        has_passages: False for a prompt without passages: the user's turn is the question alone.
 
     Raises:
         ConfigError: the chat template loses or repeats a message, or a message is malformed.
@@ -149,11 +149,11 @@ def open_frame(
     if earlier and earlier[-1]["role"] == "user":
         lead = earlier.pop()["content"] + BLANK_LINE
     before, after = _render(encoder, earlier)
-    words = (template.opening, template.question_prefix, template.answer_cue) if with_passages else ("", "", "")
-    opening, question_prefix, answer_cue = (encoder.encode_text(clean_text(piece)) for piece in words)
+    texts = (template.opening, template.question_prefix, template.answer_cue) if has_passages else ("", "", "")
+    opening, question_prefix, answer_cue = (encoder.encode_text(clean_text(text)) for text in texts)
     asked = encoder.encode_text(clean_text(question))
     start = len(question_prefix)
-    return Frame(
+    return TokenizedPrompt(
         prefix=(*before, *encoder.encode_text(lead), *opening),
         suffix=(*question_prefix, *asked, *answer_cue, *after),
         question=Span(start, start + len(asked)),
@@ -163,9 +163,9 @@ def open_frame(
 def _render(encoder: TokenEncoder, earlier: Sequence[ChatMessage]) -> tuple[list[int], list[int]]:
     """Return the tokens before and after the content of the user's turn that follows ``earlier``."""
     roles = [message["role"] for message in earlier] + ["user"]
-    marks = [{"role": role, "content": f"\ue000{index}\ue001"} for index, role in enumerate(roles)]
-    # An odd number of parts: what the template wrote, alternating with the number of the message in between.
-    parts = _MARK.split(encoder.render_chat(marks, open_answer=True))
+    placeholders = [{"role": role, "content": f"\ue000{index}\ue001"} for index, role in enumerate(roles)]
+    # An odd number of parts: text of the template, alternating with indices of messages.
+    parts = _PLACEHOLDER.split(encoder.render_chat(placeholders, open_answer=True))
     found = [int(part) for part in parts[1::2]]
     for index, role in enumerate(roles):
         if found.count(index) != 1:
@@ -184,27 +184,3 @@ def _render(encoder: TokenEncoder, earlier: Sequence[ChatMessage]) -> tuple[list
         else:
             side += encoder.encode_text(earlier[int(part)]["content"])
     return before, after
-
-
-def lay_out(
-    encoder: TokenEncoder,
-    question: str,
-    passages: Sequence[Passage] = (),
-    *,
-    template: PromptTemplate | None = None,
-    history: Sequence[ChatMessage] = (),
-) -> Layout:
-    """Return the layout of a prompt with ``passages`` in this order.
-
-    Args:
-        encoder: The generator's tokenizer.
-        question: What is asked.
-        passages: Encoded passages (``encode_passage``); without any, the prompt is plain chat.
-        template: The words of the user's turn; the default ones if None.
-        history: Earlier messages.
-
-    Raises:
-        ConfigError: the chat template loses or repeats a message, or a message is malformed.
-    """
-    frame = open_frame(encoder, template or PromptTemplate(), question, history=history, with_passages=bool(passages))
-    return frame.around(passages)
