@@ -151,12 +151,12 @@ def tokenize_prompt(
     before, after = _render(encoder, earlier)
     texts = (template.opening, template.question_prefix, template.answer_cue) if has_passages else ("", "", "")
     opening, question_prefix, answer_cue = (encoder.encode_text(clean_text(text)) for text in texts)
-    asked = encoder.encode_text(clean_text(question))
+    question_tokens = encoder.encode_text(clean_text(question))
     start = len(question_prefix)
     return TokenizedPrompt(
         prefix=(*before, *encoder.encode_text(lead), *opening),
-        suffix=(*question_prefix, *asked, *answer_cue, *after),
-        question=Span(start, start + len(asked)),
+        suffix=(*question_prefix, *question_tokens, *answer_cue, *after),
+        question=Span(start, start + len(question_tokens)),
     )
 
 

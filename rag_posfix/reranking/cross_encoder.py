@@ -203,11 +203,11 @@ def split_into_chunks(tokenizer: Any, question: str, text: str, window: int | No
     """
     if window is None:
         return ChunkedText((text,))
-    asked = tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
-    room = window - len(asked) - tokenizer.num_special_tokens_to_add(pair=True)
+    n_question = len(tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
+    room = window - n_question - tokenizer.num_special_tokens_to_add(pair=True)
     if room < FEWEST_TOKENS:
         raise RerankingError(
-            f"the question takes {len(asked)} tokens, and the cross-encoder's window of {window} has {max(room, 0)} "
+            f"the question takes {n_question} tokens, and the cross-encoder's window of {window} has {max(room, 0)} "
             f"left for a passage; at least {FEWEST_TOKENS} are needed: shorten the question or raise max_length"
         )
     has_offsets = bool(getattr(tokenizer, "is_fast", False))

@@ -66,14 +66,14 @@ class InContextReranker(PassageReadingReranker, WindowedReranker):
 
     def _prompts(self, question: str, count: int) -> Sequence[TokenizedPrompt]:
         template = PromptTemplate(question_prefix=INSTRUCTION, answer_cue="")
-        return [tokenize_prompt(self.generator.encoder, template, asked) for asked in (CONTENT_FREE, question)]
+        return [tokenize_prompt(self.generator.encoder, template, query) for query in (CONTENT_FREE, question)]
 
     def _raw_scores(self, prompts: Sequence[TokenizedPrompt], passages: Sequence[TokenizedPassage]) -> Sequence[float]:
         layouts = [prompt.with_passages(passages) for prompt in prompts]
-        free, asked = self.generator.question_attention(layouts, current_salt(), check_deadline, self.layers)
+        baseline, attention = self.generator.question_attention(layouts, current_salt(), check_deadline, self.layers)
         scores = []
-        for passage, of_free, of_asked in zip(passages, free, asked, strict=True):
-            calibrated = [one - other for one, other in zip(of_asked, of_free, strict=True)]
+        for passage, without, measured in zip(passages, baseline, attention, strict=True):
+            calibrated = [one - other for one, other in zip(measured, without, strict=True)]
             without_separator = calibrated[: len(passage) - len(passage.separator)]
             scores.append(calibrated_score(without_separator, self.normalize))
         return scores

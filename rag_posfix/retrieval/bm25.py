@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from rag_posfix.retrieval.base import QuestionRetriever
 from rag_posfix.retrieval.index.bm25_index import BM25Index, check_parameters, split_words, top_rows
@@ -54,22 +54,30 @@ class BM25Retriever(QuestionRetriever):
         b: Length normalisation; the default is Anserini's for passages.
         filter: Only passages whose metadata matches are returned; see ``index.filters.MetadataFilter``. The word
             statistics are those of all passages.
+        counted: Keys and word statistics that were saved with the passages; not used if the passages differ.
     """
 
     table: DocumentTable
     k1: float = 0.9
     b: float = 0.4
     filter: Any = None
+    counted: Any = Field(default=None, exclude=True, repr=False)
 
     _statistics: _Statistics | None = PrivateAttr(default=None)
     _lock: Any = PrivateAttr(default_factory=threading.Lock)
 
     def model_post_init(self, context: Any, /) -> None:
         """Check the fields that pydantic does not; pydantic turns errors into its ``ValidationError``."""
+        import numpy as np
+
         super().model_post_init(context)
         check_parameters(self.k1, self.b)
         if self.filter is not None:
             check_filter(self.filter)
+        if self.counted is not None:
+            keys, index = self.counted
+            if np.array_equal(keys, np.fromiter(self.table.entries, dtype=np.int64)):
+                self._statistics = _Statistics(self.table.revision, keys, index)
 
     @classmethod
     def from_documents(cls, documents: Iterable[Document], **options: Any) -> BM25Retriever:
@@ -109,8 +117,6 @@ class BM25Retriever(QuestionRetriever):
             ConfigError: bm25s is not installed.
             ValidationError: an option is outside of its range (pydantic's, a ``ValueError``).
         """
-        import numpy as np
-
         folder = Path(folder)
         if table is None:
             table = DocumentTable(read_entries(folder, mmap=mmap, verify=verify))
@@ -119,11 +125,8 @@ class BM25Retriever(QuestionRetriever):
             retriever = cls(table=table, **options)
             retriever.statistics()
             return retriever
-        keys, index = found
-        retriever = cls(table=table, k1=index.k1, b=index.b, **options)
-        if np.array_equal(keys, np.fromiter(table.entries, dtype=np.int64)):
-            retriever._statistics = _Statistics(table.revision, keys, index)
-        return retriever
+        _, index = found
+        return cls(table=table, k1=index.k1, b=index.b, counted=found, **options)
 
     def statistics(self) -> BM25Index:
         """Return the word statistics of the current passages, in the order of their keys."""

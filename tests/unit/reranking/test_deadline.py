@@ -8,14 +8,6 @@ from rag_posfix.errors import RerankingTimeoutError
 from rag_posfix.reranking.deadline import check_deadline, deadline, run_in_thread
 
 
-def test_without_a_deadline_everything_may_go_on():
-    check_deadline()
-    with deadline(None):
-        check_deadline()
-    with deadline(60):
-        check_deadline()
-
-
 def test_the_shortest_of_nested_deadlines_counts_until_its_end():
     with deadline(60), deadline(0.0):
         time.sleep(0.001)
