@@ -17,7 +17,7 @@ import torch
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.evaluation.speed.prompt import bench_layout
+from rag_posfix.evaluation.speed.runs import bench_layout
 from rag_posfix.generation.batching.session_batch import advance_batch
 from rag_posfix.generation.load import load_engine
 

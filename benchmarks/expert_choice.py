@@ -104,7 +104,7 @@ def written(engine: Engine, layout: Layout, read_once: Session, drafts: Drafts, 
     session = copy.copy(read_once)
     session._plan = plan
     session._weights = plan.draft.choose(drafts) if plan.draft else None
-    session._groups = [group.branch() for group in read_once._groups]
+    session._batches = [batch.branch() for batch in read_once._batches]
     request = GenerationRequest(layout, choice, Sampling(max_tokens=TOKENS))
     return [chunk.generation for chunk in engine.resume(session, request) if chunk.generation][-1].text
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ PROMPT_TOKENS, NEW_TOKENS, PAIRS = 1024, 16, 7
 
 
 @torch.inference_mode()
-def seconds(model: object, implementation: str, ids: torch.Tensor) -> tuple[float, float]:
+def seconds(model: Any, implementation: str, ids: torch.Tensor) -> tuple[float, float]:
     """Return seconds of one prefill and of one decode step."""
     model.set_attn_implementation(implementation)
     started = time.perf_counter()
@@ -36,7 +37,7 @@ def main() -> None:
     ids = torch.randint(0, engine.encoder.vocab_size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
     for implementation in ("sdpa", ATTENTION_NAME):
         seconds(model, implementation, ids)  # warm-up
-    ratios: list[tuple[float, float]] = []
+    ratios: list[tuple[float, ...]] = []
     stock: list[tuple[float, float]] = []
     for pair in range(PAIRS):
         order = ("sdpa", ATTENTION_NAME) if pair % 2 else (ATTENTION_NAME, "sdpa")  # neither always goes first

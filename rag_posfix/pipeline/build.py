@@ -29,7 +29,7 @@ from rag_posfix.generation.tensor_parallel.launch import load_parallel
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import Parts, build_reranker
+from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.reranking.guarded import GuardedReranker
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.dense import PassageRetriever
@@ -38,7 +38,7 @@ from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.hybrid import HybridRetriever
 from rag_posfix.settings import Settings
 
-__all__ = ["build_embeddings", "build_engine", "build_pipeline", "build_reranker_parts"]
+__all__ = ["build_embeddings", "build_engine", "build_pipeline", "build_reranker_models"]
 
 DEFAULT_RERANKER = "embedding"
 
@@ -89,7 +89,7 @@ def build_pipeline(
             candidates=chosen.candidates if chosen.reranker is not None else 0,
         )
     if store is not None:
-        store.on_delete = pipeline.forget
+        store.add_delete_listener(pipeline.forget)
     return pipeline
 
 
@@ -144,7 +144,7 @@ def build_embeddings(settings: Settings) -> SentenceEmbeddings:
     return SentenceEmbeddings(settings.embedding_model)
 
 
-def build_reranker_parts(settings: Settings) -> Parts:
+def build_reranker_models(settings: Settings) -> RerankerModels:
     """Return what rerankers are made from; each part is loaded when a reranker first needs it, once.
 
     Args:
@@ -162,14 +162,14 @@ def build_reranker_parts(settings: Settings) -> Parts:
     def generator() -> Generator:
         return build_engine(settings)
 
-    return Parts(embeddings=embeddings, generator=generator)
+    return RerankerModels(embeddings=embeddings, generator=generator)
 
 
 def _reranker(
     settings: Settings, spec: MethodSpec, embeddings: Embeddings, engine: Generator, undo: ExitStack
 ) -> GuardedReranker:
     """Return the reranker that the settings ask for."""
-    made = build_reranker(spec, Parts(lambda: embeddings, lambda: engine))
+    made = build_reranker(spec, RerankerModels(lambda: embeddings, lambda: engine))
     guarded = GuardedReranker(reranker=made, deadline_seconds=settings.reranker_deadline_seconds)
     undo.callback(guarded.close)
     return guarded

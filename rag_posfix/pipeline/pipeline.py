@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import content_key, document_id
-from rag_posfix.assembly.recent import RecentPrompts
+from rag_posfix.assembly.recent_prompts import RecentPrompts
 from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.generator import Generator, Reranker, Retriever

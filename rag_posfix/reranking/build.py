@@ -1,4 +1,4 @@
-"""Makes rerankers by name. Knows what they are made from, and none by name."""
+"""Creates rerankers by name. Knows the models that they may need, but no reranker."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.reranking import RERANKERS
 
-__all__ = ["Parts", "build_reranker", "parse_reranker"]
+__all__ = ["RerankerModels", "build_reranker", "parse_reranker"]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a reranker may be made from. Each is a function, called only by rerankers that need it.
+class RerankerModels:
+    """The models that a reranker may use. Each is a function that is called only for rerankers that need the model.
 
     Attributes:
         embeddings: Returns the embedding model that the index was built with.
@@ -28,21 +28,21 @@ class Parts:
     generator: Callable[[], Generator]
 
 
-def build_reranker(spec: MethodSpec, parts: Parts) -> BaseDocumentCompressor:
+def build_reranker(spec: MethodSpec, models: RerankerModels) -> BaseDocumentCompressor:
     """Return the reranker that ``spec`` asks for.
 
-    A field called ``embeddings`` or ``generator`` is filled from ``parts``; the others are parameters.
+    A field called ``embeddings`` or ``generator`` is set from ``models``; the other fields are parameters.
 
     Args:
         spec: A name in ``RERANKERS`` and parameters.
-        parts: What it is made from.
+        models: The models it may use.
 
     Raises:
         UnknownNameError: no reranker has this name.
-        ConfigError: an unknown parameter, or a value outside of what is allowed.
+        ConfigError: an unknown parameter, or a value outside of its range.
     """
     made: BaseDocumentCompressor = RERANKERS.create(
-        spec, {"embeddings": parts.embeddings, "generator": parts.generator}
+        spec, {"embeddings": models.embeddings, "generator": models.generator}
     )
     return made
 

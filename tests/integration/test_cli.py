@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rag_posfix.assembly.orders import ORDERS
 from rag_posfix.cli import main as cli
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.evaluation.record import read_record
@@ -111,7 +112,7 @@ class TestMethods:
         result = run("methods")
         assert result.code == 0
         assert "context_experts" in result.out
-        assert "orders: cache_aware, ends_first, original, profile, random, relevance, reverse" in result.out
+        assert f"orders: {', '.join(ORDERS.names())}" in " ".join(result.out.split())
 
     def test_one_method_is_shown_in_full(self, run):
         result = run("methods", "context_experts")

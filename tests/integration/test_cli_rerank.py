@@ -10,8 +10,8 @@ import pytest
 from rag_posfix.cli import main as cli
 from rag_posfix.cli import output
 from rag_posfix.evaluation.record import read_record
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import write_collection
-from tests.unit.retrieval.letters import LetterEmbeddings
 
 
 @pytest.fixture(autouse=True)

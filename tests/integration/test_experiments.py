@@ -22,9 +22,9 @@ from rag_posfix.evaluation import (
 from rag_posfix.probing.positional_channels import probe_positional_channels
 from rag_posfix.probing.slot_attention import probe_slot_attention
 from rag_posfix.settings import Settings
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import write_collection
 from tests.support.tiny import save_tiny
-from tests.unit.retrieval.letters import LetterEmbeddings
 
 CHOICES = [MitigationChoice("none"), MitigationChoice("parallel_windows")]
 METHODS = ["--mitigation", "none,parallel_windows"]

@@ -9,7 +9,7 @@ from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.patching.install import stock_copy
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import Parts, build_reranker
+from rag_posfix.reranking.build import RerankerModels, build_reranker
 
 pytestmark = pytest.mark.weights
 
@@ -22,7 +22,9 @@ def passages(question, count=4):
 
 
 def made(engine, name, **parameters):
-    return build_reranker(MethodSpec(name, parameters), Parts(embeddings=lambda: None, generator=lambda: engine))
+    return build_reranker(
+        MethodSpec(name, parameters), RerankerModels(embeddings=lambda: None, generator=lambda: engine)
+    )
 
 
 @pytest.mark.parametrize("name", ["likelihood", "in_context"])

@@ -214,7 +214,7 @@ ESCAPED = '{"name": "calibrated_attention", "\\u0070rofile": "\\u002fdev\\u002fz
         ),
         ({"mitigation": {"name": "none", "params": {}}}, 422, "invalid_request", "mitigation.params"),
         ({"mitigation": 5}, 422, "invalid_request", "mitigation: input should be of type string or object, got 5"),
-        ({"order": "best"}, 400, "unknown_name", "Available: cache_aware"),
+        ({"order": "best"}, 400, "unknown_name", "unknown order 'best'"),
         ({"order": "profile:file=/etc/passwd"}, 400, "invalid_value", "has no parameter 'file'"),
         ({"order": "profile:slots=[1"}, 400, "invalid_value", "lacks a closing ]"),
         ({"temperature": 9}, 400, "invalid_value", "temperature=9.0 must be between"),

@@ -1,4 +1,4 @@
-"""What an order is: a pure permutation of indices, made from numbers and hashes, never from documents."""
+"""What an order is: a pure function from scores and content hashes to a permutation. It sees no documents."""
 
 from __future__ import annotations
 
@@ -13,21 +13,30 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import check_parameters
 from rag_posfix.registry import Registry
 
-__all__ = ["ORDERS", "Order", "OrderFacts", "arrange", "best_first", "create_order", "permute", "ranks"]
+__all__ = [
+    "ORDERS",
+    "Order",
+    "OrderFacts",
+    "apply_order",
+    "best_first",
+    "create_order",
+    "permute",
+    "ranks",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class OrderFacts:
-    """All that an order may go by. A new order that needs another fact adds a field with a default.
+    """The input of an order. An order that needs more input adds a field with a default.
 
     Attributes:
-        relevance: One score per document. None means that nothing scored it; such documents rank below all scored
-            ones, and where no document has a score, the order they came in counts as best first.
-        seed: For orders that draw.
-        keys: A content hash per document; empty where nobody knows them.
-        recent: Content hashes of prompts that were read lately, in their order, the newest first: what their leading
-            passages became may still be kept.
-        order_free: Whether the method that will read the prompt answers alike for every order.
+        relevance: One score per document, or None for a document without a score. Such documents rank below all
+            others; if no document has a score, the given order counts as best first.
+        seed: For random orders.
+        keys: A content hash per document; empty if they are not known.
+        recent: Content hashes of the passages of recent prompts, in prompt order, the newest prompt first. The keys
+            and values of their leading passages may still be cached.
+        order_free: Whether the answer of the method that reads the prompt does not depend on the order.
     """
 
     relevance: tuple[float | None, ...]
@@ -42,9 +51,9 @@ class Order(ABC):
 
     Attributes:
         name: Registry name.
-        example: Parameters to try it with where it needs some.
-        file_parameters: Parameters that the command line and the settings take from a file: name -> what turns the
-            path into values of parameters. The order itself never reads a file.
+        example: Parameters for tests, if the order has parameters without a default.
+        file_parameters: Parameters that the command line and the settings read from a file: name -> function that
+            turns the path into values of parameters. The order itself never reads a file.
     """
 
     name: ClassVar[str]
@@ -57,17 +66,17 @@ class Order(ABC):
 
     @abstractmethod
     def __call__(self, facts: OrderFacts) -> Sequence[int]:
-        """Return a permutation: entry ``i`` is the index of the document that stands in position ``i``."""
+        """Return a permutation: entry ``i`` is the index of the document at position ``i``."""
 
 
 ORDERS: Registry[type[Order]] = Registry("order")
 
 
 def best_first(relevance: Sequence[float | None]) -> tuple[int, ...]:
-    """Return the indices from the highest score to the lowest; ties keep the order they came in.
+    """Return the indices from the highest score to the lowest; ties keep the given order.
 
     Args:
-        relevance: One score per document, None where there is none.
+        relevance: One score per document, or None.
     """
     return tuple(sorted(range(len(relevance)), key=lambda i: _descending(relevance[i])))
 
@@ -80,7 +89,7 @@ def ranks(relevance: Sequence[float | None]) -> tuple[int, ...]:
     """Return the rank of each document, 0 for the most relevant.
 
     Args:
-        relevance: One score per document, None where there is none.
+        relevance: One score per document, or None.
     """
     rank = [0] * len(relevance)
     for place, index in enumerate(best_first(relevance)):
@@ -89,15 +98,15 @@ def ranks(relevance: Sequence[float | None]) -> tuple[int, ...]:
 
 
 def create_order(order: str, defaults: Mapping[str, Mapping[str, Any]] | None = None) -> Order:
-    """Return the order that ``order`` asks for.
+    """Return an order by name.
 
     Args:
         order: A name in ``ORDERS``, or ``name:parameter=value``; values are JSON where they parse as JSON.
-        defaults: Parameters by name of the order, for one that is named without any.
+        defaults: Parameters by name of the order, used if ``order`` gives none.
 
     Raises:
         UnknownNameError: no order has this name.
-        ConfigError: an unknown parameter, or a value outside of what is allowed.
+        ConfigError: an unknown parameter, or a value outside of its range.
     """
     spec = parse_method(order, "order", "slots=[0.4,0.2,0.4]")
     if not spec.parameters:
@@ -106,15 +115,15 @@ def create_order(order: str, defaults: Mapping[str, Mapping[str, Any]] | None = 
     return made
 
 
-def arrange(order: Order, facts: OrderFacts) -> tuple[int, ...]:
-    """Return the permutation that an order makes.
+def apply_order(order: Order, facts: OrderFacts) -> tuple[int, ...]:
+    """Return the permutation of an order, after checking that it is one.
 
     Args:
         order: The order.
-        facts: What it goes by.
+        facts: Its input.
 
     Raises:
-        ConfigError: the order (one that was added from outside) returned something else than a permutation.
+        ConfigError: the order did not return a permutation.
     """
     indices = tuple(order(facts))
     count = len(facts.relevance)
@@ -127,15 +136,15 @@ def arrange(order: Order, facts: OrderFacts) -> tuple[int, ...]:
 
 
 def permute(order: str, relevance: Sequence[float | None], seed: int = 0) -> tuple[int, ...]:
-    """Return the permutation that the order called ``order`` makes from scores alone.
+    """Return the permutation of an order for given scores.
 
     Args:
         order: A name in ``ORDERS``, or ``name:parameter=value``.
-        relevance: One score per document, None where there is none.
-        seed: For orders that draw; the others ignore it.
+        relevance: One score per document, or None.
+        seed: For random orders.
 
     Raises:
         UnknownNameError: no order has this name.
-        ConfigError: a parameter is wrong, or the order returned something else than a permutation.
+        ConfigError: a parameter is wrong, or the order did not return a permutation.
     """
-    return arrange(create_order(order), OrderFacts(tuple(relevance), seed))
+    return apply_order(create_order(order), OrderFacts(tuple(relevance), seed))

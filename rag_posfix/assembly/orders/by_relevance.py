@@ -1,4 +1,4 @@
-"""Orders that know scores and a seed, and have no parameters."""
+"""Orders without parameters: by score, as given, and random."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class EndsFirst(Order):
 @ORDERS.register("original")
 @dataclass(frozen=True, slots=True)
 class Original(Order):
-    """The order the documents came in."""
+    """The order in which the documents were given."""
 
     name: ClassVar[str] = "original"
 
@@ -67,13 +67,13 @@ class Original(Order):
 @ORDERS.register("random")
 @dataclass(frozen=True, slots=True)
 class Random(Order):
-    """Drawn from the seed; the same seed gives the same order in every process and Python version."""
+    """A random order; the same seed gives the same order in every process and Python version."""
 
     name: ClassVar[str] = "random"
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
-        # Python promises an unchanging sequence for Random.random() only, not for shuffle().
+        # Python guarantees reproducible sequences for Random.random(), not for shuffle().
         generator = random.Random(facts.seed)
         draws = [generator.random() for _ in facts.relevance]
         return tuple(sorted(range(len(draws)), key=draws.__getitem__))

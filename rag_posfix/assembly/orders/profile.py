@@ -1,4 +1,4 @@
-"""The order that puts the best documents where this model was measured to look."""
+"""An order that puts the best documents at the positions to which the model pays most attention."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ __all__ = ["Profile"]
 @ORDERS.register("profile", aliases=("attnrank",))
 @dataclass(frozen=True, slots=True)
 class Profile(Order):
-    """Best document into the slot that this model reads best, second best into the next, and so on.
+    """The best document in the slot with the highest measured attention, the second best in the next, and so on.
 
     Source: AttnRank, "Attention Basin" (2025), section 4, https://arxiv.org/abs/2508.05128
-    Formula: the document of rank r stands in the slot with the r-th highest value of the profile; of equal slots the
-        earlier one comes first.
-    Differs from the paper: a profile of n slots serves m documents: it is stretched, slot j of m takes the profile's
-        value at place j (n - 1) / (m - 1), linearly between its neighbours. The paper measures for each number.
+    Formula: the document of rank r is placed in the slot with the r-th highest value of the profile; of equal slots
+        the earlier one comes first.
+    Differs from the paper: a profile of n slots is linearly interpolated for m documents: slot j of m has the
+        profile's value at j (n - 1) / (m - 1). The paper measures a profile for each number of documents.
     Cost: none; the profile is measured once per model and template (``rag-posfix probe slot-attention``).
-    Limits: as good as the scores that it goes by, and as the profile: one that was measured on another model, or on
-        a number of slots far away, says little.
+    Limits: no better than the scores and the profile. A profile of another model, or of a very different number of
+        slots, may not apply.
 
     Args:
-        slots: The measured value of each slot, first to last, two or more, finite; larger is better. On the command
-            line, ``file`` names a record of ``rag-posfix probe slot-attention`` in its place.
+        slots: The measured value of each slot, first to last, two or more, finite; larger is better.
+        file: A JSON file with these values: an object with ``profile``, as ``rag-posfix probe slot-attention`` writes
+            it, or a list. Read once, when the order is created; empty if ``slots`` is given.
 
     Raises:
         ConfigError: no slots are given, or they are no list of finite numbers.
@@ -57,6 +58,6 @@ class Profile(Order):
         """Return the permutation."""
         ranked = best_first(facts.relevance)
         values = stretched(self.slots, len(ranked))
-        places = sorted(range(len(values)), key=lambda slot: -values[slot])
-        stands = dict(zip(places, ranked, strict=True))
-        return tuple(stands[slot] for slot in range(len(ranked)))
+        best_slots = sorted(range(len(values)), key=lambda slot: -values[slot])
+        document_in = dict(zip(best_slots, ranked, strict=True))
+        return tuple(document_in[slot] for slot in range(len(ranked)))

@@ -20,7 +20,7 @@ from langchain_core.documents import Document
 from torch import Tensor
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.assembly.documents import read_document
+from rag_posfix.assembly.documents import checked_document
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
@@ -211,9 +211,7 @@ def answer_key(engine: Engine, trial: Trial, max_new_tokens: int, *, any_order: 
         max_new_tokens: Tokens of the answer.
         any_order: Give the same key to every order of the passages.
     """
-    passages: Iterable[list[Any]] = (
-        [read.key, read.relevance] for read in (read_document(document) for document in trial.documents)
-    )
+    passages: Iterable[list[Any]] = ([one.key, one.relevance] for one in map(checked_document, trial.documents))
     parts = {
         "version": KEY_VERSION,
         "model": engine.fingerprint,

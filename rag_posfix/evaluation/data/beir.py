@@ -12,8 +12,7 @@ from langchain_core.documents import Document
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.files import checked_id, read_lines
 from rag_posfix.evaluation.data.trec_text import read_markup_documents, read_markup_topics
-from rag_posfix.retrieval.index.records import parse_json
-from rag_posfix.text import clean_text
+from rag_posfix.text import clean_text, parse_json
 
 __all__ = ["Location", "beir_files", "read_collection_documents", "read_queries"]
 

@@ -118,9 +118,9 @@ def evaluate_reranking_positions(
             example.documents(documents, gold_position)
     chosen = settings or Settings()
     journal = RankJournal(None if out is None else out / JOURNAL, fresh=fresh)
-    from rag_posfix.pipeline.build import build_reranker_parts
+    from rag_posfix.pipeline.build import build_reranker_models
 
-    parts = build_reranker_parts(chosen)
+    parts = build_reranker_models(chosen)
     rows: list[GoldRank] = []
     for choice in rerankers:
         rows += rank_gold_positions(

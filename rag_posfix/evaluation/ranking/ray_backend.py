@@ -102,9 +102,9 @@ class _RankQueries:
 
 
 def _opened(choice: RerankerChoice, settings: Settings) -> OpenedReranker:
-    from rag_posfix.pipeline.build import build_reranker_parts
+    from rag_posfix.pipeline.build import build_reranker_models
 
-    return open_reranker(choice, build_reranker_parts(settings))
+    return open_reranker(choice, build_reranker_models(settings))
 
 
 def _identity(opener: Opener, choice: RerankerChoice, settings: Settings) -> str:

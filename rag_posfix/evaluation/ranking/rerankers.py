@@ -24,7 +24,7 @@ from rag_posfix.evaluation.ranking.rankings import (
     rerank_key,
 )
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import Parts, build_reranker
+from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.text import content_hash
 
@@ -107,17 +107,17 @@ def check_reranker_choice(choice: RerankerChoice) -> None:
     RERANKERS.check(choice)
 
 
-def open_reranker(choice: RerankerChoice, parts: Parts) -> OpenedReranker:
+def open_reranker(choice: RerankerChoice, models: RerankerModels) -> OpenedReranker:
     """Return a reranker that can be asked, its model loaded.
 
     Args:
         choice: The reranker.
-        parts: What it is made from.
+        models: The models it may use.
 
     Raises:
         ConfigError: the name, a parameter or the model is at fault.
     """
-    reranker = build_reranker(choice, parts)
+    reranker = build_reranker(choice, models)
     return OpenedReranker(choice.label, _identity(choice.name, reranker), reranker)
 
 
@@ -246,7 +246,9 @@ def _generations(reranker: Reranker) -> int | None:
 def _identity(name: str, reranker: BaseDocumentCompressor) -> str:
     kind = type(reranker)
     values = reranker.model_dump(mode="json", include=set(RERANKERS.parameters(name)))
-    made_from = {part: _identity_of(getattr(reranker, part)) for part in Parts.__slots__ if part in kind.model_fields}
+    made_from = {
+        part: _identity_of(getattr(reranker, part)) for part in RerankerModels.__slots__ if part in kind.model_fields
+    }
     return content_hash(json.dumps([name, values, made_from], sort_keys=True))
 
 

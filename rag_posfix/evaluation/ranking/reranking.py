@@ -50,7 +50,7 @@ from rag_posfix.settings import Settings
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
 
-    from rag_posfix.reranking.build import Parts
+    from rag_posfix.reranking.build import RerankerModels
 
 __all__ = ["JOURNAL", "RerankingRecord", "evaluate_reranking", "summarize_runs"]
 
@@ -134,17 +134,17 @@ def evaluate_reranking(
     journal = RankJournal(None if out is None else out / JOURNAL, fresh=fresh)
 
     @functools.cache
-    def parts() -> Parts:  # loads the model libraries, which BM25 alone does not need
-        from rag_posfix.pipeline.build import build_reranker_parts
+    def models() -> RerankerModels:  # loads the model libraries, which BM25 alone does not need
+        from rag_posfix.pipeline.build import build_reranker_models
 
-        return build_reranker_parts(chosen)
+        return build_reranker_models(chosen)
 
-    stage, collection = _open_stage(first_stage, files, topics, titles, lambda: parts().embeddings(), out, progress)
+    stage, collection = _open_stage(first_stage, files, topics, titles, lambda: models().embeddings(), out, progress)
     found = retrieve(stage, topics, depth, journal, progress)
     candidates = candidates_of(topics, found, collection)
     paths = {} if out is None else run_files(out, [FIRST_STAGE, *(choice.label for choice in rerankers)])
     runs = [evaluate_run(found, topics, wanted, paths.get(FIRST_STAGE))]
-    with _rankers(chosen, parts, ray_actors if ray else 0) as open_ranker:
+    with _rankers(chosen, models, ray_actors if ray else 0) as open_ranker:
         for choice in rerankers:
             ranked = rerank(open_ranker(choice), candidates, journal, progress)
             runs.append(evaluate_run(ranked, topics, wanted, paths.get(choice.label)))
@@ -211,7 +211,7 @@ def _open_stage(
 
 @contextmanager
 def _rankers(
-    settings: Settings, parts: Callable[[], Parts], ray_actors: int
+    settings: Settings, models: Callable[[], RerankerModels], ray_actors: int
 ) -> Iterator[Callable[[RerankerChoice], Ranker]]:
     """Yield what makes rankers: in this process, or on a Ray cluster that is left at the end."""
     if ray_actors:
@@ -221,7 +221,7 @@ def _rankers(
             yield open_ranker
         return
 
-    yield lambda choice: local_ranker(open_reranker(choice, parts()))
+    yield lambda choice: local_ranker(open_reranker(choice, models()))
 
 
 def _data_facts(files: BeirFiles, first_stage: str | Path) -> dict[str, dict[str, str]]:

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import torch
 
-from rag_posfix.assembly.layout import Passage, open_frame
 from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.tokenization import TokenizedPassage, tokenize_prompt
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice
@@ -48,9 +48,9 @@ def bench_layout(encoder: TokenEncoder, documents: int, tokens: int) -> Layout:
     for index in range(documents):
         ids = _words_as_tokens(encoder, words, index * WORDS_APART, tokens - len(separator))
         relevance = 1.0 - 0.9 * index / documents  # all different: methods may sort by it
-        passages.append(Passage((), ids, separator, content_hash("", encoder.decode(ids)), relevance))
+        passages.append(TokenizedPassage((), ids, separator, content_hash("", encoder.decode(ids)), relevance))
     question = load_questions()[0].question
-    return open_frame(encoder, template, question, with_passages=True).around(passages)
+    return tokenize_prompt(encoder, template, question).with_passages(passages)
 
 
 def _words_as_tokens(encoder: TokenEncoder, words: Sequence[str], start: int, count: int) -> tuple[int, ...]:

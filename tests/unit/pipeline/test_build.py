@@ -11,15 +11,15 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline import build as module
-from rag_posfix.pipeline.build import build_embeddings, build_engine, build_pipeline, build_reranker_parts
+from rag_posfix.pipeline.build import build_embeddings, build_engine, build_pipeline, build_reranker_models
 from rag_posfix.pipeline.invalidation import forget
 from rag_posfix.pipeline.pipeline import Question
 from rag_posfix.reranking import EmbeddingReranker, LikelihoodReranker
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
-from tests.unit.retrieval.letters import LetterEmbeddings
 
 DOCUMENTS = [
     Document(id="rome", page_content="Rome lies on the Tiber.", metadata={"title": "Rome", "relevance_score": "high"}),
@@ -261,7 +261,7 @@ def test_parts_of_rerankers_are_made_when_they_are_needed_and_once(monkeypatch):
     made = []
     monkeypatch.setattr(module, "SentenceEmbeddings", lambda model: made.append(model) or LetterEmbeddings())
     monkeypatch.setattr(module, "load_engine", lambda model, **_: made.append(model) or object())
-    parts = build_reranker_parts(Settings(embedding_model="some", model="other"))
+    parts = build_reranker_models(Settings(embedding_model="some", model="other"))
     assert made == []
     assert parts.embeddings() is parts.embeddings()
     assert parts.generator() is parts.generator()

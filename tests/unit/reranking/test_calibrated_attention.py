@@ -4,7 +4,7 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking import CalibratedAttentionReranker
-from rag_posfix.reranking.build import Parts, build_reranker
+from rag_posfix.reranking.build import RerankerModels, build_reranker
 from tests.support.reader import ScriptedReader, order, raw
 
 BIAS = [5.0, 1.0, 3.0]
@@ -12,6 +12,7 @@ RELEVANCE = {"aa": 0.0, "bb": 2.0, "cc": 1.0}
 
 
 def attention(text, place):
+    """More attention by slot than by relevance: uncalibrated, the passage in the first slot would be the best."""
     return BIAS[place] + RELEVANCE.get(text, 0.0)
 
 
@@ -20,12 +21,12 @@ def documents(*texts):
 
 
 def made(reader, **parameters):
-    parts = Parts(embeddings=lambda: None, generator=lambda: reader)
-    return build_reranker(MethodSpec("calibrated_attention", parameters), parts)
+    models = RerankerModels(embeddings=lambda: None, generator=lambda: reader)
+    return build_reranker(MethodSpec("calibrated_attention", parameters), models)
 
 
 @pytest.mark.parametrize("given", [["aa", "bb", "cc"], ["bb", "cc", "aa"], ["cc", "aa", "bb"]])
-def test_what_a_dummy_gets_in_the_same_place_is_taken_away(given):
+def test_the_attention_to_a_dummy_in_the_same_slot_is_subtracted(given):
     reader = ScriptedReader(attention)
     result = CalibratedAttentionReranker(generator=reader, order="given").compress_documents(documents(*given), "why?")
     assert raw(result) == RELEVANCE
@@ -43,7 +44,7 @@ def test_without_calibration_the_first_place_would_win():
     assert max(range(3), key=lambda place: attended[place]) == 0
 
 
-def test_a_stored_profile_stands_in_for_the_dummies():
+def test_a_stored_profile_replaces_the_dummies():
     # Attention 5, 3, 4 has mean 4, the profile 3: scaled to 20/3, 4/3, 4.
     reader = ScriptedReader(attention)
     result = made(reader, profile=BIAS, order="given").compress_documents(documents("aa", "bb", "cc"), "why?")

@@ -8,8 +8,8 @@ from rag_posfix.evaluation.answers.experiment import check_choices, load_models
 from rag_posfix.evaluation.answers.permutations import evaluate_permutations
 from rag_posfix.evaluation.answers.positions import evaluate_positions
 from rag_posfix.settings import Settings
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, tiny_engine
-from tests.unit.retrieval.letters import LetterEmbeddings
 
 NONE = MitigationChoice("none")
 

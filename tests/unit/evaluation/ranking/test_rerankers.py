@@ -14,10 +14,10 @@ from rag_posfix.evaluation.ranking.rerankers import (
     rerank,
     rerank_one,
 )
-from rag_posfix.reranking.build import Parts
+from rag_posfix.reranking.build import RerankerModels
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import ByLength
 from tests.support.tiny_evaluation import tiny_engine
-from tests.unit.retrieval.letters import LetterEmbeddings
 
 
 def documents(*texts, score=0.5):
@@ -116,7 +116,9 @@ class TestNames:
 
     def test_the_identity_is_of_name_parameters_and_model(self):
         def identity(parameters=None, model="letters:26"):
-            parts = Parts(embeddings=lambda: LetterEmbeddings(model), generator=lambda: pytest.fail("not needed"))
+            parts = RerankerModels(
+                embeddings=lambda: LetterEmbeddings(model), generator=lambda: pytest.fail("not needed")
+            )
             return open_reranker(RerankerChoice("embedding", parameters or {}), parts).identity
 
         assert identity() == identity() == identity({"top_n": None})

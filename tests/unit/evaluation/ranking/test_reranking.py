@@ -14,10 +14,10 @@ from rag_posfix.evaluation.ranking.report import render_page
 from rag_posfix.evaluation.ranking.rerankers import RerankerChoice, local_ranker, open_reranker
 from rag_posfix.evaluation.ranking.reranking import evaluate_reranking
 from rag_posfix.evaluation.record import read_record
-from rag_posfix.pipeline.build import build_reranker_parts
+from rag_posfix.pipeline.build import build_reranker_models
 from rag_posfix.settings import Settings
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import CORPUS, QRELS, write_collection
-from tests.unit.retrieval.letters import LetterEmbeddings
 
 EMBEDDING = RerankerChoice("embedding")
 MEASURES = ("nDCG@10", "RR@10", "R@10", "P@1")
@@ -205,7 +205,7 @@ def test_with_ray_the_rankings_come_from_there_and_go_to_the_same_journal(evalua
     @contextmanager
     def ray_rankers(settings, actors):
         asked.append(actors)
-        parts = build_reranker_parts(settings)
+        parts = build_reranker_models(settings)
         yield lambda choice: local_ranker(open_reranker(choice, parts))
         asked.append("left")
 
