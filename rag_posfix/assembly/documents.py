@@ -143,11 +143,7 @@ def ranked_indices(documents: Sequence[CheckedDocument]) -> tuple[int, ...]:
     Args:
         documents: The documents to rank.
     """
-    scores = [document.relevance for document in documents]
-    if all(score is None for score in scores):
-        return tuple(range(len(scores)))
-    by_content = sorted(range(len(scores)), key=lambda i: documents[i].key)
-    return tuple(by_content[i] for i in best_first([scores[i] for i in by_content]))
+    return best_first([document.relevance for document in documents], [document.key for document in documents])
 
 
 def distinct_indices(documents: Sequence[CheckedDocument]) -> tuple[tuple[int, ...], tuple[Dropped, ...]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, checked_choices, parse_numbers, settings_from
+from rag_posfix.cli.options import AsJson, ModelName, checked_choices_and_arrangements, parse_numbers, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out
 from rag_posfix.cli.rerank import rerank, rerank_positions
 
@@ -18,7 +18,20 @@ Data = Annotated[
     typer.Option("--data", help="Lost-in-the-Middle rows, or a file in SQuAD's form such as XQuAD; .gz or plain."),
 ]
 Mitigations = Annotated[
-    str, typer.Option("--mitigation", help="Names, comma-separated; name:parameter=value, values in JSON.")
+    str | None,
+    typer.Option(
+        "--mitigation",
+        help="Methods, comma-separated; name:parameter=value, values in JSON. Default: none,context_experts; with "
+        "--arrangement: none.",
+    ),
+]
+Arrangements = Annotated[
+    str | None,
+    typer.Option(
+        "--arrangement",
+        help="Reranker/order/method, comma-separated, each as name:parameter=value, for example "
+        "likelihood+embedding/reverse/none. An empty reranker is the embedding.",
+    ),
 ]
 Documents = Annotated[int, typer.Option("--documents", min=1, help="Passages per prompt.")]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Questions at most.")]
@@ -39,7 +52,8 @@ def group() -> None:
 def positions(
     data: Data,
     output: Annotated[Path, typer.Option("--out", help="Folder for the result record and the journal of answers.")],
-    mitigation: Mitigations = "none,context_experts",
+    mitigation: Mitigations = None,
+    arrangement: Arrangements = None,
     gold_positions: Annotated[
         str, typer.Option("--gold-positions", help="Where the gold passage stands, from 0.")
     ] = "0,4,9",
@@ -63,7 +77,7 @@ def positions(
     model: ModelName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put the gold passage at each position and compare methods: accuracy, log-probability, worst position and spread.
+    """Put the gold passage at each position and compare: accuracy, log-probability, worst position and spread.
 
     Each answer goes to OUT/positions-journal.jsonl as soon as it is known. The same command, or one that asks for more
     questions, positions or methods, then computes only what is missing; rows taken from the journal are marked
@@ -74,7 +88,8 @@ def positions(
     from rag_posfix.evaluation import evaluate_positions
 
     record = evaluate_positions(
-        data, checked_choices(mitigation), gold_positions=parse_numbers(gold_positions, "--gold-positions"),
+        data, checked_choices_and_arrangements(mitigation, arrangement),
+        gold_positions=parse_numbers(gold_positions, "--gold-positions"),
         documents=documents, limit=limit, skip=skip, max_tokens=max_tokens, check_orders=check_orders, fresh=fresh,
         reuse=reuse, settings=settings_from(model=model), out=output, progress=experiment_step,
     )  # fmt: skip
@@ -88,7 +103,8 @@ def positions(
 def permutations(
     data: Data,
     output: Annotated[Path, typer.Option("--out", help="Folder for the result record.")],
-    mitigation: Mitigations = "none,context_experts",
+    mitigation: Mitigations = None,
+    arrangement: Arrangements = None,
     orders: Annotated[int, typer.Option("--orders", min=2, help="Orders per question, the given one included.")] = 4,
     documents: Documents = 10,
     limit: Limit = None,
@@ -106,8 +122,9 @@ def permutations(
     from rag_posfix.evaluation import evaluate_permutations
 
     record = evaluate_permutations(
-        data, checked_choices(mitigation), orders=orders, documents=documents, limit=limit, skip=skip,
-        max_tokens=max_tokens, seed=seed, settings=settings_from(model=model), out=output, progress=experiment_step,
+        data, checked_choices_and_arrangements(mitigation, arrangement), orders=orders, documents=documents,
+        limit=limit, skip=skip, max_tokens=max_tokens, seed=seed, settings=settings_from(model=model), out=output,
+        progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

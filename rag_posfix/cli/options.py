@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,18 +12,25 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
 
+if TYPE_CHECKING:
+    from rag_posfix.evaluation.answers.arrangement import Arrangement
+
 __all__ = [
     "AsJson",
     "ModelName",
     "Split",
     "checked_choice",
     "checked_choices",
+    "checked_choices_and_arrangements",
     "follows",
     "parse_choice",
     "parse_numbers",
     "settings_from",
     "split_outside",
 ]
+
+BASIC_METHODS = "none,context_experts"
+"""What is compared where the command line does not say."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Split = Annotated[
@@ -73,6 +80,31 @@ def checked_choices(text: str) -> list[MitigationChoice]:
                 f"--mitigation {text!r} names {choice.name!r} twice with the same parameters; once is all"
             )
     return choices
+
+
+def checked_choices_and_arrangements(mitigation: str | None, arrangement: str | None) -> list[Arrangement]:
+    """Read ``--mitigation`` and ``--arrangement``, each a list separated by commas, and check every part.
+
+    Without ``--mitigation`` there are ``none`` and, without ``--arrangement`` too, ``context_experts``.
+
+    Raises:
+        ConfigError: an unknown name or parameter, a value outside of what is allowed, a file that cannot be read, or
+            a part that is named twice.
+    """
+    from rag_posfix.assembly.orders import create_order
+    from rag_posfix.evaluation.answers.arrangement import Arrangement, check_arrangements, parse_arrangement
+    from rag_posfix.mitigations import MITIGATIONS
+    from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
+    from rag_posfix.reranking import RERANKERS
+
+    found = [Arrangement(one) for one in checked_choices(mitigation or ("none" if arrangement else BASIC_METHODS))]
+    for part in split_outside(arrangement, ",") if arrangement else ():
+        read = parse_arrangement(part)
+        create_order(order := order_with_values(read.order))
+        scorer = None if read.reranker is None else with_file_parameters(read.reranker, RERANKERS)
+        found.append(Arrangement(with_file_parameters(read.mitigation, MITIGATIONS), order, scorer))
+    check_arrangements(found)
+    return found
 
 
 def parse_numbers(text: str, option: str) -> list[int]:

@@ -9,7 +9,7 @@ import typer
 
 from rag_posfix.cli.options import AsJson, ModelName, parse_numbers, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out
-from rag_posfix.contracts.method_spec import parse_method, split_outside
+from rag_posfix.contracts.method_spec import split_outside
 from rag_posfix.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -128,11 +128,12 @@ def _reranker_choices(text: str, at_least: int = 0) -> list[RerankerChoice]:
     from rag_posfix.evaluation import RerankerChoice
     from rag_posfix.pipeline.file_parameters import with_file_parameters
     from rag_posfix.reranking import RERANKERS
+    from rag_posfix.reranking.build import read_reranker
 
     parts = split_outside(text, ",") if text.strip() else []
     if len(parts) < at_least:
         raise ConfigError("--reranker is empty; name at least one, for example embedding")
-    specs = [with_file_parameters(parse_method(part, "reranker", "top_n=5"), RERANKERS) for part in parts]
+    specs = [with_file_parameters(read_reranker(part), RERANKERS) for part in parts]
     return [RerankerChoice(spec.name, spec.parameters) for spec in specs]
 
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rag_posfix.evaluation.answers.arrangement import Arrangement, parse_arrangement
     from rag_posfix.evaluation.answers.permutations import evaluate_permutations
     from rag_posfix.evaluation.answers.positions import evaluate_positions
     from rag_posfix.evaluation.data.beir import beir_files
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rag_posfix.evaluation.speed.bench import measure_speed
 
 __all__ = [
+    "Arrangement",
     "ExperimentRecord",
     "PositionExample",
     "RerankerChoice",
@@ -30,10 +32,12 @@ __all__ = [
     "evaluate_reranking_positions",
     "load_examples",
     "measure_speed",
+    "parse_arrangement",
     "read_record",
 ]
 
 _EXPORTS = {
+    "Arrangement": "rag_posfix.evaluation.answers.arrangement",
     "ExperimentRecord": "rag_posfix.evaluation.record",
     "PositionExample": "rag_posfix.evaluation.data.datasets",
     "RerankerChoice": "rag_posfix.evaluation.ranking.rerankers",
@@ -44,6 +48,7 @@ _EXPORTS = {
     "evaluate_reranking_positions": "rag_posfix.evaluation.ranking.gold_positions",
     "load_examples": "rag_posfix.evaluation.data.datasets",
     "measure_speed": "rag_posfix.evaluation.speed.bench",
+    "parse_arrangement": "rag_posfix.evaluation.answers.arrangement",
     "read_record": "rag_posfix.evaluation.record",
 }
 

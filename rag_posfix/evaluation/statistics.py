@@ -23,6 +23,7 @@ __all__ = [
     "compare_all",
     "difference_interval",
     "holm",
+    "mcnemar_p",
     "mean",
     "randomisation_p",
     "t_test_p",
@@ -192,6 +193,18 @@ def difference_interval(
         means += found[generator.integers(0, found.size, size=size)].mean(axis=1).tolist()
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
+
+
+def mcnemar_p(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the exact two-sided p-value of McNemar's test for paired outcomes of 0 and 1.
+
+    Formula: of the n pairs that differ, k favour one side; p = min(1, 2 sum_(i <= min(k, n - k)) C(n, i) / 2^n).
+    """
+    better = sum(a > b for a, b in zip(ours, theirs, strict=True))
+    worse = sum(a < b for a, b in zip(ours, theirs, strict=True))
+    n = better + worse
+    tail: int = sum(math.comb(n, i) for i in range(min(better, worse) + 1))
+    return float(min(1.0, 2 * tail / 2**n))
 
 
 def holm(chances: Sequence[float]) -> list[float]:

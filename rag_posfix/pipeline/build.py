@@ -23,7 +23,7 @@ from rag_posfix.caching.kv.build import build_passage_store
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.generator import Generator, Retriever
-from rag_posfix.contracts.method_spec import MethodSpec, parse_method
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
@@ -34,7 +34,7 @@ from rag_posfix.pipeline.invalidation import invalidate
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.pipeline.precompute import precompute
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import RerankerModels, build_reranker
+from rag_posfix.reranking.build import RerankerModels, build_reranker, read_reranker
 from rag_posfix.reranking.guarded import GuardedReranker
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.dense import PassageRetriever
@@ -128,7 +128,7 @@ def _with_passages(generator: Generator, settings: Settings, undo: ExitStack) ->
 
 def _reranker_spec(settings: Settings) -> MethodSpec:
     """Return the reranker that the settings ask for, checked."""
-    spec = parse_method(settings.reranker or DEFAULT_RERANKER, "reranker", "top_n=5")
+    spec = read_reranker(settings.reranker or DEFAULT_RERANKER)
     spec = with_file_parameters(spec, RERANKERS)
     RERANKERS.check(spec)
     return spec

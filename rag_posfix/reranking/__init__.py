@@ -8,6 +8,7 @@ from rag_posfix.reranking.base import RERANKERS
 from rag_posfix.reranking.calibrated_attention import CalibratedAttentionReranker
 from rag_posfix.reranking.cross_encoder import CrossEncoderReranker
 from rag_posfix.reranking.embedding import EmbeddingReranker
+from rag_posfix.reranking.fused import FusedReranker
 from rag_posfix.reranking.guarded import GuardedReranker
 from rag_posfix.reranking.in_context import InContextReranker
 from rag_posfix.reranking.likelihood import LikelihoodReranker
@@ -19,6 +20,7 @@ __all__ = [
     "CalibratedAttentionReranker",
     "CrossEncoderReranker",
     "EmbeddingReranker",
+    "FusedReranker",
     "GuardedReranker",
     "InContextReranker",
     "LikelihoodReranker",

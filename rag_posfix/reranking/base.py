@@ -98,11 +98,18 @@ class ScoringReranker(BaseDocumentCompressor):
         if not documents:
             return []
         question, distinct = checked_question(query), distinct_documents(documents)
-        scores: Sequence[DocumentScore] = ()
-        if distinct.documents:
-            with self._exclusive():
-                scores = self._score(question, distinct.documents)
+        scores = self.score(question, distinct.documents) if distinct.documents else ()
         return self._ranked(documents, distinct, scores)
+
+    def score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
+        """Return the score of each document, in the given order.
+
+        Args:
+            question: The question, not empty.
+            documents: One or more documents with visible text, all with different content.
+        """
+        with self._exclusive():
+            return self._score(question, documents)
 
     async def acompress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None

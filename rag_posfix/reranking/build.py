@@ -12,7 +12,7 @@ from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.reranking import RERANKERS
 
-__all__ = ["RerankerModels", "build_reranker", "parse_reranker"]
+__all__ = ["RerankerModels", "build_reranker", "parse_reranker", "read_reranker"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,20 @@ def build_reranker(spec: MethodSpec, models: RerankerModels) -> BaseDocumentComp
     return made
 
 
+def read_reranker(text: str) -> MethodSpec:
+    """Read ``name`` or ``name:parameter=value``; ``first+second`` is ``fused`` with these two scorers.
+
+    Nothing is looked up, and no file is read.
+
+    Raises:
+        ConfigError: text that cannot be read.
+    """
+    spec = parse_method(text.removeprefix("fused:") if "+" in text else text, "reranker", "top_n=5")
+    if "+" not in spec.name:
+        return spec
+    return MethodSpec("fused", {"scorers": spec.name.split("+"), **spec.parameters})
+
+
 def parse_reranker(text: str) -> MethodSpec:
     """Read ``name`` or ``name:parameter=value`` and check it: a typing error is told before a model is loaded.
 
@@ -54,6 +68,6 @@ def parse_reranker(text: str) -> MethodSpec:
         UnknownNameError: no reranker has this name.
         ConfigError: an unknown parameter, a value outside of what is allowed, or text that cannot be read.
     """
-    spec = parse_method(text, "reranker", "top_n=5")
+    spec = read_reranker(text)
     RERANKERS.check(spec)
     return spec

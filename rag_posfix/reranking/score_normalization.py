@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["sigmoid", "sigmoid_of_z_scores", "sum_normalized"]
+__all__ = ["sigmoid", "sigmoid_of_z_scores", "sum_normalized", "z_scores"]
 
 
 def sigmoid(value: float) -> float:
@@ -23,13 +23,16 @@ def sigmoid_of_z_scores(raw: Sequence[float]) -> list[float]:
 
     Formula: sigmoid((s_k - mean(s)) / std(s)) with the population standard deviation; 0.5 for each if all are equal.
     """
+    return [sigmoid(value) for value in z_scores(raw)]
+
+
+def z_scores(raw: Sequence[float]) -> list[float]:
+    """Return (s_k - mean(s)) / std(s) of each score, with the population standard deviation; 0 if all are equal."""
     if not raw:
         return []
     mean = math.fsum(raw) / len(raw)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in raw) / len(raw))
-    if deviation == 0:
-        return [0.5] * len(raw)
-    return [sigmoid((value - mean) / deviation) for value in raw]
+    return [(value - mean) / deviation if deviation else 0.0 for value in raw]
 
 
 def sum_normalized(raw: Sequence[float]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import pytest
 from hypothesis import given
@@ -56,3 +57,21 @@ def test_every_order_and_every_parameter_is_described(name):
     assert text.partition("\n")[0].endswith(".")
     for parameter in inspect.signature(ORDERS.get(name)).parameters:
         assert f"    {parameter}: " in text
+
+
+BY_CONTENT = [name for name in ORDERS.names() if ORDERS.get(name).by_content]
+
+
+@pytest.mark.parametrize("name", BY_CONTENT)
+def test_an_order_by_content_gives_one_prompt_for_every_order_of_the_documents(name):
+    scored = {"a": 0.5, "b": 0.5, "c": 0.9, "d": None, "e": None}  # equal scores, and none at all
+    prompts = set()
+    for keys in itertools.permutations(scored):
+        facts = OrderFacts(tuple(scored[key] for key in keys), keys=keys)
+        prompts.add("".join(keys[index] for index in apply_order(example(name), facts)))
+    assert len(prompts) == 1
+
+
+def test_the_orders_by_content_are_those_that_follow_from_scores_alone():
+    assert {"relevance", "reverse", "ends_first", "profile"} <= set(BY_CONTENT)
+    assert not {"original", "random"} & set(BY_CONTENT)

@@ -52,12 +52,15 @@ class Order(ABC):
     Attributes:
         name: Registry name.
         example: Parameters for tests, if the order has parameters without a default.
+        by_content: Whether the permutation follows from scores and content alone, so that it does not depend on the
+            order in which scored documents were given.
         file_parameters: Parameters that the command line and the settings read from a file: name -> function that
             turns the path into values of parameters. The order itself never reads a file.
     """
 
     name: ClassVar[str]
     example: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    by_content: ClassVar[bool] = False
     file_parameters: ClassVar[Mapping[str, Callable[[str], Mapping[str, Any]]]] = MappingProxyType({})
 
     def __post_init__(self) -> None:
@@ -72,27 +75,35 @@ class Order(ABC):
 ORDERS: Registry[type[Order]] = Registry("order")
 
 
-def best_first(relevance: Sequence[float | None]) -> tuple[int, ...]:
-    """Return the indices from the highest score to the lowest; ties keep the given order.
+def best_first(relevance: Sequence[float | None], keys: Sequence[str] = ()) -> tuple[int, ...]:
+    """Return the indices from the highest score to the lowest.
+
+    Equal scores are ordered by content hash, so that the order does not depend on the order in which the documents
+    were given. If no document has a score, or the hashes are not known, they keep the given order.
 
     Args:
         relevance: One score per document, or None.
+        keys: One content hash per document, or none at all.
     """
-    return tuple(sorted(range(len(relevance)), key=lambda i: _descending(relevance[i])))
+    by_content = len(keys) == len(relevance) and any(score is not None for score in relevance)
+    return tuple(
+        sorted(range(len(relevance)), key=lambda i: (*_descending(relevance[i]), keys[i] if by_content else ""))
+    )
 
 
 def _descending(score: float | None) -> tuple[bool, float]:
     return (True, 0.0) if score is None else (False, -score)
 
 
-def ranks(relevance: Sequence[float | None]) -> tuple[int, ...]:
+def ranks(relevance: Sequence[float | None], keys: Sequence[str] = ()) -> tuple[int, ...]:
     """Return the rank of each document, 0 for the most relevant.
 
     Args:
         relevance: One score per document, or None.
+        keys: As in ``best_first``.
     """
     rank = [0] * len(relevance)
-    for place, index in enumerate(best_first(relevance)):
+    for place, index in enumerate(best_first(relevance, keys)):
         rank[index] = place
     return tuple(rank)
 

@@ -17,10 +17,11 @@ class Relevance(Order):
     """Best document first, worst last."""
 
     name: ClassVar[str] = "relevance"
+    by_content: ClassVar[bool] = True
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
-        return best_first(facts.relevance)
+        return best_first(facts.relevance, facts.keys)
 
 
 @ORDERS.register("reverse")
@@ -29,10 +30,11 @@ class Reverse(Order):
     """Worst document first, best last, next to the question."""
 
     name: ClassVar[str] = "reverse"
+    by_content: ClassVar[bool] = True
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
-        return best_first(facts.relevance)[::-1]
+        return best_first(facts.relevance, facts.keys)[::-1]
 
 
 @ORDERS.register("ends_first")
@@ -45,10 +47,11 @@ class EndsFirst(Order):
     """
 
     name: ClassVar[str] = "ends_first"
+    by_content: ClassVar[bool] = True
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
-        ranked = best_first(facts.relevance)
+        ranked = best_first(facts.relevance, facts.keys)
         return ranked[0::2] + ranked[1::2][::-1]
 
 

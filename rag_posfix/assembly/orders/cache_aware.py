@@ -44,11 +44,11 @@ class CacheAware(Order):
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
-        ranked = best_first(facts.relevance)
+        ranked = best_first(facts.relevance, facts.keys)
         if len(facts.keys) != len(ranked):
             return ranked
         rest = tuple(sorted(ranked, key=lambda i: facts.keys[i])) if facts.order_free else ranked
-        rank = ranks(facts.relevance)
+        rank = ranks(facts.relevance, facts.keys)
         best, best_order = (0, 0.0), rest
         for prefix in _shared_prefixes(facts):
             if len(prefix) < best[0] or not prefix:

@@ -40,6 +40,7 @@ class Profile(Order):
     """
 
     name: ClassVar[str] = "profile"
+    by_content: ClassVar[bool] = True
     example: ClassVar[Mapping[str, Any]] = MappingProxyType({"slots": (0.4, 0.2, 0.1, 0.3)})
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"file": bias_profile_from("slots")})
 
@@ -56,7 +57,7 @@ class Profile(Order):
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
-        ranked = best_first(facts.relevance)
+        ranked = best_first(facts.relevance, facts.keys)
         values = stretched(self.slots, len(ranked))
         best_slots = sorted(range(len(values)), key=lambda slot: -values[slot])
         document_in = dict(zip(best_slots, ranked, strict=True))

@@ -20,7 +20,7 @@ from langchain_core.documents import Document
 from torch import Tensor
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.assembly.documents import checked_document
+from rag_posfix.assembly.documents import checked_document, content_key
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
@@ -77,11 +77,19 @@ def best_subspan_em(answer: str, accepted: Sequence[str]) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """One question about passages in one order, for one mitigation."""
+    """One question about scored passages, for one order and one mitigation.
+
+    Attributes:
+        example: The question.
+        documents: Its passages, as the experiment gives them.
+        choice: The mitigation.
+        order: The order that the passages have in the prompt.
+    """
 
     example: PositionExample
     documents: tuple[Document, ...]
     choice: MitigationChoice
+    order: str = "original"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +169,7 @@ def answer_all(engine: Engine, trials: Iterable[Trial], max_new_tokens: int) -> 
 def _prefill(engine: Engine, assembler: Assembler, trial: Trial, max_new_tokens: int) -> _Prefilled:
     example, given = trial.example, len(trial.documents)
     assembled = assembler.assemble(
-        example.question, trial.documents, order="original", max_new_tokens=max_new_tokens
+        example.question, trial.documents, order=trial.order, max_new_tokens=max_new_tokens
     )  # fmt: skip
     if len(assembled.documents) != given:
         raise EvaluationError(
@@ -177,9 +185,11 @@ def _prefill(engine: Engine, assembler: Assembler, trial: Trial, max_new_tokens:
 def score_passages(reranker: Reranker, example: PositionExample, count: int) -> dict[str, Document]:
     """Return the passages of a question with relevance, by id.
 
-    Relevance comes from ``reranker``, which sees the same passages in the same order whatever is asked afterwards.
+    Relevance comes from ``reranker``, which sees the same passages in the same order whatever is asked afterwards: by
+    content hash, so that the gold passage has no place of its own. A reranker with ``top_n`` returns fewer.
     """
-    return {str(d.id): d for d in reranker.compress_documents(example.documents(count, 0), example.question)}
+    given = sorted(example.documents(count, 0), key=content_key)
+    return {str(d.id): d for d in reranker.compress_documents(given, example.question)}
 
 
 class AnswerJournal(LineJournal[GradedAnswer]):
@@ -223,5 +233,6 @@ def answer_key(engine: Engine, trial: Trial, max_new_tokens: int, *, any_order: 
         "passages": sorted(passages, key=str) if any_order else list(passages),
         "any_order": any_order,
         "max_new_tokens": max_new_tokens,
+        **({} if trial.order == "original" else {"order": trial.order}),
     }
     return content_hash(json.dumps(parts, sort_keys=True))

@@ -2,38 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.contracts.generator import Reranker
-from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.errors import ConfigError
+from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.evaluation.answers.arrangement import Arrangement, check_arrangements
 from rag_posfix.evaluation.data.datasets import PositionExample, data_facts
 from rag_posfix.evaluation.progress import Progress
 from rag_posfix.evaluation.record import environment, model_facts
 from rag_posfix.generation.engine import Engine
-from rag_posfix.mitigations import create
 from rag_posfix.settings import Settings
 
-__all__ = ["answers_head", "check_choices", "load_models"]
+__all__ = ["answers_head", "arrangement_rerankers", "checked_arrangements", "load_models"]
 
 
-def check_choices(choices: Sequence[MitigationChoice]) -> None:
-    """Check methods against the registry: a typing error is told before a model is loaded.
+def checked_arrangements(choices: Sequence[MethodSpec | Arrangement]) -> list[Arrangement]:
+    """Return methods and arrangements as arrangements, checked before a model is loaded.
 
     Raises:
-        ConfigError: an unknown method or parameter, a value outside of what is allowed, or a method twice.
+        ConfigError: an unknown name or parameter, a value outside of what is allowed, or one is named twice.
     """
-    for index, choice in enumerate(choices):
-        create(choice.name, choice.parameters)
-        if choice in choices[:index]:
-            raise ConfigError(f"{choice.label!r} is named twice with the same parameters; once is all")
+    arrangements = [one if isinstance(one, Arrangement) else Arrangement(one) for one in choices]
+    check_arrangements(arrangements)
+    return arrangements
+
+
+def arrangement_rerankers(
+    arrangements: Sequence[Arrangement], engine: Engine, settings: Settings | None
+) -> dict[str, Reranker]:
+    """Return the rerankers that ``arrangements`` name, by label.
+
+    Args:
+        arrangements: What is compared.
+        engine: The model, for rerankers that read passages with it.
+        settings: Names the embeddings; read from the environment if None and needed.
+    """
+    from rag_posfix.pipeline.build import build_embeddings
+    from rag_posfix.reranking.build import RerankerModels, build_reranker
+
+    specs = {one.reranker.label: one.reranker for one in arrangements if one.reranker is not None}
+    embeddings = functools.cache(lambda: build_embeddings(settings or Settings()))
+    models = RerankerModels(embeddings=embeddings, generator=lambda: engine)
+    return {label: build_reranker(spec, models) for label, spec in specs.items()}
 
 
 def load_models(
-    choices: Sequence[MitigationChoice],
+    choices: Sequence[Arrangement],
     engine: Engine | None,
     reranker: Reranker | None,
     settings: Settings | None,
@@ -42,7 +60,7 @@ def load_models(
     """Return the model, which runs every method, what scores the passages, and the name of the latter in the record.
 
     Args:
-        choices: The methods.
+        choices: What is compared.
         engine: The model; loaded as ``settings`` say if None.
         reranker: Scores the passages; if None, the embeddings that ``settings`` name.
         settings: Read from the environment if None and needed.
@@ -63,14 +81,14 @@ def load_models(
             if reranker is None:
                 reranker, relevance = EmbeddingReranker(embeddings=build_embeddings(chosen)), chosen.embedding_model
     for choice in choices:
-        engine.describe(choice)
+        engine.describe(choice.mitigation)
     return engine, reranker, relevance
 
 
 def answers_head(
     kind: str,
     engine: Engine,
-    choices: Sequence[MitigationChoice],
+    choices: Sequence[Arrangement],
     data: Path | Sequence[PositionExample],
     settings: Mapping[str, Any],
     summary: Mapping[str, Any],
@@ -82,10 +100,18 @@ def answers_head(
         **model_facts(engine),
         "data": data_facts(data),
         "template": PromptTemplate().fingerprint(),
-        "mitigations": {
-            choice.label: {"parameters": choice.parameters, "fingerprint": engine.describe(choice).fingerprint}
-            for choice in choices
-        },
+        "mitigations": {choice.label: _arrangement_facts(engine, choice) for choice in choices},
         "settings": settings,
         "summary": summary,
+    }
+
+
+def _arrangement_facts(engine: Engine, arrangement: Arrangement) -> dict[str, Any]:
+    spec = arrangement.mitigation
+    return {
+        "parameters": spec.parameters,
+        "fingerprint": engine.describe(spec).fingerprint,
+        "order": arrangement.order,
+        "reranker": None if arrangement.reranker is None else arrangement.reranker.label,
+        "order_free": arrangement.order_free,
     }

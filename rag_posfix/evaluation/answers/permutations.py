@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from langchain_core.documents import Document
@@ -19,7 +20,13 @@ from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answering import QUESTIONS_TOGETHER, Trial, answer_all, score_passages
-from rag_posfix.evaluation.answers.experiment import answers_head, check_choices, load_models
+from rag_posfix.evaluation.answers.arrangement import OWN_SCORER, Arrangement
+from rag_posfix.evaluation.answers.experiment import (
+    answers_head,
+    arrangement_rerankers,
+    checked_arrangements,
+    load_models,
+)
 from rag_posfix.evaluation.data.datasets import PositionExample, take_examples
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord
@@ -42,7 +49,7 @@ class PermutationRow:
 
     Attributes:
         question: The question's id.
-        condition: Label of the mitigation.
+        condition: Label of the arrangement.
         order: Positions of the passages in the first order, as they stand now; the first order is 0, 1, 2, ...
         gold_position: Position of the gold passage.
         changed: The answer's text is not that of the first order.
@@ -69,7 +76,7 @@ class PermutationRow:
 
 def evaluate_permutations(
     data: Path | Sequence[PositionExample],
-    choices: Sequence[MitigationChoice],
+    choices: Sequence[MitigationChoice | Arrangement],
     *,
     orders: int = 4,
     documents: int = 10,
@@ -90,7 +97,7 @@ def evaluate_permutations(
 
     Args:
         data: A file of Lost-in-the-Middle rows or in SQuAD's form, or questions.
-        choices: The methods.
+        choices: Arrangements; a method alone has the order of the experiment and relevance from ``reranker``.
         orders: Orders per question, the given one included; the others are drawn, the same ones for every method.
         documents: Passages per prompt.
         limit: Questions at most.
@@ -109,21 +116,22 @@ def evaluate_permutations(
             window.
     """
     examples = take_examples(data, limit, skip)
-    check_choices(choices)
+    arrangements = checked_arrangements(choices)
     draw_orders(documents, orders, seed, "")  # before the model: what cannot be done is told at once
     for example in examples:
         example.documents(documents, 0)
-    engine, reranker, relevance = load_models(choices, engine, reranker, settings, progress)
+    engine, reranker, relevance = load_models(arrangements, engine, reranker, settings, progress)
     with progress("answering") as report:
         rows = answer_in_orders(
-            engine, examples, choices, n_orders=orders, n_documents=documents, reranker=reranker, seed=seed,
+            engine, examples, arrangements, n_orders=orders, n_documents=documents, reranker=reranker, seed=seed,
             max_new_tokens=max_tokens, progress=report,
+            rerankers=arrangement_rerankers(arrangements, engine, settings),
         )  # fmt: skip
     used = {
         "documents": documents, "orders": orders, "limit": limit, "skip": skip, "max_tokens": max_tokens, "seed": seed,
         "relevance": relevance, "decoding": "greedy",
     }  # fmt: skip
-    head = answers_head("permutations", engine, choices, data, used, summarize_permutations(rows))
+    head = answers_head("permutations", engine, arrangements, data, used, summarize_permutations(rows))
     return ExperimentRecord(head, [asdict(row) for row in rows]).write(out)
 
 
@@ -153,21 +161,22 @@ def draw_orders(count: int, n_orders: int, seed: int, name: str) -> list[tuple[i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Question:
-    """A question with its passages in the first order, relevance included, and the orders to put them in."""
+    """A question, its passages in the first order, scored by each reranker, and the orders to put them in."""
 
     example: PositionExample
-    given: tuple[Document, ...]
+    given: Mapping[str, tuple[Document | None, ...]]
     orders: list[tuple[int, ...]]
 
 
 def answer_in_orders(
     engine: Engine,
     examples: Sequence[PositionExample],
-    choices: Sequence[MitigationChoice],
+    choices: Sequence[MitigationChoice | Arrangement],
     *,
     n_orders: int,
     n_documents: int,
     reranker: Reranker,
+    rerankers: Mapping[str, Reranker] = MappingProxyType({}),
     seed: int = 0,
     max_new_tokens: int = 24,
     progress: Callable[[int, int], None] | None = None,
@@ -181,10 +190,11 @@ def answer_in_orders(
     Args:
         engine: The model; the same for all methods.
         examples: The questions.
-        choices: The mitigations.
+        choices: What is compared.
         n_orders: Orders per question, the first included; the same for every method.
         n_documents: Passages per prompt.
-        reranker: Scores the passages of a question, once, in the first order.
+        reranker: Scores the passages of a question, once, for arrangements that name no reranker.
+        rerankers: Those that arrangements name, by label.
         seed: Draws the orders.
         max_new_tokens: Tokens per answer.
         progress: Called with (done, total) after each answer.
@@ -192,16 +202,20 @@ def answer_in_orders(
     Raises:
         EvaluationError: too few distractors, more orders than there are, or passages do not fit the context window.
     """
-    total = len(examples) * len(choices) * n_orders
+    arrangements = checked_arrangements(choices)
+    total = len(examples) * len(arrangements) * n_orders
     rows: list[PermutationRow] = []
     for start in range(0, len(examples), QUESTIONS_TOGETHER):
         questions = []
         for example in examples[start : start + QUESTIONS_TOGETHER]:
-            passages = score_passages(reranker, example, n_documents)
-            given = tuple(passages[str(document.id)] for document in example.documents(n_documents, 0))
+            names = [str(document.id) for document in example.documents(n_documents, 0)]
+            given = {}
+            for label, one in {OWN_SCORER: reranker, **rerankers}.items():
+                passages = score_passages(one, example, n_documents)
+                given[label] = tuple(passages.get(name) for name in names)
             questions.append(_Question(example, given, draw_orders(n_documents, n_orders, seed, example.id)))
-        for choice in choices:
-            for row in _in_each_order(engine, questions, choice, n_orders, max_new_tokens):
+        for arrangement in arrangements:
+            for row in _in_each_order(engine, questions, arrangement, n_orders, max_new_tokens):
                 rows.append(row)
                 if progress is not None:
                     progress(len(rows), total)
@@ -209,13 +223,14 @@ def answer_in_orders(
 
 
 def _in_each_order(
-    engine: Engine, questions: Sequence[_Question], choice: MitigationChoice, n_orders: int, max_new_tokens: int
+    engine: Engine, questions: Sequence[_Question], arrangement: Arrangement, n_orders: int, max_new_tokens: int
 ) -> Iterator[PermutationRow]:
     first: list[tuple[str, Tensor]] = []  # by question, in the first order: the answer, and scores of its first token
+    scorer = OWN_SCORER if arrangement.reranker is None else arrangement.reranker.label
     for number in range(n_orders):
         orders = [question.orders[number] for question in questions]
         trials = [
-            Trial(question.example, tuple(question.given[i] for i in order), choice)
+            Trial(question.example, _ordered(question.given[scorer], order), arrangement.mitigation, arrangement.order)
             for question, order in zip(questions, orders, strict=True)
         ]
         for index, (answer, log_probs) in enumerate(answer_all(engine, trials, max_new_tokens)):
@@ -223,13 +238,18 @@ def _in_each_order(
                 first.append((answer.answer, log_probs))
             yield PermutationRow(
                 question=questions[index].example.id,
-                condition=choice.label,
+                condition=arrangement.label,
                 order=orders[index],
                 gold_position=orders[index].index(0),
                 changed=answer.answer != first[index][0],
                 logit_difference=_largest_difference(log_probs, first[index][1]),
                 **asdict(answer),
             )
+
+
+def _ordered(passages: Sequence[Document | None], order: Sequence[int]) -> tuple[Document, ...]:
+    """Return the passages in an order; None stands for one that the reranker left out."""
+    return tuple(one for one in (passages[index] for index in order) if one is not None)
 
 
 def _largest_difference(one: Tensor, other: Tensor) -> float:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from langchain_core.documents import Document
+
+from rag_posfix.assembly.documents import content_key
 from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.evaluation.answers.answer_form import summarize_form
 from rag_posfix.evaluation.answers.answering import (
     QUESTIONS_TOGETHER,
     AnswerJournal,
@@ -17,12 +22,18 @@ from rag_posfix.evaluation.answers.answering import (
     answer_key,
     score_passages,
 )
-from rag_posfix.evaluation.answers.experiment import answers_head, check_choices, load_models
+from rag_posfix.evaluation.answers.arrangement import OWN_SCORER, Arrangement
+from rag_posfix.evaluation.answers.experiment import (
+    answers_head,
+    arrangement_rerankers,
+    checked_arrangements,
+    load_models,
+)
 from rag_posfix.evaluation.data.datasets import PositionExample, take_examples
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord
 from rag_posfix.evaluation.speed.runs import with_store
-from rag_posfix.evaluation.statistics import bootstrap_interval, mean
+from rag_posfix.evaluation.statistics import bootstrap_interval, mcnemar_p, mean
 from rag_posfix.generation.engine import Engine
 from rag_posfix.settings import Settings
 
@@ -49,7 +60,7 @@ class PositionRow:
 
     Attributes:
         question: The question's id.
-        condition: Label of the mitigation, ``closed_book`` or ``gold_only``.
+        condition: Label of the arrangement, ``closed_book`` or ``gold_only``.
         gold_position: Position of the gold passage, None without distractors.
         answer: What the model wrote.
         accuracy: best_subspan_em of the first line.
@@ -57,7 +68,9 @@ class PositionRow:
         log_probability: Mean log-probability per token of the first accepted answer.
         seconds: Time to read the prompt, and a share of the time that its batch took to write.
         reused: Not computed for this row: an earlier run answered the same, or this run did for another order of the
-            same passages, under a method that does not depend on the order.
+            same passages, under an arrangement that does not depend on the order.
+        gold_rank: Rank of the gold passage among the scored ones, from 1; None where a reranker left it out, and
+            without distractors.
     """
 
     question: str
@@ -69,11 +82,12 @@ class PositionRow:
     log_probability: float
     seconds: float
     reused: bool = False
+    gold_rank: int | None = None
 
 
 def evaluate_positions(
     data: Path | Sequence[PositionExample],
-    choices: Sequence[MitigationChoice],
+    choices: Sequence[MitigationChoice | Arrangement],
     *,
     gold_positions: Sequence[int] = (0, 4, 9),
     documents: int = 10,
@@ -89,7 +103,7 @@ def evaluate_positions(
     out: Path | None = None,
     progress: Progress = silent,
 ) -> ExperimentRecord:
-    """Put the gold passage at each position and compare methods: accuracy, log-probability, worst position, spread.
+    """Put the gold passage at each position and compare arrangements: accuracy, log-probability, worst, spread.
 
     The record has one row per question and condition (``PositionRow``); ``summarize_positions`` describes its summary.
     With ``out``, every answer goes to ``positions-journal.jsonl`` there as soon as it is known: the same call, or one
@@ -97,13 +111,13 @@ def evaluate_positions(
 
     Args:
         data: A file of Lost-in-the-Middle rows or in SQuAD's form, or questions.
-        choices: The methods.
+        choices: Arrangements; a method alone has the order of the experiment and relevance from ``reranker``.
         gold_positions: Positions of the gold passage in the prompt, from 0.
         documents: Passages per prompt.
         limit: Questions at most.
         skip: Questions to leave out at the start.
         max_tokens: New tokens per answer.
-        check_orders: Compute the answer at every position even if the method says that it ignores the order.
+        check_orders: Compute the answer at every position, also of arrangements that do not depend on the order.
         fresh: Compute anew what the journal holds.
         reuse: Keep keys and values of passages in memory (4 GiB) for the next condition: faster; ``seconds`` are then
             those of a warm store.
@@ -118,11 +132,11 @@ def evaluate_positions(
         EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
     """
     examples = take_examples(data, limit, skip)
-    check_choices(choices)
+    arrangements = checked_arrangements(choices)
     for example in examples:  # before the model: too few distractors are told at once
         for gold_position in gold_positions:
             example.documents(documents, gold_position)
-    engine, reranker, relevance = load_models(choices, engine, reranker, settings, progress)
+    engine, reranker, relevance = load_models(arrangements, engine, reranker, settings, progress)
     if reuse:
         from rag_posfix.caching.kv.memory import MemoryPassages
         from rag_posfix.caching.kv.store import PassageStore
@@ -131,15 +145,16 @@ def evaluate_positions(
     journal = AnswerJournal(None if out is None else out / JOURNAL, fresh=fresh)
     with progress("answering") as report:
         rows = answer_at_positions(
-            engine, examples, choices, gold_positions=gold_positions, n_documents=documents, reranker=reranker,
+            engine, examples, arrangements, gold_positions=gold_positions, n_documents=documents, reranker=reranker,
             max_new_tokens=max_tokens, progress=report, journal=journal, check_orders=check_orders,
+            rerankers=arrangement_rerankers(arrangements, engine, settings),
         )  # fmt: skip
     used = {
         "documents": documents, "gold_positions": list(gold_positions), "limit": limit, "skip": skip,
         "max_tokens": max_tokens, "relevance": relevance, "decoding": "greedy", "check_orders": check_orders,
         "reuse": reuse, "answers_of_earlier_runs_by": journal.sources,
     }  # fmt: skip
-    head = answers_head("positions", engine, choices, data, used, summarize_positions(rows))
+    head = answers_head("positions", engine, arrangements, data, used, summarize_positions(rows))
     return ExperimentRecord(head, [asdict(row) for row in rows]).write(out)
 
 
@@ -151,16 +166,18 @@ class _PlannedRow:
     condition: str
     gold_position: int | None
     key: str
+    gold_rank: int | None = None
 
 
 def answer_at_positions(
     engine: Engine,
     examples: Sequence[PositionExample],
-    choices: Sequence[MitigationChoice],
+    choices: Sequence[MitigationChoice | Arrangement],
     *,
     gold_positions: Sequence[int],
     n_documents: int,
     reranker: Reranker,
+    rerankers: Mapping[str, Reranker] = MappingProxyType({}),
     max_new_tokens: int = 24,
     progress: Callable[[int, int], None] | None = None,
     journal: AnswerJournal | None = None,
@@ -174,20 +191,22 @@ def answer_at_positions(
     Args:
         engine: The model; the same for all conditions.
         examples: The questions.
-        choices: The mitigations.
+        choices: What is compared.
         gold_positions: Positions of the gold passage, from 0.
         n_documents: Passages per prompt.
-        reranker: Scores the passages of a question.
+        reranker: Scores the passages for arrangements that name no reranker.
+        rerankers: Those that arrangements name, by label.
         max_new_tokens: Tokens per answer.
         progress: Called with (done, total) after each answer.
         journal: Answers of earlier runs, which are not computed again, and where new ones go.
-        check_orders: Compute the answer at every position even if the method says that it does not depend on the
-            order. Otherwise such a method answers a question once, and the row is repeated for the other positions.
+        check_orders: Compute the answer at every position, also of arrangements that do not depend on the order.
+            Otherwise such an arrangement answers a question once, and the row is repeated for the other positions.
 
     Raises:
         EvaluationError: too few distractors, or passages do not fit the context window.
     """
     journal = journal or AnswerJournal()
+    arrangements = checked_arrangements(choices)
     total = len(examples) * (2 + len(choices) * len(gold_positions))
     count = 0
 
@@ -198,25 +217,36 @@ def answer_at_positions(
             progress(count, total)
 
     def planned_rows(example: PositionExample) -> Iterable[_PlannedRow]:
-        def planned(condition: str, trial: Trial, gold_position: int | None = None) -> _PlannedRow:
-            any_order = not check_orders and engine.describe(trial.choice).order_invariant
-            key = answer_key(engine, trial, max_new_tokens, any_order=any_order)
-            return _PlannedRow(trial, condition, gold_position, key)
-
         baseline = MitigationChoice("none")
-        yield planned(CLOSED_BOOK, Trial(example, (), baseline))
-        yield planned(GOLD_ONLY, Trial(example, (example.gold,), baseline))
-        passages = score_passages(reranker, example, n_documents)
+        for condition, read in ((CLOSED_BOOK, False), (GOLD_ONLY, True)):
+            trial = Trial(example, (example.gold,) if read else (), baseline)
+            yield _PlannedRow(trial, condition, None, answer_key(engine, trial, max_new_tokens, any_order=False))
+        scored = {
+            label: score_passages(one, example, n_documents)
+            for label, one in {OWN_SCORER: reranker, **rerankers}.items()
+        }
+        gold_rank = {label: _gold_rank(example, passages) for label, passages in scored.items()}
         for gold_position in gold_positions:
-            documents = tuple(passages[str(d.id)] for d in example.documents(n_documents, gold_position))
-            for choice in choices:
-                yield planned(choice.label, Trial(example, documents, choice), gold_position)
+            for one in arrangements:
+                label = OWN_SCORER if one.reranker is None else one.reranker.label
+                given = (str(d.id) for d in example.documents(n_documents, gold_position))
+                documents = tuple(scored[label][name] for name in given if name in scored[label])
+                trial = Trial(example, documents, one.mitigation, one.order)
+                key = answer_key(engine, trial, max_new_tokens, any_order=one.order_free and not check_orders)
+                yield _PlannedRow(trial, one.label, gold_position, key, gold_rank[label])
 
     rows: list[PositionRow] = []
     for start in range(0, len(examples), QUESTIONS_TOGETHER):
         planned = [row for example in examples[start : start + QUESTIONS_TOGETHER] for row in planned_rows(example)]
         rows += _answered(engine, planned, journal, max_new_tokens, tick)
     return rows
+
+
+def _gold_rank(example: PositionExample, passages: Mapping[str, Document]) -> int | None:
+    """Return the rank of the gold passage by relevance, from 1; equal scores by content."""
+    ranked = sorted(passages.values(), key=lambda d: (-float(d.metadata["relevance_score"]), content_key(d)))
+    names = [str(one.id) for one in ranked]
+    return names.index(str(example.gold.id)) + 1 if str(example.gold.id) in names else None
 
 
 def _answered(
@@ -251,6 +281,7 @@ def _answered(
             question=row.trial.example.id,
             condition=row.condition,
             gold_position=row.gold_position,
+            gold_rank=row.gold_rank,
             reused=missing.get(row.key) is not row,
             **asdict(known[row.key]),
         )
@@ -263,8 +294,10 @@ def summarize_positions(rows: Sequence[PositionRow]) -> dict[str, Any]:
 
     ``ci95`` is the interval of the mean accuracy over positions. ``versus_none`` compares each method's worst position
     with the baseline's best and worst, questions paired: ``worst_minus_best_log_probability`` with its interval
-    ``ci95``, and the same of accuracy, each with an interval of its own. ``reused`` counts the rows that were not
-    computed anew.
+    ``ci95``, and the same of accuracy, each with an interval of its own; ``mcnemar_p`` is the chance of such a
+    difference in accuracy between these two positions if there were none. ``sound`` and ``repeats`` are shares of
+    answers (``answer_form``), ``recall_at_k`` is that of the scorer. ``reused`` counts the rows that were not computed
+    anew.
     """
     conditions = list(dict.fromkeys(row.condition for row in rows if row.gold_position is not None))
     tables = {name: _by_position(rows, name) for name in conditions}
@@ -306,7 +339,14 @@ def _summary(table: Mapping[int, Sequence[PositionRow]]) -> dict[str, Any]:
         "mean_log_probability": mean(log_probability),
         "spread_log_probability": max(log_probability) - min(log_probability),
         "answers_that_change": mean([float(len(set(answers)) > 1) for answers in changed]),
+        **summarize_form([row.answer for found in table.values() for row in found]),
+        **_recall([row.gold_rank for row in next(iter(table.values()))]),
     }
+
+
+def _recall(ranks: Sequence[int | None]) -> dict[str, float]:
+    """Return how often the gold passage is among the first k of the scored ones."""
+    return {f"recall_at_{k}": mean([float(rank is not None and rank <= k) for rank in ranks]) for k in (1, 3)}
 
 
 def _scores(rows: Sequence[PositionRow]) -> dict[str, float]:
@@ -337,7 +377,13 @@ def _versus(
         "worst_minus_worst_accuracy_ci95": to_worst[1],
         "worst_minus_best_accuracy": to_best[0],
         "worst_minus_best_accuracy_ci95": to_best[1],
+        "mcnemar_p": mcnemar_p(min(_accuracies(table), key=sum), max(_accuracies(baseline), key=sum)),
     }
+
+
+def _accuracies(table: Mapping[int, Sequence[PositionRow]]) -> list[list[float]]:
+    """Return the accuracy of each question at each position."""
+    return [[row.accuracy for row in found] for found in table.values()]
 
 
 def _difference(

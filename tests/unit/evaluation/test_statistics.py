@@ -12,6 +12,7 @@ from rag_posfix.evaluation.statistics import (
     compare_all,
     difference_interval,
     holm,
+    mcnemar_p,
     mean,
     randomisation_p,
     t_test_p,
@@ -125,3 +126,10 @@ def test_no_global_random_state_is_touched():
     before = np.random.get_state()[1].tolist()
     bootstrap_interval([[1.0], [0.0]], mean)
     assert np.random.get_state()[1].tolist() == before
+
+
+def test_mcnemar_counts_the_pairs_that_differ():
+    # 1 against 4 of 5 pairs that differ: 2 (C(5,0) + C(5,1)) / 32 = 12 / 32.
+    assert mcnemar_p([1, 0, 0, 0, 0, 1, 0], [0, 1, 1, 1, 1, 1, 0]) == 12 / 32
+    assert mcnemar_p([1, 0], [1, 0]) == 1.0
+    assert mcnemar_p([1, 0], [0, 1]) == 1.0

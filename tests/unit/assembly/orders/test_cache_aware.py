@@ -71,7 +71,7 @@ def test_the_loss_is_within_the_bound_and_no_recent_prompt_is_shared_less_than_b
 
     given_facts = facts(relevance, keys, recent)
     order = CacheAware(bound=bound)(given_facts)
-    ranked = best_first(relevance)
+    ranked = best_first(relevance, keys)
     rank = [ranked.index(index) for index in range(6)]
     assert sorted(order) == list(range(6))
     assert displacement(order, rank) <= bound

@@ -4,7 +4,8 @@ import pytest
 
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
-from rag_posfix.evaluation.answers.experiment import check_choices, load_models
+from rag_posfix.evaluation.answers.arrangement import Arrangement
+from rag_posfix.evaluation.answers.experiment import checked_arrangements, load_models
 from rag_posfix.evaluation.answers.permutations import evaluate_permutations
 from rag_posfix.evaluation.answers.positions import evaluate_positions
 from rag_posfix.settings import Settings
@@ -28,11 +29,13 @@ def loads(monkeypatch):
 
 
 def test_a_method_is_checked_by_name_parameters_and_number():
-    check_choices([NONE, MitigationChoice("context_experts"), MitigationChoice("context_experts", {"experts": 1})])
+    checked_arrangements(
+        [NONE, MitigationChoice("context_experts"), MitigationChoice("context_experts", {"experts": 1})]
+    )
     with pytest.raises(UnknownNameError, match="unknown mitigation 'nonee'"):
-        check_choices([MitigationChoice("nonee")])
+        checked_arrangements([MitigationChoice("nonee")])
     with pytest.raises(ConfigError, match="'context_experts:experts=1' is named twice"):
-        check_choices([MitigationChoice("context_experts", {"experts": 1})] * 2)
+        checked_arrangements([MitigationChoice("context_experts", {"experts": 1})] * 2)
 
 
 def test_what_is_given_is_not_loaded_and_the_rest_is_as_settings_say(loads):
@@ -43,11 +46,11 @@ def test_what_is_given_is_not_loaded_and_the_rest_is_as_settings_say(loads):
         steps.append(step)
         return nullcontext(lambda done, total: None)
 
-    found = load_models([NONE], engine, reranker, None, progress)
+    found = load_models([Arrangement(NONE)], engine, reranker, None, progress)
     assert (found, loads, steps) == ((engine, reranker, "Alphabetical"), [], [])
-    assert load_models([NONE], engine, None, settings, progress)[::2] == (engine, "e")
+    assert load_models([Arrangement(NONE)], engine, None, settings, progress)[::2] == (engine, "e")
     assert loads == ["e"]
-    assert load_models([NONE], None, reranker, settings, progress)[1:] == (reranker, "Alphabetical")
+    assert load_models([Arrangement(NONE)], None, reranker, settings, progress)[1:] == (reranker, "Alphabetical")
     assert loads == ["e", "m"]
     assert steps == ["loading the model and the embeddings"] * 2
 

@@ -1,0 +1,129 @@
+"""Scores passages by several rerankers at once and adds their scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from langchain_core.embeddings import Embeddings
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic_core import PydanticCustomError
+
+from rag_posfix.assembly.documents import CheckedDocument
+from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.method_spec import parse_method
+from rag_posfix.errors import RagPosfixError
+from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker
+from rag_posfix.reranking.deadline import check_deadline
+from rag_posfix.reranking.score_normalization import sigmoid, z_scores
+
+__all__ = ["FusedReranker"]
+
+SCORE_FLOOR = 1e-3
+"""The logarithm of a score is that of at least this."""
+
+
+def _known(scorers: tuple[str, ...]) -> tuple[str, ...]:
+    """Check the names and parameters of the scorers: before a model is loaded."""
+    for text in scorers:
+        try:
+            spec = parse_method(text, "reranker", "top_n=5")
+            name = RERANKERS.resolve(spec.name)
+            RERANKERS.check(spec)
+        except RagPosfixError as error:
+            raise PydanticCustomError("scorers", "{message}", {"message": str(error)}) from error
+        if name == "fused":
+            raise PydanticCustomError("scorers", "{text} nests fused; list its scorers", {"text": text})
+    return scorers
+
+
+@RERANKERS.register("fused")
+class FusedReranker(ScoringReranker):
+    """Add the scores of several rerankers.
+
+    Scorers that fail on different questions help each other: an embedding knows what a passage is about, the
+    likelihood of the question knows whether the model finds the question natural after it.
+
+    Source: the sum of z-scores is Lee (1997), Analyses of Multiple Evidence Combination (CombSUM),
+        https://doi.org/10.1145/258525.258587
+    Formula: with s_jk the score of scorer j for passage k: normalization="z" adds w_j (s_jk - mean_k) / std_k of the
+        raw scores; normalization="log" adds w_j log max(s_jk, 0.001) of the scores in [0, 1]. raw_score is the sum;
+        relevance_score = sigmoid of the sum divided by sum_j w_j for "z", exp of that for "log".
+    Differs from the paper: scores are standardised, not mapped to [0, 1] by their extremes.
+    Cost: that of all scorers, one after the other.
+    Limits: those of its scorers. It depends on the given order where one of them does. A passage that a scorer did not
+        read has the lowest z-score of those that it read.
+
+    Attributes:
+        embeddings: For scorers that need an embedding model.
+        generator: For scorers that need the served model.
+        top_n: Number of passages to return, all if None.
+        scorers: Two or more rerankers by name, with parameters as ``name:parameter=value``. In text,
+            ``likelihood+embedding`` is short for ``fused:scorers=["likelihood","embedding"]``.
+        weights: Weight of each scorer, all 1 if None.
+        normalization: ``z`` or ``log``.
+    """
+
+    name: ClassVar[str] = "fused"
+
+    embeddings: Embeddings
+    generator: Generator
+    scorers: Annotated[tuple[str, ...], AfterValidator(_known), Field(min_length=2, max_length=8)] = (
+        "likelihood",
+        "embedding",
+    )
+    weights: Annotated[tuple[Annotated[float, Field(gt=0, le=100)], ...], Field(min_length=2)] | None = None
+    normalization: Literal["z", "log"] = "z"
+    _members: tuple[ScoringReranker, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="after")
+    def _make_members(self) -> Self:
+        if self.weights is not None and len(self.weights) != len(self.scorers):
+            raise PydanticCustomError(
+                "weights",
+                "weights has {given} numbers for {expected} scorers; give one for each",
+                {"given": len(self.weights), "expected": len(self.scorers)},
+            )
+        self._members = tuple(self._member(text) for text in self.scorers)
+        return self
+
+    def _member(self, text: str) -> ScoringReranker:
+        parts = {"embeddings": lambda: self.embeddings, "generator": lambda: self.generator}
+        try:
+            made = RERANKERS.create(parse_method(text, "reranker", "top_n=5"), parts)
+        except RagPosfixError as error:
+            raise PydanticCustomError("scorers", "{message}", {"message": str(error)}) from error
+        if not isinstance(made, ScoringReranker):
+            raise PydanticCustomError("scorers", "{text} gives no scores that can be added", {"text": text})
+        return made
+
+    def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
+        total = [0.0] * len(documents)
+        details: list[dict[str, Any]] = [{} for _ in documents]
+        weights = self.weights or (1.0,) * len(self._members)
+        for member, weight in zip(self._members, weights, strict=True):
+            check_deadline()
+            scores = member.score(question, documents)
+            for index, value in enumerate(self._normalized(scores)):
+                total[index] += weight * value
+                details[index][member.name] = scores[index].raw
+        mean = [value / math.fsum(weights) for value in total]
+        squashed = [sigmoid(value) if self.normalization == "z" else math.exp(min(value, 0.0)) for value in mean]
+        return [
+            DocumentScore(score, raw, {"scores": detail})
+            for score, raw, detail in zip(squashed, total, details, strict=True)
+        ]
+
+    def _normalized(self, scores: Sequence[DocumentScore]) -> list[float]:
+        if self.normalization == "log":
+            return [math.log(max(one.score, SCORE_FLOOR)) for one in scores]
+        read = [one.raw for one in scores if one.raw is not None]
+        standard = iter(z_scores(read))
+        found = [None if one.raw is None else next(standard) for one in scores]
+        lowest = min((value for value in found if value is not None), default=0.0)
+        return [lowest if value is None else value for value in found]
+
+    def _exclusive(self) -> AbstractContextManager[None]:
+        return nullcontext()  # each scorer has its own lock
