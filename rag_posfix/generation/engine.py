@@ -132,7 +132,7 @@ class Engine:
         plan = method.checked_plan(layout, shape)
         if self._passages is None:
             raise ConfigError("precomputing needs a passage store; give the engine one, or turn it on in the settings")
-        rows = [resolve(row, layout, self._loaded.device) for row in plan.rows]
+        rows = [resolve(row, layout, self._loaded.device) for row in plan.rows if not row.joint]
         if not (plan.independent_passages and self._loaded.keeps_all_keys and can_share_batch(rows)):
             raise ConfigError(
                 f"{mitigation.name} does not read passages independently of each other on {self._model_id}, so they "
@@ -156,7 +156,7 @@ class Engine:
         shortest = min(range(layout.n_passages), key=lambda i: len(layout.passages[i]))
         alone = layout.select((shortest,))
         plan = method.checked_plan(alone, self._loaded.spec.shape)
-        resolved = [resolve(row, alone, self._loaded.device) for row in plan.rows]
+        resolved = [resolve(row, alone, self._loaded.device) for row in plan.rows if not row.joint]
         return passage_starts(resolved, 0) == passage_starts(rows, shortest)
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:

@@ -6,6 +6,8 @@ Importing this package registers every method. A new method is one file and one 
 from rag_posfix.mitigations import (  # noqa: F401
     blended,
     calibrated_attention,
+    canonical_rotations,
+    committee,
     context_experts,
     head_scaling,
     hidden_scaling,

@@ -117,5 +117,16 @@ class Layout:
         )
 
     def canonical_order(self) -> tuple[int, ...]:
-        """Return passage indices in an order that depends on their content alone, never on the prompt's order."""
-        return tuple(sorted(range(self.n_passages), key=lambda i: (self.keys[i], self.tokens(self.passages[i]))))
+        """Return passage indices in an order that depends on their content alone, never on the prompt's order.
+
+        Of equal passages with different relevance the more relevant one comes first.
+        """
+        relevance = self.relevance or (0.0,) * self.n_passages
+        return tuple(
+            sorted(range(self.n_passages), key=lambda i: (self.keys[i], self.tokens(self.passages[i]), -relevance[i]))
+        )
+
+    def ranked(self) -> tuple[int, ...]:
+        """Return passage indices by descending relevance; equal ones, or all without relevance, by content."""
+        relevance = self.relevance or (0.0,) * self.n_passages
+        return tuple(sorted(self.canonical_order(), key=lambda i: -relevance[i]))

@@ -1,0 +1,82 @@
+"""Canonical rotations: rows that each read all passages, with another passage next to the question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number, Whole
+from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
+
+__all__ = ["CanonicalRotations"]
+
+RELEVANCE_FLOOR = 0.01
+
+
+@MITIGATIONS.register("canonical_rotations")
+@dataclass(frozen=True)
+class CanonicalRotations(Mitigation):
+    """Read all passages once per passage, each time another one last, and pool the rows.
+
+    The list is sorted by relevance and content, never by the given order, so the answer does not depend on the given
+    order. Every passage stands once where the model reads best.
+
+    Source: averaging over permutations, Tang et al. (2024), Found in the Middle: Permutation Self-Consistency, section
+        2, https://arxiv.org/abs/2310.07712, with rotations of one canonical list in place of random permutations.
+    Formula: row k = the passages in ascending relevance, rotated so that passage k is last; with s_k its log-softmax,
+        y the answer so far and r_k the relevance of passage k:
+        score(t) = logsumexp_k [log w_k + s_k(t)], w = softmax_k(relevance_weight log r_k + log p_k(y)).
+    Differs from the paper: answers are pooled as probabilities, not as rankings; the rows are rotations.
+    Cost: N rows of the whole prompt, each read on its own: N times the prefill of the model. Each decode step runs N
+        rows. ``rows`` bounds N. Leading passages are taken from the passage KV store where it holds them in this
+        order.
+    Limits: every model.
+    Helps: where a passage has to be read beside others, and the model favours the end.
+    Hurts: prefill is N times that of the model.
+
+    Args:
+        rows: Rows at most, those with the most relevant passages last; None has one for each passage.
+        relevance_weight: Weight of the passages' relevance, 0 to 20.
+    """
+
+    name: ClassVar[str] = "canonical_rotations"
+    paper: ClassVar[str] = (
+        "Tang et al. (2024), Found in the Middle: Permutation Self-Consistency, https://arxiv.org/abs/2310.07712"
+    )
+    deviations: ClassVar[tuple[str, ...]] = (
+        "Rows are rotations of one list sorted by relevance, not random permutations.",
+        "Next-token probabilities are pooled, not rankings.",
+    )
+    order_invariant: ClassVar[bool] = True
+    decides_at_prompt_end: ClassVar[bool] = True
+
+    rows: Annotated[int | None, Whole(1)] = None
+    relevance_weight: Annotated[float, Number(0, 20)] = 1.0
+
+    def plan(self, layout: Layout, model: ModelShape) -> Plan:
+        """Return one row for each passage that is to stand last."""
+        ascending = layout.ranked()[::-1]
+        last = layout.ranked()[: self.rows]
+        if not last:
+            return Plan()
+        orders = [(*ascending[at + 1 :], *ascending[: at + 1]) for at in map(ascending.index, last)]
+        rows = tuple(RowPlan(passages=order, reusable=layout.select(order).boundaries) for order in orders)
+        given = torch.tensor([layout.relevance[i] if layout.relevance else 1.0 for i in last])
+        return Plan(rows=rows, combine=self._combine(given.clamp(min=RELEVANCE_FLOOR).log()))
+
+    def _combine(self, given: Tensor) -> Combine:
+        """Return the pooling rule. Shape of ``given``: (N,), log relevance."""
+
+        def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
+            relevance = self.relevance_weight * given.to(scores.log_probs.device)
+            weights = (relevance + scores.answer).log_softmax(dim=0)
+            pooled = (scores.log_probs + weights[:, None]).logsumexp(dim=0)
+            return pooled - pooled.logsumexp(dim=0), weights.exp()
+
+        return combine

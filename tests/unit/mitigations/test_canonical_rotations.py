@@ -1,0 +1,44 @@
+"""The rows and the pooling rule of canonical rotations, worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rag_posfix.mitigations import create
+from rag_posfix.plan.plan import RowScores
+from tests.support.tiny import loaded_model, toy_layout
+
+
+@pytest.fixture(scope="module")
+def shape():
+    return loaded_model().spec.shape
+
+
+def rows_of(shape, given, **parameters):
+    plan = create("canonical_rotations", parameters).plan(toy_layout((3, 4, 5), relevance=given), shape)
+    return [row.passages for row in plan.rows]
+
+
+def test_each_passage_stands_last_once_in_a_rotation_of_the_ascending_list(shape):
+    # Ascending relevance: 2, 0, 1.
+    assert rows_of(shape, (0.5, 0.9, 0.1)) == [(2, 0, 1), (1, 2, 0), (0, 1, 2)]
+    assert rows_of(shape, (0.5, 0.9, 0.1), rows=1) == [(2, 0, 1)]
+
+
+def test_the_mixture_by_hand(shape):
+    # relevance .8, .4, .2 and weight 1: 4/7, 2/7, 1/7; the answer so far has probability 1/4 under the first row:
+    # 1/7, 2/7, 1/7, which sum to 4/7: 1/4, 1/2, 1/4. Token 0: (.9 + 2 * .5 + .1) / 4 = .5.
+    plan = create("canonical_rotations", {}).plan(toy_layout((3, 4, 5), relevance=(0.8, 0.4, 0.2)), shape)
+    log_probs, weights = plan.combine(
+        RowScores(
+            log_probs=torch.tensor([(0.9, 0.1), (0.5, 0.5), (0.1, 0.9)]).log(),
+            question=torch.zeros(3),
+            answer=torch.tensor([math.log(0.25), 0.0, 0.0]),
+            confidence=torch.zeros(3),
+        )
+    )
+    assert log_probs.exp().tolist() == pytest.approx([0.5, 0.5])
+    assert weights.tolist() == pytest.approx([0.25, 0.5, 0.25])
