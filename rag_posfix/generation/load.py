@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 import tempfile
@@ -13,6 +12,12 @@ from typing import Any
 
 from rag_posfix.errors import ConfigError, RagPosfixError, missing_extra
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.fingerprint import (
+    REMEMBERED_IN,
+    FileDigests,
+    model_fingerprint,
+    snapshot_folder,
+)
 from rag_posfix.generation.model.packaged import PACKAGED, PackagedModel
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
@@ -44,7 +49,8 @@ def load_engine(
         model: ``smollm2`` or ``gemma3-270m`` (weights that come as packages), a model id, or a folder.
         dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``. ``auto`` is bfloat16 where it is fast.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ...
-        cache_dir: Where the packaged weights are kept once converted; default ``~/.cache/rag_posfix``.
+        cache_dir: Where the packaged weights are kept once converted, and the digests of files; default
+            ``~/.cache/rag_posfix``.
         ranks: The processes that the model is split over, each of which calls this; None loads it whole. See
             ``generation.parallel``, which starts them.
 
@@ -60,11 +66,10 @@ def load_engine(
         source, loaded, tokenizer = _load_packaged(packaged, cache_dir or default_cache_dir(), kind, place, **options)
     else:
         source, (loaded, tokenizer) = model, _load(model, kind, place, **options)
+    fingerprint = _fingerprint(source, kind, cache_dir or default_cache_dir())
     spec = install(loaded, ranks)
     spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
     verify(loaded, spec)
-    identity = _identity(source, loaded)
-    fingerprint = hashlib.blake2b(f"{identity}:{kind}".encode(), digest_size=16).hexdigest()
     name = packaged.title if packaged else Path(model).name if Path(model).exists() else model
     _log.info("loaded %s as %s on %s", name, kind, place)
     return Engine(LoadedModel(loaded, spec), Tokenizer(tokenizer), name, fingerprint)
@@ -238,16 +243,6 @@ def _dense() -> dict[str, Any]:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
-def _identity(source: str, model: Any) -> str:
-    """Return what tells these weights from others: the revision of an id, the content of a folder's small files."""
-    folder = Path(source)
-    if not folder.is_dir():
-        return f"{source}@{getattr(model.config, '_commit_hash', None) or 'unknown'}"
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(folder.glob("*")):
-        if file.suffix == ".json":
-            digest.update(file.read_bytes())
-        elif file.suffix == ".safetensors":
-            with file.open("rb") as opened:  # header and first weights: enough to tell, cheap for any size
-                digest.update(f"{file.name}:{file.stat().st_size}".encode() + opened.read(1 << 20))
-    return digest.hexdigest()
+def _fingerprint(source: str, dtype: Any, cache_dir: Path) -> str:
+    folder = Path(source) if Path(source).is_dir() else snapshot_folder(source)
+    return model_fingerprint(folder, str(dtype), FileDigests(cache_dir / REMEMBERED_IN))

@@ -8,6 +8,7 @@ import torch
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation import load as models
 from rag_posfix.generation.load import load_engine
+from rag_posfix.generation.model import fingerprint
 from rag_posfix.generation.model.packaged import PACKAGED
 from tests.support.tiny import VOCABULARY, save_tiny, toy_layout
 
@@ -53,6 +54,44 @@ def test_the_fingerprint_changes_with_weights_and_dtype(tiny, tmp_path):
     assert load_engine(str(tiny), dtype="bfloat16").fingerprint != first
     other = save_tiny(tmp_path / "other", num_hidden_layers=2)
     assert load_engine(str(other), dtype="float32").fingerprint != first
+
+
+def test_the_second_start_reads_no_bytes_for_the_fingerprint(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(fingerprint, "SETTLED_NS", -(10**12))  # else files that were just written are digested again
+    first = load_engine(str(tiny), dtype="float32", cache_dir=tmp_path / "cache").fingerprint
+    monkeypatch.setattr(fingerprint, "sha256_of", None)
+    assert load_engine(str(tiny), dtype="float32", cache_dir=tmp_path / "cache").fingerprint == first
+    with pytest.raises(TypeError):
+        load_engine(str(tiny), dtype="float32", cache_dir=tmp_path / "another")
+
+
+class TestByItsId:
+    @pytest.fixture
+    def hub(self, tmp_path, monkeypatch):
+        """Adds a commit of somebody/tiny to the cache of the Hub, which main then points to."""
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        repository = tmp_path / "hub" / "models--somebody--tiny"
+
+        def add(commit, folder):
+            (repository / "refs").mkdir(parents=True, exist_ok=True)
+            (repository / "refs" / "main").write_text(commit)
+            (repository / "snapshots" / commit).mkdir(parents=True)
+            for file in folder.iterdir():
+                (repository / "snapshots" / commit / file.name).symlink_to(file)
+
+        return add
+
+    def test_a_model_has_the_fingerprint_of_its_files(self, tiny, hub):
+        hub("1" * 40, tiny)
+        engine = load_engine("somebody/tiny", dtype="float32")
+        assert engine.model_id == "somebody/tiny"
+        assert engine.fingerprint == load_engine(str(tiny), dtype="float32").fingerprint
+
+    def test_another_commit_has_another_fingerprint(self, tiny, hub, tmp_path):
+        hub("1" * 40, tiny)
+        first = load_engine("somebody/tiny", dtype="float32").fingerprint
+        hub("2" * 40, save_tiny(tmp_path / "second", num_hidden_layers=2))
+        assert load_engine("somebody/tiny", dtype="float32").fingerprint != first
 
 
 @pytest.mark.parametrize("name", ["", "nobody/has-this", "/no/such/folder", "a\0b", "..", "x" * 300])
