@@ -28,7 +28,15 @@ from rag_posfix.patching.verify import verify
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.settings import default_cache_dir
 
-__all__ = ["load_engine", "quiet_loading", "read_shape", "source_of", "usable_device"]
+__all__ = [
+    "convert",
+    "load_engine",
+    "load_pretrained",
+    "quiet_loading",
+    "read_shape",
+    "source_of",
+    "usable_device",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +73,7 @@ def load_engine(
     if packaged is not None:
         source, loaded, tokenizer = _load_packaged(packaged, cache_dir or default_cache_dir(), kind, place, **options)
     else:
-        source, (loaded, tokenizer) = model, _load(model, kind, place, **options)
+        source, (loaded, tokenizer) = model, load_pretrained(model, kind, place, **options)
     fingerprint = _fingerprint(source, kind, cache_dir or default_cache_dir())
     spec = install(loaded, ranks)
     spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
@@ -139,7 +147,13 @@ def quiet_loading() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _load(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, Any]:
+def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, Any]:
+    """Return the stock model and the tokenizer of a folder or an id, as transformers loads them.
+
+    Raises:
+        ConfigError: they cannot be found or read.
+        UnsupportedModelError: the family is not supported; told before the weights are read.
+    """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
@@ -185,11 +199,11 @@ def _load_packaged(
     """Return where the model was loaded from, and it; converted weights that are damaged are converted again, once."""
     source = str(_converted(packaged, cache_dir))
     try:
-        loaded, tokenizer = _load(source, dtype, device, **options)
+        loaded, tokenizer = load_pretrained(source, dtype, device, **options)
     except ConfigError as error:
         _log.warning("the converted weights are damaged and are made again: %s", error)
         source = str(_converted(packaged, cache_dir, again=True))
-        loaded, tokenizer = _load(source, dtype, device, **options)
+        loaded, tokenizer = load_pretrained(source, dtype, device, **options)
     return source, loaded, tokenizer
 
 
@@ -201,7 +215,7 @@ def _converted(packaged: PackagedModel, cache_dir: Path, *, again: bool = False)
         _log.info("converting %s once, to %s", packaged.gguf, target)
         try:
             with packaged.whole_file(target.parent) as gguf:
-                _convert(gguf, target)
+                convert(gguf, target)
         except OSError as error:
             raise ConfigError(
                 f"the model cannot be kept in {target}: {error.strerror or error}; set RAG_POSFIX_CACHE_DIR to a "
@@ -210,14 +224,14 @@ def _converted(packaged: PackagedModel, cache_dir: Path, *, again: bool = False)
     return target
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def convert(gguf: Path, target: Path) -> None:
     """Write the dequantised model beside ``target`` and move it there whole; the last writer of several wins."""
     import torch
 
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        model, tokenizer = _load(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **_dense())
+        model, tokenizer = load_pretrained(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **_dense())
         # True where the Hub is off; the files' content is the fingerprint, and stores are shared by fingerprint.
         tokenizer.init_kwargs["local_files_only"] = False
         with quiet_loading():

@@ -14,6 +14,7 @@ from rag_posfix.settings import CacheSettings
 from tests.support import faulty_server as faulty
 from tests.support.clock import Clock
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import wait_until
 
 BOUND_SECONDS = 0.050
 PAIRS = 5
@@ -177,15 +178,20 @@ def test_recovers_by_itself_after_a_pause():
 
 def test_recovers_from_a_server_that_drips():
     clock = Clock()
-    with (
-        faulty.faulty_server(faulty.sends_one_byte_at_a_time) as url,
-        closing(open_cache(url, CircuitBreaker(clock=clock))) as cache,
-    ):
+    dripping = set()
+
+    def drip(connection, over):
+        dripping.add(connection)
+        try:
+            faulty.sends_one_byte_at_a_time(connection, over)
+        finally:
+            dripping.discard(connection)
+
+    with faulty.faulty_server(drip) as url, closing(open_cache(url, CircuitBreaker(clock=clock))) as cache:
         for _ in range(8):  # more than there are threads
             cache.get("key")
             clock.advance(31)
-        time.sleep(0.05)
-        assert cache._link._runner.running <= 1
+        wait_until(lambda: len(dripping) <= 1)
 
 
 def test_an_outage_is_paid_once_not_per_request():

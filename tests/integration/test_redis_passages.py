@@ -9,6 +9,7 @@ import time
 from contextlib import closing
 
 import pytest
+import redis
 import torch
 
 from rag_posfix.caching.answers.redis import RedisCache
@@ -24,6 +25,7 @@ from rag_posfix.errors import CacheError
 from tests.support import faulty_server as faulty
 from tests.support.clock import Clock
 from tests.support.passages import SHAPE, entry, same
+from tests.support.private_state import shown_by
 from tests.support.redis_server import RedisServer
 
 SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well
@@ -85,7 +87,7 @@ def test_compressed_and_plain_entries_can_be_mixed(redis_server):
 
 
 def test_many_entries_come_in_several_messages(tier, monkeypatch):
-    monkeypatch.setattr(module, "_BATCH_BYTES", 5 * SHAPE.n_bytes)
+    monkeypatch.setattr(module, "BATCH_BYTES", 5 * SHAPE.n_bytes)
     entries = {f"key{number}": entry(number) for number in range(23)}
     tier.put_many(entries)
     found = tier.get_many(dict.fromkeys([*entries, "unknown"], SHAPE))
@@ -248,7 +250,7 @@ def test_a_password_is_never_shown(caplog):
         assert get(tier, "key") is not None
         server.kill()
         assert get(tier, "key") is None
-        assert "hush" not in repr(tier) + repr(vars(tier)) + repr(vars(tier._link)) + caplog.text
+        assert "hush" not in shown_by(tier) + caplog.text
         assert "passage store: reading redis://" in caplog.text
 
 
@@ -357,28 +359,28 @@ def test_paused_while_connected_and_recovers(redis_server):
 
 
 def test_what_came_before_the_deadline_is_used(redis_server, monkeypatch):
-    monkeypatch.setattr(module, "_BATCH_BYTES", 2 * SHAPE.n_bytes)
+    monkeypatch.setattr(module, "BATCH_BYTES", 2 * SHAPE.n_bytes)
     entries = {f"key{number}": entry(number) for number in range(10)}
     with open_tier(redis_server) as tier:
         tier.put_many(entries)
-    fetch, calls, hanging = module._fetch, [], threading.Event()
+    execute, calls, hanging = redis.client.Pipeline.execute, [], threading.Event()
 
-    def slow(*arguments):
-        calls.append(arguments)
+    def slow(pipeline, raise_on_error=True):
+        calls.append(pipeline)
         if len(calls) > 2:
             hanging.wait(SECONDS)
-        return fetch(*arguments)
+        return execute(pipeline, raise_on_error)
 
-    monkeypatch.setattr(module, "_fetch", slow)
+    monkeypatch.setattr(redis.client.Pipeline, "execute", slow)
     with open_tier(redis_server, timeout_seconds=1) as tier:
         found = tier.get_many(dict.fromkeys(entries, SHAPE))
         hanging.set()
         assert list(found) == ["key0", "key1", "key2", "key3"]
         assert all(same(found[key], entries[key]) for key in found)
-        assert (tier.stats().hits, tier.stats().misses) == (4, 6)
-        assert tier._counters["errors"] == 1
         time.sleep(0.1)
         assert len(calls) == 3, "who is left behind must not go on fetching"
+        stats = tier.stats()
+        assert (stats.hits, stats.misses, stats.errors) == (4, 6, 1)
 
 
 def test_full_redis_refuses_writes_and_serves_reads():

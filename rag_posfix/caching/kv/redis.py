@@ -28,7 +28,7 @@ _ENTRY_PREFIX = "rag_posfix:passage:"
 _TAG_PREFIX = "rag_posfix:passage-tag:"
 _INDEX = "rag_posfix:passage-index"
 _MIN_BYTES = 64 * 1024
-_BATCH_BYTES = 8 * 1024**2  # per round trip: much per wait, little to lose at the deadline
+BATCH_BYTES = 8 * 1024**2  # per round trip: much per wait, little to lose at the deadline
 _BATCH_COMMANDS = 500
 _SHARE = 32  # after so much of its bound a process measures again, and what it then frees to be ahead
 _SETTLED_SECONDS = 60.0  # an indexed key without an entry is forgotten only then: it may be on its way
@@ -222,11 +222,11 @@ class RedisPassages:
 
 
 def _batches(items: Mapping[str, _Value], n_bytes: Callable[[_Value], int]) -> Iterator[dict[str, _Value]]:
-    """Yield ``items`` in pieces of about ``_BATCH_BYTES``."""
+    """Yield ``items`` in pieces of about ``BATCH_BYTES``."""
     batch: dict[str, _Value] = {}
     size = 0
     for key, value in items.items():
-        if batch and size + n_bytes(value) > _BATCH_BYTES:
+        if batch and size + n_bytes(value) > BATCH_BYTES:
             yield batch
             batch, size = {}, 0
         batch[key] = value

@@ -50,6 +50,16 @@ class BatchingGenerator(GeneratorAround[SteppedGenerator]):
         """The model."""
         return self._inner
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait; the one whose prompt is being read is still among them."""
+        return self._worker.waiting
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed: further requests are refused."""
+        return self._worker.closed
+
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; the last chunk carries the whole.
 

@@ -36,7 +36,7 @@ def conversions(monkeypatch):
         save_tiny(target)
         (target / "complete").write_text("ok\n")
 
-    monkeypatch.setattr(models, "_convert", convert)
+    monkeypatch.setattr(models, "convert", convert)
     return done
 
 
@@ -183,13 +183,13 @@ def test_damaged_converted_weights_are_converted_again(conversions, tmp_path, fi
 
 
 def test_weights_that_stay_damaged_are_converted_again_once_and_then_an_error(conversions, tmp_path, monkeypatch):
-    convert = models._convert
+    convert = models.convert
 
     def badly(gguf, target):
         convert(gguf, target)
         truncate(target / "model.safetensors")
 
-    monkeypatch.setattr(models, "_convert", badly)
+    monkeypatch.setattr(models, "convert", badly)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_engine(cache_dir=tmp_path)
     assert len(conversions) == 2
@@ -207,12 +207,14 @@ class TestConversion:
 
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch, tiny):
-        real = models._load
-        monkeypatch.setattr(models, "_load", lambda source, dtype, device, **options: real(str(tiny), dtype, device))
+        real = models.load_pretrained
+        monkeypatch.setattr(
+            models, "load_pretrained", lambda source, dtype, device, **options: real(str(tiny), dtype, device)
+        )
 
     def test_nothing_but_the_whole_model_is_left(self, tmp_path):
         target = tmp_path / "models" / "converted"
-        models._convert(tmp_path / "x.gguf", target)
+        models.convert(tmp_path / "x.gguf", target)
         assert [path.name for path in target.parent.iterdir()] == ["converted"]
         assert {"complete", "config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in target.iterdir()}
 
@@ -222,7 +224,7 @@ class TestConversion:
         for off in (False, True):
             monkeypatch.setattr("transformers.tokenization_utils_base.is_offline_mode", lambda off=off: off)
             target = tmp_path / f"hub-off-{off}"
-            models._convert(tmp_path / "x.gguf", target)
+            models.convert(tmp_path / "x.gguf", target)
             written.append({path.name: path.read_bytes() for path in target.iterdir()})
         assert written[0] == written[1]
 
@@ -230,16 +232,16 @@ class TestConversion:
         target = tmp_path / "models" / "converted"
         target.mkdir(parents=True)
         (target / "old").touch()
-        models._convert(tmp_path / "x.gguf", target)
+        models.convert(tmp_path / "x.gguf", target)
         assert not (target / "old").exists()
 
     def test_a_failure_leaves_nothing_behind(self, tmp_path, monkeypatch):
         def fail(*_arguments, **_options):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(models, "_load", fail)
+        monkeypatch.setattr(models, "load_pretrained", fail)
         with pytest.raises(KeyboardInterrupt):
-            models._convert(tmp_path / "x.gguf", tmp_path / "models" / "converted")
+            models.convert(tmp_path / "x.gguf", tmp_path / "models" / "converted")
         assert list((tmp_path / "models").iterdir()) == []
 
     def test_a_cache_folder_that_cannot_be_written_is_one_line(self, tmp_path):

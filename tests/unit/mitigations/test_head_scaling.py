@@ -80,7 +80,7 @@ def decided(n_kv_heads=2, **parameters):
     loaded = loaded_model(num_key_value_heads=n_kv_heads, num_hidden_layers=4)
     layout = toy_layout()
     running = Session(loaded, layout, create("head_scaling", parameters).plan(layout, loaded.spec.shape))
-    (rows,) = running._groups
+    (rows,) = running.groups
     return running, rows.scratch.head_ratios
 
 
@@ -104,7 +104,7 @@ def test_three_key_heads_of_nine_are_served():
     assert COMMON["num_hidden_layers"] == 3
     layout = toy_layout()
     running = Session(loaded, layout, create("head_scaling").plan(layout, loaded.spec.shape))
-    (rows,) = running._groups
+    (rows,) = running.groups
     assert sorted(rows.scratch.head_ratios[2].tolist()) == pytest.approx([1.2, 1.5, 1.8])
 
 
@@ -113,7 +113,7 @@ def test_divisors_are_decided_from_the_prompt_and_kept():
     before = {layer: None if found is None else found.clone() for layer, found in before.items()}
     for token in (5, 9, 11):
         running.advance(token)
-    (rows,) = running._groups
+    (rows,) = running.groups
     assert rows.scratch.head_ratios.keys() == before.keys()
     assert all(torch.equal(rows.scratch.head_ratios[layer], before[layer]) for layer in (2, 3))
 

@@ -84,7 +84,7 @@ def test_question_and_answer_read_an_ordinary_prompt_with_sorted_passages():
     plan = create("sorted_inter_document").plan(layout, loaded.spec.shape)
     running = Session(loaded, layout, plan)
     running.advance(5)
-    assert all(group.joins for group in running._groups), "decoding runs the stock path"
+    assert all(group.joins for group in running.groups), "decoding runs the stock path"
 
 
 @pytest.mark.parametrize(("original", "speaker"), [(0.31, 0), (0.29, 1)])

@@ -17,6 +17,7 @@ from rag_posfix.patching.install import SEAM, install, stock_twin, uninstall
 from rag_posfix.patching.verify import verify
 from rag_posfix.plan.model_shape import Capability
 from rag_posfix.plan.plan import Plan, RowPlan
+from tests.support.attention_hook import attention_of, has_hooks
 from tests.support.tiny import COMMON, FAMILIES, loaded_model, stock_model, toy_layout
 
 IDS = torch.tensor([toy_layout().token_ids])
@@ -145,8 +146,8 @@ def test_uninstalling_gives_the_stock_model_back():
     model = stock_model()
     spec = install(model)
     uninstall(model, spec)
-    assert model.config._attn_implementation == "sdpa"
-    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
+    assert attention_of(model) == "sdpa"
+    assert not has_hooks(model)
     assert install(model).shape == spec.shape
 
 
@@ -154,9 +155,9 @@ def test_uninstalling_gives_the_stock_model_back():
 def test_a_stock_twin_shares_the_weights_and_has_neither_hooks_nor_the_seam(family):
     loaded = loaded_model(family)
     twin = stock_twin(loaded.model, loaded.spec)
-    assert (twin.config._attn_implementation, loaded.model.config._attn_implementation) == ("sdpa", SEAM)
-    assert not any(module._forward_pre_hooks for module in twin.modules())
-    assert all(layer.self_attn._forward_pre_hooks for layer in loaded.model.model.layers)
+    assert (attention_of(twin), attention_of(loaded.model)) == ("sdpa", SEAM)
+    assert not has_hooks(twin)
+    assert all(has_hooks(layer.self_attn) for layer in loaded.model.model.layers)
     own = {parameter.data_ptr() for parameter in loaded.model.parameters()}
     assert {parameter.data_ptr() for parameter in twin.parameters()} == own
     with torch.inference_mode():

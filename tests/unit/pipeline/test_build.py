@@ -18,9 +18,9 @@ from rag_posfix.pipeline.pipeline import Question
 from rag_posfix.reranking import EmbeddingReranker, LikelihoodReranker
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.tiny import loaded_model, save_tiny
 from tests.support.toy_encoder import ToyEncoder
-from tests.unit.retrieval.letters import LetterEmbeddings
 
 DOCUMENTS = [
     Document(id="rome", page_content="Rome lies on the Tiber.", metadata={"title": "Rome", "relevance_score": "high"}),
@@ -110,9 +110,11 @@ def test_a_reranker_that_does_not_exist_is_told_before_anything_is_loaded(monkey
 
 def test_a_reranker_that_the_generator_cannot_serve_closes_what_was_loaded(tmp_path, monkeypatch):
     closed = []
-    monkeypatch.setattr(module, "_load", lambda _settings: (FakeGenerator(ToyEncoder()), lambda: closed.append(True)))
+    split = FakeGenerator(ToyEncoder())
+    split.close = lambda: closed.append(True)
+    monkeypatch.setattr(module, "load_parallel", lambda *_arguments, **_options: split)
     with pytest.raises(ConfigError, match="FakeGenerator cannot read passages"):
-        build_pipeline(Settings(reranker="in_context", cache_dir=tmp_path))
+        build_pipeline(Settings(reranker="in_context", cache_dir=tmp_path, tp=2))
     assert closed == [True]
 
 
