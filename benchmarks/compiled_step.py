@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.evaluation.speed.prompt import bench_layout
+from rag_posfix.evaluation.speed.runs import bench_layout
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine

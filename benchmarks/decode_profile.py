@@ -17,8 +17,8 @@ import torch
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.evaluation.speed.prompt import bench_layout
-from rag_posfix.generation.batching.batch import advance_together
+from rag_posfix.evaluation.speed.runs import bench_layout
+from rag_posfix.generation.batching.session_batch import advance_batch
 from rag_posfix.generation.load import load_engine
 
 STEPS, ROWS = 8, 12
@@ -54,14 +54,14 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "none"
     count = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     engine = load_engine()
-    engine.passages = PassageStore([MemoryPassages(2 * 1024**3)])
+    engine = engine.with_passages(PassageStore([MemoryPassages(2 * 1024**3)]))
     layout = bench_layout(engine.encoder, 20, 150)
     sessions = [engine.open(layout, MitigationChoice(name), 2 * STEPS) for _ in range(count)]
     for token in range(3):
-        advance_together(sessions, [100 + token] * count)
+        advance_batch(sessions, [100 + token] * count)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for token in range(STEPS):
-            advance_together(sessions, [200 + token] * count)
+            advance_batch(sessions, [200 + token] * count)
     events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
     total = sum(event.self_cpu_time_total for event in events)
     print(f"{name}, {count} together: {total / STEPS / 1e3:.1f} ms a step, of which")

@@ -22,22 +22,21 @@ from benchmarks.expert_rules import RULES, Row, judge
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.cli.options import parse_choice
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.evaluation.answers.answer_metrics import best_subspan_em, first_line
+from rag_posfix.evaluation.answers.answering import best_subspan_em, first_line
 from rag_posfix.evaluation.data.datasets import PositionExample, load_examples
 from rag_posfix.evaluation.record import environment, file_digest, write_record
 from rag_posfix.generation.decode.drafts import AnswerText
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.load import load_engine
 from rag_posfix.mitigations import create
+from rag_posfix.pipeline.build import build_embeddings, build_engine
 from rag_posfix.plan.draft import Draft, Drafts
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan, RowScores
 from rag_posfix.reranking.embedding import EmbeddingReranker
-from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from rag_posfix.settings import Settings
 
-DOCUMENTS, TOKENS, PLACE = 10, 24, 4
+DOCUMENTS, TOKENS, GOLD_POSITION = 10, 24, 4
 EXPERTS = [  # scored
     f"context_experts:contrast={contrast}:relevance_weight={weight}:relevance={relevance}"
     for contrast, weight in itertools.product((0.0, 0.3, "divergence"), (2.5, 5.0, 10.0))
@@ -56,7 +55,7 @@ WRITTEN = [  # generated too
 def read(engine: Engine, reranker: EmbeddingReranker, example: PositionExample) -> Row:
     """Return what the rows of one question write and say."""
     scored = {str(d.id): d for d in reranker.compress_documents(example.documents(DOCUMENTS, 0), example.question)}
-    documents = [scored[str(d.id)] for d in example.documents(DOCUMENTS, PLACE)]
+    documents = [scored[str(d.id)] for d in example.documents(DOCUMENTS, GOLD_POSITION)]
     assembler = Assembler(engine.encoder, engine.context_window)
     layout = assembler.assemble(example.question, documents, order="original", max_new_tokens=TOKENS).layout
     drafted: list[Drafts] = []
@@ -84,7 +83,7 @@ def read(engine: Engine, reranker: EmbeddingReranker, example: PositionExample) 
         experts[name] = sum(float(merge(s)[0][t]) for s, t in zip(steps, gold, strict=True)) / len(gold)
     texts = {name: written(engine, layout, session, drafts, parse_choice(name)) for name in WRITTEN}
     return {
-        "id": example.id, "answers": answers, "gold_row": order.index(PLACE), "gold_tokens": len(gold),
+        "id": example.id, "answers": answers, "gold_row": order.index(GOLD_POSITION), "gold_tokens": len(gold),
         "length": torch.tensor([max(1.0, len(tokens)) for tokens in drafts.tokens[:-1]]),
         "said": drafts.log_probs, "same": drafts.same, "question": drafts.question[:-1],
         "given": torch.tensor(relevance).clamp(min=0.01).log(),
@@ -105,7 +104,7 @@ def written(engine: Engine, layout: Layout, read_once: Session, drafts: Drafts, 
     session = copy.copy(read_once)
     session._plan = plan
     session._weights = plan.draft.choose(drafts) if plan.draft else None
-    session._groups = [group.fork() for group in read_once._groups]
+    session._batches = [batch.branch() for batch in read_once._batches]
     request = GenerationRequest(layout, choice, Sampling(max_tokens=TOKENS))
     return [chunk.generation for chunk in engine.resume(session, request) if chunk.generation][-1].text
 
@@ -128,8 +127,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the record")
     parser.add_argument("data", nargs="+", help="NAME=FILE:SKIP:LIMIT")
     options = parser.parse_args()
-    engine, reranker = load_engine(), EmbeddingReranker(embeddings=SentenceEmbeddings(Settings().embedding_model))
-    record: dict[str, Any] = {"kind": "expert-choice", **environment(), "model": engine.model_id, "sets": {}}
+    settings = Settings()
+    engine, reranker = build_engine(settings), EmbeddingReranker(embeddings=build_embeddings(settings))
+    data: dict[str, Any] = {}
+    summaries: dict[str, Any] = {}
+    lines: list[dict[str, Any]] = []
     for argument in options.data:
         name, _, source = argument.partition("=")
         path, skip, limit = source.rsplit(":", 2)
@@ -137,12 +139,13 @@ def main() -> None:
         for example in load_examples(Path(path), skip=int(skip), limit=int(limit)):
             rows.append(read(engine, reranker, example))
             print(name, len(rows), example.question, flush=True)
-        plain = [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in row.items()} for row in rows]
-        record["sets"][name] = {
-            "data": Path(path).name, "sha256": file_digest(Path(path)), "skip": int(skip),
-            **summary(rows), "rows": plain,
-        }  # fmt: skip
-    write_record(options.out, "expert-choice", record)
+        lines += [
+            {"set": name, **{k: v.tolist() if isinstance(v, Tensor) else v for k, v in row.items()}} for row in rows
+        ]
+        data[name] = {"name": Path(path).name, "sha256": file_digest(Path(path)), "skip": int(skip)}
+        summaries[name] = summary(rows)
+    head = {"kind": "expert-choice", **environment(), "model": engine.model_id, "data": data, "summary": summaries}
+    write_record(options.out, "expert-choice", head, lines)
 
 
 if __name__ == "__main__":

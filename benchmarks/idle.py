@@ -1,4 +1,4 @@
-"""What the seam costs a model that is not using it: prefill and decode, patched / stock, in one process.
+"""What the attention hook costs a model that is not using it: prefill and decode, patched / stock, in one process.
 
 make bench            prints one JSON object; ratios are medians of paired runs, 1.0 is "costs nothing"
 """
@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from typing import Any
 
 import torch
 
 from rag_posfix.generation.load import load_engine
-from rag_posfix.patching.install import SEAM
+from rag_posfix.patching.install import ATTENTION_NAME
 
 PROMPT_TOKENS, NEW_TOKENS, PAIRS = 1024, 16, 7
 
 
 @torch.inference_mode()
-def seconds(model: object, implementation: str, ids: torch.Tensor) -> tuple[float, float]:
+def seconds(model: Any, implementation: str, ids: torch.Tensor) -> tuple[float, float]:
     """Return seconds of one prefill and of one decode step."""
     model.set_attn_implementation(implementation)
     started = time.perf_counter()
@@ -34,15 +35,15 @@ def main() -> None:
     engine = load_engine()
     model = engine.loaded.model
     ids = torch.randint(0, engine.encoder.vocab_size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
-    for implementation in ("sdpa", SEAM):
+    for implementation in ("sdpa", ATTENTION_NAME):
         seconds(model, implementation, ids)  # warm-up
-    ratios: list[tuple[float, float]] = []
+    ratios: list[tuple[float, ...]] = []
     stock: list[tuple[float, float]] = []
     for pair in range(PAIRS):
-        order = ("sdpa", SEAM) if pair % 2 else (SEAM, "sdpa")  # neither always goes first
+        order = ("sdpa", ATTENTION_NAME) if pair % 2 else (ATTENTION_NAME, "sdpa")  # neither always goes first
         found = {implementation: seconds(model, implementation, ids) for implementation in order}
         stock.append(found["sdpa"])
-        ratios.append(tuple(a / b for a, b in zip(found[SEAM], found["sdpa"], strict=True)))
+        ratios.append(tuple(a / b for a, b in zip(found[ATTENTION_NAME], found["sdpa"], strict=True)))
     prefill, decode = (statistics.median(column) for column in zip(*ratios, strict=True))
     print(
         json.dumps(

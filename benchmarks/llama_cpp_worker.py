@@ -1,7 +1,7 @@
 """Times one prompt in llama.cpp and prints one JSON object. Needs ``llama-cpp-python`` and the standard library only.
 
 Run by ``benchmarks.llama_cpp``, by its path and with ``-P``, so that an interpreter without rag_posfix can run it. The
-job comes as JSON on stdin: ``gguf``, ``other``, ``prompt``, ``reordered`` (token ids), ``new_tokens``, ``threads``,
+config comes as JSON on stdin: ``gguf``, ``other``, ``prompt``, ``reordered`` (token ids), ``new_tokens``, ``threads``,
 ``extra_buffers``.
 """
 
@@ -48,22 +48,22 @@ def timed(model: Llama, prompt: Sequence[int], new_tokens: int) -> dict[str, Any
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
-    if not job["extra_buffers"]:
+    config = json.load(sys.stdin)
+    if not config["extra_buffers"]:
         without_extra_buffers()
     model = Llama(
-        model_path=job["gguf"],
-        n_ctx=len(job["prompt"]) + job["new_tokens"] + 8,
-        n_threads=job["threads"],
-        n_threads_batch=job["threads"],
+        model_path=config["gguf"],
+        n_ctx=len(config["prompt"]) + config["new_tokens"] + 8,
+        n_threads=config["threads"],
+        n_threads_batch=config["threads"],
         verbose=False,
     )
-    timed(model, job["other"], 1)  # the first use maps the weights and starts the threads
+    timed(model, config["other"], 1)  # the first use maps the weights and starts the threads
     model.reset()
     found = {
-        "cold": timed(model, job["prompt"], job["new_tokens"]),
-        "again": timed(model, job["prompt"], job["new_tokens"]),
-        "reordered": timed(model, job["reordered"], job["new_tokens"]),
+        "cold": timed(model, config["prompt"], config["new_tokens"]),
+        "again": timed(model, config["prompt"], config["new_tokens"]),
+        "reordered": timed(model, config["reordered"], config["new_tokens"]),
     }
     system = binding.llama_print_system_info().decode()
     about = {"version": __version__, "system": system, "n_batch": model.n_batch, "n_ctx": model.n_ctx()}

@@ -1,6 +1,6 @@
 """Times one prompt in stock transformers or in rag_posfix and prints one JSON object.
 
-Run by ``benchmarks.llama_cpp``. The job comes as JSON on stdin: ``name`` (``transformers`` or a method), ``model``,
+Run by ``benchmarks.llama_cpp``. The config comes as JSON on stdin: ``name`` (``transformers`` or a method), ``model``,
 ``other``, ``prompt``, ``reordered`` (commands of ``generation.commands``, which hold the layouts), ``new_tokens``,
 ``threads``.
 """
@@ -20,8 +20,8 @@ from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine
-from rag_posfix.generation.tensor_parallel.messages import Read, decode
-from rag_posfix.patching.install import stock_twin
+from rag_posfix.generation.tensor_parallel.messages import Prefill, decode
+from rag_posfix.patching.install import stock_copy
 from rag_posfix.plan.layout import Layout
 
 STOCK = "transformers"
@@ -31,8 +31,8 @@ Step = Callable[[int], int]
 
 
 def stock(engine: Engine) -> Callable[[Layout, int], tuple[int, Step]]:
-    """Return what reads a prompt with a model that never had the seam: its first token, and what goes on from it."""
-    model = stock_twin(engine.loaded.model, engine.loaded.spec)
+    """Return what prefills a prompt with the stock model: its first token, and the decode step from there."""
+    model = stock_copy(engine.loaded.model, engine.loaded.spec)
 
     def read(layout: Layout, new_tokens: int) -> tuple[int, Step]:
         output = model(torch.tensor([layout.token_ids]), use_cache=True, logits_to_keep=1)
@@ -77,23 +77,23 @@ def timed(read: Callable[[Layout, int], tuple[int, Step]], layout: Layout, new_t
 
 def layout_of(command: str) -> Layout:
     read = decode(command.encode())
-    if not isinstance(read, Read):
+    if not isinstance(read, Prefill):
         raise TypeError(f"the job holds {type(read).__name__} where a prompt is expected")
     return read.layout
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
-    torch.set_num_threads(job["threads"])
-    engine = load_engine(job["model"], device="cpu")
-    engine.passages = PassageStore([MemoryPassages()])  # as a pipeline has it; the stock model does not see it
-    read = stock(engine) if job["name"] == STOCK else method(engine, job["name"])
-    prompt, reordered = layout_of(job["prompt"]), layout_of(job["reordered"])
-    timed(read, layout_of(job["other"]), 1)  # the first use maps the weights and starts the threads
+    config = json.load(sys.stdin)
+    torch.set_num_threads(config["threads"])
+    engine = load_engine(config["model"], device="cpu")
+    engine = engine.with_passages(PassageStore([MemoryPassages()]))  # as a pipeline has it; the stock model has none
+    read = stock(engine) if config["name"] == STOCK else method(engine, config["name"])
+    prompt, reordered = layout_of(config["prompt"]), layout_of(config["reordered"])
+    timed(read, layout_of(config["other"]), 1)  # the first use maps the weights and starts the threads
     found = {
-        "cold": timed(read, prompt, job["new_tokens"]),
-        "again": timed(read, prompt, job["new_tokens"]),
-        "reordered": timed(read, reordered, job["new_tokens"]),
+        "cold": timed(read, prompt, config["new_tokens"]),
+        "again": timed(read, prompt, config["new_tokens"]),
+        "reordered": timed(read, reordered, config["new_tokens"]),
     }
     about = {"dtype": str(engine.loaded.model.dtype).removeprefix("torch."), "fingerprint": engine.fingerprint}
     print(json.dumps({"times": found, "about": about}))

@@ -32,13 +32,13 @@ from numpy.typing import NDArray
 
 from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.index import vectors as vector_index
+from rag_posfix.retrieval.index import vector_index
 
 CHUNK = 50_000
 K = 10
 GROUPS = 1000
 FILTERS: dict[str, Any] = {"none": None, "a thousandth": {"group": 7}, "a half": {"half": 1}}
-LOADS: dict[str, dict[str, bool]] = {
+LOADS: dict[str, dict[str, Any]] = {
     "memory": {},
     "mapped": {"mmap": True},
     "mapped, hashes not compared": {"mmap": True, "verify": False},
@@ -83,7 +83,8 @@ def around(middle: Rows, count: int, noise: float, seed: Sequence[int]) -> Rows:
 
 
 def _unit(rows: Rows) -> Rows:
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    unit: Rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return unit
 
 
 def chunks(given: argparse.Namespace) -> Iterator[tuple[int, Rows]]:

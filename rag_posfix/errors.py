@@ -3,7 +3,7 @@
     RagPosfixError
     ├── ConfigError                a setting, parameter or argument is outside of what is allowed
     │   └── UnknownNameError       a name that no registry holds (with "did you mean")
-    ├── UnsupportedModelError      a model that the seam, or one method, cannot serve
+    ├── UnsupportedModelError      a model that the attention hook or a method cannot serve
     ├── PlanConflictError          a plan that the engine cannot run, or two plans that exclude each other
     ├── PromptTooLongError         the prompt and the tokens to generate exceed the context window
     ├── RetrievalError             reading documents, building, saving, loading or searching an index
@@ -52,7 +52,7 @@ class UnknownNameError(ConfigError):
 
 
 class UnsupportedModelError(RagPosfixError):
-    """A model that the seam, or one method, cannot serve."""
+    """A model that the attention hook or a method cannot serve."""
 
 
 class PlanConflictError(RagPosfixError):

@@ -7,9 +7,13 @@ files and from clients. They become U+FFFD, once, at the door, so that hashes, t
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+from typing import Any, NoReturn
 
-__all__ = ["clean_text", "content_hash", "titled_text"]
+from rag_posfix.errors import ConfigError
+
+__all__ = ["checked_question", "clean_json", "clean_text", "content_hash", "parse_json", "titled_text"]
 
 _UNENCODABLE = re.compile("[\ud800-\udfff\x00]")
 
@@ -23,6 +27,50 @@ def clean_text(text: str) -> str:
         return text
     joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return _UNENCODABLE.sub("\ufffd", joined)
+
+
+def clean_json(value: Any) -> Any:
+    """Return a copy of ``value`` in which every string, at any depth, went through ``clean_text``.
+
+    Dictionaries and lists are copied; other values are kept as they are.
+    """
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, dict):
+        return {clean_json(key): clean_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clean_json(item) for item in value]
+    return value
+
+
+def parse_json(line: str) -> Any:
+    """Return the value of one line of JSON, with its strings cleaned.
+
+    The parser of the standard library reads lone surrogates, which are then replaced; stricter parsers refuse the
+    whole line.
+
+    Raises:
+        ValueError: the line is not JSON, or is nested too deeply.
+    """
+    try:
+        return clean_json(json.loads(line, parse_constant=_refuse_constant))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def checked_question(question: object) -> str:
+    """Return ``question`` with clean text.
+
+    Raises:
+        ConfigError: it is no string, or has no visible character.
+    """
+    if not isinstance(question, str) or not clean_text(question).strip():
+        raise ConfigError(f"the question is empty ({question!r}); pass a question with at least one visible character")
+    return clean_text(question)
 
 
 def titled_text(title: object, text: str) -> str:

@@ -34,7 +34,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def engine():
-    """The packaged SmolLM2, converted into the user's cache on first use, with the seam on it."""
+    """The packaged SmolLM2, converted into the user's cache on first use, with the attention hook on it."""
     from rag_posfix.generation.load import load_engine
 
     return load_engine()

@@ -2,22 +2,63 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
 
 import docs.generate
+from benchmarks.keep_record import RESULTS
 from docs.generate import expected
 from docs.picture import COLOURS, draw, render, toy_layout, toy_plan
+from docs.tables import MARKED, fill_tables
+from rag_posfix.errors import EvaluationError
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.plan.attention_override import Attend
+from rag_posfix.plan.attention_override import AttentionOverride
 from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
 
 
-def test_generated_pages_and_the_method_table_are_current():
+def test_generated_pages_and_tables_are_current():
     stale = [str(path) for path, text in expected().items() if not path.exists() or path.read_text("utf-8") != text]
     assert stale == [], "run make docs"
+
+
+def changed_results(folder):
+    """Copy the heads of all records, one accuracy of one of them changed."""
+    for path in RESULTS.glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    path = folder / "positions-litm-10-methods.json"
+    head = json.loads(path.read_text("utf-8"))
+    head["summary"]["mitigations"]["none"]["positions"]["4"]["accuracy"] += 0.01
+    path.write_text(json.dumps(head), "utf-8")
+    return folder
+
+
+def test_a_table_that_differs_from_its_head_is_stale(tmp_path, monkeypatch):
+    monkeypatch.setattr(docs.generate, "RESULTS", changed_results(tmp_path))
+    stale = [path.name for path, text in expected().items() if path.read_text("utf-8") != text]
+    assert stale == ["results.md"]
+
+
+def test_a_table_that_was_edited_by_hand_is_written_anew():
+    page = (docs.generate.ROOT / "docs" / "reranking-results.md").read_text("utf-8")
+    assert fill_tables(page) == page
+    edited = page.replace("| .681 |", "| .691 |", 1)
+    assert edited != page
+    assert fill_tables(edited) == page
+
+
+def test_every_mark_of_a_table_has_its_end():
+    for path in (docs.generate.ROOT / "README.md", *(docs.generate.ROOT / "docs").glob("*.md")):
+        text = path.read_text("utf-8")
+        found = len(MARKED.findall(text))
+        assert text.count("<!-- table:") == text.count("<!-- end of table -->") == found, path.name
+
+
+def test_a_record_that_is_missing_is_named():
+    with pytest.raises(EvaluationError, match=r"absent\.json cannot be read"):
+        fill_tables("<!-- table: absent -->\n<!-- end of table -->")
 
 
 def squares(picture):
@@ -74,7 +115,7 @@ def test_at_most_four_rows_are_drawn_and_the_picture_says_so():
     assert "The plan has 6 rows; the first 4 are drawn." in picture
 
 
-class Everything(Attend):
+class Everything(AttentionOverride):
     layers = range(2, 5)
 
     def __call__(self, given):

@@ -3,10 +3,10 @@
 from rag_posfix.assembly.assembler import Assembled, Assembler
 from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.documents import Dropped
-from rag_posfix.assembly.layout import encode_passage, lay_out
 from rag_posfix.assembly.orders import ORDERS, Order, OrderFacts
 from rag_posfix.assembly.prompt import PromptTemplate, merge_messages
-from rag_posfix.assembly.recent import RecentPrompts
+from rag_posfix.assembly.recent_prompts import RecentPrompts
+from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 
 __all__ = [
     "ORDERS",
@@ -18,7 +18,7 @@ __all__ = [
     "PassageBudget",
     "PromptTemplate",
     "RecentPrompts",
-    "encode_passage",
-    "lay_out",
     "merge_messages",
+    "tokenize_passage",
+    "tokenize_prompt",
 ]

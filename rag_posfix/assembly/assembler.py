@@ -1,4 +1,4 @@
-"""From a question and documents to a prompt: dedupe, token budget, order, layout. Knows no model and no method."""
+"""Makes a prompt from a question and documents: deduplication, token budget, order, layout. Knows no model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.budget import FEWEST_TOKENS, PassageBudget, choose, truncate, truncate_at_sentence
-from rag_posfix.assembly.documents import Candidate, Dropped, rank, read_document, unique
-from rag_posfix.assembly.layout import Frame, Passage, encode_passage, open_frame
-from rag_posfix.assembly.orders import Order, OrderFacts, arrange, create_order, order_name
+from rag_posfix.assembly.budget import FEWEST_TOKENS, PassageBudget, select_passages, truncate, truncate_at_sentence
+from rag_posfix.assembly.documents import (
+    CheckedDocument,
+    Dropped,
+    checked_document,
+    distinct_indices,
+    ranked_indices,
+)
+from rag_posfix.assembly.orders import OrderFacts, apply_order, create_order
 from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_passage, tokenize_prompt
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError, PromptTooLongError
 from rag_posfix.plan.layout import Layout
@@ -23,14 +29,14 @@ __all__ = ["Assembled", "Assembler"]
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A prompt and what became of the documents.
+    """A prompt, the documents in it, and those that were left out.
 
     Attributes:
         layout: The tokenised prompt.
-        documents: Copies of the documents in the prompt, in its order, with their whole text.
+        documents: Copies of the documents in the prompt, in its order, with their complete text.
         ids: Their ids, in the same order.
-        dropped: The documents that are not in the prompt, as (id, reason): first duplicates and empty ones, then
-            those beyond the budget.
+        dropped: The documents that were left out, as (id, reason): first duplicates and empty ones, then those beyond
+            the budget.
         truncated: Ids of the documents whose text was cut to fit.
         order: Name of the order.
     """
@@ -44,19 +50,19 @@ class Assembled:
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens the prompt has."""
+        """Number of tokens of the prompt."""
         return len(self.layout.token_ids)
 
 
 class Assembler:
-    """Makes prompts for one generator. Holds no state between calls; safe to share between threads.
+    """Makes prompts for one generator. Has no state that changes; safe to share between threads.
 
     Args:
         encoder: The generator's tokenizer.
-        context_window: Most tokens that prompt and answer may have together.
-        template: The words of the prompt; the default ones if None.
+        context_window: Token limit of prompt and answer together.
+        template: The text of the prompt; the default template if None.
         order_parameters: Parameters of orders that are named without any: order -> parameter -> value.
-        budget: How many tokens each passage may have, and what happens to a longer one; no limit if None.
+        budget: Token limit of each passage, and what happens to a longer one; no limit if None.
 
     Raises:
         ConfigError: ``context_window`` is below 1, or a parameter of an order is wrong.
@@ -77,9 +83,9 @@ class Assembler:
         self.context_window = context_window
         self.template = template or PromptTemplate()
         self.budget = budget or PassageBudget()
-        # Made here: a file that an order reads is read once, and what is wrong with it is told at once.
-        given = order_parameters or {}
-        self._orders = {name: create_order(name, given) for name in given}
+        self._order_parameters = order_parameters or {}
+        for name in self._order_parameters:  # errors are raised here, not at the first question
+            create_order(name, self._order_parameters)
 
     def assemble(
         self,
@@ -97,16 +103,16 @@ class Assembler:
         """Return the prompt that asks ``question`` about ``documents``.
 
         Args:
-            question: What is asked.
+            question: The question.
             documents: Candidates with ``metadata["relevance_score"]`` or without, in any order; never changed.
-            order: The order that the passages stand in: a name, or ``name:parameter=value``.
-            seed: For orders that draw.
-            max_new_tokens: Room to leave for the answer.
-            budget_tokens: Most tokens that the passages may take, headings and separators included; all that the
-                context window leaves if None.
-            history: Earlier messages; a system message among them moves to the front.
-            recent: Keys of the passages of recent prompts, the newest first; for orders that reuse what was read.
-            order_free: Whether the method that will read the prompt answers alike for every order.
+            order: The order of the passages: a name, or ``name:parameter=value``.
+            seed: For the order ``random``.
+            max_new_tokens: Tokens to reserve for the answer.
+            budget_tokens: Token limit of all passages, headings and separators included; the rest of the context
+                window if None.
+            history: Earlier messages; system messages among them move to the front.
+            recent: Content keys of the passages of recent prompts, the newest first; for the order ``cache_aware``.
+            order_free: Whether the answer of the method that reads the prompt does not depend on the order.
 
         Raises:
             ConfigError: the question is empty, a document or message is malformed, or a number is out of range.
@@ -114,85 +120,87 @@ class Assembler:
             PromptTooLongError: the question leaves no room, or the budget is too small for any passage.
         """
         _check(question, max_new_tokens, budget_tokens)
-        arranged_by = self._order(order)
-        candidates, dropped = unique([read_document(document, i) for i, document in enumerate(documents)])
-        frame = open_frame(self.encoder, self.template, question, history=history, with_passages=bool(candidates))
-        room = self._room(frame, max_new_tokens)
+        chosen_order = create_order(order, self._order_parameters)
+        checked = [checked_document(document, index) for index, document in enumerate(documents)]
+        distinct, dropped = distinct_indices(checked)
+        candidates = [checked[index] for index in distinct]
+        has_passages = bool(candidates)
+        prompt = tokenize_prompt(self.encoder, self.template, question, history=history, has_passages=has_passages)
+        room = self._room(prompt, max_new_tokens)
         passages, truncated = self._fill(candidates, room if budget_tokens is None else min(budget_tokens, room))
-        given = sorted(passages)
+        kept = sorted(passages)
         facts = OrderFacts(
-            relevance=tuple(candidates[index].relevance for index in given),
+            relevance=tuple(candidates[index].relevance for index in kept),
             seed=seed,
-            keys=tuple(candidates[index].key for index in given),
+            keys=tuple(candidates[index].key for index in kept),
             recent=tuple(tuple(keys) for keys in recent),
             order_free=order_free,
         )
-        kept = [given[i] for i in arrange(order, arranged_by, facts)]
-        left_out = (Dropped(one.id, "budget") for index, one in enumerate(candidates) if index not in passages)
+        ordered = [kept[i] for i in apply_order(chosen_order, facts)]
+        over_budget = (Dropped(one.id, "budget") for index, one in enumerate(candidates) if index not in passages)
         return Assembled(
-            layout=frame.around([passages[index] for index in kept]),
-            documents=tuple(_copy(candidates[index].document) for index in kept),
-            ids=tuple(candidates[index].id for index in kept),
-            dropped=(*dropped, *left_out),
+            layout=prompt.with_passages([passages[index] for index in ordered]),
+            documents=tuple(_copy(candidates[index].document) for index in ordered),
+            ids=tuple(candidates[index].id for index in ordered),
+            dropped=(*dropped, *over_budget),
             truncated=tuple(candidates[index].id for index in truncated),
-            order=order_name(order),
+            order=chosen_order.name,
         )
 
-    def _order(self, order: str) -> Order:
-        made = self._orders.get(order)
-        return create_order(order) if made is None else made
-
-    def _room(self, frame: Frame, max_new_tokens: int) -> int:
-        room = self.context_window - len(frame) - max_new_tokens
+    def _room(self, prompt: TokenizedPrompt, max_new_tokens: int) -> int:
+        """Return the number of tokens that the context window leaves for passages."""
+        room = self.context_window - len(prompt) - max_new_tokens
         if room < 0:
             raise PromptTooLongError(
-                f"question, history and template take {len(frame)} tokens and max_new_tokens={max_new_tokens} more, "
+                f"question, history and template take {len(prompt)} tokens and max_new_tokens={max_new_tokens} more, "
                 f"but the context window has {self.context_window}; shorten the question or lower max_new_tokens"
             )
         return room
 
-    def _fill(self, candidates: Sequence[Candidate], budget: int) -> tuple[dict[int, Passage], tuple[int, ...]]:
-        """Return the passages that fit, by index of their candidate, and the indices of those that were cut."""
-        ranked = rank(candidates)
-        encoded: list[Passage] = []
+    def _fill(
+        self, candidates: Sequence[CheckedDocument], budget: int
+    ) -> tuple[dict[int, TokenizedPassage], tuple[int, ...]]:
+        """Return the passages that fit, by index of their document, and the indices of those that were cut."""
+        ranked = ranked_indices(candidates)
+        tokenized: list[TokenizedPassage] = []  # by rank
         rules = self.budget
 
         def sizes() -> Iterator[int]:
             for index in ranked:
-                encoded.append(self._encode(candidates[index]))
-                yield len(encoded[-1])
+                tokenized.append(self._tokenize(candidates[index]))
+                yield len(tokenized[-1])
 
-        def cut(position: int, allowed: int) -> int:
-            shorter = self._cut(encoded[position], allowed, needed=position == 0)
+        def cut(rank: int, allowed: int) -> int:
+            shorter = self._cut(tokenized[rank], allowed, required=rank == 0)
             if shorter is None:
                 return 0
-            encoded[position] = shorter
+            tokenized[rank] = shorter
             return len(shorter)
 
         smallest = len(self.encoder.encode_text(self.template.separator)) + 1
         limit = rules.limits(len(ranked), budget)
-        selection = choose(sizes(), budget, smallest, limit=limit, overflow=rules.overflow, cut=cut)
+        selection = select_passages(sizes(), budget, smallest, limit=limit, overflow=rules.overflow, cut=cut)
         if selection.refused is not None:
-            position, allowed = selection.refused
+            rank, allowed = selection.refused
             raise PromptTooLongError(
-                f"document {candidates[ranked[position]].id!r} takes {len(encoded[position])} tokens and may take "
+                f"document {candidates[ranked[rank]].id!r} takes {len(tokenized[rank])} tokens and may take "
                 f"{allowed}; raise the budget, use fewer or shorter documents, or set overflow to drop or truncate"
             )
-        kept = {ranked[position]: encoded[position] for position in selection.kept}
-        return kept, tuple(ranked[position] for position in selection.cut)
+        kept = {ranked[rank]: tokenized[rank] for rank in selection.kept}
+        return kept, tuple(ranked[rank] for rank in selection.cut)
 
-    def _encode(self, candidate: Candidate) -> Passage:
-        return encode_passage(
-            self.encoder, self.template, candidate.text, title=candidate.title, relevance=candidate.relevance
+    def _tokenize(self, document: CheckedDocument) -> TokenizedPassage:
+        return tokenize_passage(
+            self.encoder, self.template, document.text, title=document.title, relevance=document.relevance
         )
 
-    def _cut(self, passage: Passage, budget: int, *, needed: bool) -> Passage | None:
-        """Return the beginning of a passage; None if too little is left for it and it is not needed.
+    def _cut(self, passage: TokenizedPassage, budget: int, *, required: bool) -> TokenizedPassage | None:
+        """Return the passage cut to ``budget`` tokens; None if too few are left for it and it is not required.
 
-        Its key stays: what is kept of it goes when the document goes.
+        The key stays, so that cached keys and values of the cut passage are dropped with the document.
         """
         limit = budget - len(passage.heading) - len(passage.separator)
-        if limit < FEWEST_TOKENS and not needed:
+        if limit < FEWEST_TOKENS and not required:
             return None
         shorten = truncate_at_sentence if self.budget.overflow == "truncate" else truncate
         return replace(passage, text=shorten(passage.text, limit, self.encoder.decode))

@@ -1,4 +1,4 @@
-"""Which passages fit into a number of tokens. Pure functions over token counts; knows no text and no documents."""
+"""Selects the passages that fit into a token budget, and cuts long ones. Knows tokens, not documents."""
 
 from __future__ import annotations
 
@@ -10,43 +10,52 @@ from typing import Literal, get_args
 
 from rag_posfix.errors import ConfigError, PromptTooLongError
 
-__all__ = ["FEWEST_TOKENS", "Overflow", "PassageBudget", "Selection", "choose", "truncate", "truncate_at_sentence"]
+__all__ = [
+    "FEWEST_TOKENS",
+    "Overflow",
+    "PassageBudget",
+    "Selection",
+    "select_passages",
+    "truncate",
+    "truncate_at_sentence",
+]
 
 FEWEST_TOKENS = 4
-"""A passage is cut to no fewer text tokens than this: less says nothing."""
+"""A passage is never cut to fewer text tokens than this."""
 
 _BACKTRACK = 16
-"""No character takes more tokens than this in a byte-level vocabulary, so a cut between characters is this near."""
+"""Upper bound of the tokens of one character in a byte-level vocabulary: a character boundary is at most so far."""
 
 
 _SENTENCE_END = re.compile(
     r"""[.!?\u2026\u3002\uff01\uff1f]["'\u201d\u2019\u00bb)\]]*(?=\s|$)"""
-    r"|[\u3002\uff01\uff1f](?=\S)"  # those of Chinese and Japanese need no space after them
+    r"|[\u3002\uff01\uff1f](?=\S)"  # Chinese and Japanese marks are not followed by a space
 )
 
 Overflow = Literal["drop", "truncate", "error"]
-"""What happens to a passage that is longer than it may be."""
+"""What happens to a passage that exceeds its limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassageBudget:
-    """How many tokens each passage may have, by its rank, and what happens to a longer one.
+    """A token limit for each passage, by its relevance rank, and what happens to a longer passage.
 
     Source: the dynamic budget of LongLLMLingua (2024), section 4.3, https://arxiv.org/abs/2310.06839: it keeps the
-        share clip((1 - 2 k / K) d + t, 0, 1) of the document of rank k.
-    Formula: limit(r) = floor(tokens (1 + shrink (1 - 2 r / (K - 1)))), r = 0 .. K - 1, then the last one's; K is how
-        many passages of ``tokens`` tokens fit into the whole budget, at most as many as there are. From
-        (1 + shrink) tokens for the best to (1 - shrink) tokens for the last; together K times ``tokens``.
-    Differs from the paper: a limit in tokens instead of a share, and no compression: what is over is left out or cut.
-        By rank, not by place: so the passages hold the same text in every order, and what does not depend on order
-        still does not. Under the order ``relevance`` rank and place are the same.
+        fraction clip((1 - 2 k / K) d + t, 0, 1) of the document of rank k.
+    Formula: limit(r) = floor(tokens (1 + shrink (1 - 2 r / (K - 1)))), r = 0 .. K - 1; limit(K - 1) for later ranks.
+        K is the number of passages of ``tokens`` tokens that fit into the whole budget, at most the number of
+        passages. The best passage may have (1 + shrink) ``tokens``, the last (1 - shrink) ``tokens``, all together K
+        times ``tokens``.
+    Differs from the paper: the limit is a number of tokens instead of a fraction, and nothing is compressed: a longer
+        passage is left out or cut. Limits follow the rank, not the position, so that a passage has the same text in
+        every order.
 
     Attributes:
-        tokens: What a passage may have on average, heading and separator included; None sets no limit of its own.
-        shrink: How much less late ranks may have, 0 to 1.
+        tokens: Average limit of a passage, heading and separator included; None for no limit per passage.
+        shrink: How much the limit falls from the best to the last rank, 0 to 1.
         overflow: ``drop`` leaves a longer passage out, ``truncate`` cuts it at the end of a sentence, or between two
-            characters where no sentence ends, ``error`` refuses the prompt. The most relevant passage is cut where
-            others are left out, since a prompt without it would be of no use.
+            characters if no sentence ends within the limit, ``error`` raises. ``drop`` cuts the most relevant passage
+            instead of leaving it out.
     """
 
     tokens: int | None = None
@@ -59,18 +68,18 @@ class PassageBudget:
         if not 0.0 <= self.shrink <= 1.0:
             raise ConfigError(f"passage budget: shrink={self.shrink} must be between 0 and 1")
         if self.tokens is None and self.shrink:
-            raise ConfigError(f"passage budget: shrink={self.shrink} shrinks tokens; say how many a passage may have")
+            raise ConfigError(f"passage budget: shrink={self.shrink} needs tokens; say how many a passage may have")
         if self.overflow not in get_args(Overflow):
             raise ConfigError(
                 f"passage budget: overflow={self.overflow!r} must be one of {', '.join(get_args(Overflow))}"
             )
 
     def limits(self, count: int, budget: int) -> Callable[[int], int]:
-        """Return the function from a rank to the most tokens of its passage.
+        """Return a function from a rank to the token limit of its passage.
 
         Args:
-            count: How many passages there are.
-            budget: Most tokens that they may have together.
+            count: Number of passages.
+            budget: Token limit of all passages together.
         """
         tokens = self.tokens
         if tokens is None:
@@ -86,12 +95,12 @@ class PassageBudget:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a budget keeps.
+    """The passages that a budget keeps, by relevance rank; 0 is the most relevant passage.
 
     Attributes:
-        kept: Ranks that fit, or that were cut to fit, ascending; 0 is the most relevant passage.
-        cut: Those of them that were cut.
-        refused: The first rank that is too long and how many tokens it may have, where nothing is left out.
+        kept: Ranks of the kept passages, ascending.
+        cut: Ranks of kept passages that were cut.
+        refused: With ``overflow="error"``, the first rank that is too long, and its limit; else None.
     """
 
     kept: tuple[int, ...]
@@ -99,7 +108,7 @@ class Selection:
     refused: tuple[int, int] | None = None
 
 
-def choose(
+def select_passages(
     sizes: Iterable[int],
     budget: int,
     smallest: int = 1,
@@ -108,18 +117,18 @@ def choose(
     overflow: Overflow = "drop",
     cut: Callable[[int, int], int] = lambda rank, allowed: allowed,
 ) -> Selection:
-    """Keep the most relevant passages that fit together.
+    """Select the most relevant passages that fit together.
 
-    A passage that does not fit is skipped, where it is not cut; smaller ones of lower rank may still fit.
+    A passage that does not fit and is not cut is skipped; a shorter passage of lower rank may still fit.
 
     Args:
-        sizes: Tokens of each passage, the most relevant first. Read only as far as needed, so they may be counted
-            on the way.
-        budget: Most tokens that the kept passages may have together.
-        smallest: No passage has fewer tokens than this: with less left, the search ends.
-        limit: Most tokens of the passage of a rank; none if None.
+        sizes: Number of tokens of each passage, the most relevant first. Consumed only as far as needed, so that
+            passages may be tokenised lazily.
+        budget: Token limit of all kept passages together.
+        smallest: Lower bound of the size of a passage: with fewer tokens left, the search ends.
+        limit: Token limit of the passage of a rank; no limit if None.
         overflow: What happens to a passage that does not fit.
-        cut: Cuts the passage of a rank to at most so many tokens and returns how many it has now; 0 if it cannot.
+        cut: Cuts the passage of a rank to at most the given number of tokens and returns its new size; 0 if it cannot.
     """
     kept: list[int] = []
     shortened: list[int] = []
@@ -137,7 +146,7 @@ def choose(
                 kept.append(rank)
                 shortened.append(rank)
             left -= now
-            if allowed == left + now:  # cut to all that was left
+            if allowed == left + now:  # it was cut to the rest of the budget
                 break
         if left < smallest:
             break
@@ -147,15 +156,15 @@ def choose(
 def truncate_at_sentence(
     token_ids: Sequence[int], limit: int, decode: Callable[[Sequence[int]], str]
 ) -> tuple[int, ...]:
-    """Return the longest beginning of ``token_ids`` of at most ``limit`` tokens that ends with a sentence.
+    """Return the longest prefix of ``token_ids`` of at most ``limit`` tokens that ends with a sentence.
 
-    A sentence ends with a full stop, a question or an exclamation mark before white space or the end of the text.
-    Where none ends within the limit, or only after fewer than ``FEWEST_TOKENS`` tokens, as ``truncate``.
+    A sentence ends with a full stop, a question or an exclamation mark before white space or the end of the text. If
+    none ends within the limit, or only after fewer than ``FEWEST_TOKENS`` tokens, do what ``truncate`` does.
 
     Args:
         token_ids: The tokens of a text.
-        limit: Most tokens to return.
-        decode: Gives the text of tokens.
+        limit: Maximum number of tokens.
+        decode: Returns the text of tokens.
 
     Raises:
         PromptTooLongError: ``limit`` is below ``FEWEST_TOKENS``.
@@ -164,7 +173,7 @@ def truncate_at_sentence(
     if len(cut) == len(token_ids):
         return cut
     text = decode(cut)
-    beyond = decode(token_ids[: len(cut) + _BACKTRACK])  # tells whether "3." is a sentence's end or 3.5 begins
+    beyond = decode(token_ids[: len(cut) + _BACKTRACK])  # distinguishes "3." at a sentence's end from "3.5"
     for found in reversed(list(_SENTENCE_END.finditer(beyond))):
         if found.end() > len(text):
             continue
@@ -175,22 +184,22 @@ def truncate_at_sentence(
 
 
 def _fewest(token_ids: Sequence[int], length: int, decode: Callable[[Sequence[int]], str]) -> int:
-    """Return the fewest tokens that hold ``length`` whole characters; the last may hold what follows them too."""
+    """Return the smallest number of tokens whose text has at least ``length`` complete characters."""
     low, high = 0, len(token_ids)
     while low < high:
         middle = (low + high) // 2
-        whole = len(decode(token_ids[:middle]).rstrip("\ufffd"))  # half a character is none
+        whole = len(decode(token_ids[:middle]).rstrip("\ufffd"))  # without an incomplete character
         low, high = (low, middle) if whole >= length else (middle + 1, high)
     return low
 
 
 def truncate(token_ids: Sequence[int], limit: int, decode: Callable[[Sequence[int]], str]) -> tuple[int, ...]:
-    """Return the longest beginning of ``token_ids`` of at most ``limit`` tokens that ends between two characters.
+    """Return the longest prefix of ``token_ids`` of at most ``limit`` tokens that ends between two characters.
 
     Args:
         token_ids: The tokens of a text.
-        limit: Most tokens to return.
-        decode: Gives the text of tokens.
+        limit: Maximum number of tokens.
+        decode: Returns the text of tokens.
 
     Raises:
         PromptTooLongError: ``limit`` is below ``FEWEST_TOKENS``.
@@ -202,7 +211,7 @@ def truncate(token_ids: Sequence[int], limit: int, decode: Callable[[Sequence[in
             f"{max(limit, 0)} tokens are left for the text of the most relevant passage, which has {len(token_ids)}; "
             f"at least {FEWEST_TOKENS} are needed: raise budget_tokens, lower max_new_tokens or shorten the question"
         )
-    # A little more than the limit tells whether the last character is whole; the rest of the text cannot matter.
+    # A few tokens beyond the limit suffice to know whether the last character is complete.
     beyond = decode(token_ids[: limit + _BACKTRACK])
     for stop in range(limit, max(limit - _BACKTRACK, 0), -1):
         if beyond.startswith(decode(token_ids[:stop])):

@@ -1,6 +1,6 @@
-"""Documents as assembly sees them: checked, identified, ranked and without duplicates.
+"""Checks documents, ranks them by relevance and removes duplicates. Knows no tokens and no prompts.
 
-A langchain ``Document`` is only read here, never changed. Nothing here knows of tokens or prompts.
+A langchain ``Document`` is never changed.
 """
 
 from __future__ import annotations
@@ -17,58 +17,67 @@ from rag_posfix.assembly.orders import best_first
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import clean_text, content_hash
 
-__all__ = ["Candidate", "DropReason", "Dropped", "content_key", "document_id", "rank", "read_document", "unique"]
+__all__ = [
+    "CheckedDocument",
+    "DropReason",
+    "Dropped",
+    "checked_document",
+    "content_key",
+    "distinct_indices",
+    "document_id",
+    "ranked_indices",
+]
 
 DropReason = Literal["duplicate", "empty", "budget"]
 
 
 class Dropped(NamedTuple):
-    """A document that is not in the prompt, and why."""
+    """A document that was left out of the prompt, and the reason."""
 
     id: str
     reason: DropReason
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A document that was read.
+class CheckedDocument:
+    """A document whose fields were checked and cleaned.
 
     Attributes:
         id: ``Document.id``, else ``metadata["id"]``, else a hash of the content.
-        title: ``metadata["title"]`` on one line; empty where it is missing or no string.
+        title: ``metadata["title"]`` on one line; empty if it is missing or no string.
         text: The cleaned text.
         key: A content hash of title and text.
-        folded: A content hash of the text with each run of whitespace as one space: equal for duplicates.
+        text_key: A content hash of the text with each run of white space as one space: equal for duplicates.
         relevance: ``metadata["relevance_score"]``, or None.
-        document: Where all this was read from.
+        document: The document itself.
     """
 
     id: str
     title: str
     text: str
     key: str
-    folded: str
+    text_key: str
     relevance: float | None
     document: Document
 
 
 def content_key(document: Document) -> str:
-    """Return the key that the document's passage has in a layout: a content hash of its title and its text.
+    """Return the key of the document's passage in a layout: a content hash of its title and its text.
 
     Args:
-        document: A document that can be read.
+        document: The document.
 
     Raises:
         ConfigError: it is no Document, or its content is no string.
     """
-    return read_document(document, with_relevance=False).key
+    return checked_document(document, with_relevance=False).key
 
 
 def document_id(document: Document) -> str:
-    """Return ``document.id``, else ``metadata["id"]``, else a hash of the content.
+    """Return the id of a document in prompts and answers: its own, else ``metadata["id"]``, else a hash of its text.
 
     Args:
-        document: The document to name.
+        document: The document.
     """
     for given in (document.id, document.metadata.get("id")):
         if given is not None and str(given):
@@ -76,13 +85,13 @@ def document_id(document: Document) -> str:
     return content_hash(document.page_content)
 
 
-def read_document(document: Document, index: int = 0, *, with_relevance: bool = True) -> Candidate:
-    """Read and check one document.
+def checked_document(document: Document, index: int = 0, *, with_relevance: bool = True) -> CheckedDocument:
+    """Check a document and clean its text.
 
     Args:
         document: The document; it is not changed.
-        index: Where it stands among its neighbours, for messages.
-        with_relevance: Whether its score matters. That of a document that was not found for a question does not.
+        index: Its index in the list of documents, for messages.
+        with_relevance: Whether its score is read; else ``relevance`` is None.
 
     Raises:
         ConfigError: it is no Document, its content is no string, or its score is no finite number.
@@ -99,12 +108,12 @@ def read_document(document: Document, index: int = 0, *, with_relevance: bool = 
     text = clean_text(document.page_content)
     title = document.metadata.get("title")
     title = " ".join(clean_text(title).split()) if isinstance(title, str) else ""
-    return Candidate(
+    return CheckedDocument(
         id=name,
         title=title,
         text=text,
         key=content_hash(title, text),
-        folded=content_hash(" ".join(text.split())),
+        text_key=content_hash(" ".join(text.split())),
         relevance=_relevance(document.metadata.get("relevance_score"), name) if with_relevance else None,
         document=document,
     )
@@ -125,40 +134,40 @@ def _relevance(value: Any, name: str) -> float | None:
     return score
 
 
-def rank(candidates: Sequence[Candidate]) -> tuple[int, ...]:
+def ranked_indices(documents: Sequence[CheckedDocument]) -> tuple[int, ...]:
     """Return the indices from the most relevant document to the least.
 
-    Equal scores are ordered by content, so that what a budget keeps does not depend on the order the documents came
-    in. Documents without a score rank last; where none has one, the given order is the relevance.
+    Equal scores are ordered by content key, so that the documents that a budget keeps do not depend on the given
+    order. Documents without a score rank last. If no document has a score, the given order counts as best first.
 
     Args:
-        candidates: The documents to rank.
+        documents: The documents to rank.
     """
-    scores = [candidate.relevance for candidate in candidates]
+    scores = [document.relevance for document in documents]
     if all(score is None for score in scores):
         return tuple(range(len(scores)))
-    by_content = sorted(range(len(scores)), key=lambda i: candidates[i].key)
+    by_content = sorted(range(len(scores)), key=lambda i: documents[i].key)
     return tuple(by_content[i] for i in best_first([scores[i] for i in by_content]))
 
 
-def unique(candidates: Sequence[Candidate]) -> tuple[tuple[Candidate, ...], tuple[Dropped, ...]]:
-    """Return the documents with text, one of each kind, in the given order, and what was left out.
+def distinct_indices(documents: Sequence[CheckedDocument]) -> tuple[tuple[int, ...], tuple[Dropped, ...]]:
+    """Return the indices of the documents with text, without duplicates, ascending; and the documents left out.
 
-    Of documents whose text differs in whitespace alone, the highest ranked stays; of equals, the earliest.
+    Of documents whose text differs in white space only, the highest ranked is kept; of equal rank, the first.
 
     Args:
-        candidates: The documents, in any order.
+        documents: The documents, in any order.
     """
     best: dict[str, int] = {}
-    for index in rank(candidates):
-        best.setdefault(candidates[index].folded, index)
-    kept: list[Candidate] = []
+    for index in ranked_indices(documents):
+        best.setdefault(documents[index].text_key, index)
+    kept: list[int] = []
     dropped: list[Dropped] = []
-    for index, candidate in enumerate(candidates):
-        if not candidate.text.strip():
-            dropped.append(Dropped(candidate.id, "empty"))
-        elif best[candidate.folded] != index:
-            dropped.append(Dropped(candidate.id, "duplicate"))
+    for index, document in enumerate(documents):
+        if not document.text.strip():
+            dropped.append(Dropped(document.id, "empty"))
+        elif best[document.text_key] != index:
+            dropped.append(Dropped(document.id, "duplicate"))
         else:
-            kept.append(candidate)
+            kept.append(index)
     return tuple(kept), tuple(dropped)

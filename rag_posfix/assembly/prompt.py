@@ -1,4 +1,4 @@
-"""The words around the passages, and chat messages in a form that every chat template accepts. Knows no tokens."""
+"""The prompt template, and chat messages in a form that every chat template accepts. Knows no tokens."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ROLES = ("system", "user", "assistant")
 class PromptTemplate:
     """The text of a prompt, apart from question and passages.
 
-    The user's turn reads: instruction, blank line, passages, question prefix, question, answer cue. Passages carry no
-    numbers: a number would tell the position. Without passages the turn is the question alone.
+    The user's turn is: instruction, blank line, passages, question prefix, question, answer cue. Passages have no
+    numbers, because a number would reveal the position. Without passages the turn is the question alone.
 
     Attributes:
-        instruction: Stands before the passages; may be empty.
-        heading: Stands before the text of a passage that has a title; ``{title}`` is replaced. May be empty.
-        separator: Ends every passage.
-        question_prefix: Stands before the question.
-        answer_cue: Stands after the question.
+        instruction: Text before the passages; may be empty.
+        heading: Text before a passage that has a title; ``{title}`` is replaced. May be empty.
+        separator: Text after every passage.
+        question_prefix: Text before the question.
+        answer_cue: Text after the question.
         system: A system message before all others; none if empty.
     """
 
@@ -53,7 +53,7 @@ class PromptTemplate:
 
     @property
     def opening(self) -> str:
-        """What stands before the first passage in the user's turn."""
+        """The text before the first passage in the user's turn."""
         return self.instruction + BLANK_LINE if self.instruction else ""
 
     def heading_for(self, title: str) -> str:
@@ -65,14 +65,14 @@ class PromptTemplate:
         return self.heading.replace("{title}", title) if title else ""
 
     def fingerprint(self) -> str:
-        """Return a hash that changes with any word of the template; part of every cache key."""
+        """Return a hash of all fields; part of every cache key."""
         return content_hash("prompt-template", *astuple(self))
 
 
 def merge_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     """Return the messages with at most one system message, at the start, and no role twice in a row.
 
-    Many chat templates raise on anything else. Contents are joined by a blank line and cleaned.
+    Many chat templates raise on anything else. Merged contents are joined by a blank line; all are cleaned.
 
     Args:
         messages: Any sequence of ``{"role", "content"}``.

@@ -1,4 +1,4 @@
-"""Attention over stretches of keys, merged by log-sum-exp: no T x T tensor anywhere."""
+"""Attention over segments of keys, merged by log-sum-exp: no T x T tensor anywhere."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _folded(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return attention over the union of disjoint stretches of keys.
+    """Return attention over the union of disjoint segments of keys.
 
     Formula: w_g = softmax_g(lse_g); out = sum_g w_g out_g; lse = logsumexp_g(lse_g).
 
@@ -83,11 +83,11 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def attend_segments(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, start: int, stretches: Iterable[tuple[int, int]]
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, start: int, segments: Iterable[tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return attention of the tokens ``start``.. over whole stretches of keys and, causally, over themselves.
+    """Return attention of the tokens ``start``.. over whole segments of keys and, causally, over themselves.
 
-    ``stretches`` are (first, last excluded) of the keys that every query sees; empty ones are skipped.
+    ``segments`` are (first, last excluded) of the keys that every query sees; empty ones are skipped.
 
     Shapes:
         query: (B, Hq, Tq, D), the tokens start..start + Tq - 1. key, value: (B, Hkv, Tk, D), from token 0.
@@ -95,7 +95,7 @@ def attend_segments(
     stop = start + query.shape[2]
     parts = [
         attend_with_lse(query, key[:, :, first:last], value[:, :, first:last], scaling)
-        for first, last in stretches
+        for first, last in segments
         if first < last
     ]
     parts.append(attend_with_lse(query, key[:, :, start:stop], value[:, :, start:stop], scaling, causal=True))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rag_posfix.attention.blockwise import QUERY_BLOCK
-from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 
 __all__ = ["SelectedAttention", "deviation", "first_tokens", "most_deviating"]
 
@@ -40,7 +40,7 @@ def most_deviating(deviations: Tensor, start: int, fraction: float) -> Tensor:
 
 
 def first_tokens(spans: list[tuple[int, int]], fraction: float) -> Tensor:
-    """Return the first tokens of each stretch, ascending; ``spans`` are (start, stop).
+    """Return the first tokens of each segment, ascending; ``spans`` are (start, stop).
 
     Source: Hu et al. (2024), EPIC, section 4 (LegoLink), https://arxiv.org/abs/2410.15332
     """
@@ -53,7 +53,7 @@ def _share(fraction: float, count: int) -> int:
     return min(count, -int(-fraction * count // 1))
 
 
-class SelectedAttention(Attend):
+class SelectedAttention(AttentionOverride):
     """Some tokens of a prompt, anywhere in it, see every token up to themselves.
 
     Args:
@@ -65,8 +65,8 @@ class SelectedAttention(Attend):
     def __init__(self, chosen: Tensor) -> None:
         self._chosen = chosen
 
-    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
-        """Attend block by block: a (256, Tk) mask at a time."""
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
+        """AttentionOverride block by block: a (256, Tk) mask at a time."""
         outs = []
         for first in range(0, self._chosen.shape[0], QUERY_BLOCK):
             chosen = self._chosen[first : first + QUERY_BLOCK]

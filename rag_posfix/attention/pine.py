@@ -12,7 +12,7 @@ from rag_posfix.attention.blockwise import attend_with_lse
 from rag_posfix.attention.causal import attend_causal_fast
 from rag_posfix.attention.pine_importance import distances, document_importance, shares, token_importance
 from rag_posfix.attention.rope import Paired
-from rag_posfix.plan.attention_override import Attend, AttendInput, Rotated
+from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride, Rotated
 from rag_posfix.plan.layout import Layout
 
 __all__ = ["ByImportance"]
@@ -22,7 +22,7 @@ ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
-class ByImportance(Attend):
+class ByImportance(AttentionOverride):
     """Documents see each other whole; to each query the documents that matter most to it stand nearest.
 
     Source: Wang et al. (2024), Eliminating Position Bias of Language Models, section 3.3,
@@ -71,7 +71,7 @@ class ByImportance(Attend):
                     seen[rows, columns] = True
         return seen
 
-    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Return the output and the newest query's attention."""
         now, end, n_key = _Pass(self, given), len(self.offsets), given.key.shape[2]
         outs = [now.read_prefix(), *now.read_documents()] if given.start == 0 else []
@@ -94,7 +94,7 @@ class _Pass:
     (Hq, ...), so that the G query heads of a key head broadcast over it.
     """
 
-    def __init__(self, plan: ByImportance, given: AttendInput) -> None:
+    def __init__(self, plan: ByImportance, given: AttentionInput) -> None:
         device, n_key = given.key.device, given.key.shape[2]
         self.given, self.spans, self.end = given, plan.spans, len(plan.offsets)
         self.lengths, self.share = plan.lengths.to(device), plan.share.to(device)

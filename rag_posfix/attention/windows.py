@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rag_posfix.attention.blockwise import attend_segments
 from rag_posfix.attention.masks import windows_mask
-from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import MaskFunction
 
@@ -53,7 +53,7 @@ def window_positions(layout: Layout, windows: Sequence[Span], indentation: Inden
     return torch.cat(pieces).float()[None]
 
 
-class WindowedAttention(Attend):
+class WindowedAttention(AttentionOverride):
     """A window sees the prefix and, causally, itself; the suffix and generated tokens see everything.
 
     The same as ``windows_mask``, without a T x T tensor.
@@ -67,8 +67,8 @@ class WindowedAttention(Attend):
         self._mask: MaskFunction = windows_mask(layout, windows)
         self.plain_from = layout.suffix.start
 
-    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
-        """Attend window by window; the whole prompt arrives in one pass."""
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
+        """AttentionOverride window by window; the whole prompt arrives in one pass."""
         query, key, value, end = given.query, given.key, given.value, self.plain_from or 0
         outs = []
         for start, stop, seen in self._segments(end, query.shape[2]):
@@ -83,7 +83,7 @@ class WindowedAttention(Attend):
         return self._mask(at[:, None], at[None, :])
 
     def _segments(self, end: int, n_tokens: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        """Return (first, last excluded, stretches it sees) of prefix, windows and suffix."""
+        """Return (first, last excluded, segments it sees) of prefix, windows and suffix."""
         prefix = (0, self._prefix)
         windows = [(window.start, window.stop, [prefix]) for window in self._windows]
         return [(0, self._prefix, []), *windows, (end, n_tokens, [(0, end)])]

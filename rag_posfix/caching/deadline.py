@@ -1,7 +1,7 @@
-"""Runs an operation elsewhere and stops waiting for it at a deadline.
+"""Runs an operation in another thread and stops waiting for it at a deadline.
 
-Socket timeouts bound each read, not an operation: a name server that does not answer, a handshake of several round
-trips, or a server that sends one byte at a time all take longer. Only another thread can be left behind.
+Socket timeouts bound each read, not a whole operation: a name server that does not answer, a handshake of several
+round trips, or a server that sends one byte at a time all take longer. The caller can stop waiting for a thread.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _JOIN_SECONDS = 0.2
 
 
 class DeadlineRunner:
-    """A few daemon threads for operations that may hang. Daemons: a hanging one must not keep the process alive.
+    """A few threads for operations that may hang. They are daemons, so that a hanging one cannot keep a process alive.
 
     Args:
         name: Prefix of the threads' names.
-        max_threads: Most operations at once, hanging ones included; further ones wait for their turn.
+        max_threads: Most operations at once, hanging ones included; further ones wait until a thread is free.
     """
 
     def __init__(self, name: str, max_threads: int = 4) -> None:
@@ -32,21 +32,21 @@ class DeadlineRunner:
         self._max_threads = max_threads
         self._lock = threading.Lock()
         self._closed = False
-        self._start_over()
+        self._reset()
 
     def run(self, operation: Callable[[], _T], seconds: float) -> _T:
         """Return what ``operation`` returns.
 
         Raises:
-            TimeoutError: It did not finish within ``seconds``. It goes on in its thread and its result is dropped;
-                if it has not begun it never will.
+            TimeoutError: It did not finish within ``seconds``. It continues in its thread and its result is discarded;
+                if it has not begun, it never will.
         """
         future: Future[_T] = Future()
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")
             if self._pid != os.getpid():  # threads do not survive a fork
-                self._start_over()
+                self._reset()
             self._tasks.put((future, operation))
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._max_threads:
                 self._start_thread()
@@ -57,7 +57,7 @@ class DeadlineRunner:
 
     @property
     def running(self) -> int:
-        """How many operations are under way, those left behind included."""
+        """How many operations are running, including those that nobody waits for any more."""
         with self._lock:
             return self._running
 
@@ -71,7 +71,7 @@ class DeadlineRunner:
         for thread in threads:
             thread.join(_JOIN_SECONDS)
 
-    def _start_over(self) -> None:
+    def _reset(self) -> None:
         self._pid = os.getpid()
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
@@ -93,8 +93,8 @@ class DeadlineRunner:
             future, operation = task
             if future.set_running_or_notify_cancel():
                 self._run_one(future, operation)
-            del task, future, operation  # do not keep a value alive until the next task
-            if tasks.empty():  # else it goes on with a task that already counts on this thread
+            del task, future, operation  # a result must not stay in memory until the next task
+            if tasks.empty():  # otherwise the next task was already counted on this thread
                 idle.release()
 
     def _run_one(self, future: Future[Any], operation: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Says once in the log that a store began to fail and once that it works again, never what was stored."""
+"""Logs once that a store began to fail and once that it works again. What was stored is never logged."""
 
 from __future__ import annotations
 
@@ -14,21 +14,15 @@ class Health:
     """Remembers whether a store works, so that an outage is one line in the log and not one per request.
 
     Args:
-        label: What the log calls the store; holds no password.
-        cache: What the store is a part of.
+        label: What the log calls the store, without a password.
+        cache: The cache that the store belongs to.
     """
 
-    def __init__(self, label: str, cache: str = "answer cache") -> None:
+    def __init__(self, label: str, cache: str) -> None:
         self._label = label
         self._cache = cache
         self._lock = threading.Lock()
         self._failing = False
-
-    @property
-    def failing(self) -> bool:
-        """Whether the last report was a failure."""
-        with self._lock:
-            return self._failing
 
     def failed(self, error: BaseException) -> None:
         """Report a failure. Only the type of the error is logged: its text may quote what was sent or stored."""

@@ -1,7 +1,7 @@
-"""From the URL of a Redis to a client that never waits long, retries nothing and shows no password.
+"""Makes a Redis client from a URL, with bounded waits and without retries. Its label shows no password.
 
-``redis://`` ``rediss://`` ``unix://`` one server · ``redis-cluster://`` · ``redis-sentinel://``. The options of a URL
-cannot undo the timeouts, and RESP 2 is spoken: a connection then costs no HELLO and Redis 5 understands it.
+One server: ``redis://``, ``rediss://``, ``unix://``. Several: ``redis-cluster://``, ``redis-sentinel://``. Options in
+the URL cannot change the timeouts. The protocol is RESP 2, which Redis 5 understands and which needs no HELLO command.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _DEFAULT_PORTS = {"redis-cluster": 6379, "redis-sentinel": 26379}
 
 @dataclass(frozen=True, slots=True)
 class RedisTarget:
-    """A Redis that is not connected yet.
+    """The address of a Redis, and how to connect to it.
 
     Attributes:
-        label: Where it is, without user and password.
-        connect: Returns a client. May block: a cluster is asked for its nodes.
+        label: The address without user and password.
+        connect: Returns a client. It may block: a cluster client asks for the nodes.
     """
 
     label: str
@@ -38,14 +38,14 @@ class RedisTarget:
 
 
 def redis_target(url: str, timeout_seconds: float) -> RedisTarget:
-    """Return the Redis that ``url`` names.
+    """Return the Redis at ``url``. Nothing is connected.
 
     Args:
-        url: Where Redis is.
+        url: Its address.
         timeout_seconds: Bound of connecting and of each read and write.
 
     Raises:
-        CacheError: The URL is not one of ours. The message never holds more of it than its scheme.
+        CacheError: The URL is not valid. The message shows nothing of it but its scheme.
         ConfigError: redis-py is not installed.
     """
     try:
@@ -62,7 +62,7 @@ def redis_target(url: str, timeout_seconds: float) -> RedisTarget:
         "protocol": 2,
         "decode_responses": False,
     }
-    # Else every connection begins with two CLIENT SETINFO, and the first one with reading redis-py's metadata.
+    # By default each connection begins with two CLIENT SETINFO commands, and the first reads redis-py's metadata.
     if "driver_info" in inspect.signature(redis.Redis).parameters:
         options["driver_info"] = None
     else:
@@ -86,7 +86,7 @@ def _one_server(redis: Any, url: str, options: dict[str, Any]) -> RedisTarget:
     if parts.scheme != "unix":
         if not parts.hostname:
             raise ValueError("no host")
-        int(parts.path.strip("/") or 0)  # redis-py would quietly take database 0
+        int(parts.path.strip("/") or 0)  # redis-py would use database 0 without an error
     parsed = redis.connection.parse_url(url)
     for name in ("retry_on_timeout", "retry_on_error", "health_check_interval"):
         parsed.pop(name, None)
@@ -103,7 +103,7 @@ def _one_server(redis: Any, url: str, options: dict[str, Any]) -> RedisTarget:
 
 
 def _several_hosts(redis: Any, url: str, scheme: str, options: dict[str, Any]) -> RedisTarget:
-    # Split by hand: urlsplit knows one host only.
+    # urlsplit does not parse URLs with several hosts.
     rest, _, query = url.partition("://")[2].partition("?")
     if query or "#" in rest:
         raise ValueError("no options are understood")

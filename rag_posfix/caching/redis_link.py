@@ -1,4 +1,4 @@
-"""The way to a Redis: operations with a deadline, a circuit breaker, and failures that are counted, never raised."""
+"""The connection of a tier to Redis: operations with a deadline and a circuit breaker. Failures are never raised."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 from rag_posfix.caching.breaker import CircuitBreaker
 from rag_posfix.caching.deadline import DeadlineRunner
-from rag_posfix.caching.health import Health
 from rag_posfix.caching.redis_client import redis_target
+from rag_posfix.caching.store_access import StoreAccess, StoreFailures
 from rag_posfix.caching.tier import Counters
 from rag_posfix.errors import CacheError
 
 __all__ = ["RedisLink"]
 
-_SWEEP_SECONDS = 10.0  # dropping entries is rare, and worth waiting for and trying again
-_SWEEP_ATTEMPTS = 3
+_DELETE_SECONDS = 10.0
+_DELETE_ATTEMPTS = 3
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
@@ -25,15 +25,15 @@ _logger = logging.getLogger(__name__)
 class RedisLink:
     """Runs operations on a Redis.
 
-    Down, slow, full, locked or talking nonsense, Redis costs a request at most ``timeout_seconds``; then the circuit
-    breaker leaves it alone, and asks again by itself after a while.
+    If Redis is down, slow, full, locked or replies with garbage, an operation takes ``timeout_seconds`` at most and
+    returns None. The circuit breaker then skips Redis, and tries it again after its cool-down.
 
     Args:
         url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``.
         timeout_seconds: Bound of one operation, connecting included, > 0.
+        cache: The cache that uses it, for the log.
         counters: Where ``errors`` are counted.
         breaker: Decides when a failing Redis is asked again.
-        cache: What uses it, for the log.
 
     Raises:
         CacheError: The URL is not valid.
@@ -45,53 +45,55 @@ class RedisLink:
         url: str,
         *,
         timeout_seconds: float,
+        cache: str,
         counters: Counters,
         breaker: CircuitBreaker | None = None,
-        cache: str = "answer cache",
     ) -> None:
         if timeout_seconds <= 0:
             raise CacheError(f"redis cache: timeout_seconds={timeout_seconds} must be above 0, e.g. 0.02")
         self._target = redis_target(url, timeout_seconds)
         self._timeout = timeout_seconds
-        self._counters = counters
-        self._breaker = breaker or CircuitBreaker()
         self._cache = cache
-        # Apart: a full Redis refuses every write and serves every read, which would log each request.
-        self._reads = Health(f"reading {self._target.label}", cache)
-        self._writes = Health(f"writing {self._target.label}", cache)
+        self._breaker = breaker or CircuitBreaker()
+        failures = StoreFailures(cache, counters, self._breaker, is_refusal=_is_refusal)
+        self._reads = StoreAccess(f"reading {self._target.label}", failures)
+        self._writes = StoreAccess(f"writing {self._target.label}", failures)
         self._runner = DeadlineRunner("rag-posfix-redis")
         self._client: Any = None
         self._client_lock = threading.Lock()
 
     @property
     def label(self) -> str:
-        """Where Redis is, without user and password."""
+        """The address of Redis, without user and password."""
         return self._target.label
 
     @property
     def available(self) -> bool:
-        """Whether Redis is believed to work."""
+        """False while Redis is failing and the circuit breaker is open."""
         return self._breaker.closed
 
     def read(self, operation: Callable[[Any], _T]) -> _T | None:
-        """Return what ``operation`` returns for the client, or None if Redis fails or is given a rest."""
+        """Return what ``operation`` returns for the client, or None if Redis fails or the circuit breaker is open."""
         return self._call(operation, self._reads, self._timeout)
 
     def write(self, operation: Callable[[Any], _T]) -> _T | None:
-        """Do as ``read`` does; a Redis that refuses writes is told apart in the log."""
+        """Do the same as ``read``; in the log, a Redis that refuses writes is separate from one that fails to read."""
         return self._call(operation, self._writes, self._timeout)
 
-    def sweep(self, operation: Callable[[Any], int]) -> int:
-        """Return how many entries ``operation`` dropped: with more time, several attempts, and even if at rest."""
-        for _ in range(_SWEEP_ATTEMPTS):
-            count = self._call(operation, self._writes, _SWEEP_SECONDS, insist=True)
+    def delete(self, operation: Callable[[Any], int]) -> int:
+        """Return how many entries ``operation`` deleted, 0 if Redis fails.
+
+        Deleting is rare and must not be lost: it has 10 seconds, three attempts, and ignores the circuit breaker.
+        """
+        for _ in range(_DELETE_ATTEMPTS):
+            count = self._call(operation, self._writes, _DELETE_SECONDS, ignore_breaker=True)
             if count is not None:
                 return count
         _logger.warning("%s: %s could not drop entries; they stay until they expire", self._cache, self.label)
         return 0
 
-    def forget_connections(self) -> None:
-        """Use no idle connection again, after a reply that was damaged, or the one to another request."""
+    def discard_idle_connections(self) -> None:
+        """Close idle connections, after a reply that was damaged or belonged to another request."""
         self._disconnect(in_use=False)
 
     def close(self) -> None:
@@ -104,28 +106,16 @@ class RedisLink:
             client.close()
 
     def _call(
-        self, operation: Callable[[Any], _T], health: Health, seconds: float, *, insist: bool = False
+        self, operation: Callable[[Any], _T], access: StoreAccess, seconds: float, *, ignore_breaker: bool = False
     ) -> _T | None:
-        from redis.exceptions import ClusterError, ResponseError
+        was_failing = not self._breaker.closed
 
-        trial = not self._breaker.closed
-        if not (self._breaker.allow() or insist):
-            return None
-        if trial and self._runner.running:
-            self._disconnect(in_use=True)  # frees threads that a dripping server still holds
-        try:
-            result = self._runner.run(lambda: operation(self._connected()), seconds)
-        except Exception as error:
-            self._counters.add("errors")
-            health.failed(error)
-            if isinstance(error, ResponseError) and not isinstance(error, ClusterError):
-                self._breaker.success()  # it refuses this command (full, read-only), but at once: reads may work
-            else:
-                self._breaker.failure()
-            return None
-        self._breaker.success()
-        health.worked()
-        return result
+        def run() -> _T:
+            if was_failing and self._runner.running:
+                self._disconnect(in_use=True)  # ends operations that wait for a server that never finishes its reply
+            return self._runner.run(lambda: operation(self._connected()), seconds)
+
+        return access.call(run, ignore_breaker=ignore_breaker)
 
     def _connected(self) -> Any:
         with self._client_lock:
@@ -135,7 +125,7 @@ class RedisLink:
 
     def _disconnect(self, *, in_use: bool) -> None:
         if not self._client_lock.acquire(blocking=False):
-            return  # somebody is connecting right now: there is nothing to disconnect
+            return  # another thread is connecting right now: there is nothing to disconnect
         try:
             for pool in _pools(self._client):
                 pool.disconnect(inuse_connections=in_use)
@@ -143,10 +133,17 @@ class RedisLink:
             self._client_lock.release()
 
 
+def _is_refusal(error: BaseException) -> bool:
+    """Return whether Redis answered and refused the command, for example because it is full or read-only."""
+    from redis.exceptions import ClusterError, ResponseError
+
+    return isinstance(error, ResponseError) and not isinstance(error, ClusterError)
+
+
 def _pools(client: Any) -> list[Any]:
     if client is None:
         return []
     if hasattr(client, "connection_pool"):
         return [client.connection_pool]
-    connections = [node.redis_connection for node in client.get_nodes()]  # a cluster has a pool per node, once used
+    connections = [node.redis_connection for node in client.get_nodes()]  # a cluster has one pool per node, once used
     return [connection.connection_pool for connection in connections if connection is not None]

@@ -1,6 +1,7 @@
-"""One sqlite file that several processes share, and that is started afresh when it is damaged.
+"""A sqlite file of tagged entries that several processes share. A damaged file is replaced by an empty one.
 
-WAL needs shared memory between the processes: keep the file on a local disk, not on a network one.
+The write-ahead log (WAL) needs memory shared between the processes: the file must be on a local disk, not on a network
+file system.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows: two processes that rebuild at the same moment may rebuild twice
+except ImportError:  # Windows: two processes that replace a damaged file at the same time may do so twice
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["SqliteFile", "is_damage", "is_refusal"]
@@ -34,7 +35,7 @@ _WAL_BYTES = 4 * 1024**2
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return whether ``error`` says that the file is damaged, is no database, or lost its tables."""
+    """Return whether ``error`` means that the file is damaged, is no database, or has lost its tables."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:
         return False
@@ -44,16 +45,16 @@ def is_damage(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether ``error`` says that the disk is full or read-only: reads may still work."""
+    """Return whether ``error`` means that the disk is full or read-only: reads may still work."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is not None and (code & 0xFF) in {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY}
 
 
 class SqliteFile:
-    """Opens the file and keeps its connection. Not for several threads at once.
+    """Opens the file and keeps the connection. Not for several threads at once.
 
     Args:
-        path: The database; its folder is made.
+        path: The database. Its folder is created.
         busy_seconds: Longest wait for another process.
     """
 
@@ -66,9 +67,9 @@ class SqliteFile:
         self._inherited: list[sqlite3.Connection] = []
 
     def connection(self) -> sqlite3.Connection:
-        """Return the open connection; reopen it if the file was replaced or removed, or the process forked."""
+        """Return the open connection; open it again if the file was replaced or removed, or the process forked."""
         if self._connection is not None and self._opened_by != os.getpid():
-            # Closing a connection inherited over a fork would drop the parent's locks.
+            # Closing a connection that was inherited by a fork would release the parent's locks.
             self._inherited.append(self._connection)
             self._connection = None
         if self._connection is not None and self._inode != _inode(self._path):
@@ -80,13 +81,13 @@ class SqliteFile:
         return self._connection
 
     def rebuild(self) -> None:
-        """Replace the damaged file by an empty one, unless another process did it already."""
+        """Replace the damaged file by an empty one, unless another process has done so already."""
         seen = self._inode
         self.close()
         with self._locked():
             if seen and seen != _inode(self._path):
                 return
-            # The log first: a new database must not find the log of the old one.
+            # The log goes first: a new database must not find the log of the old one.
             for suffix in ("-wal", "-shm", ""):
                 self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
@@ -97,16 +98,16 @@ class SqliteFile:
             connection.close()
 
     def _open(self) -> sqlite3.Connection:
-        # Answers are private; sqlite gives its side files the permissions of the database.
+        # Answers are private. sqlite gives its log and index files the permissions of the database.
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
         self._inode = _inode(self._path)
         connection = sqlite3.connect(
             self._path, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False
         )
-        connection.text_factory = bytes  # damaged text then is a wrong value, not an error while fetching the row
+        connection.text_factory = bytes  # damaged text is then a wrong value, not an error while fetching the row
         try:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose the last answers, nothing else
+            connection.execute("PRAGMA synchronous = NORMAL")  # a power failure loses the last answers at most
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
             if connection.execute("SELECT count(*) FROM sqlite_master WHERE type = 'index'").fetchone()[0] < 3:
@@ -118,7 +119,7 @@ class SqliteFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other processes from opening or rebuilding the file."""
+        """Stop other processes from opening or replacing the file meanwhile."""
         if fcntl is None:
             yield
             return

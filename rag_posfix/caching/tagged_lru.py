@@ -1,68 +1,129 @@
-"""A least-recently-used cache bounded by bytes, whose entries can be found by tag."""
+"""A cache in memory, bounded by bytes, that evicts the least recently used entry first and finds entries by tag."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import Protocol, TypeVar
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from cachetools import LRUCache
+from rag_posfix.caching.tier import Counters, TierStats
 
-__all__ = ["TaggedEntry", "TaggedLRU"]
+__all__ = ["TaggedLRU"]
 
-
-class TaggedEntry(Protocol):
-    """What is kept: it knows its size and what it can be dropped by."""
-
-    @property
-    def size(self) -> int:
-        """Bytes that it takes."""
-        ...
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """What it can be dropped by."""
-        ...
+_V = TypeVar("_V")
 
 
-_Entry = TypeVar("_Entry", bound=TaggedEntry)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry(Generic[_V]):
+    value: _V
+    n_bytes: int
+    tags: tuple[str, ...]
 
 
-class TaggedLRU(LRUCache[str, _Entry]):
-    """An LRU whose every removal, evictions included, also leaves the index of tags. Not for several threads at once.
+class TaggedLRU(Generic[_V]):
+    """Values under keys. Several threads may use it at once.
 
     Args:
-        max_bytes: Most bytes held; ``add`` of a larger entry is an error.
+        max_bytes: Most bytes held. A larger value is not kept.
+        counters: Where ``evictions`` are counted.
+        max_entries: Most entries held, or None for no such bound.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes, getsizeof=lambda entry: entry.size)
-        self.by_tag: defaultdict[str, set[str]] = defaultdict(set)
-        self.evictions = 0
+    def __init__(self, max_bytes: int, counters: Counters, max_entries: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._max_entries = max_entries
+        self._counters = counters
+        self._entries: OrderedDict[str, _Entry[_V]] = OrderedDict()  # least recently used first
+        self._keys_by_tag: defaultdict[str, set[str]] = defaultdict(set)
+        self._n_bytes = 0
+        self._closed = False
+        self._lock = threading.Lock()
 
-    def add(self, key: str, entry: _Entry, max_entries: int | None = None) -> None:
-        """Keep ``entry`` in place of what ``key`` had; others go where there is no room."""
-        self.pop(key, None)
-        while max_entries is not None and len(self) >= max_entries:
-            self.popitem()
-        self[key] = entry
+    def get(self, key: str) -> _V | None:
+        """Return the value of ``key``, or None. It is now the most recently used."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            return entry.value
+
+    def put(self, key: str, value: _V, n_bytes: int, tags: Sequence[str] = ()) -> None:
+        """Keep ``value`` in place of what ``key`` had; evict others where there is no room.
+
+        Args:
+            key: Its key.
+            value: The value.
+            n_bytes: Bytes that it counts as. If they exceed the bound, ``key`` has no value afterwards.
+            tags: What it can be deleted by.
+        """
+        with self._lock:
+            self._discard(key)
+            if self._closed or n_bytes > self._max_bytes:
+                return
+            while self._n_bytes + n_bytes > self._max_bytes or len(self._entries) == self._max_entries:
+                self._discard(next(iter(self._entries)))
+                self._counters.add("evictions")
+            self._entries[key] = _Entry(value, n_bytes, tuple(tags))
+            self._n_bytes += n_bytes
+            for tag in tags:
+                self._keys_by_tag[tag].add(key)
+
+    def remove(self, key: str, value: _V) -> None:
+        """Remove ``key`` if it has ``value``, and not what another thread has put there meanwhile."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and entry.value is value:
+                self._discard(key)
+
+    def items(self) -> list[tuple[str, _V]]:
+        """Return every key and its value, least recently used first."""
+        with self._lock:
+            return [(key, entry.value) for key, entry in self._entries.items()]
+
+    def tags(self) -> frozenset[str]:
+        """Return every tag that an entry has."""
+        with self._lock:
+            return frozenset(self._keys_by_tag)
+
+    def delete_tags(self, tags: Sequence[str]) -> int:
+        """Delete every entry that has one of ``tags``; return how many there were."""
+        with self._lock:
+            keys = {key for tag in tags for key in self._keys_by_tag.get(tag, ())}
+            for key in keys:
+                self._discard(key)
+        return len(keys)
+
+    def clear(self) -> int:
+        """Delete every entry; return how many there were."""
+        with self._lock:
+            count = len(self._entries)
+            self._entries.clear()
+            self._keys_by_tag.clear()
+            self._n_bytes = 0
+        return count
+
+    def stats(self, name: str) -> TierStats:
+        """Return the statistics of a tier called ``name`` that keeps its entries here."""
+        with self._lock:
+            entries, n_bytes = len(self._entries), self._n_bytes
+        return TierStats.counted(name, self._counters, entries=entries, n_bytes=n_bytes)
+
+    def close(self) -> None:
+        """Delete every entry and keep no other."""
+        with self._lock:
+            self._closed = True
+        self.clear()
+
+    def _discard(self, key: str) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        self._n_bytes -= entry.n_bytes
         for tag in entry.tags:
-            self.by_tag[tag].add(key)
-
-    def popitem(self) -> tuple[str, _Entry]:
-        """Remove and return the least recently used entry."""
-        self.evictions += 1
-        return super().popitem()
-
-    def __delitem__(self, key: str) -> None:
-        tags = self[key].tags
-        super().__delitem__(key)
-        for tag in tags:
-            keys = self.by_tag[tag]
+            keys = self._keys_by_tag[tag]
             keys.discard(key)
             if not keys:
-                del self.by_tag[tag]
-
-    def clear(self) -> None:
-        """Remove every entry."""
-        super().clear()
-        self.by_tag.clear()
+                del self._keys_by_tag[tag]

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from rag_posfix.cli.options import AsJson, ModelName, checked_choices, settings_from
-from rag_posfix.cli.output import emit_json, out, progress_bar, status
-
-if TYPE_CHECKING:
-    from rag_posfix.caching.kv.store import PassageStore
-    from rag_posfix.generation.engine import Engine
-    from rag_posfix.plan.layout import Layout
+from rag_posfix.cli.output import emit_json, experiment_step, out
 
 __all__ = ["bench"]
 
-_BENCH_BYTES = 8 * 1024**3
 _COLUMNS = {
     "ttft_cold_ratio": "cold",
     "ttft_warm_memory_ratio": "warm",
@@ -53,77 +44,17 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Time to first token, tokens per second and memory of each method, as ratios to the unmodified model."""
-    choices = None if mitigation is None else checked_choices(mitigation)
-    settings = settings_from(model=model)
-    with status("loading the model"):
-        from rag_posfix.contracts.request import MitigationChoice
-        from rag_posfix.evaluation.record import write_record
-        from rag_posfix.evaluation.speed.bench import bench_record, measure, summarize_speed
-        from rag_posfix.evaluation.speed.prompt import bench_layout
-        from rag_posfix.generation.load import load_engine
-        from rag_posfix.mitigations import MITIGATIONS
+    from rag_posfix.evaluation import measure_speed
 
-        engine = load_engine(
-            settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
-        )
-    layout = bench_layout(engine.encoder, documents, tokens)
-    if choices is None:
-        choices = [MitigationChoice(name) for name in MITIGATIONS.names()]
-    with _stores(warm, redis_url) as stores, progress_bar("measuring") as progress:
-        found = measure(
-            engine, layout, choices, repeats=repeats, new_tokens=new_tokens, stores=stores, together=together,
-            progress=progress,
-        )  # fmt: skip
-    summary = {**summarize_speed(found), **_prompt(engine, layout, documents, tokens)}
-    if output is not None:
-        used = {
-            "documents": documents,
-            "tokens": tokens,
-            "repeats": repeats,
-            "new_tokens": new_tokens,
-            "together": together,
-        }
-        summary["record"] = str(write_record(output, "bench", bench_record(engine, found, summary, used)))
+    record = measure_speed(
+        None if mitigation is None else checked_choices(mitigation), documents=documents, tokens=tokens,
+        repeats=repeats, new_tokens=new_tokens, together=together, warm=warm, redis_url=redis_url,
+        settings=settings_from(model=model), out=output, progress=experiment_step,
+    )  # fmt: skip
     if as_json:
-        emit_json(summary)
+        emit_json(record.to_json())
     else:
-        _show(summary)
-
-
-def _prompt(engine: Engine, layout: Layout, documents: int, tokens: int) -> dict[str, Any]:
-    return {
-        "model": engine.model_id,
-        "device": str(engine.loaded.device),
-        "dtype": str(engine.loaded.model.dtype).removeprefix("torch."),
-        "documents": documents,
-        "tokens_per_document": tokens,
-        "prompt_tokens": len(layout.token_ids),
-    }
-
-
-@contextmanager
-def _stores(warm: bool, redis_url: str | None) -> Iterator[dict[str, PassageStore]]:
-    """Hold one passage store per tier, each alone, so that each is what is measured."""
-    from rag_posfix.caching.kv.disk import DiskPassages
-    from rag_posfix.caching.kv.memory import MemoryPassages
-    from rag_posfix.caching.kv.redis import RedisPassages
-    from rag_posfix.caching.kv.store import PassageStore
-
-    stores: dict[str, PassageStore] = {}
-    with TemporaryDirectory(prefix="rag-posfix-bench-") as folder:
-        if warm:
-            stores["memory"] = PassageStore([MemoryPassages(_BENCH_BYTES)])
-            stores["disk"] = PassageStore(
-                [DiskPassages(Path(folder), max_bytes=_BENCH_BYTES)], queue_bytes=_BENCH_BYTES
-            )
-        if redis_url is not None:
-            tier = RedisPassages(redis_url, timeout_seconds=5.0, max_bytes=_BENCH_BYTES)
-            stores["redis"] = PassageStore([tier], queue_bytes=_BENCH_BYTES)
-        try:
-            yield stores
-        finally:
-            for store in stores.values():
-                store.close()
+        _show(record.to_json())
 
 
 def _show(summary: dict[str, Any]) -> None:

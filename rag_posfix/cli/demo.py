@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["demo"]
 
 PASSAGES = 10
-PLACES = {"first": 0, "middle": 5, "last": PASSAGES - 1}
+GOLD_POSITIONS = {"first": 0, "middle": 5, "last": PASSAGES - 1}
 ANSWER_TOKENS = 20
 
 NEXT = """\
@@ -60,7 +60,9 @@ def demo(
     settings = settings_from(model=model)
     started = time.perf_counter()
     with status("loading the model (converted to bfloat16 on the first start) and the embeddings"):
-        engine = _load_engine(settings)
+        from rag_posfix.pipeline.build import build_engine
+
+        engine = build_engine(settings)
     with tempfile.TemporaryDirectory(prefix="rag-posfix-demo-") as folder:
         retriever, indexed = _index(Path(folder) / "demo.index", settings)
         cells = _compare(engine, retriever, questions, mitigation)
@@ -79,23 +81,17 @@ def demo(
     out().print(f"\n{NEXT}\n\nTook {seconds:.0f} s.", highlight=False, markup=False, soft_wrap=True)
 
 
-def _load_engine(settings: Settings) -> Engine:
-    from rag_posfix.generation.load import load_engine
-
-    return load_engine(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
-
-
 def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
     """Embed and save the corpus, then load the index back, as `index` and `ask` do."""
     from rag_posfix.demo_data import load_passages
     from rag_posfix.generation.load import quiet_loading
+    from rag_posfix.pipeline.build import build_embeddings
     from rag_posfix.retrieval.dense import PassageRetriever
-    from rag_posfix.retrieval.embeddings import SentenceEmbeddings
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
     passages = load_passages()
     with status(f"indexing {len(passages)} passages"):
-        embeddings = SentenceEmbeddings(settings.embedding_model)
+        embeddings = build_embeddings(settings)
         store = FaissVectorStore(embeddings)
         with quiet_loading():
             store.add_documents(passages)
@@ -110,13 +106,13 @@ def _compare(engine: Engine, retriever: PassageRetriever, count: int, mitigation
     assembler = Assembler(engine.encoder, engine.context_window)
     asked = load_questions()[:count]
     cells: list[_Cell] = []
-    total = len(asked) * len(PLACES) * 2
+    total = len(asked) * len(GOLD_POSITIONS) * 2
     with progress_bar("answering") as progress:
         for question in asked:
             found = retriever.retrieve(question.question, PASSAGES)
             for name in ("none", mitigation):
-                for where, place in PLACES.items():
-                    documents = _with_gold_at(found, question, place)
+                for where, gold_position in GOLD_POSITIONS.items():
+                    documents = _with_gold_at(found, question, gold_position)
                     cells.append(_answer(engine, assembler.assemble, question, documents, name, where))
                     progress(len(cells), total)
                     if not err().is_terminal:
@@ -124,8 +120,8 @@ def _compare(engine: Engine, retriever: PassageRetriever, count: int, mitigation
     return cells
 
 
-def _with_gold_at(found: list[Document], question: DemoQuestion, place: int) -> list[Document]:
-    """Return the retrieved passages with the right one moved to ``place``; it replaces the last if it was missed."""
+def _with_gold_at(found: list[Document], question: DemoQuestion, gold_position: int) -> list[Document]:
+    """Return the retrieved passages with the right one moved to a position; it replaces the last if it was missed."""
     from rag_posfix.demo_data import load_passages
 
     gold = next((document for document in found if document.id == question.gold), None)
@@ -133,7 +129,7 @@ def _with_gold_at(found: list[Document], question: DemoQuestion, place: int) -> 
     if gold is None:
         gold = next(passage for passage in load_passages() if passage.id == question.gold)
         gold.metadata["relevance_score"] = others[-1].metadata["relevance_score"]
-    return [*others[:place], gold, *others[place:]]
+    return [*others[:gold_position], gold, *others[gold_position:]]
 
 
 def _answer(
@@ -144,8 +140,7 @@ def _answer(
     mitigation: str,
     where: str,
 ) -> _Cell:
-    from rag_posfix.evaluation.answers.answer_metrics import best_subspan_em
-    from rag_posfix.evaluation.answers.answering import answer_and_score
+    from rag_posfix.evaluation.answers.answering import answer_and_score, best_subspan_em
 
     layout = assemble(question.question, documents, order="original", max_new_tokens=ANSWER_TOKENS).layout
     choice = parse_choice(mitigation)
@@ -161,7 +156,7 @@ def _show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None
 
     console = out()
     console.print(
-        f"\n{model} answers from {PASSAGES} of {indexed} passages. Only the place of the right passage changes.\n",
+        f"\n{model} answers from {PASSAGES} of {indexed} passages. Only the position of the right passage changes.\n",
         highlight=False,
     )
     names = ("none", mitigation)
@@ -169,7 +164,7 @@ def _show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None
         rows = [cell for cell in cells if cell.question == question]
         title = f"{escape(question)}  [dim]({escape(rows[0].expected)})[/dim]"
         table = Table("right passage", *_headings(names), title=title, title_justify="left")
-        for where in PLACES:
+        for where in GOLD_POSITIONS:
             found = [next(c for c in rows if c.mitigation == name and c.gold == where) for name in names]
             table.add_row(where, *(part for cell in found for part in (_mark(cell), f"{cell.log_probability:.2f}")))
         console.print(table)

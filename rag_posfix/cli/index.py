@@ -54,10 +54,10 @@ def index(
         _check_store(settings)
     started = time.perf_counter()
     with status("loading the embeddings"):
-        from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+        from rag_posfix.pipeline.build import build_embeddings
         from rag_posfix.retrieval.indexing import update_index
 
-        embeddings = SentenceEmbeddings(settings.embedding_model)
+        embeddings = build_embeddings(settings)
     with progress_bars("reading", "embedding") as (reading, progress):
         update = update_index(
             [Path(p) for p in paths], output, embeddings, rebuild=rebuild, progress=progress, reading=reading
@@ -137,20 +137,24 @@ def _precompute(folder: Path, embeddings: Embeddings, choice: MitigationChoice, 
     """Read the passages of an index into the store that outlives this process, and say what it took."""
     from rag_posfix.caching.answers.keys import tenant_salt
     from rag_posfix.caching.kv.build import build_passage_store
-    from rag_posfix.generation.load import load_engine
+    from rag_posfix.pipeline.build import build_engine
     from rag_posfix.pipeline.precompute import precompute
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
     started = time.perf_counter()
     with status("loading the model"):
-        engine = load_engine(
-            settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
-        )
+        engine = build_engine(settings)
     documents = FaissVectorStore.load(folder, embeddings).documents()
     with _disk_on(settings), progress_bar("reading passages") as progress:
-        store = engine.passages = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
+        store = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
         try:
-            tokens = precompute(engine, documents, choice, salt=tenant_salt(settings.tenant, ""), progress=progress)
+            tokens = precompute(
+                engine.with_passages(store),
+                documents,
+                choice,
+                salt=tenant_salt(settings.tenant, ""),
+                progress=progress,
+            )
             held = 0 if store is None else max(tier.get("bytes") or 0 for tier in store.lasting_stats())
         finally:
             if store is not None:

@@ -15,10 +15,12 @@ __all__ = ["describe_mitigation", "methods"]
 
 def describe_mitigation(cls: Any) -> dict[str, Any]:
     """Return the registry's facts of one mitigation class."""
-    from rag_posfix.mitigations.base import parameters_of
+    from rag_posfix.mitigations import MITIGATIONS
+    from rag_posfix.parameters import parameters_of
 
     return {
         "name": cls.name,
+        "aliases": list(MITIGATIONS.aliases(cls.name)),
         "summary": (inspect.getdoc(cls) or "").split("\n", 1)[0],
         "paper": cls.paper,
         "deviations": list(cls.deviations),
@@ -27,7 +29,8 @@ def describe_mitigation(cls: Any) -> dict[str, Any]:
         "training_free": cls.training_free,
         "requires": sorted(cls.requires),
         "parameters": {
-            name: {"type": kind, "default": default} for name, (kind, default) in parameters_of(cls).items()
+            name: {"type": one.type, "default": one.default, "allowed": one.allowed}
+            for name, one in parameters_of(cls).items()
         },
     }
 

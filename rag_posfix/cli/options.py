@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.contracts.method_spec import parse_named, split_outside
+from rag_posfix.contracts.method_spec import parse_method, split_outside
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
@@ -20,6 +20,7 @@ __all__ = [
     "checked_choices",
     "follows",
     "parse_choice",
+    "parse_numbers",
     "settings_from",
     "split_outside",
 ]
@@ -35,12 +36,15 @@ ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, gemma3-
 def parse_choice(text: str) -> MitigationChoice:
     """Read ``name`` or ``name:parameter=value:parameter=value``; values are JSON where they parse as JSON.
 
-    A value may be a JSON list or text in double quotes, which may hold colons and commas.
+    A value may be a JSON list or text in double quotes, which may hold colons and commas. Files are read here.
 
     Raises:
-        ConfigError: a parameter without a value, or a bracket or quote without its partner.
+        ConfigError: a parameter without a value, a bracket without its partner, or a file that cannot be read.
     """
-    return MitigationChoice(*parse_named(text, "mitigation", "experts=5"))
+    from rag_posfix.mitigations import MITIGATIONS
+    from rag_posfix.pipeline.file_parameters import with_file_parameters
+
+    return with_file_parameters(parse_method(text, "mitigation", "experts=5"), MITIGATIONS)
 
 
 def checked_choice(text: str) -> MitigationChoice:
@@ -49,10 +53,10 @@ def checked_choice(text: str) -> MitigationChoice:
     Raises:
         ConfigError: an unknown mitigation or parameter, or a value outside of what is allowed.
     """
-    from rag_posfix.mitigations import create
+    from rag_posfix.mitigations import MITIGATIONS
 
     choice = parse_choice(text)
-    create(choice.name, choice.parameters)
+    MITIGATIONS.check(choice)
     return choice
 
 
@@ -69,6 +73,18 @@ def checked_choices(text: str) -> list[MitigationChoice]:
                 f"--mitigation {text!r} names {choice.name!r} twice with the same parameters; once is all"
             )
     return choices
+
+
+def parse_numbers(text: str, option: str) -> list[int]:
+    """Read whole numbers, separated by commas.
+
+    Raises:
+        ConfigError: a part is no whole number.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r} must be numbers separated by commas, for example 0,4,9") from error
 
 
 def settings_from(**changes: Any) -> Settings:

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-__all__ = ["RateColumn", "emit_json", "err", "out", "progress_bar", "progress_bars", "status"]
+__all__ = ["RateColumn", "emit_json", "err", "experiment_step", "out", "progress_bar", "progress_bars", "status"]
 
 
 def out() -> Console:
@@ -67,6 +67,16 @@ def status(message: str) -> Iterator[None]:
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function (done, total) that moves a progress bar with rate and remaining time; silent elsewhere."""
     with progress_bars(description) as (move,):
+        yield move
+
+
+@contextmanager
+def experiment_step(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Show one step of an experiment, as its ``progress``: a bar on a terminal, its name as a plain line elsewhere."""
+    console = err()
+    if not console.is_terminal:
+        console.print(name, highlight=False, markup=False, soft_wrap=True)
+    with progress_bar(name) as move:
         yield move
 
 

@@ -8,18 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from rag_posfix.cli.options import AsJson, ModelName, settings_from
-from rag_posfix.cli.output import emit_json, out, progress_bar, status
-from rag_posfix.cli.probe_slots import slot_attention
-from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.cli.output import emit_json, experiment_step, out
 
-__all__ = ["app", "positional_dimensions"]
+__all__ = ["app", "positional_dimensions", "slot_attention"]
 
 app = typer.Typer(help="Measure what a model does with positions.", no_args_is_help=True)
 
-Out = Annotated[Path, typer.Option("--out", help="Folder for the result.")]
-
-
-app.command("slot-attention")(slot_attention)
+Out = Annotated[Path, typer.Option("--out", help="Folder for the profile.")]
 
 
 @app.callback()
@@ -39,50 +34,62 @@ def positional_dimensions(
     as_json: AsJson = False,
 ) -> None:
     """Find the hidden channel that follows the position most smoothly, and write a profile for hidden_scaling."""
-    settings = settings_from(model=model)
-    with status("loading the model"):
-        from rag_posfix.evaluation.record import environment, write_record
-        from rag_posfix.generation.load import load_engine
-        from rag_posfix.mitigations import create
-        from rag_posfix.mitigations.hidden_scaling import default_layers
-        from rag_posfix.probing.positional_channels import mean_hidden_states, rank_channels
+    from rag_posfix.probing.positional_channels import probe_positional_channels
 
-        create("hidden_scaling", {"factor": factor})  # an error in the factor is told before the work
-        engine = load_engine(
-            settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
-        )
-    with progress_bar("reading random text") as progress:
-        means = mean_hidden_states(engine.loaded, strings, tokens, seed, progress)
-    found = rank_channels(means, top)
-    if not found:
-        raise UnsupportedModelError(
-            f"no hidden channel of {engine.model_id} follows the position in more than a quarter of its layers; "
-            "hidden_scaling has nothing to scale there; try more --strings or --tokens"
-        )
-    layers = default_layers(engine.loaded.spec.shape.n_layers)
-    profile: dict[str, Any] = {
-        "channel": found[0].channel,
-        "factor": factor,
-        "layers": [layers.start, layers.stop - 1],
-        "candidates": [{"channel": one.channel, "layers": one.layers, "roughness": one.roughness} for one in found],
-        "model": engine.model_id,
-        "model_fingerprint": engine.fingerprint,
-        "settings": {"strings": strings, "tokens": tokens, "seed": seed},
-        "environment": environment(),
-    }
-    path = str(write_record(output, "positional-dimensions", profile))
+    record = probe_positional_channels(
+        strings=strings, tokens=tokens, top=top, factor=factor, seed=seed, settings=settings_from(model=model),
+        out=output, progress=experiment_step,
+    )  # fmt: skip
     if as_json:
-        emit_json({"profile": path, **{key: profile[key] for key in ("channel", "factor", "layers", "candidates")}})
-        return
-    _show(profile, path)
+        emit_json(record.to_json())
+    else:
+        _show_channels(record.to_json())
 
 
-def _show(profile: dict[str, Any], path: str) -> None:
+@app.command("slot-attention")
+def slot_attention(
+    data: Annotated[Path, typer.Option("--data", help="Lost-in-the-Middle rows, .jsonl or .jsonl.gz.")],
+    output: Out,
+    documents: Annotated[int, typer.Option("--documents", min=2, help="Passages per prompt.")] = 10,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Questions at most.")] = 20,
+    skip: Annotated[int, typer.Option("--skip", min=0, help="Questions to leave out at the start.")] = 0,
+    model: ModelName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the attention to a dummy passage in each slot, and write a profile for calibrated_attention."""
+    from rag_posfix.probing.slot_attention import probe_slot_attention
+
+    record = probe_slot_attention(
+        data, documents=documents, limit=limit, skip=skip, settings=settings_from(model=model), out=output,
+        progress=experiment_step,
+    )  # fmt: skip
+    if as_json:
+        emit_json(record.to_json())
+    else:
+        _show_slots(record.to_json())
+
+
+def _show_channels(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table("channel", "layers that follow the position", "roughness")
-    for one in profile["candidates"]:
+    for one in found["candidates"]:
         table.add_row(str(one["channel"]), str(len(one["layers"])), f"{one['roughness']:.3g}")
     out().print(table)
+    path = found["profile"]
     out().print(f"profile: {path}", highlight=False)
     out().print(f"to use it: --mitigation hidden_scaling:profile={path}", highlight=False, soft_wrap=True)
+
+
+def _show_slots(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    mean = sum(found["slots"]) / len(found["slots"])
+    table = Table("slot", "attention per token", "relative to the mean")
+    for slot, value in enumerate(found["slots"]):
+        table.add_row(str(slot), f"{value:.3g}", f"{value / mean:.2f}")
+    path = found["profile"]
+    out().print(table)
+    out().print(f"profile: {path}", highlight=False, soft_wrap=True)
+    out().print(f"to use it: --mitigation calibrated_attention:profile={path}", highlight=False, soft_wrap=True)
+    out().print(f"or, to order passages by it: --order profile:file={path}", highlight=False, soft_wrap=True)

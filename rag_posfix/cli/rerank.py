@@ -1,4 +1,4 @@
-"""``rag-posfix eval rerank``: rerankers on a BEIR or TREC collection."""
+"""``rag-posfix eval rerank`` and ``eval rerank-positions``: rerankers on a test collection, and by gold position."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, settings_from
-from rag_posfix.cli.output import emit_json, out, progress_bar
-from rag_posfix.contracts.method_spec import parse_named, split_outside
+from rag_posfix.cli.options import AsJson, ModelName, parse_numbers, settings_from
+from rag_posfix.cli.output import emit_json, experiment_step, out
+from rag_posfix.contracts.method_spec import parse_method, split_outside
+from rag_posfix.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rag_posfix.evaluation.ranking.candidates import RerankerChoice
+    from rag_posfix.evaluation import RerankerChoice
 
-__all__ = ["rerank", "reranker_choices"]
+__all__ = ["rerank", "rerank_positions"]
 
 Rerankers = Annotated[
     str, typer.Option("--reranker", help="Names, comma-separated; name:parameter=value, values in JSON.")
@@ -67,37 +68,75 @@ def rerank(
     rerankers, then computes only what is missing; anything that changes a ranking is part of the journal's key, except
     the version of this program: after a change to a reranker's code use --fresh.
     """
-    from rag_posfix.evaluation.data.beir import beir_files
-    from rag_posfix.evaluation.ranking.run import RerankJob, run_rerank_job
+    from rag_posfix.evaluation import beir_files, evaluate_reranking
 
-    run = Path(first_stage) if Path(first_stage).is_file() else None
-    name, parameters = parse_named(first_stage, "first stage", "k1=1.2") if run is None else (None, {})
-    job = RerankJob(
-        files=beir_files(corpus, queries, qrels, split), rerankers=reranker_choices(reranker), out=output,
-        first_stage=name, first_stage_parameters=parameters, run=run,
-        depth=depth, measures=measures, limit=limit, skip=skip, binary=binary, titles=titles, fresh=fresh, ray=ray,
-        actors=actors,
+    run = Path(first_stage)
+    record = evaluate_reranking(
+        beir_files(corpus, queries, qrels, split), _reranker_choices(reranker),
+        first_stage=run if run.is_file() else first_stage, depth=depth, measures=measures, limit=limit, skip=skip,
+        binary=binary, titles=titles, fresh=fresh, ray=ray, ray_actors=actors,
+        settings=settings_from(model=model, embedding_model=embedding_model), out=output, progress=experiment_step,
     )  # fmt: skip
-    result = run_rerank_job(job, settings_from(model=model, embedding_model=embedding_model), progress_bar)
     if as_json:
-        emit_json(result)
+        emit_json(record.to_json())
     else:
-        _show(result)
+        _show_runs(record.to_json())
 
 
-def reranker_choices(text: str) -> list[RerankerChoice]:
-    """Read several rerankers, separated by commas, each ``name`` or ``name:parameter=value``.
+def rerank_positions(
+    data: Annotated[
+        Path, typer.Option("--data", help="Lost-in-the-Middle rows, or a file in SQuAD's form; .gz or plain.")
+    ],
+    output: Annotated[Path, typer.Option("--out", help="Folder for the result record and the journal of rankings.")],
+    reranker: Rerankers,
+    gold_positions: Annotated[
+        str, typer.Option("--gold-positions", help="Where the gold passage stands, from 0.")
+    ] = "0,4,9",
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Passages per list.")] = 10,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions at most.")] = None,
+    skip: Annotated[int, typer.Option("--skip", min=0, help="Questions to leave out at the start.")] = 0,
+    fresh: Fresh = False,
+    embedding_model: EmbeddingModel = None,
+    model: ModelName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put the gold passage at each position of the list that a reranker is given: recall@1 and recall@3 per position.
+
+    A scorer that does not look at the order gives the same numbers at every position. Every ranking goes to
+    OUT/rerank-positions-journal.jsonl as soon as it is made, and the same command then computes only what is missing.
+    """
+    from rag_posfix.evaluation import evaluate_reranking_positions
+
+    positions = parse_numbers(gold_positions, "--gold-positions")
+    record = evaluate_reranking_positions(
+        data, _reranker_choices(reranker, at_least=1), gold_positions=positions, documents=documents,
+        limit=limit, skip=skip, fresh=fresh, settings=settings_from(model=model, embedding_model=embedding_model),
+        out=output, progress=experiment_step,
+    )  # fmt: skip
+    if as_json:
+        emit_json(record.to_json())
+    else:
+        _show_positions(record.to_json())
+
+
+def _reranker_choices(text: str, at_least: int = 0) -> list[RerankerChoice]:
+    """Read rerankers, separated by commas, each ``name`` or ``name:parameter=value``.
 
     Raises:
-        ConfigError: a parameter without a value, or a bracket or quote without its partner.
+        ConfigError: too few, a parameter without a value, or a bracket or quote without its partner.
     """
-    from rag_posfix.evaluation.ranking.candidates import RerankerChoice
+    from rag_posfix.evaluation import RerankerChoice
+    from rag_posfix.pipeline.file_parameters import with_file_parameters
+    from rag_posfix.reranking import RERANKERS
 
     parts = split_outside(text, ",") if text.strip() else []
-    return [RerankerChoice(*parse_named(part, "reranker", "top_n=5")) for part in parts]
+    if len(parts) < at_least:
+        raise ConfigError("--reranker is empty; name at least one, for example embedding")
+    specs = [with_file_parameters(parse_method(part, "reranker", "top_n=5"), RERANKERS) for part in parts]
+    return [RerankerChoice(spec.name, spec.parameters) for spec in specs]
 
 
-def _show(result: dict[str, Any]) -> None:
+def _show_runs(result: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -118,3 +157,27 @@ def _show(result: dict[str, Any]) -> None:
             )  # fmt: skip
     said = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in result["counts"].items() if count)
     console.print(f"{said}; page: {result['page']}; record: {result['record']}", highlight=False, markup=False)
+
+
+def _show_positions(result: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    positions = list(next(iter(result["rerankers"].values()))["places"])
+    table = Table("reranker", *(f"at {position}" for position in positions), "spread", "changed", "seconds")
+    for label, found in result["rerankers"].items():
+        cells = [f"{one['recall@1']:.2f} ({one['recall@3']:.2f})" for one in found["places"].values()]
+        table.add_row(
+            escape(label), *cells, f"{found['recall@1']['spread']:.2f} ({found['recall@3']['spread']:.2f})",
+            f"{found['rankings_that_change']:.0%}", f"{found['seconds']:.3f}",
+        )  # fmt: skip
+    console = out()
+    console.print(table)
+    console.print(
+        "gold passage at a position: share of questions that rank it first (among the first three); changed: share "
+        "whose gold passage gets another rank from another position", highlight=False,
+    )  # fmt: skip
+    console.print(
+        f"{result['n']} questions; {result['reused']} rankings were known already; record: {result['record']}",
+        highlight=False, markup=False,
+    )  # fmt: skip

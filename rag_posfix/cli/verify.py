@@ -1,4 +1,4 @@
-"""``rag-posfix verify``: the seam on a model, and what the model supports."""
+"""``rag-posfix verify``: the attention hook on a model, and what the model supports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ def verify(model: ModelName = None, as_json: AsJson = False) -> None:
     """Check that the patched model computes what the stock one computes, and list the methods it supports."""
     settings = settings_from(model=model)
     with status("loading the model"):
-        from rag_posfix.generation.load import load_engine
         from rag_posfix.mitigations import MITIGATIONS
         from rag_posfix.patching.verify import verify as compare
+        from rag_posfix.pipeline.build import build_engine
 
-        engine = load_engine(
-            settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
-        )
+        engine = build_engine(settings)
     loaded = engine.loaded
     found = compare(loaded.model, loaded.spec)
     reasons = {name: cls().refusal(loaded.spec.shape) for name, cls in MITIGATIONS.items()}
@@ -39,7 +37,7 @@ def verify(model: ModelName = None, as_json: AsJson = False) -> None:
         return
     console = out()
     console.print(f"{engine.model_id} ({loaded.spec.family.model_type}, {loaded.model.dtype})", highlight=False)
-    console.print(f"largest logit difference through the seam: {found.max_logit_difference:g}", highlight=False)
+    console.print(f"largest logit difference through the hook: {found.max_logit_difference:g}", highlight=False)
     console.print(f"supported: {', '.join(supported)}", highlight=False)
     for name, reason in refused.items():
         console.print(f"refused: {name}: {reason}", highlight=False)

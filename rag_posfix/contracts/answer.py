@@ -65,7 +65,7 @@ class AnswerDocument:
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """A stretch of the answer and the documents that it comes from.
+    """A segment of the answer and the documents that it comes from.
 
     Attributes:
         start: First character in the answer.

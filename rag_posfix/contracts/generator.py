@@ -135,7 +135,7 @@ class PassageReader(Generator, Protocol):
 
 @runtime_checkable
 class WatchedGenerator(Generator, Protocol):
-    """A generator that works on answers before they are asked for, and looks whether they are still wanted."""
+    """A generator that works on answers before they are asked for, and looks whether they are still request."""
 
     def stream_watched(
         self, request: GenerationRequest, check: Callable[[], None], released: Callable[[], None]

@@ -1,23 +1,96 @@
-"""A method and its parameters in one line of text: ``name:parameter=value``. Knows no method."""
+"""A method and its parameters, as data and in one line of text: ``name:parameter=value``. Knows no method."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["parse_named", "split_outside"]
+__all__ = ["MethodSpec", "parse_method", "parse_value", "split_outside"]
+
+MAX_CHARACTERS = 1 << 16
+"""A method's text, its parameters included, has at most so many characters."""
+MAX_DEPTH = 16
+"""Lists and objects nest at most so deep in a parameter."""
 
 _PAIRS = {"[": "]", "{": "}"}
+_SHOWN = 200
+
+
+@dataclass(frozen=True, slots=True)
+class MethodSpec:
+    """A method by name, with its parameters: a mitigation, an order, a reranker or a first stage.
+
+    Attributes:
+        name: Its name in the registry of its kind, or an alias.
+        parameters: Its parameters by name; what is left out has its default.
+    """
+
+    name: str = "none"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Name and parameters as text, which ``parse_method`` reads back; parameters are sorted by name."""
+        pairs = sorted(self.parameters.items())
+        return ":".join([self.name, *(f"{name}={_value_text(value)}" for name, value in pairs)])
+
+
+def parse_method(text: str, kind: str, example: str) -> MethodSpec:
+    """Read ``name`` or ``name:parameter=value:parameter=value``; values are JSON where they parse as JSON.
+
+    A value may be a JSON list or text in double quotes, which may hold colons and commas. Nothing is looked up, and no
+    file is read.
+
+    Args:
+        text: What was written.
+        kind: What is named, for messages.
+        example: A parameter and its value, for messages.
+
+    Raises:
+        ConfigError: a parameter without a value or given twice, a bracket or quote without its partner, or a text that
+            is too long or nests too deep.
+    """
+    name, *pairs = split_outside(text.strip(), ":")
+    parameters: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(
+                f"{_shown(pair)} in {kind} {_shown(text)} must be parameter=value, for example {example}"
+            )
+        if key in parameters:
+            raise ConfigError(f"{kind} {_shown(text)} gives {_shown(key)} twice; give it once")
+        parameters[key] = parse_value(value)
+    return MethodSpec(name, parameters)
+
+
+def parse_value(text: str) -> Any:
+    """Return what ``text`` is as JSON, and ``text`` itself where it is no JSON.
+
+    Raises:
+        ConfigError: a number has too many digits.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    except ValueError as error:  # Python bounds the digits of whole numbers
+        raise ConfigError(f"{_shown(text)} has too many digits; give a shorter number") from error
 
 
 def split_outside(text: str, separator: str) -> list[str]:
     """Split at ``separator`` where it stands outside of brackets, braces and double quotes, as JSON nests them.
 
     Raises:
-        ConfigError: a bracket, brace or quote has no partner.
+        ConfigError: a bracket, brace or quote has no partner, or the text is too long or nests too deep.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{_shown(text)} has {len(text)} characters, at most {MAX_CHARACTERS} are allowed")
     parts, start = [], 0
     expected: list[str] = []  # what closes the brackets and the quote that are open
     at = iter(enumerate(text))
@@ -29,39 +102,31 @@ def split_outside(text: str, separator: str) -> list[str]:
                 expected.pop()
         elif character == '"' or character in _PAIRS:
             expected.append(_PAIRS.get(character, '"'))
+            if len(expected) > MAX_DEPTH:
+                raise ConfigError(f"{_shown(text)} nests more than {MAX_DEPTH} lists and objects; write it flatter")
         elif character in _PAIRS.values():
             if expected[-1:] != [character]:
-                raise ConfigError(f"{text!r} has a {character} that closes nothing; write values as JSON")
+                raise ConfigError(f"{_shown(text)} has a {character} that closes nothing; write values as JSON")
             expected.pop()
         elif character == separator and not expected:
             parts.append(text[start:index])
             start = index + 1
     if expected:
-        raise ConfigError(f"{text!r} lacks a closing {expected[-1]}; write values as JSON, quoted for the shell")
+        raise ConfigError(f"{_shown(text)} lacks a closing {expected[-1]}; write values as JSON, quoted for the shell")
     return [*parts, text[start:]]
 
 
-def parse_named(text: str, kind: str, example: str) -> tuple[str, dict[str, Any]]:
-    """Read ``name`` or ``name:parameter=value:parameter=value``; values are JSON where they parse as JSON.
-
-    A value may be a JSON list or text in double quotes, which may hold colons and commas.
-
-    Args:
-        text: What was written.
-        kind: What is named, for messages.
-        example: A parameter and its value, for messages.
-
-    Raises:
-        ConfigError: a parameter without a value, or a bracket or quote without its partner.
-    """
-    name, *pairs = split_outside(text.strip(), ":")
-    parameters: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"{pair!r} in {kind} {text!r} must be parameter=value, for example {example}")
+def _value_text(value: Any) -> str:
+    """Return a value as JSON; a plain word that is no JSON itself stays without quotes."""
+    if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value):
         try:
-            parameters[key] = json.loads(value)
-        except json.JSONDecodeError:
-            parameters[key] = value
-    return name, parameters
+            json.loads(value)
+        except ValueError:
+            return value
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def _shown(text: str) -> str:
+    """Return ``text`` as a message quotes it."""
+    quoted = repr(text)
+    return quoted if len(quoted) <= _SHOWN else f"{quoted[:_SHOWN]}..."

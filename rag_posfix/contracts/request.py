@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.plan.layout import Layout
 
@@ -68,12 +69,8 @@ class Sampling:
         return self.temperature == 0.0 or self.seed is not None
 
 
-@dataclass(frozen=True, slots=True)
-class MitigationChoice:
-    """A mitigation by name, with its parameters."""
-
-    name: str = "none"
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+MitigationChoice = MethodSpec
+"""A mitigation by name, with its parameters."""
 
 
 @dataclass(frozen=True, slots=True)

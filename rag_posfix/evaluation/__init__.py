@@ -1,1 +1,61 @@
-"""Offline evaluation: records, journals and statistics that every experiment shares."""
+"""Offline evaluation: records, journals and statistics that every experiment shares.
+
+Every experiment is a function that returns its record; the commands ``rag-posfix eval`` and ``rag-posfix bench`` call
+these. Each name is imported from its module when it is first used, so that importing this package loads no model
+library.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rag_posfix.evaluation.answers.permutations import evaluate_permutations
+    from rag_posfix.evaluation.answers.positions import evaluate_positions
+    from rag_posfix.evaluation.data.beir import beir_files
+    from rag_posfix.evaluation.data.datasets import PositionExample, load_examples
+    from rag_posfix.evaluation.ranking.gold_positions import evaluate_reranking_positions
+    from rag_posfix.evaluation.ranking.rerankers import RerankerChoice
+    from rag_posfix.evaluation.ranking.reranking import evaluate_reranking
+    from rag_posfix.evaluation.record import ExperimentRecord, read_record
+    from rag_posfix.evaluation.speed.bench import measure_speed
+
+__all__ = [
+    "ExperimentRecord",
+    "PositionExample",
+    "RerankerChoice",
+    "beir_files",
+    "evaluate_permutations",
+    "evaluate_positions",
+    "evaluate_reranking",
+    "evaluate_reranking_positions",
+    "load_examples",
+    "measure_speed",
+    "read_record",
+]
+
+_EXPORTS = {
+    "ExperimentRecord": "rag_posfix.evaluation.record",
+    "PositionExample": "rag_posfix.evaluation.data.datasets",
+    "RerankerChoice": "rag_posfix.evaluation.ranking.rerankers",
+    "beir_files": "rag_posfix.evaluation.data.beir",
+    "evaluate_permutations": "rag_posfix.evaluation.answers.permutations",
+    "evaluate_positions": "rag_posfix.evaluation.answers.positions",
+    "evaluate_reranking": "rag_posfix.evaluation.ranking.reranking",
+    "evaluate_reranking_positions": "rag_posfix.evaluation.ranking.gold_positions",
+    "load_examples": "rag_posfix.evaluation.data.datasets",
+    "measure_speed": "rag_posfix.evaluation.speed.bench",
+    "read_record": "rag_posfix.evaluation.record",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a name when it is first used."""
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    """Return the names, those not used yet included."""
+    return sorted({*globals(), *__all__})

@@ -1,31 +1,83 @@
-"""Result records: everything needed to tell what a number was measured on. One file per run, never appended to."""
+"""Records: a head that says what ran and what was found, and rows with every observation. Written once, never changed.
+
+A record is two files in one folder: ``NAME.json``, the head, with settings, versions and summary, and
+``NAME.jsonl.gz``, the rows, one JSON object per line. ``rows`` in the head names the file, how many rows it holds, and
+the SHA-256 of its uncompressed bytes. Tables are made from heads alone.
+"""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
 import os
 import platform
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 
-from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.labels import label
 
 if TYPE_CHECKING:
-    from rag_posfix.contracts.request import MitigationChoice
     from rag_posfix.generation.engine import Engine
 
-__all__ = ["environment", "file_digest", "run_record", "source_commit", "write_record"]
+__all__ = [
+    "ExperimentRecord",
+    "environment",
+    "file_digest",
+    "model_facts",
+    "read_head",
+    "read_record",
+    "save_record",
+    "source_commit",
+    "write_record",
+]
 
 _PACKAGES = ("rag-posfix", "torch", "transformers", "sentence-transformers", "langchain-core", "faiss-cpu", "numpy")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExperimentRecord:
+    """What an experiment returns.
+
+    Attributes:
+        head: ``kind``, versions, machine, model, settings and ``summary``.
+        rows: One mapping per observation, such as an answer or a ranking.
+        files: What was written, by the name under which ``to_json`` tells the path; ``record`` is the head.
+    """
+
+    head: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]] = ()
+    files: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """What was found, in sum."""
+        found: Mapping[str, Any] = self.head["summary"]
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary and the paths of what was written: the object that ``--json`` prints."""
+        return {**self.summary, **{name: str(path) for name, path in self.files.items()}}
+
+    def write(self, folder: Path | None) -> Self:
+        """Return this record with its files, written to ``folder``; as it is for None.
+
+        Raises:
+            EvaluationError: the folder cannot be written.
+        """
+        if folder is None:
+            return self
+        path = write_record(folder, str(self.head["kind"]), self.head, self.rows)
+        return replace(self, files={**self.files, "record": path})
 
 
 def environment() -> dict[str, Any]:
@@ -46,58 +98,148 @@ def environment() -> dict[str, Any]:
     }
 
 
+def model_facts(engine: Engine) -> dict[str, Any]:
+    """Return which model ran, in which dtype, on which device."""
+    return {
+        "model": engine.model_id,
+        "model_fingerprint": engine.fingerprint,
+        "dtype": str(engine.loaded.model.dtype).removeprefix("torch."),
+        "device": str(engine.loaded.device),
+    }
+
+
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def run_record(
-    kind: str,
-    engine: Engine,
-    choices: Sequence[MitigationChoice],
-    data: Path,
-    rows: Sequence[Mapping[str, Any]],
-    summary: Mapping[str, Any],
-    settings: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the record of a run: what ran, on what, with what, and every answer."""
-    return {
-        "kind": kind,
-        **environment(),
-        "model": engine.model_id,
-        "model_fingerprint": engine.fingerprint,
-        "dtype": str(engine.loaded.model.dtype).removeprefix("torch."),
-        "device": str(engine.loaded.device),
-        "data": {"name": data.name, "sha256": file_digest(data)},
-        "template": PromptTemplate().fingerprint(),
-        "mitigations": {
-            label(choice): {"parameters": choice.parameters, "fingerprint": engine.describe(choice).fingerprint}
-            for choice in choices
-        },
-        "settings": settings,
-        "summary": summary,
-        "rows": list(rows),
-    }
+def write_record(
+    folder: Path, name: str, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] | None = None
+) -> Path:
+    """Write a record to new files ``NAME-TIME.json`` and, where it has rows, ``NAME-TIME.jsonl.gz``.
 
+    Args:
+        folder: Where; it is made.
+        name: What the names of the files begin with.
+        head: All but the rows.
+        rows: The rows; None for a record that has none.
 
-def write_record(folder: Path, kind: str, data: Mapping[str, Any]) -> Path:
-    """Write ``data`` as a new JSON file in ``folder`` and return its path.
+    Returns:
+        The path of the head.
 
     Raises:
         EvaluationError: the folder cannot be written.
     """
-    content = orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
-    path = folder / f"{kind}-{stamp}.json"
+    path = folder / f"{name}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S%f')}.json"
+    save_record(path, head, rows)
+    return path
+
+
+def save_record(path: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] | None = None) -> None:
+    """Write a record to the files of this name. Equal rows give equal bytes.
+
+    The head is written last, so that a head always has its rows.
+
+    Args:
+        path: Of the head, ending in ``.json``.
+        head: All but the rows.
+        rows: The rows; None for a record that has none.
+
+    Raises:
+        EvaluationError: a file cannot be written.
+    """
+    lines = None if rows is None else [orjson.dumps(row, option=orjson.OPT_NON_STR_KEYS) + b"\n" for row in rows]
+    whole = dict(head)
+    if lines is not None:
+        digest = hashlib.sha256(b"".join(lines)).hexdigest()
+        whole["rows"] = {"file": _rows_path(path).name, "count": len(lines), "sha256": digest}
+    content = orjson.dumps(whole, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n"
+    if lines is not None:
+        _write(_rows_path(path), _compressed(b"".join(lines)))
+    _write(path, content)
+
+
+def read_head(path: Path) -> dict[str, Any]:
+    """Return the head of a record.
+
+    Raises:
+        EvaluationError: the file is missing or is no JSON object.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{kind}-", delete=False) as scratch:
+        head = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise EvaluationError(f"{path} cannot be read: {error.strerror}; give the .json file of a record") from error
+    except orjson.JSONDecodeError as error:
+        raise EvaluationError(f"{path} is not JSON ({error}); give the .json file of a record") from error
+    if not isinstance(head, dict):
+        raise EvaluationError(f"{path} holds a {type(head).__name__}, must be the JSON object of a record")
+    return head
+
+
+def read_record(path: Path) -> ExperimentRecord:
+    """Return a record with its rows, which are compared with the head.
+
+    Args:
+        path: The head; the rows lie beside it.
+
+    Raises:
+        EvaluationError: a file is missing or damaged, or the rows are not those that the head was written for.
+    """
+    head = read_head(path)
+    rows = head.pop("rows", None)
+    if rows is None:
+        return ExperimentRecord(head, (), {"record": path})
+    lines = _read_lines(path, rows).splitlines()
+    return ExperimentRecord(head, tuple(orjson.loads(line) for line in lines), {"record": path})
+
+
+def _read_lines(path: Path, expected: Any) -> bytes:
+    """Return the bytes of the rows that a head describes, checked by their digest."""
+    try:
+        name, digest = str(expected["file"]), expected["sha256"]
+    except (TypeError, KeyError) as error:
+        raise EvaluationError(f"{path}: rows must be an object with file, count and sha256") from error
+    if Path(name).name != name:
+        raise EvaluationError(f"{path}: rows are in {name!r}, must be in a file beside the head")
+    try:
+        lines = gzip.decompress(path.with_name(name).read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise EvaluationError(
+            f"{path.with_name(name)} cannot be read ({error}); it holds the rows of {path}"
+        ) from error
+    found = hashlib.sha256(lines).hexdigest()
+    if found != digest:
+        raise EvaluationError(
+            f"{path.with_name(name)} holds other rows than {path.name} was written for (SHA-256 {found}, expected "
+            f"{digest}); restore both files from one run"
+        )
+    return lines
+
+
+def _rows_path(path: Path) -> Path:
+    return path.with_suffix(".jsonl.gz")
+
+
+def _compressed(content: bytes) -> bytes:
+    """Return bytes in gzip's format, the same ones every time: no name and no time stand in the header."""
+    written = io.BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", fileobj=written, compresslevel=9, mtime=0) as opened:
+        opened.write(content)
+    return written.getvalue()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as scratch:
             scratch.write(content)
         Path(scratch.name).replace(path)
     except OSError as error:
-        raise EvaluationError(f"cannot write a record to {folder}: {error.strerror}; choose another --out") from error
-    return path
+        raise EvaluationError(
+            f"cannot write a record to {path.parent}: {error.strerror}; choose another --out"
+        ) from error
 
 
 def source_commit() -> str | None:

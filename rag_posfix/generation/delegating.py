@@ -16,13 +16,13 @@ from rag_posfix.contracts.request import (
     whole_answer,
 )
 
-__all__ = ["GeneratorAround"]
+__all__ = ["DelegatingGenerator"]
 
 Inner = TypeVar("Inner", bound=Generator)
 
 
-class GeneratorAround(ABC, Generic[Inner]):
-    """Base of generators that answer with another one. Implements ``protocols.Generator``, all but ``stream``.
+class DelegatingGenerator(ABC, Generic[Inner]):
+    """Base of generators that answer with another one. Implements all of ``Generator`` but ``stream``.
 
     Args:
         inner: Does the work.

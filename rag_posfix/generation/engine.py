@@ -17,17 +17,17 @@ from rag_posfix.contracts.request import (
     whole_answer,
 )
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from rag_posfix.generation.decode.answer_writer import AnswerWriter
 from rag_posfix.generation.decode.drafts import AnswerText
 from rag_posfix.generation.decode.question_attention import question_attention
 from rag_posfix.generation.decode.question_likelihood import question_likelihood
 from rag_posfix.generation.decode.session import Session
-from rag_posfix.generation.decode.writer import Writer
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.generation.prefill.calibration_pass import measure
-from rag_posfix.generation.prefill.kv_reuse import Reuse
-from rag_posfix.generation.prefill.per_passage import encode_passages, joinable
-from rag_posfix.generation.prefill.resolved_row import Spelled, spell_out, starts_of
+from rag_posfix.generation.prefill.calibration_pass import passage_attention
+from rag_posfix.generation.prefill.kv_lookup import KVLookup
+from rag_posfix.generation.prefill.per_passage import can_share_batch, encode_passages
+from rag_posfix.generation.prefill.resolved_row import ResolvedRow, passage_starts, resolve
 from rag_posfix.mitigations import Mitigation, create
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan
@@ -39,12 +39,12 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Answers prompts with a patched model. Implements ``protocols.Generator`` and ``protocols.PassageReader``.
+    """Answers prompts with a patched model. Implements ``contracts.generator.Generator`` and ``PassageReader``.
 
     Several threads may call it; each answer keeps its own state.
 
     Args:
-        loaded: The model with the seam on it.
+        loaded: The model with the attention hook on it.
         encoder: Its tokenizer.
         model_id: Name for responses and cache keys.
         fingerprint: Identity of weights and dtype.
@@ -64,12 +64,21 @@ class Engine:
         self._encoder = encoder
         self._model_id = model_id
         self._fingerprint = fingerprint
-        self.passages = passages
+        self._passages = passages
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model with the seam on it."""
+        """The model with the attention hook on it."""
         return self._loaded
+
+    @property
+    def passages(self) -> PassageStore | None:
+        """The passage KV store, or None."""
+        return self._passages
+
+    def with_passages(self, passages: PassageStore | None) -> Engine:
+        """Return an engine over the same model that keeps keys and values in ``passages``; this one stays as it is."""
+        return Engine(self._loaded, self._encoder, self._model_id, self._fingerprint, passages)
 
     @property
     def model_id(self) -> str:
@@ -102,10 +111,10 @@ class Engine:
             PromptTooLongError: prompt and ``max_tokens`` exceed the context window; raised before any work.
         """
         choice = mitigation or MitigationChoice()
-        return self.read(layout, self.plan(layout, choice, max_tokens), choice, salt)
+        return self.prefill(layout, self.plan(layout, choice, max_tokens), choice, salt)
 
-    def read_ahead(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
-        """Read prefix and passages of a prompt into the passage store; return how many tokens had to be read.
+    def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
+        """Read prefix and passages of a prompt into the passage KV store; return how many tokens had to be read.
 
         The suffix is not read: any question may follow.
 
@@ -115,41 +124,39 @@ class Engine:
         """
         method, shape = create(mitigation.name, mitigation.parameters), self._loaded.spec.shape
         plan = method.checked_plan(layout, shape)
-        if self.passages is None:
-            raise ConfigError(
-                "reading ahead needs a passage store; give the engine one, or turn it on in the settings"
-            )
-        rows = [spell_out(row, layout, self._loaded.device) for row in plan.rows]
-        if not (plan.independent_passages and self._loaded.keeps_all_keys and joinable(rows)):
+        if self._passages is None:
+            raise ConfigError("precomputing needs a passage store; give the engine one, or turn it on in the settings")
+        rows = [resolve(row, layout, self._loaded.device) for row in plan.rows]
+        if not (plan.independent_passages and self._loaded.keeps_all_keys and can_share_batch(rows)):
             raise ConfigError(
                 f"{mitigation.name} does not read passages independently of each other on {self._model_id}, so they "
-                "cannot be read ahead; use parallel_windows, set_prompting, parallel_encoding, context_experts or "
+                "cannot be precomputed; use parallel_windows, set_prompting, parallel_encoding, context_experts or "
                 "passage_answers"
             )
-        if not self._placed_alike(layout, method, rows):
+        if not self._positions_independent(layout, method, rows):
             raise ConfigError(
                 f"{mitigation.name} with these parameters places a passage by the length of those around it, so that "
-                "it cannot be read ahead of them; use the default ones"
+                "it cannot be precomputed; use the default parameters"
             )
-        reuse = Reuse(self.passages, self._fingerprint, self.describe(mitigation).fingerprint, salt)
+        kv_lookup = KVLookup(self._passages, self._fingerprint, self.describe(mitigation).fingerprint, salt)
         with torch.inference_mode():
-            states, cached = encode_passages(self._loaded, layout, rows, reuse)
+            states, cached = encode_passages(self._loaded, layout, rows, kv_lookup)
         return sum(one.shape[3] for one in states.values()) - cached
 
-    def _placed_alike(self, layout: Layout, method: Mitigation, rows: Sequence[Spelled]) -> bool:
-        """Return whether the shortest passage stands where it stands without company."""
+    def _positions_independent(self, layout: Layout, method: Mitigation, rows: Sequence[ResolvedRow]) -> bool:
+        """Return whether the shortest passage has the positions that it has as the only passage."""
         if layout.n_passages < 2:
             return True
         shortest = min(range(layout.n_passages), key=lambda i: len(layout.passages[i]))
         alone = layout.select((shortest,))
         plan = method.checked_plan(alone, self._loaded.spec.shape)
-        spelled = [spell_out(row, alone, self._loaded.device) for row in plan.rows]
-        return starts_of(spelled, 0) == starts_of(rows, shortest)
+        resolved = [resolve(row, alone, self._loaded.device) for row in plan.rows]
+        return passage_starts(resolved, 0) == passage_starts(rows, shortest)
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters and return what caching needs to know of it."""
         method = create(choice.name, choice.parameters)
-        return MitigationInfo(method.name, method.fingerprint(), method.keeps_order_out)
+        return MitigationInfo(method.name, method.fingerprint(), method.is_order_invariant)
 
     def next_log_probs(self, layout: Layout, mitigation: MitigationChoice | None = None) -> Tensor:
         """Return the log-probabilities of the first token of the answer, (V,) float32."""
@@ -170,8 +177,8 @@ class Engine:
             PromptTooLongError: a passage exceeds the context window with what stands around it.
         """
         around = len(layout.prefix) + len(layout.suffix)
-        self._check_reading(around + max((len(span) for span in layout.passages), default=0))
-        return question_likelihood(self._loaded, layout, self._reuse(salt))
+        self._check_prompt(around + max((len(span) for span in layout.passages), default=0))
+        return question_likelihood(self._loaded, layout, self._lookup(salt))
 
     def question_attention(
         self,
@@ -194,8 +201,8 @@ class Engine:
             ConfigError: the prompts differ in more, or the model has no such layer.
             PromptTooLongError: one exceeds the context window.
         """
-        self._check_reading(max((len(layout.token_ids) for layout in layouts), default=0))
-        return question_attention(self._loaded, layouts, self._reuse(salt), check, layers)
+        self._check_prompt(max((len(layout.token_ids) for layout in layouts), default=0))
+        return question_attention(self._loaded, layouts, self._lookup(salt), check, layers)
 
     @torch.inference_mode()
     def passage_attention(
@@ -214,15 +221,15 @@ class Engine:
         Raises:
             PromptTooLongError: one exceeds the context window.
         """
-        self._check_reading(max((len(layout.token_ids) for layout in layouts), default=0))
-        measured, _ = measure(self._loaded, layouts, 0, self._reuse(salt), check)
+        self._check_prompt(max((len(layout.token_ids) for layout in layouts), default=0))
+        measured, _ = passage_attention(self._loaded, layouts, 0, self._lookup(salt), check)
         return [tuple(row) for row in measured.tolist()]
 
-    def _reuse(self, salt: str) -> Reuse | None:
+    def _lookup(self, salt: str) -> KVLookup | None:
         """Return the store as prompts see it that are read as the model was trained to, whatever the method."""
-        return None if self.passages is None else Reuse(self.passages, self._fingerprint, "", salt)
+        return None if self._passages is None else KVLookup(self._passages, self._fingerprint, "", salt)
 
-    def _check_reading(self, n_tokens: int) -> None:
+    def _check_prompt(self, n_tokens: int) -> None:
         if self._loaded.spec.ranks.count > 1:
             raise UnsupportedModelError(
                 f"{self._model_id} is split over {self._loaded.spec.ranks.count} processes, which read no passages "
@@ -247,7 +254,7 @@ class Engine:
         return self._stream(request, self.plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
     def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:
-        session = self.read(request.layout, plan, request.mitigation, request.salt)
+        session = self.prefill(request.layout, plan, request.mitigation, request.salt)
         yield from self.resume(session, request)
 
     def resume(
@@ -261,7 +268,7 @@ class Engine:
             advance: Called with each token in the place of ``session.advance``.
         """
         advance = advance or session.advance
-        writer = Writer(self._encoder, session, request)
+        writer = AnswerWriter(self._encoder, session, request)
         while not writer.done:
             if new := writer.write(session.next_log_probs()):
                 yield Chunk(new)
@@ -269,7 +276,7 @@ class Engine:
                 advance(writer.last)
         yield Chunk(*writer.end())
 
-    def read(self, layout: Layout, plan: Plan, choice: MitigationChoice | None = None, salt: str = "") -> Session:
+    def prefill(self, layout: Layout, plan: Plan, choice: MitigationChoice | None = None, salt: str = "") -> Session:
         """Read a prompt under a plan that was made for it by ``plan``, and return the session that continues it.
 
         Args:
@@ -278,12 +285,12 @@ class Engine:
             choice: What the plan was made by; without it nothing is found in the passage store, or kept there.
             salt: As in ``GenerationRequest``.
         """
-        reuse = None
+        kv_lookup = None
         # What is split over processes is kept by none: they would have to find the same, and each has its own heads.
-        if self.passages is not None and choice is not None and self._loaded.spec.ranks.count == 1:
-            reuse = Reuse(self.passages, self._fingerprint, self.describe(choice).fingerprint, salt)
+        if self._passages is not None and choice is not None and self._loaded.spec.ranks.count == 1:
+            kv_lookup = KVLookup(self._passages, self._fingerprint, self.describe(choice).fingerprint, salt)
         text = AnswerText(self._encoder.eos_ids, self._encoder.decode_answer)
-        return Session(self._loaded, layout, plan, text, reuse)
+        return Session(self._loaded, layout, plan, text, kv_lookup)
 
     def plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
         """Return what a mitigation does with a prompt. Runs no model. Errors as those of ``open``."""
@@ -296,7 +303,7 @@ class Engine:
         window = self.context_window
         if plan.draft is not None:
             max_tokens = max(max_tokens, plan.draft.max_tokens)
-        lengths = [len(surveyed.token_ids) for surveyed in plan.survey.layouts] if plan.survey else []
+        lengths = [len(prompt.token_ids) for prompt in plan.calibration.layouts] if plan.calibration else []
         for row in plan.rows:
             if row.positions is not None:
                 lengths.append(int(row.positions.max()) + 1)

@@ -25,8 +25,8 @@ _WORDS = re.compile(r"\s*\S+\s*")
 class FakeGenerator:
     """Answers with the first sentence of the passage that shares the most words with the question.
 
-    Which passage that is depends on content alone, so the answer does not depend on order. Implements
-    ``protocols.Generator``; applies ``max_tokens`` (one token a word) and stop strings; ignores sampling otherwise.
+    Which passage that is depends on content alone, so the answer does not depend on order. Implements ``Generator``;
+    applies ``max_tokens`` (one token a word) and stop strings; ignores sampling otherwise.
 
     Args:
         encoder: A tokenizer.

@@ -1,4 +1,4 @@
-"""Loading: a packaged model, an id or a folder becomes an engine with a verified seam."""
+"""Loading: a packaged model, an id or a folder becomes an engine whose attention hook is verified."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def load_engine(
     cache_dir: Path | None = None,
     ranks: Ranks | None = None,
 ) -> Engine:
-    """Load a model, put the seam on it and check it.
+    """Load a model, install the attention hook and check it.
 
     Args:
         model: ``smollm2`` or ``gemma3-270m`` (weights that come as packages), a model id, or a folder.
@@ -64,7 +64,7 @@ def load_engine(
 
     Raises:
         ConfigError: the model cannot be found or read, or a setting is outside of what is allowed.
-        UnsupportedModelError: its family is not supported, or the seam changes what it computes.
+        UnsupportedModelError: its family is not supported, or the attention hook changes what it computes.
     """
     place = usable_device(device)
     kind = _dtype(dtype, place)
@@ -229,23 +229,23 @@ def convert(gguf: Path, target: Path) -> None:
     import torch
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    layer_state = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         model, tokenizer = load_pretrained(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **_dense())
         # True where the Hub is off; the files' content is the fingerprint, and stores are shared by fingerprint.
         tokenizer.init_kwargs["local_files_only"] = False
         with quiet_loading():
-            model.save_pretrained(scratch)
-            tokenizer.save_pretrained(scratch)
-        (scratch / "complete").write_text("ok\n")
+            model.save_pretrained(layer_state)
+            tokenizer.save_pretrained(layer_state)
+        (layer_state / "complete").write_text("ok\n")
         shutil.rmtree(target, ignore_errors=True)
         try:
-            scratch.replace(target)
+            layer_state.replace(target)
         except OSError:
             if not (target / "complete").exists():  # else another process was quicker
                 raise
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(layer_state, ignore_errors=True)
 
 
 def _dense() -> dict[str, Any]:

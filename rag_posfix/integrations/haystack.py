@@ -1,4 +1,4 @@
-"""A Haystack component: documents reranked, cut to the best and put in order. Needs the extra ``haystack``."""
+"""A Haystack component that reranks documents, keeps the best and orders them. Needs the extra ``haystack``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from typing import Any
 from langchain_core.documents import BaseDocumentCompressor
 
 from rag_posfix.errors import ConfigError, missing_extra
-from rag_posfix.integrations.arranging import checked_count, checked_order
-from rag_posfix.integrations.items import Item, ItemArranger, Placed, make_reranker
+from rag_posfix.integrations.document_ordering import (
+    DocumentOrderer,
+    FrameworkDocument,
+    OrderedDocument,
+    checked_count,
+    checked_order,
+    create_reranker,
+)
 
 try:
     from haystack import Document, component, default_from_dict, default_to_dict
@@ -21,11 +27,11 @@ __all__ = ["PosfixRanker"]
 
 @component
 class PosfixRanker:
-    """Puts documents in the order that the generator reads best, after reranking them if asked to.
+    """Orders documents for the generator, after reranking them if a reranker is given.
 
-    With ``order="ends_first"`` and no reranker it does what ``LostInTheMiddleRanker`` does. Scores that documents
-    come with count as relevance; where none has one, the given order is best first. Documents without text are
-    left out, and all but the best of those with the same text.
+    With ``order="ends_first"`` and no reranker it does what ``LostInTheMiddleRanker`` does. The scores of the
+    documents are their relevance; if none has a score, the given order counts as best first. Documents without text
+    are left out, and all but the best of those with the same text.
 
     Example:
         .. code-block:: python
@@ -35,12 +41,12 @@ class PosfixRanker:
 
     Args:
         order: A name (``rag-posfix methods``), or ``name:parameter=value``.
-        reranker: A reranker by name, or ``name:parameter=value``; any langchain compressor that scores, which cannot
-            be serialised; None leaves the scores as they are.
-        top_k: How many documents are kept, the best; all if None.
+        reranker: A reranker by name, or ``name:parameter=value``; or any langchain compressor that scores, which
+            cannot be serialised. None keeps the scores.
+        top_k: Number of documents to keep, the best; all if None.
         seed: For the order ``random``.
-        embedding_model: For rerankers that embed.
-        model: For rerankers that ask a language model.
+        embedding_model: For rerankers that use embeddings.
+        model: For rerankers that use a language model.
 
     Raises:
         ConfigError: an unknown order, or a number out of range.
@@ -62,29 +68,29 @@ class PosfixRanker:
         self.seed = seed
         self.embedding_model = embedding_model
         self.model = model
-        self._made: BaseDocumentCompressor | None = None
+        self._loaded: BaseDocumentCompressor | None = None
 
     def warm_up(self) -> None:
-        """Load what the reranker needs. ``run`` does it too, if it was not done."""
-        if self._made is None:
-            self._made = make_reranker(self.reranker, self.embedding_model, self.model)
+        """Load the models of the reranker. ``run`` does it if it was not done."""
+        if self._loaded is None:
+            self._loaded = create_reranker(self.reranker, self.embedding_model, self.model)
 
     @component.output_types(documents=list[Document])
     def run(
         self, documents: list[Document], query: str | None = None, top_k: int | None = None
     ) -> dict[str, list[Document]]:
-        """Return the documents in order, with their new scores; those given are left untouched.
+        """Return copies of the documents in order, with their new scores.
 
         Args:
             documents: The candidates.
-            query: The question; needed by a reranker.
-            top_k: How many are kept, in the place of the component's own.
+            query: The question; required with a reranker.
+            top_k: Number of documents to keep, in place of the component's.
 
         Raises:
             ConfigError: a document without text, a score that is no finite number, or a missing question.
         """
-        arranger = self._arranger(top_k)
-        return _output(documents, arranger.run([_item(one) for one in documents], query))
+        orderer = self._orderer(top_k)
+        return _output(documents, orderer.run([_fields(one) for one in documents], query))
 
     @component.output_types(documents=list[Document])
     async def run_async(
@@ -94,14 +100,14 @@ class PosfixRanker:
 
         Args:
             documents: The candidates.
-            query: The question; needed by a reranker.
-            top_k: How many are kept, in the place of the component's own.
+            query: The question; required with a reranker.
+            top_k: Number of documents to keep, in place of the component's.
         """
-        arranger = self._arranger(top_k)
-        return _output(documents, await arranger.arun([_item(one) for one in documents], query))
+        orderer = self._orderer(top_k)
+        return _output(documents, await orderer.arun([_fields(one) for one in documents], query))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the component as data.
+        """Return the component as a dictionary.
 
         Raises:
             ConfigError: the reranker was given as an object.
@@ -122,23 +128,23 @@ class PosfixRanker:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> PosfixRanker:
-        """Return the component that ``to_dict`` described.
+        """Return the component that ``to_dict`` returned as a dictionary.
 
         Args:
-            data: What it returned.
+            data: The dictionary.
         """
-        made: PosfixRanker = default_from_dict(cls, data)
-        return made
+        component: PosfixRanker = default_from_dict(cls, data)
+        return component
 
-    def _arranger(self, top_k: int | None) -> ItemArranger:
+    def _orderer(self, top_k: int | None) -> DocumentOrderer:
         checked_count("top_k", top_k)
         self.warm_up()
-        return ItemArranger(self.order, self._made, self.top_k if top_k is None else top_k, self.seed)
+        return DocumentOrderer(self.order, self._loaded, self.top_k if top_k is None else top_k, self.seed)
 
 
-def _item(document: Document) -> Item:
-    return Item(document.id, document.content, document.meta.get("title"), document.score)
+def _fields(document: Document) -> FrameworkDocument:
+    return FrameworkDocument(document.id, document.content, document.meta.get("title"), document.score)
 
 
-def _output(documents: list[Document], placed: list[Placed]) -> dict[str, list[Document]]:
-    return {"documents": [replace(documents[one.place], score=one.score) for one in placed]}
+def _output(documents: list[Document], ordered: list[OrderedDocument]) -> dict[str, list[Document]]:
+    return {"documents": [replace(documents[one.index], score=one.score) for one in ordered]}

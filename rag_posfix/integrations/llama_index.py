@@ -1,4 +1,4 @@
-"""A LlamaIndex node postprocessor: nodes reranked, cut to the best, put in order. Needs the extra ``llama-index``."""
+"""A LlamaIndex postprocessor that reranks nodes, keeps the best and orders them. Needs the extra ``llama-index``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import Any
 from langchain_core.documents import BaseDocumentCompressor
 
 from rag_posfix.errors import missing_extra
-from rag_posfix.integrations.arranging import checked_order
-from rag_posfix.integrations.items import Item, ItemArranger, Placed, make_reranker
+from rag_posfix.integrations.document_ordering import (
+    DocumentOrderer,
+    FrameworkDocument,
+    OrderedDocument,
+    checked_order,
+    create_reranker,
+)
 
 try:
     from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, field_validator
@@ -25,11 +30,11 @@ _dispatcher = get_dispatcher(__name__)
 
 
 class PosfixNodePostprocessor(BaseNodePostprocessor):
-    """Puts nodes in the order that the generator reads best, after reranking them if asked to.
+    """Orders nodes for the generator, after reranking them if a reranker is given.
 
-    In the place of ``LongContextReorder``, which puts the best node last where their number is even: with
-    ``order="ends_first"`` it is first for every number. Nodes without text are left out, and all but the best of those
-    with the same text.
+    Replaces ``LongContextReorder``, which puts the best node last if the number of nodes is even; with
+    ``order="ends_first"`` the best node is always first. Nodes without text are left out, and all but the best of
+    those with the same text.
 
     Example:
         .. code-block:: python
@@ -38,12 +43,12 @@ class PosfixNodePostprocessor(BaseNodePostprocessor):
 
     Attributes:
         order: A name (``rag-posfix methods``), or ``name:parameter=value``.
-        reranker: A reranker by name, or ``name:parameter=value``; any langchain compressor that scores; None leaves
-            the scores as they are.
-        top_n: How many nodes are kept, the best; all if None.
+        reranker: A reranker by name, or ``name:parameter=value``; or any langchain compressor that scores. None keeps
+            the scores.
+        top_n: Number of nodes to keep, the best; all if None.
         seed: For the order ``random``.
-        embedding_model: For rerankers that embed.
-        model: For rerankers that ask a language model.
+        embedding_model: For rerankers that use embeddings.
+        model: For rerankers that use a language model.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -55,7 +60,7 @@ class PosfixNodePostprocessor(BaseNodePostprocessor):
     embedding_model: str = "minilm"
     model: str = "smollm2"
 
-    _made: BaseDocumentCompressor | None = PrivateAttr(default=None)
+    _loaded: BaseDocumentCompressor | None = PrivateAttr(default=None)
 
     @field_validator("order")
     @classmethod
@@ -64,30 +69,31 @@ class PosfixNodePostprocessor(BaseNodePostprocessor):
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the name of the class, as LlamaIndex serialises it."""
+        """Return the name under which LlamaIndex serialises the class."""
         return "PosfixNodePostprocessor"
 
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        self._started(nodes, query_bundle)
-        return self._ended(nodes, self._arranger().run([_item(one) for one in nodes], _question(query_bundle)))
+        self._send_start(nodes, query_bundle)
+        ordered = self._orderer().run([_fields(one) for one in nodes], _question(query_bundle))
+        return self._send_end(nodes, ordered)
 
     async def _apostprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        self._started(nodes, query_bundle)
-        placed = await self._arranger().arun([_item(one) for one in nodes], _question(query_bundle))
-        return self._ended(nodes, placed)
+        self._send_start(nodes, query_bundle)
+        ordered = await self._orderer().arun([_fields(one) for one in nodes], _question(query_bundle))
+        return self._send_end(nodes, ordered)
 
-    def _arranger(self) -> ItemArranger:
-        if self._made is None:
-            self._made = make_reranker(self.reranker, self.embedding_model, self.model)
-        return ItemArranger(self.order, self._made, self.top_n, self.seed)
+    def _orderer(self) -> DocumentOrderer:
+        if self._loaded is None:
+            self._loaded = create_reranker(self.reranker, self.embedding_model, self.model)
+        return DocumentOrderer(self.order, self._loaded, self.top_n, self.seed)
 
-    def _started(self, nodes: list[NodeWithScore], query: QueryBundle | None) -> None:
+    def _send_start(self, nodes: list[NodeWithScore], query: QueryBundle | None) -> None:
         name = self.reranker if isinstance(self.reranker, str) else type(self.reranker).__name__
-        self._tell(
+        _send(
             ReRankStartEvent(
                 query=query,
                 nodes=nodes,
@@ -96,19 +102,20 @@ class PosfixNodePostprocessor(BaseNodePostprocessor):
             )
         )
 
-    def _ended(self, nodes: list[NodeWithScore], placed: list[Placed]) -> list[NodeWithScore]:
-        arranged = [NodeWithScore(node=nodes[one.place].node, score=one.score) for one in placed]
-        self._tell(ReRankEndEvent(nodes=arranged))
-        return arranged
-
-    @staticmethod
-    def _tell(event: Any) -> None:
-        _dispatcher.event(event)
+    def _send_end(self, nodes: list[NodeWithScore], ordered: list[OrderedDocument]) -> list[NodeWithScore]:
+        """Send the end event with the ordered nodes, and return them."""
+        result = [NodeWithScore(node=nodes[one.index].node, score=one.score) for one in ordered]
+        _send(ReRankEndEvent(nodes=result))
+        return result
 
 
-def _item(node: NodeWithScore) -> Item:
+def _send(event: Any) -> None:
+    _dispatcher.event(event)
+
+
+def _fields(node: NodeWithScore) -> FrameworkDocument:
     text = node.node.get_content(metadata_mode=MetadataMode.NONE)
-    return Item(node.node.node_id, text, node.node.metadata.get("title"), node.score)
+    return FrameworkDocument(node.node.node_id, text, node.node.metadata.get("title"), node.score)
 
 
 def _question(query: QueryBundle | None) -> str | None:

@@ -1,24 +1,25 @@
-"""What every mitigation is: a small frozen dataclass whose one job is to make a plan."""
+"""What every mitigation is: a small frozen dataclass whose one config is to make a plan."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
-import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.parameters import check_parameters, parameters_of
+from rag_posfix.plan.bias_profile import FileReader
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan
 from rag_posfix.registry import Registry
 
-__all__ = ["MITIGATIONS", "Mitigation", "checked_number", "checked_numbers", "create", "parameters_of"]
+__all__ = ["MITIGATIONS", "Mitigation", "create"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Mitigation(ABC):
         tells_key_heads_apart: Key/value heads are treated differently by how they compare with each other, so that
             the number of them matters.
         example: Parameters to try it with where it needs some.
+        file_parameters: Parameters that the command line takes from a file: name -> what turns the path into values of
+            parameters. The method itself never reads a file.
+        holds_methods: The parameter that is a list of other mitigations, "" if there is none.
     """
 
     name: ClassVar[str]
@@ -54,13 +58,19 @@ class Mitigation(ABC):
     decides_at_prompt_end: ClassVar[bool] = False
     tells_key_heads_apart: ClassVar[bool] = False
     example: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({})
+    holds_methods: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Check types and ranges of the parameters. A subclass that checks more calls this first."""
+        check_parameters(self, self.name)
 
     @abstractmethod
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return what a generation over ``layout`` does differently on ``model``. Pure: same input, same plan."""
 
     @property
-    def keeps_order_out(self) -> bool:
+    def is_order_invariant(self) -> bool:
         """Whether the answer is the same for every order of the passages, with these parameters."""
         return self.order_invariant
 
@@ -70,7 +80,9 @@ class Mitigation(ABC):
 
     def fingerprint(self) -> str:
         """Return a digest that changes with the method and with every parameter; part of every cache key."""
-        fields = json.dumps(dataclasses.asdict(self), sort_keys=True, default=str)
+        fields = json.dumps(
+            {name: getattr(self, name) for name in parameters_of(type(self))}, sort_keys=True, default=str
+        )
         return hashlib.blake2b(f"{self.name}:{fields}".encode(), digest_size=16).hexdigest()
 
     def refusal(self, model: ModelShape) -> str | None:
@@ -97,67 +109,12 @@ class Mitigation(ABC):
 MITIGATIONS: Registry[type[Mitigation]] = Registry("mitigation")
 
 
-def parameters_of(cls: type[Mitigation]) -> dict[str, tuple[str, Any]]:
-    """Return type and default of what a mitigation is made with, by name.
-
-    These are its fields, and what it only reads to fill them (``InitVar``: the path of a file).
-    """
-    found = {}
-    for name, parameter in inspect.signature(cls).parameters.items():
-        kind = str(parameter.annotation)
-        if kind.startswith("InitVar["):
-            kind = kind.removeprefix("InitVar[").removesuffix("]")
-        found[name] = (kind, parameter.default)
-    return found
-
-
 def create(name: str, parameters: Mapping[str, Any] | None = None) -> Mitigation:
-    """Return the mitigation called ``name`` with ``parameters``.
+    """Return the mitigation called ``name``, which may be an alias, with ``parameters``.
 
     Raises:
         UnknownNameError: no such mitigation.
         ConfigError: an unknown parameter, or a value outside of what is allowed.
     """
-    cls = MITIGATIONS.get(name)
-    allowed = list(parameters_of(cls))
-    for key in parameters or {}:
-        if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{name} has no parameter {key!r}.{hint} It takes: {', '.join(allowed) or 'none'}")
-    return cls(**(parameters or {}))
-
-
-def checked_number(method: str, field: str, value: Any, low: float, high: float) -> float:
-    """Return a parameter that is a number from ``low`` to ``high``.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ConfigError(f"{method}: {field}={value!r} must be a number between {low:g} and {high:g}")
-    return float(value)
-
-
-def checked_numbers(
-    method: str, field: str, value: Any, low: float, high: float, counts: tuple[int, int]
-) -> tuple[float, ...]:
-    """Return a parameter that is a list of numbers, as a tuple; JSON has lists only.
-
-    Args:
-        method: The name of the method.
-        field: The name of the parameter.
-        value: What was given.
-        low: The smallest number allowed.
-        high: The largest number allowed.
-        counts: The fewest and the most numbers allowed.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if not isinstance(value, list | tuple) or not counts[0] <= len(value) <= counts[1]:
-        raise ConfigError(
-            f"{method}: {field}={value!r} must be a list of {counts[0]} to {counts[1]} numbers between {low:g} and "
-            f"{high:g}"
-        )
-    return tuple(checked_number(method, f"{field}[{i}]", number, low, high) for i, number in enumerate(value))
+    made: Mitigation = MITIGATIONS.create(MethodSpec(name, parameters or {}))
+    return made

@@ -1,14 +1,14 @@
-"""Blended reuse: passages read apart are moved to their places, and the tokens that suffer most are read again."""
+"""Blended kv_lookup: passages read apart are moved to their places, and the tokens that suffer most are read again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from rag_posfix.errors import ConfigError
-from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number, Whole
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Blend, Plan
@@ -16,7 +16,7 @@ from rag_posfix.plan.plan import Blend, Plan
 __all__ = ["Blended"]
 
 
-@MITIGATIONS.register("blended")
+@MITIGATIONS.register("blended", aliases=("cacheblend",))
 @dataclass(frozen=True)
 class Blended(Mitigation):
     """Take passages from the store, move them to where they stand now, and read again only what that gets wrong.
@@ -34,8 +34,8 @@ class Blended(Mitigation):
         kept. fraction=1 is the unmodified model.
     Differs from the paper: the chosen tokens are computed in one pass through all layers, the first ones again with
         them; the paper narrows its choice down from layer to layer. Passages are encoded after the shared prefix.
-    Helps: the time to the first token of prompts whose passages come again in other orders and other company, where
-        a prefix cache finds nothing.
+    Helps: the time to the first token of prompts whose passages come again in other orders, beside other passages,
+        where a prefix cache finds nothing.
     Hurts: nothing is corrected: the answer depends on the order as the unmodified model's does, and a little on what
         was not read again.
     Cost: with all passages found, layers / L of the prompt and the fraction of it, against the whole prompt.
@@ -56,16 +56,9 @@ class Blended(Mitigation):
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.ROTATION, Capability.FULL_CACHE})
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"fraction": 1.0})
 
-    fraction: float = 0.15
+    fraction: Annotated[float, Number(0, 1)] = 0.15
     choose: Literal["deviation", "first"] = "deviation"
-    layers: int = 2
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fraction", checked_number(self.name, "fraction", self.fraction, 0.0, 1.0))
-        if self.choose not in ("deviation", "first"):
-            raise ConfigError(f"blended: choose={self.choose!r} must be one of 'deviation', 'first'")
-        if isinstance(self.layers, bool) or not isinstance(self.layers, int) or self.layers < 1:
-            raise ConfigError(f"blended: layers={self.layers!r} must be a whole number >= 1")
+    layers: Annotated[int, Whole(1)] = 2
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return the unmodified row, to be read from passages that were read apart."""

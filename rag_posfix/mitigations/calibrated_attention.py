@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import scores, weigh
 from rag_posfix.attention.masks import segment_ids
-from rag_posfix.errors import ConfigError
-from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number, checked_numbers
-from rag_posfix.plan.attention_override import Attend, AttendInput
-from rag_posfix.plan.bias_profile import read_profile
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number
+from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
+from rag_posfix.plan.bias_profile import BIAS_PROFILE, FileReader, bias_profile_from, scaled
 from rag_posfix.plan.dummy import with_dummy
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan, Survey
+from rag_posfix.plan.plan import CalibrationPass, Plan, RowPlan
 
-__all__ = ["CalibratedAttention", "RedistributedAttention", "passage_weights", "redistribute", "slot_bias"]
+__all__ = ["CalibratedAttention", "RedistributedAttention", "passage_weights", "redistribute"]
 
-MOST_SLOTS = 1000
 EQUAL = 1e-5
 """Differences below this share of what is measured are rounding."""
 ROWS = 64
@@ -45,18 +44,6 @@ def passage_weights(measured: Tensor, bias: Tensor, temperature: float) -> Tenso
     return (standard / temperature).softmax(dim=0)
 
 
-def slot_bias(profile: Tensor, measured: Tensor) -> Tensor:
-    """Return a stored profile for the slots of a prompt: stretched to their number, scaled to their mean attention.
-
-    Shapes:
-        profile: (M,). measured: (N,). returns: (N,) float32.
-    """
-    stretched = torch.nn.functional.interpolate(
-        profile.float()[None, None], size=measured.shape[0], mode="linear", align_corners=True
-    )[0, 0]
-    return stretched * (measured.mean() / stretched.mean())
-
-
 def redistribute(probabilities: Tensor, segments: Tensor, share: Tensor, strength: float) -> Tensor:
     """Return attention whose mass on all passages is as before, and is shared out among them as ``share`` says.
 
@@ -69,13 +56,13 @@ def redistribute(probabilities: Tensor, segments: Tensor, share: Tensor, strengt
     tiny = torch.finfo(torch.float32).tiny
     mass = probabilities.new_zeros((*probabilities.shape[:-1], share.shape[0]))
     mass.index_add_(-1, segments, probabilities)
-    wanted = share * (mass > 0)
-    wanted = mass.sum(dim=-1, keepdim=True) * wanted / wanted.sum(dim=-1, keepdim=True).clamp(min=tiny)
-    factor = 1 - strength + strength * wanted / mass.clamp(min=tiny)
+    request = share * (mass > 0)
+    request = mass.sum(dim=-1, keepdim=True) * request / request.sum(dim=-1, keepdim=True).clamp(min=tiny)
+    factor = 1 - strength + strength * request / mass.clamp(min=tiny)
     return probabilities * factor[..., segments]
 
 
-class RedistributedAttention(Attend):
+class RedistributedAttention(AttentionOverride):
     """The prompt's last token and every generated one share their attention out among passages anew."""
 
     needs_mask = True
@@ -89,7 +76,7 @@ class RedistributedAttention(Attend):
         self.share = share / share.sum()
         self.strength = strength
 
-    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Return the output, and the newest token's attention averaged over heads; None if none is calibrated."""
         n_query = given.query.shape[2]
         before = min(max(self.last - given.start, 0), n_query)  # tokens of the prompt, but for the last
@@ -101,7 +88,7 @@ class RedistributedAttention(Attend):
             newest = probabilities[:, :, -1].mean(dim=1)
         return torch.cat(outs, dim=2), newest
 
-    def _rows(self, given: AttendInput, at: int, stop: int) -> Tensor:
+    def _rows(self, given: AttentionInput, at: int, stop: int) -> Tensor:
         """Return the calibrated attention of queries ``at``..``stop`` - 1 of this pass, (B, Hq, stop - at, Tk)."""
         spelled = scores(given.query[:, :, at:stop], given.key, given.scaling)
         device = spelled.device
@@ -115,7 +102,7 @@ class RedistributedAttention(Attend):
         return probabilities
 
 
-@MITIGATIONS.register("calibrated_attention")
+@MITIGATIONS.register("calibrated_attention", aliases=("found_in_the_middle",))
 @dataclass(frozen=True)
 class CalibratedAttention(Mitigation):
     """Measure how much attention each place gets whatever stands there, and share attention out without it.
@@ -149,8 +136,8 @@ class CalibratedAttention(Mitigation):
         temperature: t, above 0 and up to 100, in standard deviations of rel; the larger, the more alike passages are
             attended to.
         strength: 0 leaves attention as it is, 1 replaces it by the calibrated one.
-        profile: Attention of each slot to a dummy, 2 to 1000 numbers in any unit, measured before; or the path of a
-            JSON file {"profile": [...]}, as ``rag-posfix probe slot-attention`` writes it. None reads the dummies.
+        profile: Attention of each slot to a dummy, 2 to 1000 numbers in any unit, measured before. On the command line
+            also the path of a file that ``rag-posfix probe slot-attention`` wrote. None reads the dummies.
     """
 
     name: ClassVar[str] = "calibrated_attention"
@@ -168,37 +155,26 @@ class CalibratedAttention(Mitigation):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"strength": 0.0})
     neutral_is_identity: ClassVar[bool] = True
     decides_at_prompt_end: ClassVar[bool] = True
+    file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"profile": bias_profile_from("profile")})
 
-    temperature: float = 0.5
-    strength: float = 1.0
-    profile: tuple[float, ...] | str | None = None
-
-    def __post_init__(self) -> None:
-        checked_number(self.name, "temperature", self.temperature, 0.0, 100.0)
-        if self.temperature == 0:
-            raise ConfigError("calibrated_attention: temperature=0 must be above 0; try 0.1 for a sharp choice")
-        checked_number(self.name, "strength", self.strength, 0.0, 1.0)
-        if self.profile is not None:
-            given: Any = read_profile(self.name, self.profile) if isinstance(self.profile, str) else self.profile
-            numbers = checked_numbers(self.name, "profile", given, 0.0, 1e6, (2, MOST_SLOTS))
-            if not any(numbers):
-                raise ConfigError("calibrated_attention: profile holds zeros only; measure it again")
-            object.__setattr__(self, "profile", numbers)
+    temperature: Annotated[float, Number(0, 100, above=True)] = 0.5
+    strength: Annotated[float, Number(0, 1)] = 1.0
+    profile: Annotated[tuple[float, ...] | None, BIAS_PROFILE] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return a survey of the prompt, and of the dummies if there is no profile; nothing to do for one passage."""
+        """Return a calibration pass over the prompt, and over dummies if there is no profile; none for one passage."""
         if layout.n_passages < 2 or self.strength == 0:
             return Plan()
         dummies = [] if self.profile else [with_dummy(layout, slot) for slot in range(layout.n_passages)]
 
         def decide(measured: Tensor) -> Plan:
             found = measured[0]
-            if self.profile and not isinstance(self.profile, str):
-                bias = slot_bias(torch.tensor(self.profile), found)
+            if self.profile:
+                bias = torch.tensor(scaled(self.profile, found.tolist()), dtype=torch.float32)
             else:
                 bias = measured[1:].diagonal()
             alpha = passage_weights(found, bias, self.temperature)
             layers = range(model.n_layers // 2, model.n_layers)
             return Plan(rows=(RowPlan(attend=RedistributedAttention(layout, layers, alpha, self.strength)),))
 
-        return Plan(survey=Survey(layouts=(layout, *dummies), decide=decide, continue_from=0))
+        return Plan(calibration=CalibrationPass(layouts=(layout, *dummies), decide=decide, continue_from=0))

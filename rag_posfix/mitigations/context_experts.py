@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from rag_posfix.attention.divergence import jensen_shannon
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number, Whole
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
@@ -21,7 +22,7 @@ RELEVANCE_FLOOR = 0.01
 DIVERGENCE = "divergence"
 
 
-@MITIGATIONS.register("context_experts")
+@MITIGATIONS.register("context_experts", aliases=("pced",))
 @dataclass(frozen=True)
 class ContextExperts(Mitigation):
     """Ask the question once per passage, and once without any, and merge what the rows say at every step.
@@ -77,27 +78,12 @@ class ContextExperts(Mitigation):
     order_invariant: ClassVar[bool] = True
     decides_at_prompt_end: ClassVar[bool] = True  # what an expert said of the answer counts, of the prompt it does not
 
-    contrast: float | Literal["divergence"] = 0.0
-    relevance_weight: float = 5.0
+    contrast: Annotated[float | Literal["divergence"], Number(0, 2)] = 0.0
+    relevance_weight: Annotated[float, Number(0, 20)] = 5.0
     relevance: Literal["question", "given", "both"] = "question"
     pool: Literal["mixture", "max"] = "mixture"
-    hold: float = 1.0
-    experts: int | None = None
-
-    def __post_init__(self) -> None:
-        for field, top in (("contrast", 2.0), ("relevance_weight", 20.0), ("hold", 1.0)):
-            value = getattr(self, field)
-            if field == "contrast" and value == DIVERGENCE:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= top:
-                other = f", or {DIVERGENCE!r}" if field == "contrast" else ""
-                raise ConfigError(f"context_experts: {field}={value!r} must be a number between 0 and {top:g}{other}")
-        for field, names in (("relevance", ("question", "given", "both")), ("pool", ("mixture", "max"))):
-            if getattr(self, field) not in names:
-                raise ConfigError(f"context_experts: {field}={getattr(self, field)!r} must be one of {names}")
-        count = self.experts
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise ConfigError(f"context_experts: experts={count!r} must be a whole number >= 1, or None for all")
+    hold: Annotated[float, Number(0, 1)] = 1.0
+    experts: Annotated[int | None, Whole(1)] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage in a content-given order, then the row without passages."""

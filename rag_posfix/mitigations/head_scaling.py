@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number, Whole
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -53,7 +54,7 @@ def divisors(awareness: Tensor, low: float, high: float) -> Tensor:
     return low + rank.float() * ((high - low) / (n_heads - 1))
 
 
-@MITIGATIONS.register("head_scaling")
+@MITIGATIONS.register("head_scaling", aliases=("ms_poe",))
 @dataclass(frozen=True)
 class HeadScaling(Mitigation):
     """Divide positions by a number that grows from the most to the least position-aware head.
@@ -104,19 +105,15 @@ class HeadScaling(Mitigation):
     decides_at_prompt_end: ClassVar[bool] = True
     tells_key_heads_apart: ClassVar[bool] = True
 
-    low: float = 1.2
-    high: float = 1.8
-    alpha: float = 3.0
-    skip_layers: int = 2
+    low: Annotated[float, Number(0.1, 10)] = 1.2
+    high: Annotated[float, Number(0.1, 10)] = 1.8
+    alpha: Annotated[float, Number(0, 100)] = 3.0
+    skip_layers: Annotated[int, Whole(0)] = 2
 
     def __post_init__(self) -> None:
-        checked_number(self.name, "low", self.low, 0.1, 10.0)
-        checked_number(self.name, "high", self.high, 0.1, 10.0)
-        checked_number(self.name, "alpha", self.alpha, 0.0, 100.0)
+        super().__post_init__()
         if self.low > self.high:
             raise ConfigError(f"head_scaling: low={self.low!r} must not exceed high={self.high!r}; swap them")
-        if isinstance(self.skip_layers, bool) or not isinstance(self.skip_layers, int) or self.skip_layers < 0:
-            raise ConfigError(f"head_scaling: skip_layers={self.skip_layers!r} must be a whole number >= 0")
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row whose heads divide positions by what the prompt says of them."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number, Whole
+from rag_posfix.plan.bias_profile import FileReader, read_channel_profile
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
 
 __all__ = ["HiddenScaling", "default_layers"]
-
-PROFILE_BYTES = 1 << 16
 
 
 def default_layers(n_layers: int) -> range:
@@ -26,7 +24,7 @@ def default_layers(n_layers: int) -> range:
     return range(first, max(26 * n_layers // 32, first + 1))
 
 
-@MITIGATIONS.register("hidden_scaling")
+@MITIGATIONS.register("hidden_scaling", aliases=("positional_hidden",))
 @dataclass(frozen=True)
 class HiddenScaling(Mitigation):
     """Scale one channel of the hidden state for the queries and keys of the newest token.
@@ -54,12 +52,11 @@ class HiddenScaling(Mitigation):
         ``rag-posfix probe positional-dimensions`` finds. The answer depends on the order of the passages.
 
     Args:
-        channel: Which hidden channel, from 0. None needs a profile.
+        channel: Which hidden channel, from 0; it must be given. On the command line, ``profile`` names a file of
+            ``rag-posfix probe positional-dimensions`` that gives this and all of the following.
         factor: What the channel is multiplied by, -10 to 10; 1 changes nothing. The paper uses 0.5 to -1.
         first_layer: First layer, from 0; None is at 10/32 of the depth.
         last_layer: Last layer, included; None is at 25/32 of the depth.
-        profile: Path of a JSON file {"channel": 3, "factor": 0.0, "layers": [first, last]} that gives all of the
-            above, as the probe writes it. It is read when the method is made.
     """
 
     name: ClassVar[str] = "hidden_scaling"
@@ -77,27 +74,15 @@ class HiddenScaling(Mitigation):
     neutral_is_identity: ClassVar[bool] = True
     decides_at_prompt_end: ClassVar[bool] = True  # the prompt's last token is scaled, those before it are not
     example: ClassVar[Mapping[str, Any]] = MappingProxyType({"channel": 3})
+    file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"profile": read_channel_profile})
 
-    channel: int | None = None
-    factor: float = 0.0
-    first_layer: int | None = None
-    last_layer: int | None = None
-    profile: InitVar[str | None] = None
+    channel: Annotated[int | None, Whole(0)] = None
+    factor: Annotated[float, Number(-10, 10)] = 0.0
+    first_layer: Annotated[int | None, Whole(0)] = None
+    last_layer: Annotated[int | None, Whole(0)] = None
 
-    def __post_init__(self, profile: str | None) -> None:
-        if profile is not None:
-            given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-            if given:
-                raise ConfigError(
-                    f"hidden_scaling: profile={profile!r} gives {', '.join(given)} already; leave out one of the two"
-                )
-            for name, value in _read_profile(profile).items():
-                object.__setattr__(self, name, value)
-        object.__setattr__(self, "factor", checked_number(self.name, "factor", self.factor, -10.0, 10.0))
-        for name in ("channel", "first_layer", "last_layer"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ConfigError(f"hidden_scaling: {name}={value!r} must be a whole number >= 0, or None")
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.first_layer is not None and self.last_layer is not None and self.first_layer > self.last_layer:
             raise ConfigError(
                 f"hidden_scaling: first_layer={self.first_layer} must not exceed last_layer={self.last_layer}"
@@ -107,7 +92,7 @@ class HiddenScaling(Mitigation):
         """Return one row that scales the channel, or the plan that changes nothing for a factor of 1."""
         if self.channel is None:
             raise ConfigError(
-                "hidden_scaling: channel=None must be a channel of the model, or profile the path of a profile; "
+                "hidden_scaling: channel=None must be a channel of the model; "
                 "rag-posfix probe positional-dimensions --out DIR finds a channel and writes a profile"
             )
         if self.channel >= model.hidden_size:
@@ -130,17 +115,3 @@ class HiddenScaling(Mitigation):
                 "model; give first_layer and last_layer"
             )
         return range(first, stop)
-
-
-def _read_profile(path: str) -> dict[str, Any]:
-    """Return the fields that a profile gives."""
-    expected = 'a JSON object {"channel": 3, "factor": 0.0, "layers": [first, last]}'
-    if not isinstance(path, str) or not Path(path).is_file():
-        raise ConfigError(f"hidden_scaling: profile={path!r} is not a file; give the path of {expected}")
-    try:
-        with Path(path).open("rb") as opened:
-            data = json.loads(opened.read(PROFILE_BYTES))
-        first, last = data["layers"]
-        return {"channel": data["channel"], "factor": data["factor"], "first_layer": first, "last_layer": last}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(f"hidden_scaling: profile={path!r} cannot be read; it must hold {expected}") from error

@@ -14,7 +14,7 @@ from rag_posfix.plan.plan import Plan, RowPlan
 __all__ = ["InterDocument"]
 
 
-@MITIGATIONS.register("inter_document")
+@MITIGATIONS.register("inter_document", aliases=("pine",))
 @dataclass(frozen=True)
 class InterDocument(Mitigation):
     """Let passages see each other both ways; each token finds the passages that matter most to it nearest.

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
-from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_numbers
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Numbers
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -30,7 +31,7 @@ def bezier(points: Sequence[float], at: float) -> float:
     return heights[0]
 
 
-@MITIGATIONS.register("layer_scaling")
+@MITIGATIONS.register("layer_scaling", aliases=("lpes",))
 @dataclass(frozen=True)
 class LayerScaling(Mitigation):
     """Divide positions by a number that changes smoothly from the first layer to the last.
@@ -68,11 +69,7 @@ class LayerScaling(Mitigation):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"points": (1.0, 1.0, 1.0)})
     neutral_is_identity: ClassVar[bool] = True
 
-    points: tuple[float, ...] = (1.0, 1.5, 1.0)
-
-    def __post_init__(self) -> None:
-        points = checked_numbers(self.name, "points", self.points, low=0.1, high=10.0, counts=(1, 16))
-        object.__setattr__(self, "points", points)
+    points: Annotated[tuple[float, ...], Numbers(0.1, 10, fewest=1, most=16)] = (1.0, 1.5, 1.0)
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row whose layers divide positions by the heights of the curve."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
-from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_numbers
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Numbers
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan, RowScores
@@ -26,7 +27,7 @@ def weigh_by_confidence(scores: RowScores) -> tuple[Tensor, Tensor]:
     return (scores.log_probs + log_weights[:, None]).logsumexp(dim=0), log_weights.exp()
 
 
-@MITIGATIONS.register("multi_base")
+@MITIGATIONS.register("multi_base", aliases=("attention_buckets",))
 @dataclass(frozen=True)
 class MultiBase(Mitigation):
     """Read the prompt under several RoPE bases at once and trust the surer reading at every token.
@@ -71,11 +72,7 @@ class MultiBase(Mitigation):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"factors": (1.0,)})
     neutral_is_identity: ClassVar[bool] = True
 
-    factors: tuple[float, ...] = (1.0, 1.9, 2.8)
-
-    def __post_init__(self) -> None:
-        factors = checked_numbers(self.name, "factors", self.factors, low=0.1, high=10.0, counts=(1, 16))
-        object.__setattr__(self, "factors", factors)
+    factors: Annotated[tuple[float, ...], Numbers(0.1, 10, fewest=1, most=16)] = (1.0, 1.9, 2.8)
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per factor; a row of factor 1 reads as the unmodified model does."""

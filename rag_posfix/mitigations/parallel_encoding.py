@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
 from rag_posfix.attention.masks import windows_mask
 from rag_posfix.attention.windows import window_positions, windows_of
-from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.parameters import Number
+from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -21,7 +21,7 @@ from rag_posfix.plan.plan import Plan, RowPlan
 __all__ = ["ParallelEncoding", "TwoGroupAttention"]
 
 
-class TwoGroupAttention(Attend):
+class TwoGroupAttention(AttentionOverride):
     """Question and answer attend to passages and to the rest apart, and the two are merged by log-sum-exp.
 
     Formula: (o_C, l_C) = attention over the passages with scores / T; (o_O, l_O) = over prefix, question and answer;
@@ -34,7 +34,7 @@ class TwoGroupAttention(Attend):
         self._first, self._end = first, end  # the passages' tokens
         self._temperature, self._scale = temperature, scale
 
-    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Passages and what is before them attend plainly; the tokens after them in two groups."""
         skipped = max(0, self._end - given.start)
         late = given.query[:, :, skipped:]
@@ -42,7 +42,7 @@ class TwoGroupAttention(Attend):
         outs.append(self._two_groups(given, late))
         return torch.cat(outs, dim=2), self._newest(given) if given.observed else None
 
-    def _two_groups(self, given: AttendInput, query: Tensor) -> Tensor:
+    def _two_groups(self, given: AttentionInput, query: Tensor) -> Tensor:
         key, value, scaling = given.key, given.value, given.scaling
         start = key.shape[2] - query.shape[2]
         between = (self._end, start)  # question and answer tokens of earlier passes
@@ -51,7 +51,7 @@ class TwoGroupAttention(Attend):
         out, lse = attend_with_lse(query, key[:, :, passages], value[:, :, passages], scaling / self._temperature)
         return merge([(out, self._scale * lse), other])[0]
 
-    def _newest(self, given: AttendInput) -> Tensor:
+    def _newest(self, given: AttentionInput) -> Tensor:
         """Return the attention of the newest token, (B, Tk)."""
         scores = last_row(given.query, given.key, given.scaling)
         groups = torch.full((scores.shape[-1],), False, device=scores.device)
@@ -63,7 +63,7 @@ class TwoGroupAttention(Attend):
         return mass.mean(dim=(1, 2))
 
 
-@MITIGATIONS.register("parallel_encoding")
+@MITIGATIONS.register("parallel_encoding", aliases=("ape",))
 @dataclass(frozen=True)
 class ParallelEncoding(Mitigation):
     """Read every passage alone after a shared prefix, and sharpen the question's attention to the passages.
@@ -101,14 +101,8 @@ class ParallelEncoding(Mitigation):
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
     neutral: ClassVar[dict[str, float]] = {"temperature": 1.0, "scale": 1.0}
 
-    temperature: float = 0.9
-    scale: float = 0.9
-
-    def __post_init__(self) -> None:
-        for field in ("temperature", "scale"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.1 <= value <= 10.0:
-                raise ConfigError(f"parallel_encoding: {field}={value!r} must be a number between 0.1 and 10")
+    temperature: Annotated[float, Number(0.1, 10)] = 0.9
+    scale: Annotated[float, Number(0.1, 10)] = 0.9
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row whose passages are read alone and whose question attends in two groups."""

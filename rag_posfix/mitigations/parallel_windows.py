@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from rag_posfix.attention.masks import windows_mask
 from rag_posfix.attention.windows import Indentation, WindowedAttention, window_positions, windows_of
-from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Whole
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -16,7 +16,7 @@ from rag_posfix.plan.plan import Plan, RowPlan
 __all__ = ["ParallelWindows"]
 
 
-@MITIGATIONS.register("parallel_windows")
+@MITIGATIONS.register("parallel_windows", aliases=("pcw",))
 @dataclass(frozen=True)
 class ParallelWindows(Mitigation):
     """Put the passages into windows that share positions and do not see each other; the question sees them all.
@@ -56,15 +56,8 @@ class ParallelWindows(Mitigation):
     order_invariant: ClassVar[bool] = True
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
 
-    windows: int | None = None
+    windows: Annotated[int | None, Whole(1)] = None
     indentation: Indentation = "left"
-
-    def __post_init__(self) -> None:
-        count = self.windows
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise ConfigError(f"parallel_windows: windows={count!r} must be a whole number >= 1, or None for one each")
-        if self.indentation not in ("left", "right"):
-            raise ConfigError(f"parallel_windows: indentation={self.indentation!r} must be 'left' or 'right'")
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row whose windows share positions and do not see each other."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number, Whole
 from rag_posfix.plan.draft import Choose, Draft, Drafts
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
@@ -69,22 +69,10 @@ class PassageAnswers(Mitigation):
     decides_at_prompt_end: ClassVar[bool] = True
 
     relevance: Literal["both", "question", "given"] = "both"
-    relevance_weight: float = 2.5
-    lift_weight: float = 1.0
-    answer_tokens: int = 24
+    relevance_weight: Annotated[float, Number(0, 20)] = 2.5
+    lift_weight: Annotated[float, Number(0, 5)] = 1.0
+    answer_tokens: Annotated[int, Whole(1)] = 24
     pool: Literal["chosen", "mixture"] = "chosen"
-
-    def __post_init__(self) -> None:
-        for field, top in (("relevance_weight", 20.0), ("lift_weight", 5.0)):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= top:
-                raise ConfigError(f"passage_answers: {field}={value!r} must be a number between 0 and {top:g}")
-        for field, names in CHOICES.items():
-            if getattr(self, field) not in names:
-                raise ConfigError(f"passage_answers: {field}={getattr(self, field)!r} must be one of {names}")
-        count = self.answer_tokens
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(f"passage_answers: answer_tokens={count!r} must be a whole number >= 1")
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage in a content-given order, then the row without passages."""

@@ -15,7 +15,7 @@ from rag_posfix.plan.plan import Plan, RowPlan
 __all__ = ["SetPrompting"]
 
 
-@MITIGATIONS.register("set_prompting")
+@MITIGATIONS.register("set_prompting", aliases=("set_based_prompting",))
 @dataclass(frozen=True)
 class SetPrompting(Mitigation):
     """Start every passage at the same position and hide the passages from each other: the prompt holds a set.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from torch import Tensor
 from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
 from rag_posfix.attention.rope import turn
 from rag_posfix.errors import ConfigError
-from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number
-from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number, Whole
+from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -27,7 +28,7 @@ def attend_band(
 ) -> tuple[Tensor, Tensor]:
     """Return attention of the tokens ``start``.. over themselves and the ``width`` - 1 tokens before each.
 
-    A block of up to width - 1 queries sees three stretches of keys: in front a triangle, since each query loses one
+    A block of up to width - 1 queries sees three segments of keys: in front a triangle, since each query loses one
     key more than the one before it; then keys that all of them see; then themselves, causally. The triangle is causal
     attention with queries and keys in reverse.
 
@@ -54,14 +55,14 @@ def attend_band(
     return torch.cat([out for out, _ in blocks], dim=2), torch.cat([lse for _, lse in blocks], dim=2)
 
 
-class _ShiftedFar(Attend):
+class _ShiftedFar(AttentionOverride):
     """Two pieces: near keys from the query's own position, far keys from a position that is nearer to them."""
 
     def __init__(self, threshold: int, window: int) -> None:
         self.threshold = threshold
         self.window = window
 
-    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         n_query, n_key = given.query.shape[2], given.key.shape[2]
         if n_key <= self.threshold and n_query in (1, n_key):
             return given.plain(), None
@@ -80,13 +81,13 @@ class _ShiftedFar(Attend):
         newest = self._newest(near, far, given) if given.observed else None
         return torch.cat((out[:, :, :before], both), dim=2), newest
 
-    def _near(self, query: Tensor, given: AttendInput) -> tuple[Tensor, Tensor]:
+    def _near(self, query: Tensor, given: AttentionInput) -> tuple[Tensor, Tensor]:
         if query.shape[2] == 1:
             near = slice(max(given.start + 1 - self.threshold, 0), None)
             return attend_with_lse(query, given.key[:, :, near], given.value[:, :, near], given.scaling)
         return attend_band(query, given.key, given.value, given.scaling, given.start, self.threshold)
 
-    def _newest(self, near: Tensor, far: Tensor, given: AttendInput) -> Tensor:
+    def _newest(self, near: Tensor, far: Tensor, given: AttentionInput) -> Tensor:
         n_far = given.key.shape[2] - self.threshold
         pieces = (
             last_row(far, given.key[:, :, :n_far], given.scaling),
@@ -95,7 +96,7 @@ class _ShiftedFar(Attend):
         return torch.cat(pieces, dim=-1).softmax(dim=-1).mean(dim=(1, 2))
 
 
-@MITIGATIONS.register("shifted_rotary")
+@MITIGATIONS.register("shifted_rotary", aliases=("string",))
 @dataclass(frozen=True)
 class ShiftedRotary(Mitigation):
     """Read tokens that are far away as if they were nearer, at distances that the model knows well.
@@ -133,18 +134,12 @@ class ShiftedRotary(Mitigation):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"share": 1.0})
     neutral_is_identity: ClassVar[bool] = True
 
-    threshold: int | None = None
-    share: float = 1 / 3
-    window: int = 128
+    threshold: Annotated[int | None, Whole(2)] = None
+    share: Annotated[float, Number(0, 1)] = 1 / 3
+    window: Annotated[int, Whole(0)] = 128
 
     def __post_init__(self) -> None:
-        checked_number("shifted_rotary", "share", self.share, 0.0, 1.0)
-        for field, lowest in (("threshold", 2), ("window", 0)):
-            value = getattr(self, field)
-            if value is None and field == "threshold":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise ConfigError(f"shifted_rotary: {field}={value!r} must be a whole number >= {lowest}")
+        super().__post_init__()
         if self.threshold is not None:
             self._check_window(self.threshold)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from rag_posfix.attention.causal import attend_causal_fast
 from rag_posfix.attention.rope import turn
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.parameters import Number
+from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan, RowScores
@@ -21,13 +22,13 @@ from rag_posfix.plan.plan import Plan, RowPlan, RowScores
 __all__ = ["CircularAttention", "SortedInterDocument"]
 
 
-class CircularAttention(Attend):
+class CircularAttention(AttentionOverride):
     """Each passage sees all others, arranged in a circle so that it stands last itself.
 
     Formula: let the passages stand at positions P..E-1 and let passage i be tokens a..b-1 of them. In its arrangement
         the passages after it come first, then those before it, then itself: so those before it, and itself, are as far
         away as they are in the prompt; those after it are E - P further back than they stand, and the prefix is E - b
-        further back. Hence three stretches of keys: P..g as they are, b..E-1 turned back by E - P, the prefix turned
+        further back. Hence three segments of keys: P..g as they are, b..E-1 turned back by E - P, the prefix turned
         back by E - b. Only keys are turned, by a constant each: they have the fewest heads.
     """
 
@@ -37,7 +38,7 @@ class CircularAttention(Attend):
         self._end = layout.suffix.start
         self.plain_from = self._end
 
-    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """The whole prompt arrives in one pass; key positions are 0, 1, 2, ..."""
         query, key, value, scaling = given.query, given.key, given.value, given.scaling
         first, end = self._prefix, self._end
@@ -48,8 +49,8 @@ class CircularAttention(Attend):
         outs.append(attend_segments(query[:, :, end:], key, value, scaling, end, [(0, end)])[0])
         return torch.cat(outs, dim=2), None
 
-    def _passage_rows(self, given: AttendInput) -> Tensor:
-        """Return the output of the passages' tokens, (B, Hq, E - P, D): each sees one stretch of a circle."""
+    def _passage_rows(self, given: AttentionInput) -> Tensor:
+        """Return the output of the passages' tokens, (B, Hq, E - P, D): each sees one segment of a circle."""
         first, end = self._prefix, self._end
         own = slice(first, end)
         room = given.key.new_empty(*given.key.shape[:2], first, given.key.shape[3])
@@ -74,12 +75,12 @@ class CircularAttention(Attend):
         return seen
 
 
-def turned(given: AttendInput, key: Tensor, distance: float) -> Tensor:
+def turned(given: AttentionInput, key: Tensor, distance: float) -> Tensor:
     """Return rotated keys as if they stood ``distance`` later. Shapes: (B, Hkv, T, D)."""
     return turn(key, given.rotate.turns(given.positions.new_full((1, 1), distance)))
 
 
-@MITIGATIONS.register("sorted_inter_document")
+@MITIGATIONS.register("sorted_inter_document", aliases=("rotor",))
 @dataclass(frozen=True)
 class SortedInterDocument(Mitigation):
     """Sort the passages by content and let each read all others in one circular order, itself last.
@@ -122,21 +123,10 @@ class SortedInterDocument(Mitigation):
     )
 
     sort: Literal["lexicographic", "relevance"] = "lexicographic"
-    routing: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.sort not in ("lexicographic", "relevance"):
-            raise ConfigError(f"sorted_inter_document: sort={self.sort!r} must be 'lexicographic' or 'relevance'")
-        bonus = self.routing
-        if bonus is not None and (
-            isinstance(bonus, bool) or not isinstance(bonus, int | float) or not 0.0 <= bonus <= 1.0
-        ):
-            raise ConfigError(
-                f"sorted_inter_document: routing={bonus!r} must be between 0 and 1, or None for no routing"
-            )
+    routing: Annotated[float | None, Number(0, 1)] = None
 
     @property
-    def keeps_order_out(self) -> bool:
+    def is_order_invariant(self) -> bool:
         """Routing brings the caller's order back."""
         return self.routing is None
 

@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import attend_with_lse, last_row
-from rag_posfix.errors import ConfigError
-from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, checked_number
-from rag_posfix.plan.attention_override import Attend, AttendInput
+from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
+from rag_posfix.parameters import Number, Whole
+from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -36,7 +36,7 @@ def pseudo_log_mass(rows: Tensor, n_tokens: int, gamma: float) -> Tensor:
     return series - gamma * (rows + 1).float()
 
 
-class _PseudoScores(Attend):
+class _PseudoScores(AttentionOverride):
     """One more score per query, the log-sum-exp of its pseudo-scores, whose value is zero."""
 
     def __init__(self, gamma: float, n_tokens: int) -> None:
@@ -44,7 +44,7 @@ class _PseudoScores(Attend):
         self.n_tokens = n_tokens
         self.plain_from = n_tokens - 1  # nothing is left above the diagonal
 
-    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         n_query, n_key = given.query.shape[2], given.key.shape[2]
         out, lse = attend_with_lse(given.query, given.key, given.value, given.scaling, causal=n_query > 1)
         pseudo = pseudo_log_mass(torch.arange(given.start, n_key, device=lse.device), self.n_tokens, self.gamma)
@@ -57,7 +57,7 @@ class _PseudoScores(Attend):
         return out, newest / newest.sum(dim=-1, keepdim=True)
 
 
-@MITIGATIONS.register("stable_mask")
+@MITIGATIONS.register("stable_mask", aliases=("stablemask",))
 @dataclass(frozen=True)
 class StableMask(Mitigation):
     """Let each token throw part of its attention away, the less of it the later it stands.
@@ -102,16 +102,8 @@ class StableMask(Mitigation):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"gamma": 100.0})
     decides_at_prompt_end: ClassVar[bool] = True
 
-    gamma: float = 0.1
-    train_length: int | None = None
-
-    def __post_init__(self) -> None:
-        checked_number("stable_mask", "gamma", self.gamma, 0.0, 100.0)
-        if self.gamma == 0:
-            raise ConfigError("stable_mask: gamma=0 must be above 0; a large gamma leaves the model as it is")
-        length = self.train_length
-        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-            raise ConfigError(f"stable_mask: train_length={length!r} must be a whole number >= 1, or None")
+    gamma: Annotated[float, Number(0, 100, above=True)] = 0.1
+    train_length: Annotated[int | None, Whole(1)] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row with an attention that loses mass to pseudo-scores."""

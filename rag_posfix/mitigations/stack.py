@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rag_posfix.contracts.method_spec import split_outside
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create
+from rag_posfix.parameters import shown
 from rag_posfix.plan.compose import compose
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan
 
 __all__ = ["Stack"]
+
+MAX_METHODS = 16
 
 
 @MITIGATIONS.register("stack")
@@ -46,52 +50,71 @@ class Stack(Mitigation):
     neutral_is_identity: ClassVar[bool] = True
     decides_at_prompt_end: ClassVar[bool] = True
     tells_key_heads_apart: ClassVar[bool] = True
+    holds_methods: ClassVar[str] = "methods"
 
     methods: tuple[Any, ...] = ("head_scaling", "sorted_inter_document")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         given = self.methods
-        if isinstance(given, str) or not isinstance(given, list | tuple) or not given:
+        if isinstance(given, str) or not isinstance(given, list | tuple) or not 1 <= len(given) <= MAX_METHODS:
             raise ConfigError(
-                f"stack: methods={given!r} must be a list of one method or more, for example "
+                f"stack: methods={shown(given)} must be a list of 1 to {MAX_METHODS} methods, for example "
                 'methods=["head_scaling","sorted_inter_document"]'
             )
-        object.__setattr__(self, "methods", tuple(_plain(method) for method in given))
-        for method in self._members():
-            if isinstance(method, Stack):
-                raise ConfigError("stack: a stack cannot hold a stack; list its methods instead")
+        object.__setattr__(self, "methods", tuple(_canonical(method) for method in given))
+        for text in self.methods:
+            _made(text)
 
     @property
-    def keeps_order_out(self) -> bool:
+    def is_order_invariant(self) -> bool:
         """One method that reads passages in an order of its own is enough: the others never see the caller's."""
-        return any(method.keeps_order_out for method in self._members())
+        return any(method.is_order_invariant for method in map(_made, self.methods))
 
     def needs(self) -> frozenset[Capability]:
         """Return what any of the methods needs."""
-        return frozenset().union(*(method.needs() for method in self._members()))
+        return frozenset().union(*(method.needs() for method in map(_made, self.methods)))
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return the plans laid over each other.
+        """Return the composed plan.
 
         Raises:
             PlanConflictError: two methods change the same field.
         """
-        return compose([(method.name, method.plan(layout, model)) for method in self._members()])
-
-    def _members(self) -> list[Mitigation]:
-        members = []
-        for text in self.methods:
-            parameters = dict(json.loads(text))
-            members.append(create(parameters.pop("name"), parameters))
-        return members
+        return compose([(method.name, method.plan(layout, model)) for method in map(_made, self.methods)])
 
 
-def _plain(method: Any) -> str:
-    """Return a method and its parameters as canonical JSON: frozen, comparable, and part of the fingerprint."""
-    if isinstance(method, str) and not method.startswith("{"):
-        method = {"name": method}
-    elif isinstance(method, str):
-        method = json.loads(method)
-    if not isinstance(method, Mapping) or not isinstance(method.get("name"), str):
-        raise ConfigError(f'stack: {method!r} must be a name, or {{"name": ..., parameter: value}}')
-    return json.dumps(dict(method), sort_keys=True)
+def _made(text: str) -> Mitigation:
+    """Return a method of the stack from its canonical JSON."""
+    parameters = dict(json.loads(text))
+    return create(parameters.pop("name"), parameters)
+
+
+def _canonical(given: Any) -> str:
+    """Return a method of the stack as canonical JSON: frozen, comparable, and part of the fingerprint."""
+    fields = _fields(given)
+    if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
+        raise ConfigError(f'stack: {shown(given)} must be a name, or {{"name": ..., parameter: value}}')
+    name = MITIGATIONS.resolve(fields["name"])
+    if name == Stack.name:
+        raise ConfigError("stack: a stack cannot hold a stack; list its methods instead")
+    parameters = {key: value for key, value in fields.items() if key != "name"}
+    try:
+        return json.dumps({"name": name, **parameters}, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"stack: {shown(given)} holds values that JSON does not have; give numbers, text, lists"
+        ) from error
+
+
+def _fields(given: Any) -> Any:
+    """Return a method as a mapping; it may be given as a name, as a mapping, or as the JSON text of one."""
+    if not isinstance(given, str):
+        return given
+    if not given.startswith("{"):
+        return {"name": given}
+    split_outside(given, ":")  # bounds length and depth
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise ConfigError(f'stack: {shown(given)} is no JSON; write {{"name": ..., "parameter": value}}') from error

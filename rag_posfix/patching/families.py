@@ -42,7 +42,9 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _RECURRENT),
     **dict.fromkeys(("bamba", "falcon_h1", "jamba", "lfm2", "qwen3_next", "recurrent_gemma", "zamba2"), _HYBRID),
     **dict.fromkeys(("falcon", "gpt_neox"), _LAYOUT),
-    **dict.fromkeys(("codegen", "gptj"), "it rotates inside of its attention modules, where the seam cannot reach"),
+    **dict.fromkeys(
+        ("codegen", "gptj"), "it rotates inside of its attention modules, out of reach of the attention hook"
+    ),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "it rotates a part of each key that is kept apart from the rest"),
     "cohere2": "its layers without sliding windows do not rotate",
     "gemma2": "its attention scores are soft-capped, which sdpa attention cannot do",
@@ -101,7 +103,7 @@ def _lacks(config: Any, family: Family) -> dict[Capability, str]:
         lacks[Capability.ROTATION] = lacks[Capability.FULL_CACHE]
     if family.rotation == "interleaved":
         lacks[Capability.ROTATION] = (
-            f"{name} pairs neighbouring channels when it rotates, the seam first with second half"
+            f"{name} pairs neighbouring channels when it rotates, the hook first with second half"
         )
     if name == "gemma3_text":
         lacks[Capability.ANGLES] = f"{name} rotates by two sets of angles, one for each kind of layer"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.patching.call import SeamCall
+from rag_posfix.patching.forward_context import ForwardContext
 from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.rotation import LayerRotation
 from rag_posfix.plan.plan import HiddenScale
@@ -55,7 +55,7 @@ def _column(projection: Any, channel: int, size: int, ranks: Ranks) -> Tensor:
 
 def attend_with_scaled_channel(
     module: Any,
-    call: SeamCall,
+    context: ForwardContext,
     scale: HiddenScale,
     rotation: LayerRotation,
     query: Tensor,
@@ -73,10 +73,12 @@ def attend_with_scaled_channel(
         (B, Hq, Tq', D).
     """
     n_query = query.shape[2]
-    first_newest = max(0, call.n_prompt - 1 - (key.shape[2] - n_query))
+    first_newest = max(0, context.prompt_length - 1 - (key.shape[2] - n_query))
     ranks = rotation.spec.ranks
     query_column, key_column = channel_columns(module, scale.channel, query.shape[1], key.shape[1], ranks)
-    amount = ((scale.factor - 1.0) * call.scratch.channel.pop(module.layer_idx))[:, None, :, None]  # (B, 1, Tq, 1)
+    amount = ((scale.factor - 1.0) * context.layer_state.channel.pop(module.layer_idx))[
+        :, None, :, None
+    ]  # (B, 1, Tq, 1)
     at, fresh = positions[:, -n_query:], key[:, :, -n_query:]
     raw = fresh.clone() if first_newest else None
     fresh.copy_(rotation(fresh + amount * key_column[None, :, None], at))

@@ -1,4 +1,4 @@
-"""Puts the seam on a model, once, at load."""
+"""Installs the attention hook on a model, once, at load."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.patching.attention_hook import before_attention, hooked_attention, hooked_mask
 from rag_posfix.patching.families import family_of, shape_of
 from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.rotation import scaled_base_angles
-from rag_posfix.patching.seam import before_attention, seam_attention, seam_mask
 from rag_posfix.patching.spec import ModelSpec
 
-__all__ = ["SEAM", "install", "stock_twin", "uninstall"]
+__all__ = ["ATTENTION_NAME", "install", "stock_copy"]
 
-SEAM = "rag_posfix"
+ATTENTION_NAME = "rag_posfix"
 
 
 def install(model: Any, ranks: Ranks | None = None) -> ModelSpec:
-    """Route a model's attention through the seam and return what is known of it.
+    """Route a model's attention through the attention hook and return what is known of the model.
 
     Idle, the model computes bit for bit what it computed before with ``sdpa`` attention. No class is subclassed,
     copied or monkey-patched: the attention and mask functions are registered under one name (that of this library)
@@ -43,14 +43,14 @@ def install(model: Any, ranks: Ranks | None = None) -> ModelSpec:
     modules: list[Any] = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
     if rotary is None or not modules or None in modules:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no model.rotary_emb and model.layers[i].self_attn; the seam needs a decoder "
-            "with one rotary module and one attention module per layer"
+            f"{type(model).__name__} has no model.rotary_emb and model.layers[i].self_attn; the attention hook "
+            "needs a decoder with one rotary module and one attention module per layer"
         )
-    if config._attn_implementation == SEAM:
-        raise UnsupportedModelError(f"{type(model).__name__} carries the seam already; install it once, at load")
-    AttentionInterface.register(SEAM, seam_attention)
-    AttentionMaskInterface.register(SEAM, seam_mask)  # without it, causality and padding would be lost
-    model.set_attn_implementation(SEAM)
+    if config._attn_implementation == ATTENTION_NAME:
+        raise UnsupportedModelError(f"{type(model).__name__} has the attention hook already; install it once, at load")
+    AttentionInterface.register(ATTENTION_NAME, hooked_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, hooked_mask)  # without it, causality and padding would be lost
+    model.set_attn_implementation(ATTENTION_NAME)
     forward = type(rotary).forward
 
     def angles(states: Tensor, positions: Tensor, base_factor: float | None) -> tuple[Tensor, Tensor]:
@@ -68,26 +68,19 @@ def install(model: Any, ranks: Ranks | None = None) -> ModelSpec:
     )
 
 
-def uninstall(model: Any, spec: ModelSpec) -> None:
-    """Take the seam off a model again: ``sdpa`` attention, no hook."""
-    for handle in spec.handles:
-        handle.remove()
-    model.set_attn_implementation("sdpa")
-
-
-def stock_twin(model: Any, spec: ModelSpec) -> Any:
-    """Return a second model over the same weights that never had the seam: for comparing in one process.
+def stock_copy(model: Any, spec: ModelSpec) -> Any:
+    """Return a second model over the same weights without the attention hook: for comparing in one process.
 
     Args:
-        model: A model that carries the seam; it stays as it is.
+        model: A model with the attention hook; it stays as it is.
         spec: What ``install`` returned for it.
     """
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    twin = copy.deepcopy(model, shared)
+    stock = copy.deepcopy(model, shared)
     handles = {handle.id for handle in spec.handles}
-    for module in twin.modules():
+    for module in stock.modules():
         for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
             for number in handles.intersection(hooks):
                 del hooks[number]
-    twin.set_attn_implementation("sdpa")
-    return twin
+    stock.set_attn_implementation("sdpa")
+    return stock

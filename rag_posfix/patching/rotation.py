@@ -1,4 +1,4 @@
-"""Rotation inside the seam: the model's own angles, at the positions that a plan asks for."""
+"""Rotation inside the attention hook: the model's own angles, at the positions that a plan asks for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.rope import rotate_half_split
-from rag_posfix.patching.call import Edits
+from rag_posfix.patching.forward_context import Overrides
 from rag_posfix.patching.spec import ModelSpec
 
 __all__ = ["LayerRotation", "layer_rotation", "scaled_base_angles", "uses_rope"]
@@ -72,13 +72,13 @@ class LayerRotation:
         return self.spec.angles(states, positions, self.base_factor)
 
 
-def layer_rotation(edits: Edits, spec: ModelSpec, module: Any) -> LayerRotation:
-    """Return the rotation of one layer under edits, heads left out."""
-    scales = edits.layer_scale
+def layer_rotation(overrides: Overrides, spec: ModelSpec, module: Any) -> LayerRotation:
+    """Return the rotation of one layer under overrides, heads left out."""
+    scales = overrides.layer_scale
     return LayerRotation(
         spec=spec,
         rotates=uses_rope(module),
-        base_factor=edits.rope_base_factor,
+        base_factor=overrides.rope_base_factor,
         scale=None if scales is None else scales[module.layer_idx],
     )
 

@@ -33,14 +33,14 @@ class Family:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSpec:
-    """A model that carries the seam.
+    """A model with the attention hook.
 
     Attributes:
         family: Its row in the table of families.
         shape: Sizes and capabilities of the whole model, however many ranks it is split over.
         angles: (states, (B, T) positions, factor of the RoPE base or None) -> (cos, sin), each (B, T, rotated), from
             the model's own rotary module, in the dtype of ``states``.
-        handles: The hooks that the seam put on the model.
+        handles: The module hooks that were put on the model.
         ranks: The processes that the model is split over.
     """
 

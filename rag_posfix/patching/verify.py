@@ -1,4 +1,4 @@
-"""Checks, on the loaded model itself, that the seam computes what the model computes."""
+"""Checks, on the loaded model itself, that the attention hook computes what the model computes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.patching.call import Edits, SeamCall, active
-from rag_posfix.patching.install import SEAM
+from rag_posfix.patching.forward_context import ForwardContext, Overrides, active
+from rag_posfix.patching.install import ATTENTION_NAME
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 
 __all__ = ["Verification", "verify"]
 
 PROBE_TOKENS = 32
-# Largest difference between native and seam logits, as a share of the spread of the logits. The seam runs the same
-# kernels on the same numbers, so it is 0 on every supported family; a wrong rotation is off by 1e-3 and more.
+# Largest difference between native logits and those through the hook, as a share of the spread of the logits. The hook
+# runs the same kernels on the same numbers, so it is 0 on every supported family; a wrong rotation is off by 1e-3.
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -28,8 +28,8 @@ class Verification:
     """What the check found.
 
     Attributes:
-        idle_difference: Largest logit difference, native against idle seam; 0 on a sound model.
-        rotation_difference: The same with the rotation done in the seam; None where the model does not offer it.
+        idle_difference: Largest logit difference, native against the idle hook; 0 on a sound model.
+        rotation_difference: The same with the rotation done in the hook; None where the model does not offer it.
     """
 
     idle_difference: float
@@ -43,7 +43,7 @@ class Verification:
 
 @torch.inference_mode()
 def verify(model: Any, spec: ModelSpec) -> Verification:
-    """Compare a short prompt native and through the seam. Not for a model that is serving: it switches attention.
+    """Compare the logits of a short prompt with and without the attention hook. Not for a model that is serving.
 
     Raises:
         UnsupportedModelError: they differ by more than rounding.
@@ -56,11 +56,11 @@ def verify(model: Any, spec: ModelSpec) -> Verification:
     try:
         native = _logits(model, ids)
     finally:
-        model.set_attn_implementation(SEAM)
+        model.set_attn_implementation(ATTENTION_NAME)
     rotated = None
     if Capability.ROTATION in spec.shape.capabilities:
         positions = torch.arange(PROBE_TOKENS, device=ids.device, dtype=torch.float32)[None]
-        with active(SeamCall(Edits(head_scale=_undivided), positions, spec)):
+        with active(ForwardContext(Overrides(head_scale=_undivided), positions, spec)):
             rotated = _logits(model, ids)
     found = Verification(
         idle_difference=_difference(idle, native),
@@ -69,14 +69,14 @@ def verify(model: Any, spec: ModelSpec) -> Verification:
     allowed = TOLERANCE.get(native.dtype, 1e-5) * float(native.float().std())
     if not found.max_logit_difference <= allowed:  # NaN differs too
         raise UnsupportedModelError(
-            f"{type(model).__name__} differs from native by {found.max_logit_difference:.1e} through the seam "
+            f"{type(model).__name__} differs from native by {found.max_logit_difference:.1e} with the attention hook "
             f"(allowed: {allowed:.1e}); it cannot be patched safely"
         )
     return found
 
 
 def _undivided(layer: int, query: Tensor, key: Tensor) -> None:
-    """Divide no head's positions: the seam rotates, as the model would."""
+    """Divide no head's positions: the hook rotates, as the model would."""
 
 
 def _logits(model: Any, ids: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rag_posfix.contracts.request import TokenSource
 
-__all__ = ["LEAD", "SHARE", "Claim", "dominant", "find_claims"]
+__all__ = ["LEAD", "SHARE", "SentenceAttribution", "attribute_sentences", "dominant"]
 
 _SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026](?=\s)|(?=\n)|$|[\u3002\uff01\uff1f])", re.DOTALL)
 
@@ -20,7 +20,7 @@ LEAD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class SentenceAttribution:
     """A sentence of the answer and the passages' shares in it.
 
     Attributes:
@@ -34,7 +34,7 @@ class Claim:
     shares: tuple[float, ...]
 
 
-def find_claims(answer: str, sources: Sequence[TokenSource]) -> list[Claim]:
+def attribute_sentences(answer: str, sources: Sequence[TokenSource]) -> list[SentenceAttribution]:
     """Return the sentences of ``answer`` with the mean shares of their tokens, left to right.
 
     A token counts for the sentence that its last character stands in; white space and tokens without text count for
@@ -55,7 +55,7 @@ def find_claims(answer: str, sources: Sequence[TokenSource]) -> list[Claim]:
             tokens[at].append(source.shares)
         written = max(written, source.end)
     return [
-        Claim(start, end, tuple(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+        SentenceAttribution(start, end, tuple(sum(column) / len(rows) for column in zip(*rows, strict=True)))
         for (start, end), rows in zip(spans, tokens, strict=True)
         if rows
     ]

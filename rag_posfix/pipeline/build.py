@@ -1,9 +1,13 @@
-"""Puts a pipeline together from settings. The one place where concrete parts are chosen."""
+"""Builds pipelines, and the parts that commands and experiments share, from settings.
+
+The one place where concrete parts are chosen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import functools
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +15,30 @@ from langchain_core.embeddings import Embeddings
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.budget import PassageBudget
-from rag_posfix.assembly.orders import create_order
+from rag_posfix.assembly.orders import ORDERS, create_order
 from rag_posfix.caching.answers.build import build_answer_cache
 from rag_posfix.caching.kv.build import build_passage_store
+from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.generator import Generator, Retriever
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.contracts.request import MitigationChoice, Sampling
-from rag_posfix.errors import ConfigError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading
 from rag_posfix.generation.tensor_parallel.launch import load_parallel
+from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
-from rag_posfix.reranking.build import Parts, build_reranker, parse_reranker
+from rag_posfix.reranking import RERANKERS
+from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.reranking.guarded import GuardedReranker
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.dense import PassageRetriever
-from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.hybrid import HybridRetriever
 from rag_posfix.settings import Settings
 
-__all__ = ["build_pipeline"]
+__all__ = ["build_embeddings", "build_engine", "build_pipeline", "build_reranker_models"]
 
 DEFAULT_RERANKER = "embedding"
 
@@ -49,61 +56,123 @@ def build_pipeline(
     Raises:
         ConfigError: the model or a setting is at fault.
         RetrievalError: the index is damaged, foreign, or was built with other embeddings.
-        UnsupportedModelError: the model cannot carry the seam.
+        UnsupportedModelError: the model cannot take the attention hook.
     """
     chosen = settings or Settings()
-    parse_reranker(chosen.reranker or DEFAULT_RERANKER)  # before the model, as the index below
-    assembly = _assembly(chosen)
-    embeddings = SentenceEmbeddings(chosen.embedding_model)
+    reranker = _reranker_spec(chosen)  # before the model, as the index below
+    order = order_with_values(chosen.order)
+    assembly = _assembly(chosen, order)
+    embeddings = build_embeddings(chosen)
     folder = index if index is not None else chosen.index
     retriever, store = None, None
     if folder is not None:  # before the model: a wrong path is told at once
         retriever, store = _retriever(chosen, Path(folder), embeddings)
-    engine, on_close = (generator, None) if generator is not None else _load(chosen)
-    guarded = _reranker(chosen, embeddings, engine, on_close)
-    passages, reader = None, engine.engine if isinstance(engine, BatchingGenerator) else engine
-    if isinstance(reader, Engine) and reader.passages is None:  # a store that it has belongs to whoever gave it
-        passages = reader.passages = build_passage_store(chosen.passages, chosen.cache_dir, reader.loaded.device)
-    pipeline = Pipeline(
-        engine,
-        Assembler(engine.encoder, engine.context_window, **assembly),
-        retriever=retriever,
-        reranker=guarded,
-        cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
-        defaults=Defaults(
-            mitigation=MitigationChoice(chosen.mitigation),
-            order=chosen.order,
-            k=chosen.k,
-            sampling=Sampling(max_tokens=chosen.max_tokens),
-            tenant=chosen.tenant,
-        ),
-        passages=passages,
-        on_close=partial(_close, guarded, on_close),
-        candidates=chosen.candidates if chosen.reranker is not None else 0,
-    )
+    with ExitStack() as undo:  # closes what was opened if a later part cannot be made
+        engine = generator if generator is not None else _load(chosen, undo)
+        engine, passages = _with_passages(engine, chosen, undo)
+        guarded = _reranker(chosen, reranker, embeddings, engine, undo)
+        pipeline = Pipeline(
+            engine,
+            Assembler(engine.encoder, engine.context_window, **assembly),
+            retriever=retriever,
+            reranker=guarded,
+            cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
+            defaults=Defaults(
+                mitigation=MitigationChoice(chosen.mitigation),
+                order=order,
+                k=chosen.k,
+                sampling=Sampling(max_tokens=chosen.max_tokens),
+                tenant=chosen.tenant,
+            ),
+            passages=passages,
+            on_close=undo.pop_all().close,
+            candidates=chosen.candidates if chosen.reranker is not None else 0,
+        )
     if store is not None:
-        store.on_delete = pipeline.forget
+        store.add_delete_listener(pipeline.forget)
     return pipeline
 
 
+def _with_passages(generator: Generator, settings: Settings, undo: ExitStack) -> tuple[Generator, PassageStore | None]:
+    """Return a generator that keeps passages as the settings say, and the store that was made for it.
+
+    A generator that has a store keeps it: the store belongs to whoever gave it.
+    """
+    batching = generator if isinstance(generator, BatchingGenerator) else None
+    engine = generator if batching is None else batching.engine
+    if not isinstance(engine, Engine) or engine.passages is not None:
+        return generator, None
+    passages = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
+    if passages is None:
+        return generator, None
+    undo.callback(passages.close)
+    engine = engine.with_passages(passages)
+    if batching is None:
+        return engine, passages
+    batching = batching.with_engine(engine)
+    undo.callback(batching.close)
+    return batching, passages
+
+
+def _reranker_spec(settings: Settings) -> MethodSpec:
+    """Return the reranker that the settings ask for, checked."""
+    spec = parse_method(settings.reranker or DEFAULT_RERANKER, "reranker", "top_n=5")
+    spec = with_file_parameters(spec, RERANKERS)
+    RERANKERS.check(spec)
+    return spec
+
+
+def build_engine(settings: Settings) -> Engine:
+    """Load ``settings.model`` whole into this process, on the device and in the dtype that ``settings`` name.
+
+    Args:
+        settings: Model, dtype, device and the folder of converted weights.
+
+    Raises:
+        ConfigError: the model cannot be found or read.
+        UnsupportedModelError: the model cannot carry the attention hook.
+    """
+    return load_engine(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
+
+
+def build_embeddings(settings: Settings) -> SentenceEmbeddings:
+    """Return the embedding model that ``settings`` name; its weights are loaded when it first embeds a text.
+
+    Args:
+        settings: The embedding model.
+    """
+    return SentenceEmbeddings(settings.embedding_model)
+
+
+def build_reranker_models(settings: Settings) -> RerankerModels:
+    """Return what rerankers are made from; each part is loaded when a reranker first needs it, once.
+
+    Args:
+        settings: Embedding model, model, dtype and device.
+    """
+
+    @functools.cache
+    def embeddings() -> Embeddings:
+        made = build_embeddings(settings)
+        with quiet_loading():
+            embedding_identity(made)  # which loads the weights
+        return made
+
+    @functools.cache
+    def generator() -> Generator:
+        return build_engine(settings)
+
+    return RerankerModels(embeddings=embeddings, generator=generator)
+
+
 def _reranker(
-    settings: Settings, embeddings: Embeddings, engine: Generator, on_close: Callable[[], None] | None
+    settings: Settings, spec: MethodSpec, embeddings: Embeddings, engine: Generator, undo: ExitStack
 ) -> GuardedReranker:
-    """Return the reranker that the settings ask for; if it cannot be made, what was loaded is closed."""
-    try:
-        name, parameters = parse_reranker(settings.reranker or DEFAULT_RERANKER)
-        made = build_reranker(name, parameters, Parts(lambda: embeddings, lambda: engine))
-    except ConfigError:
-        if on_close is not None:
-            on_close()
-        raise
-    return GuardedReranker(reranker=made, deadline_seconds=settings.reranker_deadline_seconds)
-
-
-def _close(guarded: GuardedReranker, on_close: Callable[[], None] | None) -> None:
-    guarded.close()
-    if on_close is not None:
-        on_close()
+    """Return the reranker that the settings ask for."""
+    made = build_reranker(spec, RerankerModels(lambda: embeddings, lambda: engine))
+    guarded = GuardedReranker(reranker=made, deadline_seconds=settings.reranker_deadline_seconds)
+    undo.callback(guarded.close)
+    return guarded
 
 
 def _retriever(
@@ -121,18 +190,23 @@ def _retriever(
     return HybridRetriever(retrievers=[dense, words], k=settings.k), store
 
 
-def _assembly(settings: Settings) -> dict[str, Any]:
+def _assembly(settings: Settings, order: str) -> dict[str, Any]:
     """Return the assembler's rules, checked: what is wrong with them is told before a model is loaded."""
-    parameters = {} if settings.profile is None else {"profile": {"file": str(settings.profile)}}
-    create_order(settings.order, parameters)
+    parameters: dict[str, Mapping[str, Any]] = {}
+    if settings.profile is not None:
+        profile = MethodSpec("profile", {"file": str(settings.profile)})
+        parameters["profile"] = with_file_parameters(profile, ORDERS).parameters
+    create_order(order, parameters)
     budget = PassageBudget(settings.passage_tokens, settings.passage_shrink, settings.overflow)
     return {"order_parameters": parameters, "budget": budget}
 
 
-def _load(settings: Settings) -> tuple[Generator, Callable[[], None] | None]:
-    """Return the generator that the settings ask for, and what ends it, where something must."""
-    how: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "cache_dir": settings.cache_dir}
+def _load(settings: Settings, undo: ExitStack) -> Generator:
+    """Return the generator that the settings ask for."""
     if settings.tp == 1:
-        return load_engine(settings.model, **how), None
-    split = load_parallel(settings.model, tp=settings.tp, **how)
-    return split, split.close
+        return build_engine(settings)
+    split = load_parallel(
+        settings.model, tp=settings.tp, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
+    )
+    undo.callback(split.close)
+    return split

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import content_key, document_id
-from rag_posfix.assembly.recent import RecentPrompts
+from rag_posfix.assembly.recent_prompts import RecentPrompts
 from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.generator import Generator, Reranker, Retriever
@@ -19,7 +19,7 @@ from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationCho
 from rag_posfix.errors import ConfigError
 from rag_posfix.pipeline.protocols import (
     AnswerCache,
-    PassageKeeper,
+    DroppablePassages,
     PromptAssembler,
     PromptMemory,
     Stage,
@@ -111,7 +111,7 @@ class Pipeline:
         reranker: Reranker | None = None,
         cache: AnswerCache | None = None,
         defaults: Defaults | None = None,
-        passages: PassageKeeper | None = None,
+        passages: DroppablePassages | None = None,
         recent: PromptMemory | None = None,
         on_close: Callable[[], None] | None = None,
         candidates: int = 0,

@@ -8,9 +8,9 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.documents import Candidate, read_document
-from rag_posfix.assembly.layout import Frame, Passage, encode_passage, open_frame
+from rag_posfix.assembly.documents import CheckedDocument, checked_document
 from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_passage, tokenize_prompt
 from rag_posfix.caching.kv.entry import EntryShape
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import MitigationChoice
@@ -56,13 +56,13 @@ def precompute(
         UnsupportedModelError: the model cannot be served by the method.
     """
     chosen = template or PromptTemplate()
-    frame = open_frame(engine.encoder, chosen, "?", with_passages=True)
-    encoded = (encode_passage(engine.encoder, chosen, one.text, title=one.title) for one in _distinct(documents))
-    passages = [one for one in encoded if len(frame) + len(one) < engine.context_window]
+    prompt = tokenize_prompt(engine.encoder, chosen, "?")
+    tokenized = (tokenize_passage(engine.encoder, chosen, one.text, title=one.title) for one in _distinct(documents))
+    passages = [one for one in tokenized if len(prompt) + len(one) < engine.context_window]
     before = _lasting(engine.passages)
     tokens = done = 0
-    for some in _batches(passages, _most_tokens(engine, frame)):
-        read = engine.read_ahead(frame.around(some), mitigation, salt)
+    for some in _batches(passages, _most_tokens(engine, prompt)):
+        read = engine.precompute(prompt.with_passages(some), mitigation, salt)
         _wait(engine.passages)
         if read and not tokens:  # the first that had to be written
             _check_kept(before, _lasting(engine.passages))
@@ -74,31 +74,31 @@ def precompute(
     return tokens
 
 
-def _distinct(documents: Sequence[Document]) -> list[Candidate]:
+def _distinct(documents: Sequence[Document]) -> list[CheckedDocument]:
     """Return the documents with text, one for each title and text.
 
     Assembly drops more: documents of one text and several titles. A question may find any of them without the others.
     """
-    candidates: dict[str, Candidate] = {}
+    distinct: dict[str, CheckedDocument] = {}
     for index, document in enumerate(documents):
-        one = read_document(document, index, with_relevance=False)
+        one = checked_document(document, index, with_relevance=False)
         if one.text.strip():
-            candidates.setdefault(one.key, one)
-    return list(candidates.values())
+            distinct.setdefault(one.key, one)
+    return list(distinct.values())
 
 
-def _most_tokens(engine: Engine, frame: Frame) -> int:
+def _most_tokens(engine: Engine, prompt: TokenizedPrompt) -> int:
     """Return how many tokens of passages the queue of the store has room for: what does not fit would be lost."""
     if engine.passages is None:
         return 0
     shape = engine.loaded.spec.shape
     token = EntryShape(shape.n_layers, shape.n_kv_heads, shape.head_dim, engine.loaded.model.dtype, n_tokens=1)
-    return engine.passages.queue_bytes // token.n_bytes - len(frame.prefix)
+    return engine.passages.queue_bytes // token.n_bytes - len(prompt.prefix)
 
 
-def _batches(passages: Sequence[Passage], most_tokens: int) -> Iterator[list[Passage]]:
+def _batches(passages: Sequence[TokenizedPassage], most_tokens: int) -> Iterator[list[TokenizedPassage]]:
     """Yield ``passages`` in order, in lists of at most so many tokens and ``TOGETHER`` passages, at least one."""
-    batch: list[Passage] = []
+    batch: list[TokenizedPassage] = []
     for passage in passages:
         if batch and (len(batch) == TOGETHER or sum(map(len, batch)) + len(passage) > most_tokens):
             yield batch

@@ -12,7 +12,7 @@ from rag_posfix.assembly.assembler import Assembled
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.contracts.generator import ChatMessage
 
-__all__ = ["AnswerCache", "PassageKeeper", "PromptAssembler", "PromptMemory", "Stage", "StageWatcher"]
+__all__ = ["AnswerCache", "DroppablePassages", "PromptAssembler", "PromptMemory", "Stage", "StageWatcher"]
 
 
 class PromptAssembler(Protocol):
@@ -106,8 +106,8 @@ class AnswerCache(Protocol):
         ...
 
 
-class PassageKeeper(Protocol):
-    """Keeps keys and values of passages for a generator. No method ever raises for a failing store."""
+class DroppablePassages(Protocol):
+    """The passage KV store as a pipeline uses it: to drop entries. No method raises because the store fails."""
 
     def drop(self, tags: Sequence[str]) -> int:
         """Drop every entry made from passages with one of these content keys."""

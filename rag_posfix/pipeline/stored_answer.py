@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rag_posfix.contracts.answer import Answer, AnswerDocument, Citation
 from rag_posfix.contracts.request import Generation, Usage
-from rag_posfix.pipeline.attribution import dominant, find_claims
+from rag_posfix.pipeline.attribution import attribute_sentences, dominant
 from rag_posfix.pipeline.citations import find_quotes
 from rag_posfix.text import clean_text
 
@@ -26,7 +26,7 @@ def to_store(assembled: Assembled, generation: Generation) -> dict[str, Any]:
     """
     attention = generation.attention or (0.0,) * assembled.layout.n_passages
     keys = assembled.layout.keys
-    claims = find_claims(generation.text, generation.sources)
+    claims = attribute_sentences(generation.text, generation.sources)
     return {
         "text": generation.text,
         "finish_reason": generation.finish_reason,

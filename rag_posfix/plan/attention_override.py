@@ -1,4 +1,4 @@
-"""What a plan puts in the place of softmax(QK^T)V. Data and pure functions: it never sees a module or a cache."""
+"""The attention override of a plan: what replaces softmax(QK^T)V. It never sees a module or a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-__all__ = ["Attend", "AttendInput", "Rotated", "Rotation"]
+__all__ = ["AttentionInput", "AttentionOverride", "Rotated", "Rotation"]
 
 
 class Rotation(Protocol):
@@ -30,14 +30,14 @@ class Rotation(Protocol):
 
 
 class Rotated(Enum):
-    """What an ``Attend`` is handed rotated to its own position. Keys that are handed over rotated are cached so."""
+    """What an ``AttentionOverride`` gets rotated to its position. Keys that it gets rotated are cached rotated."""
 
     BOTH = "queries and keys"
     NEITHER = "neither"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttendInput:
+class AttentionInput:
     """One layer's attention in one forward pass.
 
     Shapes:
@@ -68,7 +68,7 @@ class AttendInput:
         return self.key.shape[2] - self.query.shape[2]
 
 
-class Attend(ABC):
+class AttentionOverride(ABC):
     """Replaces softmax(QK^T)V in one row of a plan; the batch size is 1.
 
     Attributes:
@@ -86,7 +86,7 @@ class Attend(ABC):
     plain_from: int | None = None
 
     @abstractmethod
-    def __call__(self, given: AttendInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Return the output (B, Hq, Tq, D) and what the newest query attends to.
 
         The second is (B, Tk) float32, the attention of the newest query averaged over heads, each row summing to 1;

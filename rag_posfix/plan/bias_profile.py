@@ -1,53 +1,118 @@
-"""A stored slot profile: how much attention a dummy passage got in each place, measured once. Plain numbers."""
+"""Bias profiles: how a model favours places of a prompt, measured once. Reading, checking and stretching them.
+
+A slot profile holds one number for each slot of a prompt: the attention that a dummy passage got there. A channel
+profile names the hidden channel that follows the position. The probes write both as JSON files; methods take values.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
+import math
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import Numbers
 
-__all__ = ["read_profile", "stretched"]
+__all__ = ["BIAS_PROFILE", "FileReader", "bias_profile_from", "read_channel_profile", "scaled", "stretched"]
 
-PROFILE_BYTES = 1 << 16
+FILE_BYTES = 1 << 20
+"""A profile's file is read up to this size."""
+
+BIAS_PROFILE = Numbers(0, 1e6, fewest=2, most=1000, nonzero=True)
+"""What a slot profile may hold: attention in any unit."""
+
+FileReader = Callable[[str], Mapping[str, Any]]
+"""Path of a file -> values of parameters."""
 
 
-def read_profile(user: str, path: str) -> Any:
-    """Return the list in a profile that ``rag-posfix probe slot-attention`` wrote; it is not checked.
+def bias_profile_from(parameter: str) -> FileReader:
+    """Return what reads a slot profile from a file into ``parameter``.
+
+    The file is a record of ``rag-posfix probe slot-attention``, a JSON object with the list ``profile``, or the list
+    alone. The numbers are checked by the method that takes them.
 
     Args:
-        user: Who asks, for the message.
-        path: A JSON file {"profile": [...]}.
+        parameter: The parameter that takes the list.
+    """
+    return partial(_slot_profile, parameter)
+
+
+def _slot_profile(parameter: str, path: str) -> Mapping[str, Any]:
+    data = _read_json(path, 'a JSON object {"profile": [...]}, as rag-posfix probe slot-attention writes it')
+    found = data.get("profile") if isinstance(data, dict) else data
+    if not isinstance(found, list):
+        raise ConfigError(f"{path!r} holds no profile; give a record of rag-posfix probe slot-attention")
+    return {parameter: tuple(found)}
+
+
+def read_channel_profile(path: str) -> Mapping[str, Any]:
+    """Return channel, factor and layers from a channel profile.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file is no channel profile of ``rag-posfix probe positional-dimensions``.
     """
+    expected = 'a JSON object {"channel": 3, "factor": 0.0, "layers": [first, last]}'
+    data = _read_json(path, f"{expected}, as rag-posfix probe positional-dimensions writes it")
     try:
-        with Path(path).open("rb") as opened:
-            return json.loads(opened.read(PROFILE_BYTES))["profile"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(
-            f'{user}: profile={path!r} cannot be read; it must be a JSON file {{"profile": [...]}}, as '
-            "rag-posfix probe slot-attention writes it"
-        ) from error
+        first, last = data["layers"]
+        return {"channel": data["channel"], "factor": data["factor"], "first_layer": first, "last_layer": last}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path!r} is no channel profile; it must hold {expected}") from error
 
 
-def stretched(profile: Sequence[float], measured: Sequence[float]) -> list[float]:
-    """Return a profile for the slots of a prompt: interpolated to their number, scaled to their mean attention.
+def _read_json(path: str, expected: str) -> Any:
+    """Return what a regular file holds; devices and pipes are refused, and no more than ``FILE_BYTES`` are read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(descriptor, "rb") as opened:
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{path!r} is not a regular file; give the path of {expected}")
+            if status.st_size > FILE_BYTES:
+                raise ConfigError(f"{path!r} has more than {FILE_BYTES} bytes; give the path of {expected}")
+            return json.loads(opened.read(FILE_BYTES + 1))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
+        raise ConfigError(f"{path!r} cannot be read ({reason}); give the path of {expected}") from error
 
-    Formula: b'_k = linear interpolation of b between its ends, at k / (N - 1); b_k = b'_k mean(measured) / mean(b').
+
+def stretched(profile: Sequence[float], count: int) -> tuple[float, ...]:
+    """Return a slot profile for ``count`` slots: linear between the measured ones, the ends stay the ends.
+
+    Formula: slot j of m takes the profile's value at place j (n - 1) / (m - 1).
 
     Args:
-        profile: Two numbers or more, not all 0.
-        measured: The attention in each of N slots.
+        profile: The measured values, two or more.
+        count: How many slots are wanted.
     """
-    n, last = len(measured), len(profile) - 1
-    found = []
-    for slot in range(n):
-        at = slot * last / (n - 1) if n > 1 else 0.0
-        low = min(int(at), last - 1)
-        found.append(profile[low] + (at - low) * (profile[low + 1] - profile[low]))
-    total = sum(found)
-    return [value * sum(measured) / total for value in found] if total > 0 else found
+    if count == len(profile) or count < 2:
+        return tuple(profile[:count])
+    values = []
+    pairs = list(pairwise(profile))
+    for slot in range(count):
+        # In whole numbers, so that slots that mirror each other get the same value.
+        left, rest = divmod(slot * len(pairs), count - 1)
+        low, high = pairs[left] if left < len(pairs) else (profile[-1], profile[-1])
+        values.append((low * (count - 1 - rest) + high * rest) / (count - 1))
+    return tuple(values)
+
+
+def scaled(profile: Sequence[float], measured: Sequence[float]) -> tuple[float, ...]:
+    """Return a slot profile for the slots of a prompt, stretched to their number and scaled to their mean attention.
+
+    Formula: b_k = b'_k mean(measured) / mean(b'), b' the stretched profile.
+
+    Args:
+        profile: Two numbers or more, none negative, not all 0.
+        measured: The attention in each slot of the prompt.
+    """
+    found = stretched(profile, len(measured))
+    total = math.fsum(found)
+    return tuple(value * math.fsum(measured) / total for value in found) if total > 0 else found

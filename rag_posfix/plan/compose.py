@@ -51,8 +51,8 @@ def _two(left: str, first: Plan, right: str, second: Plan) -> Plan:
         elif field.name != "rows":
             changes[field.name] = _one(left, a, right, b, field.name)
     for alone, other, owner, beside in ((first, second, left, right), (second, first, right, left)):
-        if alone.survey is not None and any(_changes(row) for row in other.rows):
-            raise _conflict(owner, beside, "survey", "what is run is decided after it, by one method alone")
+        if alone.calibration is not None and any(_changes(row) for row in other.rows):
+            raise _conflict(owner, beside, "calibration", "what is run is decided after it, by one method alone")
         if alone.blend is not None and any(_changes(row) for row in other.rows):
             raise _conflict(owner, beside, "blend", "it puts together what the unmodified model reads")
         if alone.independent_passages and any(row.attend is not None for row in other.rows):

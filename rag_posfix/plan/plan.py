@@ -13,11 +13,21 @@ from typing import Literal
 from torch import Tensor
 
 from rag_posfix.errors import PlanConflictError
-from rag_posfix.plan.attention_override import Attend
+from rag_posfix.plan.attention_override import AttentionOverride
 from rag_posfix.plan.draft import Draft
 from rag_posfix.plan.layout import Layout
 
-__all__ = ["Blend", "Combine", "HeadScale", "HiddenScale", "MaskFunction", "Plan", "RowPlan", "RowScores", "Survey"]
+__all__ = [
+    "Blend",
+    "CalibrationPass",
+    "Combine",
+    "HeadScale",
+    "HiddenScale",
+    "MaskFunction",
+    "Plan",
+    "RowPlan",
+    "RowScores",
+]
 
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
 """Complete mask of the prompt: (query index, key index) -> bool, True = may attend. Both index tensors broadcast and
@@ -94,12 +104,12 @@ class RowPlan:
     layer_scale: Tensor | None = None
     head_scale: HeadScale | None = None
     hidden_scale: HiddenScale | None = None
-    attend: Attend | None = None
+    attend: AttentionOverride | None = None
     reusable: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Survey:
+class CalibrationPass:
     """Prompts that are read unmodified before it is decided what is done differently.
 
     Attributes:
@@ -116,7 +126,7 @@ class Survey:
 
     def __post_init__(self) -> None:
         if not self.layouts:
-            raise PlanConflictError("a survey reads 0 prompts; it needs at least one")
+            raise PlanConflictError("a calibration reads 0 prompts; it needs at least one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +156,7 @@ class Plan:
             engine may encode each once and reuse it.
         score_question: Rows are asked how likely they find the question (``RowScores.question``).
         draft: Lets the rows write short answers first, which decide their weights (``RowScores.weights``).
-        survey: What is read first; the plan that it decides on is run in the place of this one.
+        calibration: What is read first; the plan that it decides on is run in the place of this one.
         blend: The one row, which changes nothing, is put together from passages that were read apart.
     """
 
@@ -155,7 +165,7 @@ class Plan:
     independent_passages: bool = False
     score_question: bool = False
     draft: Draft | None = None
-    survey: Survey | None = None
+    calibration: CalibrationPass | None = None
     blend: Blend | None = None
 
     def __post_init__(self) -> None:

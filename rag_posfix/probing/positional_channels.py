@@ -1,21 +1,35 @@
-"""Finds hidden channels that follow the position, whatever the text: what ``hidden_scaling`` scales.
+"""Finds hidden channels that follow the position, whatever the text, and writes a profile for ``hidden_scaling``.
 
-Knows loaded models and hidden states; no method, no task and no text.
+Knows loaded models and hidden states; no task, no text, and of methods the one that its profile is for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
+from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.patching.call import SeamCall, active
+from rag_posfix.mitigations import create
+from rag_posfix.mitigations.hidden_scaling import default_layers
+from rag_posfix.patching.forward_context import ForwardContext, active
+from rag_posfix.settings import Settings
 
-__all__ = ["PositionalChannel", "mean_hidden_states", "rank_channels"]
+__all__ = [
+    "PositionalChannel",
+    "PositionalChannelsRecord",
+    "mean_hidden_states",
+    "probe_positional_channels",
+    "rank_channels",
+]
 
 WINDOW = 10
 FEWEST_TOKENS = 64
@@ -34,6 +48,78 @@ class PositionalChannel:
     channel: int
     layers: tuple[int, ...]
     roughness: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PositionalChannelsRecord(ExperimentRecord):
+    """What ``probe_positional_channels`` returns: the head is the profile that ``hidden_scaling`` reads."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the path of the profile, its channel, factor and layers, and the candidates."""
+        files = {name: str(path) for name, path in self.files.items()}
+        return {**files, **{key: self.head[key] for key in ("channel", "factor", "layers", "candidates")}}
+
+
+def probe_positional_channels(
+    *,
+    strings: int = 100,
+    tokens: int = 1000,
+    top: int = 10,
+    factor: float = 0.0,
+    seed: int = 0,
+    engine: Engine | None = None,
+    settings: Settings | None = None,
+    out: Path | None = None,
+    progress: Progress = silent,
+) -> PositionalChannelsRecord:
+    """Find the hidden channel that follows the position most smoothly (``rank_channels``).
+
+    Args:
+        strings: Strings of random tokens to read.
+        tokens: Tokens of each string.
+        top: Candidates to keep.
+        factor: The factor that the profile asks ``hidden_scaling`` for.
+        seed: Of the random tokens.
+        engine: The model; loaded as ``settings`` say if None.
+        settings: Read from the environment if None.
+        out: Folder for the profile; None writes nothing.
+        progress: Shows how far it is.
+
+    Raises:
+        ConfigError: a number is out of range, or the model or a setting is at fault.
+        UnsupportedModelError: no channel of the model follows the position.
+    """
+    create("hidden_scaling", {"factor": factor})  # an error in the factor is told before the work
+    if engine is None:
+        with progress("loading the model"):
+            from rag_posfix.pipeline.build import build_engine
+
+            engine = build_engine(settings or Settings())
+    with progress("reading random text") as report:
+        means = mean_hidden_states(engine.loaded, strings, tokens, seed, report)
+    found = rank_channels(means, top)
+    if not found:
+        raise UnsupportedModelError(
+            f"no hidden channel of {engine.model_id} follows the position in more than a quarter of its layers; "
+            "hidden_scaling has nothing to scale there; try more --strings or --tokens"
+        )
+    layers = default_layers(engine.loaded.spec.shape.n_layers)
+    profile = {
+        "channel": found[0].channel,
+        "factor": factor,
+        "layers": [layers.start, layers.stop - 1],
+        "candidates": [
+            {"channel": one.channel, "layers": list(one.layers), "roughness": one.roughness} for one in found
+        ],
+        "model": engine.model_id,
+        "model_fingerprint": engine.fingerprint,
+        "settings": {"strings": strings, "tokens": tokens, "seed": seed},
+        "environment": environment(),
+    }
+    record = PositionalChannelsRecord(profile)
+    if out is None:
+        return record
+    return replace(record, files={"profile": write_record(out, "positional-dimensions", profile)})
 
 
 @torch.inference_mode()
@@ -77,7 +163,7 @@ def mean_hidden_states(
     vocabulary = loaded.model.config.get_text_config().vocab_size
     for done in range(n_strings):
         ids = torch.randint(0, vocabulary, (1, n_tokens), generator=generator).to(loaded.device)
-        with active(SeamCall(listener=add)):
+        with active(ForwardContext(on_hidden_states=add)):
             loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1)
         if progress is not None:
             progress(done + 1, n_strings)

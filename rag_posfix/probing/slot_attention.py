@@ -1,25 +1,97 @@
-"""How much attention a model pays to each place of a prompt, whatever stands there.
+"""How much attention a model pays to each slot of a prompt, whatever stands there.
 
-Knows loaded models and layouts; no method, no task and no text.
+Knows loaded models, layouts and evaluation data; no method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from rag_posfix.errors import ConfigError
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.errors import ConfigError, EvaluationError
+from rag_posfix.evaluation.data.datasets import PositionExample, data_facts, take_examples
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
+from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.generation.prefill.calibration_pass import measure
+from rag_posfix.generation.prefill.calibration_pass import passage_attention
 from rag_posfix.plan.dummy import with_dummy
 from rag_posfix.plan.layout import Layout
+from rag_posfix.settings import Settings
 
-__all__ = ["measure_slots"]
+__all__ = ["SlotAttentionRecord", "mean_dummy_attention", "probe_slot_attention"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotAttentionRecord(ExperimentRecord):
+    """What ``probe_slot_attention`` returns: the head is the profile that ``calibrated_attention`` reads."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the path of the profile, the attention of each slot, and the number of questions."""
+        files = {name: str(path) for name, path in self.files.items()}
+        return {**files, "slots": self.head["profile"], "n": self.head["n"]}
+
+
+def probe_slot_attention(
+    data: Path | Sequence[PositionExample],
+    *,
+    documents: int = 10,
+    limit: int | None = 20,
+    skip: int = 0,
+    engine: Engine | None = None,
+    settings: Settings | None = None,
+    out: Path | None = None,
+    progress: Progress = silent,
+) -> SlotAttentionRecord:
+    """Measure the attention to a dummy passage in each slot, averaged over questions (``mean_dummy_attention``).
+
+    The gold passage stands at another position from question to question.
+
+    Args:
+        data: A file of Lost-in-the-Middle rows or in SQuAD's form, or questions.
+        documents: Passages per prompt, two or more.
+        limit: Questions at most.
+        skip: Questions to leave out at the start.
+        engine: The model; loaded as ``settings`` say if None.
+        settings: Read from the environment if None.
+        out: Folder for the profile; None writes nothing.
+        progress: Shows how far it is.
+
+    Raises:
+        ConfigError: the model or a setting is at fault, or there are fewer than two passages.
+        EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
+    """
+    examples = take_examples(data, limit, skip)
+    for example in examples:  # before the model: too few passages are told at once
+        example.documents(documents, 0)
+    if engine is None:
+        with progress("loading the model"):
+            from rag_posfix.pipeline.build import build_engine
+
+            engine = build_engine(settings or Settings())
+    layouts = [_layout(engine, example, documents, i % documents) for i, example in enumerate(examples)]
+    with progress("reading prompts") as report:
+        slots = mean_dummy_attention(engine.loaded, layouts, report)
+    profile = {
+        "profile": list(slots),
+        "model": engine.model_id,
+        "model_fingerprint": engine.fingerprint,
+        "data": data_facts(data),
+        "settings": {"documents": documents, "limit": limit, "skip": skip},
+        "n": len(examples),
+        "environment": environment(),
+    }
+    record = SlotAttentionRecord(profile)
+    return record if out is None else replace(record, files={"profile": write_record(out, "slot-attention", profile)})
 
 
 @torch.inference_mode()
-def measure_slots(
+def mean_dummy_attention(
     loaded: LoadedModel, layouts: Sequence[Layout], progress: Callable[[int, int], None] | None = None
 ) -> tuple[float, ...]:
     """Return the attention of the last token to a dummy passage in each slot, averaged over prompts.
@@ -45,8 +117,19 @@ def measure_slots(
         )
     total = torch.zeros(counts[0])
     for done, layout in enumerate(layouts):
-        measured, _ = measure(loaded, [layout, *(with_dummy(layout, slot) for slot in range(counts[0]))])
+        measured, _ = passage_attention(loaded, [layout, *(with_dummy(layout, slot) for slot in range(counts[0]))])
         total += measured[1:].diagonal()
         if progress is not None:
             progress(done + 1, len(layouts))
     return tuple(float(value) / len(layouts) for value in total)
+
+
+def _layout(engine: Engine, example: PositionExample, count: int, gold_position: int) -> Layout:
+    assembled = Assembler(engine.encoder, engine.context_window).assemble(
+        example.question, example.documents(count, gold_position), order="original", max_new_tokens=1
+    )
+    if assembled.layout.n_passages != count or assembled.truncated:
+        raise EvaluationError(
+            f"question {example.id}: {count} passages do not fit the context window or repeat; use fewer documents"
+        )
+    return assembled.layout

@@ -1,6 +1,6 @@
 """Reranking: one scorer per file, each a langchain ``BaseDocumentCompressor``.
 
-Importing ``RERANKERS`` from here finds every built-in reranker registered; none of them loads a model on import.
+Importing ``RERANKERS`` from here registers every built-in reranker; none of them loads a model on import.
 """
 
 from rag_posfix.reranking.attention_sorting import AttentionSortingReranker

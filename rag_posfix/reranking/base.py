@@ -1,22 +1,161 @@
-"""The rerankers by name, and what they share. Knows no model."""
+"""The registry of rerankers, and their base class: checks documents, scores each distinct content once."""
 
 from __future__ import annotations
 
+import functools
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
+from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
+from pydantic import ConfigDict, Field
 
+from rag_posfix.assembly.documents import CheckedDocument, checked_document
 from rag_posfix.errors import RerankingError
 from rag_posfix.registry import Registry
+from rag_posfix.reranking.deadline import run_in_thread
+from rag_posfix.text import checked_question
 
-__all__ = ["DETAILS", "RERANKERS", "ranked_copies"]
+__all__ = [
+    "DETAILS",
+    "RERANKERS",
+    "DistinctDocuments",
+    "DocumentScore",
+    "ScoringReranker",
+    "distinct_documents",
+    "ranked_copies",
+]
 
-RERANKERS: Registry[type[BaseDocumentCompressor]] = Registry("reranker")
+RERANKERS: Registry[type[BaseDocumentCompressor]] = Registry("reranker", parts=("embeddings", "generator"))
 
 DETAILS = "reranking"
-"""Key in a document's metadata under which a reranker says how it came to its score."""
+"""Metadata key under which a reranker describes how it scored a document."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentScore:
+    """The score of one document.
+
+    Attributes:
+        score: In [0, 1].
+        raw: The method's own score, any finite number; None if the document was not read.
+        details: More metadata under ``DETAILS``.
+    """
+
+    score: float
+    raw: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DistinctDocuments:
+    """The distinct contents of a list of documents.
+
+    Attributes:
+        keys: The content key of each given document; equal for equal title and text.
+        documents: One document for each content with visible text, in the given order.
+    """
+
+    keys: tuple[str, ...]
+    documents: tuple[CheckedDocument, ...]
+
+
+class ScoringReranker(BaseDocumentCompressor):
+    """Base of rerankers. A subclass sets ``name`` and implements ``_score``.
+
+    Documents with equal title and text are scored once. Documents without visible text are not scored and have score
+    0. Each copy has in ``metadata["reranking"]``: ``reranker``; ``raw_score``, or None and ``"read": False`` if the
+    document was not read; and further details of the method.
+
+    Attributes:
+        top_n: Number of passages to return, all if None.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+    name: ClassVar[str]
+
+    top_n: int | None = Field(default=None, ge=1)
+
+    def compress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
+    ) -> Sequence[Document]:
+        """Return scored copies of ``documents``, best first; equal scores keep the given order.
+
+        Args:
+            documents: The documents; left untouched.
+            query: The question.
+            callbacks: Not used; part of langchain's interface.
+
+        Raises:
+            ConfigError: the question is empty, or a document is malformed.
+            PromptTooLongError: question and template leave no room for documents.
+            RerankingError: the model cannot be used, or returned numbers that are not finite.
+        """
+        if not documents:
+            return []
+        question, distinct = checked_question(query), distinct_documents(documents)
+        scores: Sequence[DocumentScore] = ()
+        if distinct.documents:
+            with self._exclusive():
+                scores = self._score(question, distinct.documents)
+        return self._ranked(documents, distinct, scores)
+
+    async def acompress_documents(
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
+    ) -> Sequence[Document]:
+        """Do what ``compress_documents`` does in a worker thread. If cancelled, it stops at its next step.
+
+        Args:
+            documents: The documents; left untouched.
+            query: The question.
+            callbacks: Not used; part of langchain's interface.
+        """
+        return await run_in_thread(functools.partial(self.compress_documents, documents, query, callbacks))
+
+    @abstractmethod
+    def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
+        """Return the score of each document: at least one, each with visible text, all with different content."""
+
+    def _exclusive(self) -> AbstractContextManager[None]:
+        """Return the lock that is held while documents are scored; none by default."""
+        return nullcontext()
+
+    def _ranked(
+        self, documents: Sequence[Document], distinct: DistinctDocuments, scores: Sequence[DocumentScore]
+    ) -> list[Document]:
+        for one in scores:
+            if one.raw is not None and not math.isfinite(one.raw):
+                raise RerankingError(
+                    f"{self.name}: the model returned a score of {one.raw}; check its weights and dtype"
+                )
+        by_key = {document.key: score for document, score in zip(distinct.documents, scores, strict=True)}
+        each = [by_key.get(key, DocumentScore(0.0)) for key in distinct.keys]
+        details = [_details(self.name, one) for one in each]
+        return ranked_copies(documents, [one.score for one in each], self.top_n, details)
+
+
+def distinct_documents(documents: Sequence[Document]) -> DistinctDocuments:
+    """Return the distinct contents of documents. Ids are not used: they may be missing or equal.
+
+    In a document that was built without validation, None as text or metadata counts as empty. A score that a document
+    has already is not read.
+
+    Args:
+        documents: The documents; left untouched.
+
+    Raises:
+        ConfigError: one is no Document, or its content is no string.
+    """
+    checked = [checked_document(_without_none(one), i, with_relevance=False) for i, one in enumerate(documents)]
+    distinct: dict[str, CheckedDocument] = {}
+    for document in checked:
+        if document.text.strip():
+            distinct.setdefault(document.key, document)
+    return DistinctDocuments(tuple(document.key for document in checked), tuple(distinct.values()))
 
 
 def ranked_copies(
@@ -28,10 +167,10 @@ def ranked_copies(
     """Return copies with ``metadata["relevance_score"]``, best first; equal scores keep the given order.
 
     Args:
-        documents: What was scored; left untouched.
+        documents: The scored documents; left untouched.
         scores: One per document, in [0, 1].
-        top_n: How many to return, all if None.
-        details: What ``metadata["reranking"]`` is to say of each; None leaves that key alone.
+        top_n: Number of documents to return, all if None.
+        details: Content of ``metadata["reranking"]`` for each document; None leaves this key as it is.
 
     Raises:
         RerankingError: scores are missing, or one is not a number in [0, 1].
@@ -43,13 +182,25 @@ def ranked_copies(
             raise RerankingError(f"document {document.id!r} was scored {score}; a score must lie in [0, 1]")
     order = sorted(range(len(documents)), key=lambda index: -scores[index])
     return [
-        _scored(documents[index], scores[index], None if details is None else details[index])
+        _scored_copy(documents[index], scores[index], None if details is None else details[index])
         for index in order[:top_n]
     ]
 
 
-def _scored(document: Document, score: float, details: Mapping[str, Any] | None) -> Document:
+def _scored_copy(document: Document, score: float, details: Mapping[str, Any] | None) -> Document:
     metadata = {**(document.metadata or {}), "relevance_score": score}
     if details is not None:
         metadata[DETAILS] = dict(details)
     return document.model_copy(update={"metadata": metadata})
+
+
+def _details(name: str, one: DocumentScore) -> dict[str, Any]:
+    unread = {"read": False} if one.raw is None else {}
+    return {"reranker": name, "raw_score": one.raw, **unread, **one.details}
+
+
+def _without_none(document: Document) -> Document:
+    if not isinstance(document, Document) or (document.page_content is not None and document.metadata is not None):
+        return document
+    changes = {"page_content": document.page_content or "", "metadata": document.metadata or {}}
+    return document.model_copy(update=changes)

@@ -1,4 +1,4 @@
-"""Scores passages with a model that reads question and passage together."""
+"""Scores passages with a cross-encoder; splits passages that exceed its window."""
 
 from __future__ import annotations
 
@@ -6,54 +6,77 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from langchain_core.cross_encoders import BaseCrossEncoder
 from pydantic import Field, PrivateAttr, field_validator
 from pydantic_core import PydanticCustomError
 
-from rag_posfix.assembly.documents import Candidate
+from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.errors import RerankingError, missing_extra
-from rag_posfix.reranking.base import RERANKERS
-from rag_posfix.reranking.chunks import Split, split
-from rag_posfix.reranking.deadline import check_time
-from rag_posfix.reranking.relevance import sigmoid
-from rag_posfix.reranking.scoring import Scored, ScoringReranker
+from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker
+from rag_posfix.reranking.deadline import check_deadline
+from rag_posfix.reranking.score_normalization import sigmoid
 from rag_posfix.text import titled_text
 
-__all__ = ["CrossEncoderReranker"]
+__all__ = ["ChunkedText", "CrossEncoderReranker", "split_into_chunks"]
 
 DEFAULT_MODEL = "cross-encoder/ms-marco-MiniLM-L6-v2"
+
+FEWEST_TOKENS = 8
+"""A question must leave at least this many tokens for a passage."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedText:
+    """A passage, split to fit the window of a cross-encoder.
+
+    Attributes:
+        chunks: The text, or consecutive parts of it.
+        truncated: Whether the text is one chunk that exceeds the window, so that the model cuts its end.
+    """
+
+    chunks: tuple[str, ...]
+    truncated: bool = False
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Metadata of the reranked document."""
+        if len(self.chunks) > 1:
+            return {"long_document": "chunked", "chunks": len(self.chunks)}
+        return {"long_document": "truncated"} if self.truncated else {}
 
 
 @RERANKERS.register("cross_encoder")
 class CrossEncoderReranker(ScoringReranker):
-    """Let a small model trained for it read each passage together with the question.
+    """Read each passage together with the question, with a model trained for ranking.
 
-    The score of a passage does not depend on the others, nor on their order. Documents with equal title and text are
-    read once; those without visible text score 0 with ``"read": False``.
+    The score of a passage does not depend on the other passages or their order. Documents with equal title and text
+    are read once; those without visible text score 0 with ``"read": False``.
 
     Source: Nogueira and Cho (2019), Passage Re-ranking with BERT, https://arxiv.org/abs/1901.04085; models of
         sentence-transformers (``CrossEncoder``).
-    Formula: z_k = model(question, passage k); relevance_score = z_k where the model ends in a sigmoid, else
-        sigmoid(z_k). ``raw_score`` is what the model's own ``predict`` returns.
-    Cost: tokens read, by the other model: question and passage, once per passage; nothing is kept between questions.
-        The deadline is looked at between batches.
-    Limits: passages longer than the model's window are read in pieces, the best of which counts
-        (``long_document: "chunked"``), or up to its end (``"truncated"``). Of a model that is only known by
-        langchain's interface the window is not known: it cuts by itself, and nobody says so.
+    Formula: z_k = model(question, passage k); relevance_score = z_k if the model ends in a sigmoid, else sigmoid(z_k).
+        ``raw_score`` is the number that the model's ``predict`` returns.
+    Cost: tokens read, by the cross-encoder: question and passage, once per passage; nothing is cached. The deadline is
+        checked between batches.
+    Limits: a passage that exceeds the model's window is read in chunks, and the best score counts
+        (``long_document: "chunked"``); or it is truncated (``"truncated"``). The window of a langchain
+        ``BaseCrossEncoder`` is not known; it truncates without any notice.
 
     Attributes:
         model: A model id, a folder, a ``CrossEncoder``, or a langchain ``BaseCrossEncoder``. Loaded on first use.
-        top_n: How many passages to return, all if None.
+        top_n: Number of passages to return, all if None.
         batch_size: Pairs per forward pass.
-        max_length: Tokens of a pair at most; None is the model's own limit.
+        max_length: Token limit of a pair; None is the model's own limit.
         long_documents: ``chunk`` or ``truncate``.
-        activation: ``auto`` applies a sigmoid where the model gives logits (no activation of its own, or not known);
-            ``none`` takes its numbers as they are, which must then lie in [0, 1]; ``sigmoid`` applies it always.
-        device: ``auto``, ``cpu``, ``cuda``, ...; for a model that is loaded here.
+        activation: ``auto`` applies a sigmoid if the model returns logits (it has no activation, or an unknown one);
+            ``none`` uses the model's numbers, which must lie in [0, 1]; ``sigmoid`` always applies it.
+        device: ``auto``, ``cpu``, ``cuda``, ...; for a model id or folder.
     """
 
     name: ClassVar[str] = "cross_encoder"
@@ -65,7 +88,7 @@ class CrossEncoderReranker(ScoringReranker):
     activation: Literal["auto", "none", "sigmoid"] = "auto"
     device: str = "auto"
     _loaded: Any = PrivateAttr(default=None)
-    # One lock for loading and scoring: the tokenizers of transformers fail when two threads change padding.
+    # One lock for loading and scoring: a transformers tokenizer fails if two threads set its padding.
     _lock: Any = PrivateAttr(default_factory=threading.RLock)
 
     @field_validator("model", mode="before")
@@ -79,53 +102,54 @@ class CrossEncoderReranker(ScoringReranker):
             "must be a model id, a folder, a sentence-transformers CrossEncoder or a langchain BaseCrossEncoder",
         )
 
-    def _turn(self) -> AbstractContextManager[None]:
-        turn: AbstractContextManager[None] = self._lock
-        return turn
+    def _exclusive(self) -> AbstractContextManager[None]:
+        lock: AbstractContextManager[None] = self._lock
+        return lock
 
-    def _score(self, question: str, candidates: Sequence[Candidate]) -> Sequence[Scored]:
-        # By length and content: batches, and with them the last digits of scores, do not depend on the order given.
-        ordered = sorted(candidates, key=lambda one: (len(one.text), one.key))
+    def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
+        # Sorted by length and content: the last digits of a score depend on its batch, so batches must not vary.
+        ordered = sorted(documents, key=lambda one: (len(one.text), one.key))
         texts = {one.key: titled_text(one.title, one.text) for one in ordered}
         predict, logits = self._predictor()
-        parts = {key: self._split(question, text) for key, text in texts.items()}
-        raw = iter(self._raw(predict, [(question, piece) for one in parts.values() for piece in one.pieces]))
-        best = {key: max(itertools.islice(raw, len(one.pieces))) for key, one in parts.items()}
+        split = {key: self._split(question, text) for key, text in texts.items()}
+        raw = iter(self._raw_scores(predict, [(question, chunk) for one in split.values() for chunk in one.chunks]))
+        best = {key: max(itertools.islice(raw, len(one.chunks))) for key, one in split.items()}
         return [
-            Scored(sigmoid(value) if logits else value, value, parts[key].details)
-            for key, value in ((one.key, best[one.key]) for one in candidates)
+            DocumentScore(sigmoid(value) if logits else value, value, split[key].details)
+            for key, value in ((one.key, best[one.key]) for one in documents)
         ]
 
-    def _raw(
+    def _raw_scores(
         self, predict: Callable[[list[tuple[str, str]]], Sequence[float]], pairs: list[tuple[str, str]]
     ) -> list[float]:
         raw: list[float] = []
         for start in range(0, len(pairs), self.batch_size):
-            check_time()
+            check_deadline()
             raw += [float(value) for value in predict(pairs[start : start + self.batch_size])]
         if len(raw) != len(pairs):
             raise RerankingError(f"the cross-encoder returned {len(raw)} scores for {len(pairs)} pairs")
-        # Before the best of several pieces is taken: a maximum can hide a value that is not a number.
+        # Checked before the maximum over chunks is taken, which can hide NaN.
         if not all(map(math.isfinite, raw)):
             raise RerankingError("the cross-encoder returned a value that is not finite; check its weights and dtype")
         return raw
 
-    def _split(self, question: str, text: str) -> Split:
-        check_time()
+    def _split(self, question: str, text: str) -> ChunkedText:
+        check_deadline()
         model = self._model()
         tokenizer = None if isinstance(model, BaseCrossEncoder) else getattr(model, "tokenizer", None)
         if tokenizer is None:
-            return Split((text,))
-        return split(tokenizer, question, text, self._window(model), chunk=self.long_documents == "chunk")
+            return ChunkedText((text,))
+        chunk = self.long_documents == "chunk"
+        return split_into_chunks(tokenizer, question, text, self._window(model), chunk=chunk)
 
     def _window(self, model: Any) -> int | None:
-        """Return how many tokens a pair may have."""
+        """Return the token limit of a pair; None if it is not known."""
         own = getattr(model, "max_seq_length", None)
         limits = [limit for limit in (own, self.max_length) if limit is not None]
         return min(limits, default=None)
 
     def _predictor(self) -> tuple[Callable[[list[tuple[str, str]]], Sequence[float]], bool]:
-        """Return what scores pairs, and whether a sigmoid is to be applied."""
+        """Return the function that scores pairs, and whether a sigmoid must be applied to its results."""
         model = self._model()
         if isinstance(model, BaseCrossEncoder):
             return model.score, self.activation != "none"
@@ -152,10 +176,58 @@ class CrossEncoderReranker(ScoringReranker):
             try:
                 self._loaded = CrossEncoder(self.model, device=None if self.device == "auto" else self.device)
             except Exception as error:
-                # Whatever the hub, the files or the device object to, the user needs one line.
+                # The hub, the files and the device raise many types of errors; the user gets one line.
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise RerankingError(
                     f"cross-encoder {self.model!r} could not be loaded on device {self.device!r}: {reason}; pass the "
                     "folder of a sentence-transformers CrossEncoder, or a model id with the hub in reach"
                 ) from error
         return self._loaded
+
+
+def split_into_chunks(tokenizer: Any, question: str, text: str, window: int | None, *, chunk: bool) -> ChunkedText:
+    """Split a passage into chunks that fit the window together with the question.
+
+    Chunks do not overlap and end between two words if there is a space. If the tokenizer cannot return the offsets of
+    its tokens in the text, the passage is one chunk.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        question: The question.
+        text: The passage.
+        window: Token limit of a pair; None if it is not known.
+        chunk: False for one chunk, which may be truncated.
+
+    Raises:
+        RerankingError: the question leaves no room.
+    """
+    if window is None:
+        return ChunkedText((text,))
+    n_question = len(tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
+    room = window - n_question - tokenizer.num_special_tokens_to_add(pair=True)
+    if room < FEWEST_TOKENS:
+        raise RerankingError(
+            f"the question takes {n_question} tokens, and the cross-encoder's window of {window} has {max(room, 0)} "
+            f"left for a passage; at least {FEWEST_TOKENS} are needed: shorten the question or raise max_length"
+        )
+    has_offsets = bool(getattr(tokenizer, "is_fast", False))
+    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=has_offsets, verbose=False)
+    n_tokens = len(tokens["input_ids"])
+    if n_tokens <= room:
+        return ChunkedText((text,))
+    if not chunk or not has_offsets:
+        return ChunkedText((text,), truncated=True)
+    starts = [int(start) for start, _ in tokens["offset_mapping"]]
+    return ChunkedText(tuple(one for one in _chunks(text, starts, room) if one.strip()))
+
+
+def _chunks(text: str, starts: Sequence[int], room: int) -> Iterator[str]:
+    """Yield consecutive parts of a text of at most ``room`` tokens; ``starts`` are the offsets of its tokens."""
+    token, start = 0, 0
+    while token + room < len(starts):
+        stop = starts[token + room]
+        space = max(text.rfind(" ", start + 1, stop), text.rfind("\n", start + 1, stop))
+        stop = space + 1 if space > 0 else max(stop, start + 1)
+        yield text[start:stop]
+        start, token = stop, bisect_left(starts, stop, lo=token + 1)
+    yield text[start:]

@@ -1,4 +1,4 @@
-"""Scores passages by the cosine of their embedding with the question's."""
+"""Scores passages by the cosine of their embedding and the question's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from langchain_core.callbacks import Callbacks
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
-from rag_posfix.assembly.documents import Candidate
+from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.errors import RerankingError
-from rag_posfix.reranking.base import RERANKERS
-from rag_posfix.reranking.candidates import checked_question, read_candidates
-from rag_posfix.reranking.scoring import Scored, ScoringReranker
-from rag_posfix.text import titled_text
+from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker, distinct_documents
+from rag_posfix.text import checked_question, titled_text
 
 __all__ = ["EmbeddingReranker"]
 
@@ -26,19 +24,19 @@ _SCORE_DECIMALS = 6
 
 @RERANKERS.register("embedding")
 class EmbeddingReranker(ScoringReranker):
-    """Re-score passages with any embedding model.
+    """Score passages with an embedding model.
 
-    Useful after a retriever without scores of that kind (BM25, a web search), or with a larger embedding model
-    than the index was built with. A passage without visible text scores 0.
+    Useful after a retriever without embeddings (BM25, a web search), or with a larger embedding model than that of the
+    index. A passage without visible text scores 0.
 
     Source: Karpukhin et al. (2020), Dense Passage Retrieval, section 3, https://arxiv.org/abs/2004.04906
-    Formula: relevance_score = the cosine of the vectors of question and passage (title and text); 0 where negative.
-    Cost: tokens read, by the embedding model: each passage and the question once; nothing is kept between questions.
-    Limits: what exceeds the embedding model's window is cut by it, and nobody says so.
+    Formula: relevance_score = the cosine of the vectors of question and passage (title and text), or 0 if negative.
+    Cost: tokens read, by the embedding model: each passage and the question once; nothing is cached.
+    Limits: the embedding model cuts a text that exceeds its window, without any notice.
 
     Attributes:
         embeddings: Any langchain embedding model; its vectors need not have length one.
-        top_n: How many passages to return, all if None.
+        top_n: Number of passages to return, all if None.
     """
 
     name: ClassVar[str] = "embedding"
@@ -51,47 +49,47 @@ class EmbeddingReranker(ScoringReranker):
         """Do what ``compress_documents`` does with the model's asynchronous methods.
 
         Args:
-            documents: What to score; left untouched.
+            documents: The documents; left untouched.
             query: The question.
             callbacks: Not used; part of langchain's interface.
         """
         if not documents:
             return []
-        question, candidates = checked_question(query), read_candidates(documents)
-        scored: Sequence[Scored] = ()
-        if candidates.distinct:
-            texts = _texts(candidates.distinct)
+        question, distinct = checked_question(query), distinct_documents(documents)
+        scores: Sequence[DocumentScore] = ()
+        if distinct.documents:
+            texts = _texts(distinct.documents)
             vectors = await self.embeddings.aembed_documents(texts)
-            scored = _scored(candidates.distinct, texts, vectors, await self.embeddings.aembed_query(question))
-        return self._ranked(documents, candidates, scored)
+            scores = _scores(distinct.documents, texts, vectors, await self.embeddings.aembed_query(question))
+        return self._ranked(documents, distinct, scores)
 
-    def _score(self, question: str, candidates: Sequence[Candidate]) -> Sequence[Scored]:
-        texts = _texts(candidates)
+    def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
+        texts = _texts(documents)
         vectors = self.embeddings.embed_documents(texts)
-        return _scored(candidates, texts, vectors, self.embeddings.embed_query(question))
+        return _scores(documents, texts, vectors, self.embeddings.embed_query(question))
 
 
-def _text(candidate: Candidate) -> str:
-    return titled_text(candidate.title, candidate.text)
+def _text(document: CheckedDocument) -> str:
+    return titled_text(document.title, document.text)
 
 
-def _texts(candidates: Sequence[Candidate]) -> list[str]:
-    """Return each text once, sorted: batches, and with them the last digits of scores, depend on content alone."""
-    return sorted(set(map(_text, candidates)))
+def _texts(documents: Sequence[CheckedDocument]) -> list[str]:
+    """Return each text once, sorted: the last digits of a vector depend on its batch, so batches must not vary."""
+    return sorted(set(map(_text, documents)))
 
 
-def _scored(
-    candidates: Sequence[Candidate], texts: list[str], vectors: list[list[float]], query: list[float]
-) -> list[Scored]:
+def _scores(
+    documents: Sequence[CheckedDocument], texts: list[str], vectors: list[list[float]], query: list[float]
+) -> list[DocumentScore]:
     if len(vectors) != len(texts):
         raise RerankingError(f"the embedding model returned {len(vectors)} vectors for {len(texts)} texts")
     cosines = {text: _cosine(query, vector) for text, vector in zip(texts, vectors, strict=True)}
-    each = (cosines[_text(candidate)] for candidate in candidates)
-    return [Scored(min(max(cosine, 0.0), 1.0), cosine) for cosine in each]
+    each = (cosines[_text(document)] for document in documents)
+    return [DocumentScore(min(max(cosine, 0.0), 1.0), cosine) for cosine in each]
 
 
 def _cosine(query: list[float], vector: list[float]) -> float:
-    """Return the cosine of two vectors, rounded; a zero vector is similar to nothing."""
+    """Return the cosine of two vectors, rounded; 0 if one of them is zero."""
     if len(query) != len(vector):
         raise RerankingError(f"question and passage have vectors of dimension {len(query)} and {len(vector)}")
     length = math.hypot(*query) * math.hypot(*vector)

@@ -1,4 +1,4 @@
-"""Runs a reranker within a deadline; where it fails or is late, the documents stay as they came."""
+"""Runs a reranker with a deadline; if it fails or is late, the documents keep their order."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from pydantic import ConfigDict, Field, PrivateAttr
 
 from rag_posfix.caching.deadline import DeadlineRunner
 from rag_posfix.errors import ConfigError, RerankingTimeoutError
-from rag_posfix.reranking.deadline import watched
+from rag_posfix.reranking.deadline import deadline
 
 __all__ = ["GuardedReranker"]
 
 _log = logging.getLogger(__name__)
 
 MOST_THREADS = 8
-"""Rankings at a time that have a deadline, those left behind included; further ones wait, within their deadlines."""
-
+"""Maximum number of concurrent rerankings, late ones that still run included; others wait, within their deadlines."""
 
 CLOSING_SECONDS = 5.0
+"""How long ``close`` waits for late rerankings to stop."""
 
 
 class GuardedReranker(BaseDocumentCompressor):
-    """Fails open: an answer from documents in their first order is better than none.
+    """Fails open: if the reranker fails, the documents are returned in their order instead of no answer.
 
-    A reranker that raises, or takes longer than its deadline, is logged with a warning and counted; copies of the
-    documents come back in their incoming order, with the scores that they had, or none. What the caller did wrong (an
-    empty question, a malformed document: ``ConfigError``) is raised.
+    If the reranker raises, or takes longer than its deadline, a warning is logged, the failure is counted, and copies
+    of the documents are returned in the given order, with the scores that they had, if any. Errors of the caller (an
+    empty question, a malformed document: ``ConfigError``) are raised.
 
-    A ranking that is late is left behind in its thread. Those that ask a model in steps (all but ``embedding``) look
-    at the deadline between two steps and stop there, so that they do not keep the model.
+    A late reranking goes on in its thread. Rerankers that use a model in steps (all but ``embedding``) check the
+    deadline between two steps and stop there, which releases the model.
 
     Attributes:
-        reranker: What is run.
-        deadline_seconds: How long it may take; None for as long as it wants, in the thread of the caller.
+        reranker: The reranker.
+        deadline_seconds: Time limit in seconds; None for no limit, in the thread of the caller.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -54,7 +54,7 @@ class GuardedReranker(BaseDocumentCompressor):
 
     @property
     def failures(self) -> int:
-        """How often the reranker raised."""
+        """How often the reranker raised an error."""
         return self.counts()["error"]
 
     @property
@@ -63,43 +63,43 @@ class GuardedReranker(BaseDocumentCompressor):
         return self.counts()["timeout"]
 
     def counts(self) -> dict[str, int]:
-        """Return how often documents came back as they came, by reason: ``error`` and ``timeout``."""
+        """Return how often documents kept their order because of a failure, by reason: ``error`` and ``timeout``."""
         with self._lock:
             return dict(self._counts)
 
     def close(self) -> None:
-        """End the threads, once those that look at their deadline have done so. Later rankings count as failed."""
-        patience = time.monotonic() + CLOSING_SECONDS
-        while self._runner.running and time.monotonic() < patience:
+        """End the threads, after waiting for late rerankings to stop. Later rerankings count as failed."""
+        until = time.monotonic() + CLOSING_SECONDS
+        while self._runner.running and time.monotonic() < until:
             time.sleep(0.02)
         self._runner.close()
 
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> Sequence[Document]:
-        """Return what the reranker returns, or copies of ``documents`` in their order.
+        """Return the reranked documents; copies of ``documents`` in their order if the reranker fails.
 
         Args:
-            documents: What to score; left untouched.
+            documents: The documents; left untouched.
             query: The question.
-            callbacks: Handed on.
+            callbacks: Passed to the reranker.
 
         Raises:
-            ConfigError: the question or a document is at fault.
+            ConfigError: the question is empty, or a document is malformed.
         """
 
         def run() -> Sequence[Document]:
             return self.reranker.compress_documents(documents, query, callbacks)
 
         try:
-            with watched(self.deadline_seconds):
+            with deadline(self.deadline_seconds):
                 if self.deadline_seconds is None:
                     return run()
                 return self._runner.run(partial(copy_context().run, run), self.deadline_seconds)
         except ConfigError:
             raise
         except Exception as error:
-            return self._as_they_came(documents, error)
+            return self._in_given_order(documents, error)
 
     async def acompress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
@@ -107,21 +107,21 @@ class GuardedReranker(BaseDocumentCompressor):
         """Do what ``compress_documents`` does with the reranker's asynchronous method.
 
         Args:
-            documents: What to score; left untouched.
+            documents: The documents; left untouched.
             query: The question.
-            callbacks: Handed on.
+            callbacks: Passed to the reranker.
         """
         try:
-            with watched(self.deadline_seconds):
+            with deadline(self.deadline_seconds):
                 async with asyncio.timeout(self.deadline_seconds):
                     return await self.reranker.acompress_documents(documents, query, callbacks)
         except ConfigError:
             raise
         except Exception as error:
-            return self._as_they_came(documents, error)
+            return self._in_given_order(documents, error)
 
-    def _as_they_came(self, documents: Sequence[Document], error: Exception) -> list[Document]:
-        """Count the failure and return copies. Only the type of the error is logged: its text may quote documents."""
+    def _in_given_order(self, documents: Sequence[Document], error: Exception) -> list[Document]:
+        """Log and count the failure, and return copies. The error's text is not logged: it may quote documents."""
         late = isinstance(error, TimeoutError | RerankingTimeoutError)
         with self._lock:
             self._counts["timeout" if late else "error"] += 1

@@ -1,52 +1,52 @@
-"""Asks the model to write the ranking: the usual way, and what the others are compared with."""
+"""Listwise reranking by generation: the model writes the ranking. The baseline of the other rerankers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator as Closable
+from collections.abc import Generator as GeneratorIterator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import PrivateAttr
 
-from rag_posfix.assembly.layout import Frame, Passage, open_frame
 from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_prompt
 from rag_posfix.contracts.cache_salt import current_salt
 from rag_posfix.contracts.request import GenerationRequest, Sampling
 from rag_posfix.reranking.base import RERANKERS
-from rag_posfix.reranking.deadline import check_time
-from rag_posfix.reranking.windowed import WindowedReranker
+from rag_posfix.reranking.deadline import check_deadline
+from rag_posfix.reranking.language_model import WindowedReranker
 
-__all__ = ["ListwiseReranker", "repaired"]
+__all__ = ["ListwiseReranker", "parse_ranking"]
 
 SLACK_TOKENS = 8
-"""Tokens that an answer may have beyond the complete ranking."""
+"""Tokens that are allowed for an answer beyond those of a complete ranking."""
 
 
-@RERANKERS.register("listwise")
+@RERANKERS.register("listwise", aliases=("rankgpt",))
 class ListwiseReranker(WindowedReranker):
-    """Number the passages and let the model write their numbers, best first.
+    """Number the passages and let the model generate their numbers, best first.
 
     Source: Sun et al. (2023), Is ChatGPT Good at Search?, section 3, https://arxiv.org/abs/2304.09542
-    Formula: one greedy generation per window, "[2] > [3] > [1]". Numbers that no passage has and repeated ones are
-        dropped; passages that were not named follow in their incoming order. ``raw_score`` is n - place;
-        relevance_score = (n - place) / n, place from 0, in (0, 1].
+    Formula: one greedy generation per window, "[2] > [3] > [1]". Unknown and repeated numbers are ignored; passages
+        that are not named follow in prompt order. ``raw_score`` is n - rank; relevance_score = (n - rank) / n, rank
+        from 0, in (0, 1].
     Differs from the paper: one window by default (``stride=10`` reads all candidates, as the paper does).
-    Cost: tokens read: the whole prompt once per window. Forward passes: one, and one for every further token of the
+    Cost: tokens read: the whole prompt once per window. Forward passes: one, and one for each further token of the
         ranking, about five per passage.
-    Limits: any generator, those that only generate included. Small models seldom write a ranking that can be read;
-        what they do not name keeps its order. The result depends on the incoming order.
+    Limits: any generator, including those that can only generate. Small models rarely write a complete ranking;
+        passages that they do not name keep their order. The result depends on the given order.
 
     Attributes:
         generator: The served model; any generator.
-        top_n: How many passages to return, all if None.
-        window: Passages that are read together at most; those after them keep their order, with score 0.
+        top_n: Number of passages to return, all if None.
+        window: Maximum number of passages in one prompt; later candidates keep their order, with score 0.
         stride: Reads all candidates in overlapping windows from the last to the first.
-        max_document_tokens: Longer documents are read up to here (``long_document: "truncated"``).
-        order: ``given`` or ``canonical``: how passages stand in the prompt. ``given`` is the paper's, and what the
-            repair of an incomplete ranking falls back to.
-        generations: How many rankings the model was asked to write so far.
+        max_document_tokens: Token limit of a document; a longer one is cut (``long_document: "truncated"``).
+        order: Order of the passages in the prompt: ``given``, as in the paper, or ``canonical`` (by content hash). An
+            incomplete ranking is completed in this order.
+        generations: Number of rankings that the model has generated.
     """
 
     name: ClassVar[str] = "listwise"
@@ -56,10 +56,10 @@ class ListwiseReranker(WindowedReranker):
 
     @property
     def generations(self) -> int:
-        """How many rankings the model was asked to write so far."""
+        """Number of rankings that the model has generated."""
         return self._generations
 
-    def _frames(self, question: str, count: int) -> Sequence[Frame]:
+    def _prompts(self, question: str, count: int) -> Sequence[TokenizedPrompt]:
         template = PromptTemplate(
             instruction=f"Below are {count} passages, each with a number in brackets.",
             question_prefix="Query: ",
@@ -68,52 +68,53 @@ class ListwiseReranker(WindowedReranker):
                 "nothing but the numbers of all passages, like this: [2] > [3] > [1]"
             ),
         )
-        return [open_frame(self.generator.encoder, template, question, with_passages=True)]
+        return [tokenize_prompt(self.generator.encoder, template, question)]
 
-    def _marked(self, passages: Sequence[Passage]) -> Sequence[Passage]:
-        marks = [tuple(self.generator.encoder.encode_text(f"[{place + 1}] ")) for place in range(len(passages))]
+    def _labelled(self, passages: Sequence[TokenizedPassage]) -> Sequence[TokenizedPassage]:
+        encode = self.generator.encoder.encode_text
         return [
-            replace(passage, heading=(*mark, *passage.heading)) for mark, passage in zip(marks, passages, strict=True)
+            replace(passage, heading=(*encode(f"[{number}] "), *passage.heading))
+            for number, passage in enumerate(passages, start=1)
         ]
 
     def _answer_tokens(self, count: int) -> int:
-        complete = " > ".join(f"[{place + 1}]" for place in range(count))
+        complete = " > ".join(f"[{number}]" for number in range(1, count + 1))
         return len(self.generator.encoder.encode_text(complete)) + SLACK_TOKENS
 
-    def _room_after(self, frames: Sequence[Frame], count: int) -> int:
-        marks = count * len(self.generator.encoder.encode_text(f"[{count}] "))
-        return super()._room_after(frames, count) - marks - self._answer_tokens(count)
+    def _passage_room(self, prompts: Sequence[TokenizedPrompt], count: int) -> int:
+        labels = count * len(self.generator.encoder.encode_text(f"[{count}] "))
+        return super()._passage_room(prompts, count) - labels - self._answer_tokens(count)
 
-    def _measure(self, frames: Sequence[Frame], passages: Sequence[Passage]) -> Sequence[float]:
+    def _raw_scores(self, prompts: Sequence[TokenizedPrompt], passages: Sequence[TokenizedPassage]) -> Sequence[float]:
         n = len(passages)
         sampling = Sampling(max_tokens=self._answer_tokens(n))
-        request = GenerationRequest(frames[0].around(passages), sampling=sampling, salt=current_salt())
+        request = GenerationRequest(prompts[0].with_passages(passages), sampling=sampling, salt=current_salt())
         self._generations += 1
-        places = repaired(self._written(request), n)
-        return [float(n - places.index(index)) for index in range(n)]
+        ranking = parse_ranking(self._generated_text(request), n)
+        return [float(n - ranking.index(index)) for index in range(n)]
 
-    def _written(self, request: GenerationRequest) -> str:
-        """Return the answer; the deadline is looked at after each piece of it."""
+    def _generated_text(self, request: GenerationRequest) -> str:
+        """Return the answer; the deadline is checked after each chunk of it."""
         stream, text = self.generator.stream(request), ""
         try:
             for chunk in stream:
                 text += chunk.text
-                check_time()
+                check_deadline()
         finally:
-            if isinstance(stream, Closable):
-                stream.close()  # which stops the model
+            if isinstance(stream, GeneratorIterator):
+                stream.close()  # stops the model
         return text
 
-    def _relevance(self, raw: Sequence[float]) -> Sequence[float]:
+    def _normalized(self, raw: Sequence[float]) -> Sequence[float]:
         return [value / len(raw) for value in raw]
 
 
-def repaired(text: str, count: int) -> list[int]:
-    """Return the ranking in a text as indices from 0, complete: each index once.
+def parse_ranking(text: str, count: int) -> list[int]:
+    """Return the ranking that a text contains as indices from 0; missing indices follow in ascending order.
 
     Args:
-        text: What the model wrote; numbers count from 1.
-        count: How many passages there are.
+        text: The generated text; its numbers start at 1.
+        count: Number of passages.
     """
     named = [int(number) - 1 for number in re.findall(r"[0-9]{1,9}", text)]
     ranked = list(dict.fromkeys(index for index in named if 0 <= index < count))

@@ -1,6 +1,7 @@
-"""What all retrievers share: the checks of a question, langchain's methods. Knows neither passages nor models.
+"""The base class of all retrievers: it checks questions and implements langchain's methods.
 
-One class plays both roles: the pipeline's ``Retriever`` (``retrieve``) and langchain's (``invoke``, ``ainvoke``).
+A retriever implements two interfaces: the pipeline's ``Retriever`` (``retrieve``) and langchain's (``invoke``,
+``ainvoke``).
 """
 
 from __future__ import annotations
@@ -14,41 +15,48 @@ from langchain_core.retrievers import BaseRetriever
 from pydantic import Field
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.text import clean_text
+from rag_posfix.text import checked_question
 
-__all__ = ["QuestionRetriever", "checked_question"]
+__all__ = ["QuestionRetriever", "cosine_relevance"]
 
 
 class QuestionRetriever(BaseRetriever):
-    """Base of retrievers; one says what it finds, by ``retrieve``, and by ``aretrieve`` where it can wait by itself.
+    """Base of retrievers. A subclass implements ``_search``, and ``_asearch`` if it can search asynchronously.
 
     Attributes:
-        k: How many passages ``invoke`` returns where the call names no ``k``.
+        k: Number of passages that ``invoke`` returns if the call gives no ``k``.
     """
 
     k: int = Field(default=10, ge=1)
 
-    @abstractmethod
     def retrieve(self, question: str, k: int) -> list[Document]:
         """Return at most ``k`` documents for ``question``, best first.
 
         Args:
-            question: Must hold a visible character.
-            k: How many at most.
+            question: Must have a visible character.
+            k: Maximum number of documents.
 
         Raises:
             ConfigError: the question is empty, or ``k`` is below 1.
             RetrievalError: the passages cannot be searched.
         """
+        return self._search(checked_question(question), _checked_count(k))
 
     async def aretrieve(self, question: str, k: int) -> list[Document]:
         """Do what ``retrieve`` does without blocking the event loop.
 
         Args:
-            question: Must hold a visible character.
-            k: How many at most.
+            question: Must have a visible character.
+            k: Maximum number of documents.
         """
-        return await asyncio.to_thread(self.retrieve, question, k)
+        return await self._asearch(checked_question(question), _checked_count(k))
+
+    @abstractmethod
+    def _search(self, question: str, k: int) -> list[Document]:
+        """Return at most ``k`` documents, best first, for a question and a ``k`` that were checked."""
+
+    async def _asearch(self, question: str, k: int) -> list[Document]:
+        return await asyncio.to_thread(self._search, question, k)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
@@ -61,18 +69,16 @@ class QuestionRetriever(BaseRetriever):
         return await self.aretrieve(query, self.k if k is None else k)
 
 
-def checked_question(question: str, k: int) -> str:
-    """Return ``question`` with clean text.
+def cosine_relevance(cosine: float) -> float:
+    """Return a cosine in [-1, 1] as relevance in [0, 1]: negative values become 0, others are kept.
 
-    Args:
-        question: What is asked.
-        k: How many passages are wanted.
-
-    Raises:
-        ConfigError: the question has no visible character, or ``k`` is below 1.
+    Not ``(cosine + 1) / 2``: later stages take the logarithm of the relevance. With that map an unrelated passage
+    (cosine 0) would have relevance 0.5, and the logarithms of all passages would be almost equal.
     """
-    if not question.strip():
-        raise ConfigError(f"the question is empty ({question!r}); pass a question with at least one visible character")
+    return min(max(float(cosine), 0.0), 1.0)
+
+
+def _checked_count(k: int) -> int:
     if not isinstance(k, int) or k < 1:
         raise ConfigError(f"k={k!r} must be an integer >= 1")
-    return clean_text(question)
+    return k

@@ -1,7 +1,4 @@
-"""A question to the passages that share its words, best first, by BM25.
-
-Needs no model.
-"""
+"""A retriever that ranks passages by BM25. It needs no model."""
 
 from __future__ import annotations
 
@@ -12,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 
-from rag_posfix.retrieval.base import QuestionRetriever, checked_question
-from rag_posfix.retrieval.index.bm25_statistics import BM25Index, check_parameters, split_words, top_rows
-from rag_posfix.retrieval.index.documents import DocumentTable, Record
+from rag_posfix.retrieval.base import QuestionRetriever
+from rag_posfix.retrieval.index.bm25_index import BM25Index, check_parameters, split_words, top_rows
+from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry, deep_copy, stored_copy
 from rag_posfix.retrieval.index.filters import check_filter
-from rag_posfix.retrieval.index.reader import read_bm25, read_records
-from rag_posfix.retrieval.index.records import copied, owned_document
+from rag_posfix.retrieval.index.storage import read_bm25, read_entries
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +26,7 @@ __all__ = ["BM25Index", "BM25Retriever", "split_words"]
 
 @dataclass(frozen=True, slots=True)
 class _Statistics:
-    """Word statistics, of which revision of the table they are, and the key of each row."""
+    """Word statistics, the revision of the table that they were counted from, and the key of each row."""
 
     revision: int
     keys: NDArray[np.int64]
@@ -41,55 +37,63 @@ class BM25Retriever(QuestionRetriever):
     """Returns passages with ``id``, ``metadata["bm25_score"]`` and ``metadata["relevance_score"]``, best first.
 
     Passages that share no word with the question are not returned. Ties are broken by id. Title and text are searched
-    together; see ``bm25_index`` for the formula and for what a word is.
+    together; see ``index.bm25_index`` for the formula and the definition of a word.
 
-    ``relevance_score`` is the BM25 score divided by a bound that no passage reaches, the idf of all words of the
-    question: which part of the question's words, weighted by how rare they are, the passage has. It keeps the order of
-    the scores, lies in [0, 1), can be compared between questions, and is small for a question about things that the
-    passages never mention.
+    ``relevance_score`` is the BM25 score divided by its upper bound, the sum of the idf of all words of the question:
+    the part of the question's words, weighted by idf, that the passage contains. It keeps the order of the scores,
+    lies in [0, 1), and can be compared between questions. It is small for questions with words that no passage
+    contains.
 
-    Made by ``from_documents`` or ``load``. Statistics follow the documents: after a change they are counted anew when
-    the next question comes, which takes some seconds for 10,000 passages. May be used by several threads.
+    Created by ``from_documents`` or ``load``. After a change of the documents, the next search counts the words again,
+    which takes some seconds for 10,000 passages. May be used by several threads.
 
     Attributes:
-        table: Where the passages are.
-        k: How many passages ``invoke`` returns where the call names no ``k``.
-        k1: How slowly a repeated word stops adding to a score; the default is Anserini's for passages.
-        b: How much long passages are held back; the default is Anserini's for passages.
-        filter: Only passages whose metadata this lets through are returned; see ``filters.MetadataFilter``. The
+        table: The passages.
+        k: Number of passages that ``invoke`` returns if the call gives no ``k``.
+        k1: Term frequency saturation; the default is Anserini's for passages.
+        b: Length normalisation; the default is Anserini's for passages.
+        filter: Only passages whose metadata matches are returned; see ``index.filters.MetadataFilter``. The word
             statistics are those of all passages.
+        counted: Keys and word statistics that were saved with the passages; not used if the passages differ.
     """
 
     table: DocumentTable
     k1: float = 0.9
     b: float = 0.4
     filter: Any = None
+    counted: Any = Field(default=None, exclude=True, repr=False)
 
     _statistics: _Statistics | None = PrivateAttr(default=None)
     _lock: Any = PrivateAttr(default_factory=threading.Lock)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Check what pydantic does not, which then says so with its own ``ValidationError``, a ``ValueError``."""
+        """Check the fields that pydantic does not; pydantic turns errors into its ``ValidationError``."""
+        import numpy as np
+
         super().model_post_init(context)
         check_parameters(self.k1, self.b)
         if self.filter is not None:
             check_filter(self.filter)
+        if self.counted is not None:
+            keys, index = self.counted
+            if np.array_equal(keys, np.fromiter(self.table.entries, dtype=np.int64)):
+                self._statistics = _Statistics(self.table.revision, keys, index)
 
     @classmethod
     def from_documents(cls, documents: Iterable[Document], **options: Any) -> BM25Retriever:
         """Return a retriever of ``documents``, which are copied.
 
         Args:
-            documents: Of two with one id the later stays; one without an id gets one made from its content.
+            documents: The last of several with the same id is kept; one without an id gets a hash of its content.
             **options: ``k``, ``k1``, ``b``, ``filter``.
 
         Raises:
             ConfigError: bm25s is not installed.
-            ValidationError: an option is outside of what is allowed (pydantic's, a ``ValueError``).
+            ValidationError: an option is outside of its range (pydantic's, a ``ValueError``).
         """
-        owned = {str(document.id): Record(document) for document in map(owned_document, documents)}
+        entries = {str(document.id): IndexEntry(document) for document in map(stored_copy, documents)}
         table = DocumentTable()
-        table.put(owned.values())
+        table.add(entries.values())
         retriever = cls(table=table, **options)
         retriever.statistics()
         return retriever
@@ -99,53 +103,38 @@ class BM25Retriever(QuestionRetriever):
         cls, folder: str | Path, *, table: DocumentTable | None = None, mmap: bool = False, verify: bool = True,
         **options: Any,
     ) -> BM25Retriever:  # fmt: skip
-        """Return the retriever of an index; one without word statistics has them counted now. Needs no embeddings.
+        """Return the retriever of an index; if it has no word statistics, they are counted now. Needs no embeddings.
 
         Args:
-            folder: What ``rag-posfix index`` or ``FaissVectorStore.save`` wrote.
-            table: The documents, where a ``FaissVectorStore`` of the same index has read them already.
+            folder: An index that ``rag-posfix index`` or ``FaissVectorStore.save`` wrote.
+            table: The documents, if a ``FaissVectorStore`` of the same index has read them already.
             mmap: As for ``FaissVectorStore.load``.
             verify: As for ``FaissVectorStore.load``.
             **options: ``k``, ``filter``; ``k1`` and ``b`` are those that the index was built with.
 
         Raises:
-            RetrievalError: the index is missing, damaged or foreign.
+            RetrievalError: the index is missing, damaged, or of another program or version.
             ConfigError: bm25s is not installed.
-            ValidationError: an option is outside of what is allowed (pydantic's, a ``ValueError``).
+            ValidationError: an option is outside of its range (pydantic's, a ``ValueError``).
         """
-        import numpy as np
-
         folder = Path(folder)
         if table is None:
-            table = DocumentTable(read_records(folder, mmap=mmap, verify=verify))
+            table = DocumentTable(read_entries(folder, mmap=mmap, verify=verify))
         found = read_bm25(folder, mmap=mmap, verify=verify)
         if found is None:
             retriever = cls(table=table, **options)
             retriever.statistics()
             return retriever
-        keys, index = found
-        retriever = cls(table=table, k1=index.k1, b=index.b, **options)
-        if np.array_equal(keys, np.fromiter(table.records, dtype=np.int64)):
-            retriever._statistics = _Statistics(table.revision, keys, index)
-        return retriever
+        _, index = found
+        return cls(table=table, k1=index.k1, b=index.b, counted=found, **options)
 
     def statistics(self) -> BM25Index:
-        """Return the statistics of the passages as they are now, in the order of their keys."""
+        """Return the word statistics of the current passages, in the order of their keys."""
         return self._current().index
 
-    def retrieve(self, question: str, k: int) -> list[Document]:
-        """Return at most ``k`` documents that share words with ``question``, best first.
-
-        Args:
-            question: Must hold a visible character.
-            k: How many at most.
-
-        Raises:
-            ConfigError: the question is empty, or ``k`` is below 1.
-        """
+    def _search(self, question: str, k: int) -> list[Document]:
         import numpy as np
 
-        question = checked_question(question, k)
         current = self._current()
         keys, index = current.keys, current.index
         scores = index.scores(question)
@@ -155,7 +144,7 @@ class BM25Retriever(QuestionRetriever):
         found = []
         for row in top_rows(scores, k):
             document = self.table.document(int(keys[row]))
-            if document is not None:  # taken out by another thread since
+            if document is not None:  # not removed by another thread meanwhile
                 found.append((document, float(scores[row])))
         found.sort(key=lambda pair: (-pair[1], str(pair[0].id)))
         return [_scored(document, score, score / bound) for document, score in found[:k]]
@@ -172,6 +161,6 @@ class BM25Retriever(QuestionRetriever):
 
 
 def _scored(document: Document, score: float, relevance: float) -> Document:
-    found = copied(document)
+    found = deep_copy(document)
     found.metadata.update(bm25_score=score, relevance_score=min(relevance, 1.0))
     return found

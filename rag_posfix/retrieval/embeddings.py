@@ -1,7 +1,7 @@
-"""Text to vectors with sentence-transformers, loaded on first use.
+"""Embeddings with sentence-transformers, loaded on first use. Knows nothing of documents or indexes.
 
-Knows nothing of documents or indexes. ``embedding_identity`` names a model in a way that survives a move to
-another machine, so that an index can refuse to be searched with a model that did not build it.
+``embedding_identity`` names a model by its weights, the same on every machine, so that an index can refuse to be
+searched with another model than it was built with.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _BATCHES_PER_REPORT = 4
 class SentenceEmbeddings(Embeddings):
     """Embeddings of a sentence-transformers model, each vector of length one.
 
-    The model is loaded when the first text is embedded. Importing sentence-transformers takes seconds; nothing is
-    imported before that. Instances may be shared between threads.
+    The model is loaded, and sentence-transformers imported, when the first text is embedded. Instances may be shared
+    between threads.
 
     Args:
-        model: ``minilm`` (weights that come with the ``demo`` extra), a model id, or a folder.
+        model: ``minilm`` (the weights are part of the ``demo`` extra), a model id, or a folder.
         device: ``auto``, ``cpu``, ``cuda``, ...
         batch_size: Texts per forward pass.
-        progress: Called with (texts done, texts in all) while ``embed_documents`` runs.
+        progress: Called with (texts embedded, texts to embed) while ``embed_documents`` runs.
 
     Raises:
         ConfigError: ``batch_size`` is below 1 or ``model`` is empty.
@@ -63,7 +63,7 @@ class SentenceEmbeddings(Embeddings):
         self._progress = progress
         self._loaded: SentenceTransformer | None = None
         self._identity: str | None = None
-        # One lock for loading and encoding: the tokenizers of transformers fail when two threads change padding.
+        # One lock for loading and encoding: a transformers tokenizer fails if two threads set its padding.
         self._lock = threading.RLock()
 
     @property
@@ -87,7 +87,7 @@ class SentenceEmbeddings(Embeddings):
         return vectors
 
     def embed_query(self, text: str) -> list[float]:
-        """Return the vector of a question, with the model's prompt for questions if it has one."""
+        """Return the vector of a question, with the model's query prompt if it has one."""
         return self._encode("encode_query", [text])[0]
 
     def _encode(self, method: str, texts: Sequence[str]) -> list[list[float]]:
@@ -113,7 +113,7 @@ class SentenceEmbeddings(Embeddings):
                 device = None if self.device == "auto" else self.device
                 self._loaded = SentenceTransformer(location, device=device)
             except Exception as error:
-                # Whatever the hub, the files or the device object to, the user needs one line.
+                # The hub, the files and the device raise many types of errors; the user gets one line.
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise RetrievalError(
                     f"embedding model {self.model!r} could not be loaded on device {self.device!r}: {reason}; "
@@ -123,7 +123,7 @@ class SentenceEmbeddings(Embeddings):
 
 
 def embedding_identity(embeddings: Embeddings) -> str:
-    """Return a stable name of an embedding model: its ``identity`` if it has one, else class and model name."""
+    """Return the identity of an embedding model: its ``identity`` if it has one, else class and model name."""
     identity = getattr(embeddings, "identity", None)
     if isinstance(identity, str):
         return identity
@@ -143,7 +143,7 @@ def _packaged_folder() -> Path:
 
 
 def _weights_hash(model: Any) -> str:
-    """Hash a sample of every tensor, without names: those differ between releases of sentence-transformers."""
+    """Hash a sample of every tensor, without tensor names: they differ between sentence-transformers releases."""
     digests = []
     for tensor in model.state_dict().values():
         flat = tensor.detach().reshape(-1)

@@ -1,4 +1,4 @@
-"""Several rankings of documents as one. Pure functions over ids and scores; knows nothing of who found what."""
+"""Rank fusion: several rankings of documents as one. Pure functions over ids and scores."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ __all__ = ["min_max", "reciprocal_ranks", "weighted_scores"]
 
 
 def reciprocal_ranks(rankings: Sequence[Sequence[str]], weights: Sequence[float], constant: float) -> dict[str, float]:
-    """Return the fused score of each id by the places that it has, in [0, 1].
+    """Return the score of each id by reciprocal rank fusion, in [0, 1].
 
-    Reciprocal rank fusion (Cormack, Clarke and Büttcher, SIGIR 2009):
-    score(d) = sum over the rankings i that hold d of  w_i / (c + rank_i(d)),  rank from 1,
-    here divided by its largest value, sum of w_i / (c + 1), which a document that is first everywhere has. The paper
-    has no weights.
+    Source: Cormack, Clarke and Büttcher, SIGIR 2009.
+    Formula: score(d) = sum over the rankings i that contain d of  w_i / (c + rank_i(d)),  rank from 1, divided by
+        its maximum, sum of w_i / (c + 1), which a document has that is first in all rankings. The paper has neither
+        weights nor this division.
 
     Args:
         rankings: Ids, best first, each once per ranking.
-        weights: One per ranking, none negative, one positive.
-        constant: The paper's k, 60 there: how little the first places stand out.
+        weights: One per ranking, none negative, at least one positive.
+        constant: The paper's k, 60 there: the larger, the smaller the advantage of the first ranks.
     """
     largest = sum(weights) / (constant + 1)
     fused: dict[str, float] = {}
@@ -31,12 +31,12 @@ def reciprocal_ranks(rankings: Sequence[Sequence[str]], weights: Sequence[float]
 def weighted_scores(rankings: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
     """Return the weighted mean of the scores of each id, in [0, 1], after ``min_max`` of each ranking.
 
-    A ranking that does not hold a document counts as its lowest score, 0. Bruch, Gai and Ingber (arXiv 2210.11934)
-    study such convex combinations beside ``reciprocal_ranks``.
+    A document counts 0, the lowest score, in a ranking that does not contain it. Bruch, Gai and Ingber (arXiv
+    2210.11934) compare such convex combinations with reciprocal rank fusion.
 
     Args:
         rankings: Scores by id.
-        weights: One per ranking, none negative, one positive.
+        weights: One per ranking, none negative, at least one positive.
     """
     fused: dict[str, float] = {}
     for scores, weight in zip(rankings, weights, strict=True):
@@ -46,7 +46,7 @@ def weighted_scores(rankings: Sequence[Mapping[str, float]], weights: Sequence[f
 
 
 def min_max(scores: Mapping[str, float]) -> dict[str, float]:
-    """Return ``(s - min) / (max - min)`` for each score; where all are equal, 1 for each."""
+    """Return ``(s - min) / (max - min)`` for each score; 1 for each if all are equal."""
     if not scores:
         return {}
     low, high = min(scores.values()), max(scores.values())

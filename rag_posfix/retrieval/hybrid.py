@@ -1,7 +1,4 @@
-"""A question to several retrievers at once, and what they find as one ranking.
-
-Knows only the role that its parts play.
-"""
+"""A retriever that asks several retrievers and fuses their rankings. Knows only the protocol ``Retriever``."""
 
 from __future__ import annotations
 
@@ -15,35 +12,37 @@ from pydantic import Field
 
 from rag_posfix.contracts.generator import Retriever
 from rag_posfix.errors import ConfigError
-from rag_posfix.retrieval.base import QuestionRetriever, checked_question
+from rag_posfix.retrieval.base import QuestionRetriever
 from rag_posfix.retrieval.fusion import reciprocal_ranks, weighted_scores
-from rag_posfix.retrieval.index.records import copied, document_id
+from rag_posfix.retrieval.index.documents import deep_copy, stored_id
 
 __all__ = ["HybridRetriever"]
 
 
 class HybridRetriever(QuestionRetriever):
-    """Returns what two or more retrievers find, as one ranking with ``relevance_score`` in [0, 1], ties by id.
+    """Returns the fused ranking of two or more retrievers, with ``relevance_score`` in [0, 1], ties by id.
 
-    ``rank`` (reciprocal rank fusion) looks at places only, so that scores of any kind go together; 1 is a passage
-    that is first everywhere, and scores fall slowly: ten places down everywhere is .86. ``score`` is the weighted mean
-    of scores that are stretched to [0, 1] for each question and retriever; it keeps how much better the best are, and
-    the last candidate of each retriever gets nothing from it. See ``fusion`` for formulas and sources.
+    ``rank`` is reciprocal rank fusion. It uses ranks only, so the scores of the retrievers need no common scale. A
+    passage that is first in all rankings has relevance 1, and relevance falls slowly: .86 for rank 10 in all rankings.
+    ``score`` is the weighted mean of the scores after min-max normalisation per question and retriever. It keeps the
+    differences between scores; the last candidate of each retriever gets 0 from it. See ``fusion`` for formulas and
+    sources.
 
-    A passage that several find keeps the metadata of the first of them, and what the others add to it, such as
-    ``bm25_score``. Retrievers are asked one after the other by ``retrieve``, together by ``aretrieve``.
+    A passage that several retrievers find keeps the metadata of the first of them, and gains the keys that only the
+    others have, such as ``bm25_score``. ``retrieve`` asks the retrievers one after the other, ``aretrieve``
+    concurrently.
 
     Attributes:
         retrievers: Two or more, each with ``retrieve(question, k)``.
         fusion: ``rank`` or ``score``.
-        weights: One per retriever, none negative and one positive; equal if None.
+        weights: One per retriever, none negative, at least one positive; equal if None.
         rank_constant: The constant of reciprocal rank fusion, at least 0; the paper's is 60.
-        candidates: How many passages each retriever is asked for, ``k`` if that is more.
-        k: How many passages ``invoke`` returns where the call names no ``k``.
+        candidates: Number of passages that each retriever is asked for; ``k`` if that is more.
+        k: Number of passages that ``invoke`` returns if the call gives no ``k``.
 
     Raises:
-        ValidationError: fewer than two retrievers, something else among them, weights that fit no mean, or another
-            value outside of what is allowed (pydantic's, a ``ValueError``).
+        ValidationError: fewer than two retrievers, an object that is none, unusable weights, or another value outside
+            of its range (pydantic's, a ``ValueError``).
     """
 
     retrievers: Sequence[Any]
@@ -53,7 +52,7 @@ class HybridRetriever(QuestionRetriever):
     candidates: int = Field(default=100, ge=1)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Check what pydantic does not, which then says so with its own ``ValidationError``, a ``ValueError``."""
+        """Check the fields that pydantic does not; pydantic turns errors into its ``ValidationError``."""
         super().model_post_init(context)
         if len(self.retrievers) < 2:
             raise ConfigError(f"hybrid retrieval needs two or more retrievers, got {len(self.retrievers)}")
@@ -69,29 +68,11 @@ class HybridRetriever(QuestionRetriever):
                 f"weights={weights!r} for {len(self.retrievers)} retrievers; give a number >= 0 for each, and one > 0"
             )
 
-    def retrieve(self, question: str, k: int) -> list[Document]:
-        """Return at most ``k`` documents for ``question``, best first.
-
-        Args:
-            question: Must hold a visible character.
-            k: How many at most.
-
-        Raises:
-            ConfigError: the question is empty, or ``k`` is below 1.
-            RetrievalError: one of the retrievers failed.
-        """
-        question = checked_question(question, k)
+    def _search(self, question: str, k: int) -> list[Document]:
         width = max(k, self.candidates)
         return self._fused([retriever.retrieve(question, width) for retriever in self.retrievers], k)
 
-    async def aretrieve(self, question: str, k: int) -> list[Document]:
-        """Do what ``retrieve`` does without blocking the event loop.
-
-        Args:
-            question: Must hold a visible character.
-            k: How many at most.
-        """
-        question = checked_question(question, k)
+    async def _asearch(self, question: str, k: int) -> list[Document]:
         width = max(k, self.candidates)
         calls = (
             retriever.aretrieve(question, width)
@@ -115,18 +96,20 @@ class HybridRetriever(QuestionRetriever):
 
 
 def _scores(documents: Sequence[Document]) -> dict[str, float]:
-    """Return the relevance of each document by id, best first; of two with one id the better one counts."""
+    """Return the relevance of each document by id, best first; the best of several with the same id counts."""
     scores: dict[str, float] = {}
     for document in documents:
-        scores.setdefault(document_id(document), float(document.metadata["relevance_score"]))
+        scores.setdefault(stored_id(document), float(document.metadata["relevance_score"]))
     return scores
 
 
-def _merged(name: str, found: Sequence[Sequence[Document]], score: float) -> Document:
-    copies = [copied(document) for documents in found for document in documents if document_id(document) == name]
-    first = copies[0]
-    for other in copies[1:]:
-        first.metadata = {**other.metadata, **first.metadata}
-    first.id = name
-    first.metadata["relevance_score"] = score
-    return first
+def _merged(document_id: str, found: Sequence[Sequence[Document]], score: float) -> Document:
+    """Return the document with this id, with the metadata of all copies; that of the first copy takes precedence."""
+    copies = [document for documents in found for document in documents if stored_id(document) == document_id]
+    metadata: dict[str, Any] = {}
+    for document in reversed(copies):
+        metadata = {**metadata, **document.metadata}
+    merged = Document(
+        id=document_id, page_content=copies[0].page_content, metadata={**metadata, "relevance_score": score}
+    )
+    return deep_copy(merged)

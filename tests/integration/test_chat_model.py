@@ -79,7 +79,7 @@ class TestChatModelOnRealWeights(Flags, ChatModelIntegrationTests):
 
 @pytest.mark.weights
 def test_a_chat_model_that_loads_its_model_keeps_what_it_read(engine, monkeypatch):
-    monkeypatch.setattr("rag_posfix.generation.load.load_engine", lambda name: Engine(
+    monkeypatch.setattr("rag_posfix.pipeline.build.load_engine", lambda name, **_: Engine(
         engine.loaded, engine.encoder, engine.model_id, engine.fingerprint
     ))  # fmt: skip
     asked = [HumanMessage([*map(document_block, LIGHTHOUSES), {"type": "text", "text": "Who designed Torvane?"}])]

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from rag_posfix.assembly.orders import ORDERS
 from rag_posfix.cli import main as cli
-from rag_posfix.mitigations import MITIGATIONS, create
+from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.evaluation.record import read_record
+from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.pipeline.file_parameters import with_file_parameters
 from rag_posfix.settings import default_cache_dir
 from tests.support.tiny import save_tiny
 
@@ -108,7 +112,7 @@ class TestMethods:
         result = run("methods")
         assert result.code == 0
         assert "context_experts" in result.out
-        assert "orders: cache_aware, ends_first, original, profile, random, relevance, reverse" in result.out
+        assert f"orders: {', '.join(ORDERS.names())}" in " ".join(result.out.split())
 
     def test_one_method_is_shown_in_full(self, run):
         result = run("methods", "context_experts")
@@ -302,7 +306,7 @@ class TestPrecompute:
         assert not (cache_dir / "passages").exists()
 
     def test_an_unknown_method_is_told_before_anything_is_done(self, run, files, tmp_path):
-        error = run("index", files, "--out", tmp_path / "new.index", "--precompute", "pine", "--json").error
+        error = run("index", files, "--out", tmp_path / "new.index", "--precompute", "pines", "--json").error
         assert error["type"] == "UnknownNameError"
         assert not (tmp_path / "new.index").exists()
 
@@ -382,7 +386,7 @@ class TestAsk:
     @pytest.mark.parametrize(
         ("options", "kind", "part"),
         [
-            (["--mitigation", "pine"], "UnknownNameError", "unknown mitigation 'pine'. "),
+            (["--mitigation", "pines"], "UnknownNameError", "unknown mitigation 'pines'. Did you mean 'pine'"),
             (["--mitigation", "none:x=1"], "ConfigError", "none has no parameter 'x'. It takes: none"),
             (["--mitigation", "none:x"], "ConfigError", "'x' in mitigation 'none:x' must be parameter=value"),
             (["--order", "revers"], "UnknownNameError", "Did you mean 'reverse'"),
@@ -477,7 +481,7 @@ class TestCache:
 
 @pytest.mark.weights
 class TestVerify:
-    def test_json_says_how_exact_the_seam_is_and_what_is_supported(self, run):
+    def test_json_says_how_exact_the_hook_is_and_what_is_supported(self, run):
         found = run("verify", "--json").json
         assert (found["model"], found["family"]) == ("SmolLM2-135M-Instruct", "llama")
         assert found["max_logit_difference"] < 0.02
@@ -505,7 +509,9 @@ class TestProbe:
         written = json.loads(Path(found["profile"]).read_text())
         assert written["model"] == "SmolLM2-135M-Instruct"
         assert written["settings"] == {"strings": 3, "tokens": 128, "seed": 0}
-        method = create("hidden_scaling", {"profile": found["profile"]})
+        method = MITIGATIONS.create(
+            with_file_parameters(MethodSpec("hidden_scaling", {"profile": found["profile"]}), MITIGATIONS)
+        )
         assert (method.channel, method.factor, method.last_layer) == (found["channel"], 0.0, 23)
 
     def test_a_factor_out_of_range_is_told_before_a_model_is_loaded(self, run, tmp_path):
@@ -546,9 +552,9 @@ class TestEvalPositions:
             assert {"worst", "mean", "spread", "ci95"} <= set(one)
         assert found["mitigations"]["context_experts"]["spread_log_probability"] < 0.05
         assert found["gold_only"]["log_probability"] > found["closed_book"]["log_probability"]
-        record = json.loads(Path(found["record"]).read_text("utf-8"))
-        assert len(record["rows"]) == 2 * (2 + 2 * 2)
-        assert {"versions", "git", "model", "dtype", "device", "data", "template", "mitigations"} <= set(record)
+        record = read_record(Path(found["record"]))
+        assert len(record.rows) == 2 * (2 + 2 * 2)
+        assert {"versions", "git", "model", "dtype", "device", "data", "template", "mitigations"} <= set(record.head)
 
     def test_without_json_it_is_a_table(self, run, tmp_path):
         result = run(
@@ -563,7 +569,7 @@ class TestEvalPositions:
         ("options", "kind", "part"),
         [
             (["--gold-positions", "0,x"], "ConfigError", "--gold-positions '0,x' must be numbers separated by commas"),
-            (["--mitigation", "none,pine"], "UnknownNameError", "unknown mitigation 'pine'"),
+            (["--mitigation", "none,pines"], "UnknownNameError", "unknown mitigation 'pines'"),
             (["--documents", "9"], "EvaluationError", "documents=9 must be between 1 and 3"),
             (["--skip", "2"], "EvaluationError", "holds no rows after the first 2"),
         ],
@@ -644,11 +650,11 @@ class TestBench:
         assert not set(found["methods"]) & set(found["refused"])
         assert (found["device"], found["documents"], found["tokens_per_document"]) == ("cpu", 2, 20)
         assert found["dtype"] == "float32"
-        record = json.loads(Path(found["record"]).read_text("utf-8"))
-        assert record["summary"]["methods"] == found["methods"]
+        record = read_record(Path(found["record"]))
+        assert record.summary["methods"] == found["methods"]
         # One round: unmodified before, between and after the methods.
-        assert len(record["readings"]) == 2 * len(found["methods"]) + 1
-        assert {"versions", "git", "threads", "settings", "model_fingerprint"} <= set(record)
+        assert len(record.rows) == 2 * len(found["methods"]) + 1
+        assert {"versions", "git", "threads", "settings", "model_fingerprint"} <= set(record.head)
 
     def test_without_json_it_is_a_table_of_the_methods_that_were_asked_for(self, run):
         result = run("bench", *self.SMALL, "--mitigation", "context_experts:experts=1")
@@ -688,4 +694,4 @@ class TestDemo:
         assert max(logs) - min(logs) < 0.05
 
     def test_an_unknown_method_is_one_line(self, run):
-        assert run("demo", "--mitigation", "pine", "--json").error["type"] == "UnknownNameError"
+        assert run("demo", "--mitigation", "pines", "--json").error["type"] == "UnknownNameError"

@@ -9,13 +9,14 @@ import pytest
 
 from rag_posfix.cli import main as cli
 from rag_posfix.cli import output
+from rag_posfix.evaluation.record import read_record
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import write_collection
 
 
 @pytest.fixture(autouse=True)
 def _letters(monkeypatch):
-    monkeypatch.setattr("rag_posfix.retrieval.embeddings.SentenceEmbeddings", lambda model: LetterEmbeddings(model))
+    monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", lambda model: LetterEmbeddings(model))
 
 
 @pytest.fixture
@@ -97,7 +98,11 @@ class TestRerank:
             (["--reranker", "embeding"], "UnknownNameError", "unknown reranker 'embeding'. Did you mean 'embedding'"),
             (["--reranker", "embedding:top_n"], "ConfigError", "'top_n' in reranker 'embedding:top_n' must be"),
             (["--measures", "nDGC@10"], "ConfigError", "unknown measure 'nDGC@10'"),
-            (["--first-stage", "absent.trec"], "ConfigError", "first stage 'absent.trec' must be one of bm25, dense"),
+            (
+                ["--first-stage", "absent.trec"],
+                "UnknownNameError",
+                "first stage 'absent.trec' must be one of bm25, dense",
+            ),
             (["--split", "dev"], "EvaluationError", "has no qrels/dev.tsv"),
             (["--qrels", "absent"], "EvaluationError", "absent is not a file"),
         ],
@@ -113,7 +118,7 @@ class TestRerank:
 
 
 class TestRerankPositions:
-    def test_recall_is_told_per_reranker_and_place(self, run, tmp_path):
+    def test_recall_is_told_per_reranker_and_gold_position(self, run, tmp_path):
         arguments = (
             "eval", "rerank-positions", "--data", rows(tmp_path / "rows.jsonl"), "--reranker", "embedding",
             "--gold-positions", "0,1,3", "--documents", 4, "--out", tmp_path / "out",
@@ -126,8 +131,7 @@ class TestRerankPositions:
         assert {"recall@1", "recall@3", "ci95", "seconds"} <= set(one["places"]["0"])
         assert {"mean", "worst", "spread", "spread_ci95", "first_minus_last"} <= set(one["recall@1"])
         assert (found["n"], found["reused"]) == (3, 0)
-        record = json.loads(Path(found["record"]).read_text("utf-8"))
-        assert len(record["rows"]) == 9
+        assert len(read_record(Path(found["record"])).rows) == 9
         code, out, _ = run(*arguments)
         assert code == 0
         assert "at 3" in out
@@ -138,7 +142,11 @@ class TestRerankPositions:
         [
             (["--reranker", ""], "ConfigError", "--reranker is empty"),
             (["--reranker", "embedding", "--gold-positions", "0,x"], "ConfigError", "'0,x' must be numbers"),
-            (["--reranker", "embedding", "--gold-positions", "0,0"], "ConfigError", "'0,0' names a place twice"),
+            (
+                ["--reranker", "embedding", "--gold-positions", "0,0"],
+                "ConfigError",
+                "gold_positions=[0, 0] names a position twice",
+            ),
             (
                 ["--reranker", "embedding", "--documents", "9"],
                 "EvaluationError",

@@ -15,7 +15,7 @@ from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.answers.answering import answer_and_score
 from rag_posfix.generation.model.packaged import PACKAGED
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.patching.install import stock_twin
+from rag_posfix.patching.install import stock_copy
 from rag_posfix.patching.verify import verify
 
 NEW_TOKENS = 12
@@ -48,7 +48,7 @@ def lay_out(gemma, reverse=False):
     return assembler.assemble(question.question, ordered, order="original", max_new_tokens=NEW_TOKENS).layout
 
 
-def test_the_seam_changes_nothing(gemma):
+def test_the_hook_changes_nothing(gemma):
     assert (gemma.model_id, gemma.context_window) == ("gemma-3-270m", 32768)
     assert verify(gemma.loaded.model, gemma.loaded.spec).max_logit_difference == 0.0
 
@@ -70,7 +70,7 @@ def test_none_answers_as_the_stock_generate_does_beyond_the_sliding_window(gemma
     assert len(prompt.token_ids) > 512
     ours, _ = answer_and_score(gemma, prompt, MitigationChoice("none"), " Ilse Korvanth", NEW_TOKENS)
     ids = torch.tensor([prompt.token_ids])
-    twin = stock_twin(gemma.loaded.model, gemma.loaded.spec)
+    twin = stock_copy(gemma.loaded.model, gemma.loaded.spec)
     stock = twin.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
     assert list(ours.token_ids) == stock[0, ids.shape[1] :].tolist()
 

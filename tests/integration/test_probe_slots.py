@@ -9,7 +9,9 @@ import pytest
 
 from rag_posfix.assembly.orders import create_order
 from rag_posfix.cli import main as cli
-from rag_posfix.mitigations import create
+from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 
 
 def write_rows(folder):
@@ -51,9 +53,11 @@ class TestProbeSlotAttention:
         record = json.loads(Path(found["profile"]).read_text("utf-8"))
         assert record["profile"] == found["slots"]
         assert {"model", "model_fingerprint", "data", "settings", "environment"} <= set(record)
-        method = create("calibrated_attention", {"profile": found["profile"]})
+        spec = MethodSpec("calibrated_attention", {"profile": found["profile"]})
+        method = MITIGATIONS.create(with_file_parameters(spec, MITIGATIONS))
         assert method.profile == tuple(found["slots"])
-        assert create_order(f"profile:file={found['profile']}").slots == tuple(found["slots"])
+        order = create_order(order_with_values(f"profile:file={found['profile']}"))
+        assert order.slots == tuple(found["slots"])
 
     def test_without_json_it_is_a_table(self, run, tmp_path):
         code, out = run(

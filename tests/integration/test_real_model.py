@@ -1,4 +1,4 @@
-"""The main job on the real SmolLM2: the stock model depends on order, the order-free methods do not."""
+"""The main config on the real SmolLM2: the stock model depends on order, the order-free methods do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sa
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.evaluation.answers.answering import answer_and_score
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.patching.install import SEAM
+from rag_posfix.patching.install import ATTENTION_NAME
 from rag_posfix.patching.verify import verify
 from tests.support.attention_hook import attention_of
 
@@ -36,10 +36,10 @@ def answer(engine, prompt, name):
     return answer_and_score(engine, prompt, MitigationChoice(name), "Ilse Korvanth", 12)
 
 
-def test_the_seam_changes_nothing_on_the_real_weights(engine):
+def test_the_hook_changes_nothing_on_the_real_weights(engine):
     found = verify(engine.loaded.model, engine.loaded.spec)
     assert found.max_logit_difference == 0.0
-    assert attention_of(engine.loaded.model) == SEAM
+    assert attention_of(engine.loaded.model) == ATTENTION_NAME
 
 
 def test_none_answers_as_the_stock_generate_does(engine):

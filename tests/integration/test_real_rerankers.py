@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.patching.install import stock_twin
+from rag_posfix.patching.install import stock_copy
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import Parts, build_reranker
+from rag_posfix.reranking.build import RerankerModels, build_reranker
 
 pytestmark = pytest.mark.weights
 
@@ -21,7 +22,9 @@ def passages(question, count=4):
 
 
 def made(engine, name, **parameters):
-    return build_reranker(name, parameters, Parts(embeddings=lambda: None, generator=lambda: engine))
+    return build_reranker(
+        MethodSpec(name, parameters), RerankerModels(embeddings=lambda: None, generator=lambda: engine)
+    )
 
 
 @pytest.mark.parametrize("name", ["likelihood", "in_context"])
@@ -45,7 +48,7 @@ def exact():
     from rag_posfix.generation.load import load_engine
 
     engine = load_engine(dtype="float32")
-    return engine, stock_twin(engine.loaded.model, engine.loaded.spec)
+    return engine, stock_copy(engine.loaded.model, engine.loaded.spec)
 
 
 def test_what_is_read_off_is_what_the_stock_model_says(exact):

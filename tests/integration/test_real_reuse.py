@@ -13,7 +13,7 @@ from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.generation.batching.batch import write_together
+from rag_posfix.generation.batching.session_batch import generate_batch
 from rag_posfix.generation.engine import Engine
 
 pytestmark = pytest.mark.weights
@@ -81,6 +81,6 @@ def test_the_answer_is_the_same_whatever_the_store_holds(half, tmp_path, questio
     assert torch.equal(warm, cold)
     assert torch.equal(disk, cold)
     # Together: a step of four answers takes little longer than one of a single answer.
-    answers = write_together(half, sessions, [asked] * len(sessions))
+    answers = generate_batch(half, sessions, [asked] * len(sessions))
     assert {answer.token_ids for answer in answers} == {answers[0].token_ids}, [answer.text for answer in answers]
     assert len(answers[0].token_ids) > 3

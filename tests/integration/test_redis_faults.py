@@ -177,21 +177,17 @@ def test_recovers_by_itself_after_a_pause():
 
 
 def test_recovers_from_a_server_that_drips():
-    clock = Clock()
-    dripping = set()
+    clock, connections = Clock(), []
 
-    def drip(connection, over):
-        dripping.add(connection)
-        try:
-            faulty.sends_one_byte_at_a_time(connection, over)
-        finally:
-            dripping.discard(connection)
+    def serve(connection, over):
+        connections.append(connection)
+        faulty.sends_one_byte_at_a_time(connection, over)
 
-    with faulty.faulty_server(drip) as url, closing(open_cache(url, CircuitBreaker(clock=clock))) as cache:
-        for _ in range(8):  # more than there are threads
+    with faulty.faulty_server(serve) as url, closing(open_cache(url, CircuitBreaker(clock=clock))) as cache:
+        for asked in range(1, 9):  # more often than it has threads: each attempt must reach the server
             cache.get("key")
             clock.advance(31)
-        wait_until(lambda: len(dripping) <= 1)
+            wait_until(lambda asked=asked: len(connections) >= asked)
 
 
 def test_an_outage_is_paid_once_not_per_request():

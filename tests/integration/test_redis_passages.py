@@ -1,9 +1,7 @@
 """The passage store on a real redis-server."""
 
 import dataclasses
-import subprocess
-import sys
-import textwrap
+import re
 import threading
 import time
 from contextlib import closing
@@ -14,22 +12,23 @@ import torch
 
 from rag_posfix.caching.answers.redis import RedisCache
 from rag_posfix.caching.breaker import CircuitBreaker
-from rag_posfix.caching.kv import redis as module
-from rag_posfix.caching.kv.base import PassageTier
 from rag_posfix.caching.kv.disk import DiskPassages
-from rag_posfix.caching.kv.entry import PassageKV, write
+from rag_posfix.caching.kv.entry import PassageKV, serialize
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.redis import RedisPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.kv.tier import PassageTier
 from rag_posfix.errors import CacheError
 from tests.support import faulty_server as faulty
 from tests.support.clock import Clock
 from tests.support.passages import SHAPE, entry, same
-from tests.support.private_state import shown_by
 from tests.support.redis_server import RedisServer
+from tests.support.subprocesses import run_python
+from tests.support.waiting import wait_until
 
 SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well
 LARGE = dataclasses.replace(SHAPE, n_tokens=128)  # 4 KiB
+HUGE = dataclasses.replace(SHAPE, layers=30, heads=3, head_dim=64, n_tokens=150)  # 3.3 MiB: two per round trip
 KIB = 1024
 
 
@@ -52,8 +51,13 @@ def names(server):
     return [word for word in server.command("KEYS", "*").decode().split("\r\n") if word.startswith("rag_posfix")]
 
 
+def updates_of_the_index(server):
+    """Return how many ZADD commands there were since CONFIG RESETSTAT: one per round trip with entries."""
+    (calls,) = re.findall(rb"cmdstat_zadd:calls=(\d+)", server.command("INFO", "commandstats"))
+    return int(calls)
+
+
 def set_bytes(server, name, value):
-    import redis
 
     client = redis.Redis(port=server.port)
     client.set(name, value)
@@ -86,8 +90,7 @@ def test_compressed_and_plain_entries_can_be_mixed(redis_server):
     assert int(redis_server.command("STRLEN", "rag_posfix:passage:two")[1:]) > 4000
 
 
-def test_many_entries_come_in_several_messages(tier, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_BYTES", 5 * SHAPE.n_bytes)
+def test_many_entries_at_once(tier):
     entries = {f"key{number}": entry(number) for number in range(23)}
     tier.put_many(entries)
     found = tier.get_many(dict.fromkeys([*entries, "unknown"], SHAPE))
@@ -95,16 +98,18 @@ def test_many_entries_come_in_several_messages(tier, monkeypatch):
     assert all(same(found[key], entries[key]) for key in entries)
     stats = tier.stats()
     assert (stats.hits, stats.misses, stats.entries, stats.errors, stats.corrupt) == (23, 1, 23, 0, 0)
-    assert stats.bytes == sum(len(write(key, kept)) for key, kept in entries.items())
+    assert stats.bytes == sum(len(serialize(key, kept)) for key, kept in entries.items())
 
 
-def test_entries_of_megabytes(tier):
-    shape = dataclasses.replace(SHAPE, layers=30, heads=3, head_dim=64, n_tokens=150)
-    entries = {f"key{number}": entry(number, shape) for number in range(6)}
+def test_entries_of_megabytes_are_sent_and_fetched_two_at_a_time(tier, redis_server):
+    entries = {f"key{number}": entry(number, HUGE) for number in range(5)}
+    redis_server.command("CONFIG", "RESETSTAT")
     tier.put_many(entries)
-    found = tier.get_many(dict.fromkeys(entries, shape))
-    assert len(found) == 6
+    assert updates_of_the_index(redis_server) == 3
+    found = tier.get_many(dict.fromkeys(entries, HUGE))
+    assert list(found) == list(entries)
     assert all(same(found[key], entries[key]) for key in entries)
+    assert updates_of_the_index(redis_server) == 3 + 3
 
 
 def test_two_processes_share_entries(tier, redis_server):
@@ -121,14 +126,7 @@ def test_two_processes_share_entries(tier, redis_server):
         store.close()
     """
     tier.put_many({"ours": entry(1, tags=("doc",))})
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script), redis_server.url],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.stdout, done.returncode) == ("['ours'] True\n", 0), done.stderr
+    assert run_python(script, redis_server.url) == "['ours'] True"
     assert same(get(tier, "theirs"), entry(2, tags=("doc",)))
     assert tier.delete_tags(["doc"]) == 2
 
@@ -146,7 +144,7 @@ def test_keys_have_the_documented_names_and_a_time_to_live(redis_server):
 
 
 def damages():
-    data = write("key", entry())
+    data = serialize("key", entry())
     return {
         "a flipped byte": data[:-7] + bytes([data[-7] ^ 1]) + data[-6:],
         "truncated": data[: len(data) // 2],
@@ -154,9 +152,9 @@ def damages():
         "garbage": b"nonsense" * 100,
         "compressed garbage": b"RPKZ" + b"\xff" * 100,
         "an answer": b"RPX1" + b"x" * 400,
-        "of another key": write("other", entry()),
-        "of another model": write("key", entry(0, dataclasses.replace(SHAPE, heads=2))),
-        "of another type": write("key", entry(0, dataclasses.replace(SHAPE, dtype=torch.float16))),
+        "of another key": serialize("other", entry()),
+        "of another model": serialize("key", entry(0, dataclasses.replace(SHAPE, heads=2))),
+        "of another type": serialize("key", entry(0, dataclasses.replace(SHAPE, dtype=torch.float16))),
     }
 
 
@@ -250,7 +248,7 @@ def test_a_password_is_never_shown(caplog):
         assert get(tier, "key") is not None
         server.kill()
         assert get(tier, "key") is None
-        assert "hush" not in shown_by(tier) + caplog.text
+        assert "hush" not in repr(tier) + repr(vars(tier)) + caplog.text
         assert "passage store: reading redis://" in caplog.text
 
 
@@ -358,29 +356,22 @@ def test_paused_while_connected_and_recovers(redis_server):
             assert same(found, entry(1))
 
 
-def test_what_came_before_the_deadline_is_used(redis_server, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_BYTES", 2 * SHAPE.n_bytes)
-    entries = {f"key{number}": entry(number) for number in range(10)}
-    with open_tier(redis_server) as tier:
+def test_what_came_before_the_deadline_is_used(redis_server):
+    entries = {f"key{number}": entry(number, HUGE) for number in range(8)}
+    with open_tier(redis_server, timeout_seconds=30) as tier:
         tier.put_many(entries)
-    execute, calls, hanging = redis.client.Pipeline.execute, [], threading.Event()
-
-    def slow(pipeline, raise_on_error=True):
-        calls.append(pipeline)
-        if len(calls) > 2:
-            hanging.wait(SECONDS)
-        return execute(pipeline, raise_on_error)
-
-    monkeypatch.setattr(redis.client.Pipeline, "execute", slow)
-    with open_tier(redis_server, timeout_seconds=1) as tier:
-        found = tier.get_many(dict.fromkeys(entries, SHAPE))
-        hanging.set()
+    one = len(serialize("key0", entries["key0"]))
+    relay = faulty.StallingRelay(redis_server.port, free_bytes=4 * one + 1000)  # the replies of two round trips
+    with faulty.faulty_server(relay) as url, closing(RedisPassages(url, timeout_seconds=3)) as tier:
+        found = tier.get_many(dict.fromkeys(entries, HUGE))
         assert list(found) == ["key0", "key1", "key2", "key3"]
         assert all(same(found[key], entries[key]) for key in found)
-        time.sleep(0.1)
-        assert len(calls) == 3, "who is left behind must not go on fetching"
         stats = tier.stats()
-        assert (stats.hits, stats.misses, stats.errors) == (4, 6, 1)
+        assert (stats.hits, stats.misses, stats.errors) == (4, 4, 1)
+        relay.resume.set()
+        wait_until(lambda: relay.passed > 6 * one)
+        time.sleep(0.2)
+        assert relay.requests.count(b"ZADD") == 3, "the search must not continue in the background"
 
 
 def test_full_redis_refuses_writes_and_serves_reads():

@@ -71,8 +71,8 @@ def pipeline() -> Pipeline:
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many answers took part in each step."""
     counts: list[int] = []
-    step = worker_module.step
-    monkeypatch.setattr(worker_module, "step", lambda running: (counts.append(len(running)), step(running))[1])
+    step = worker_module.decode_step
+    monkeypatch.setattr(worker_module, "decode_step", lambda running: (counts.append(len(running)), step(running))[1])
     return counts
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.rope import rotate_half_split
-from rag_posfix.plan.attention_override import Attend, AttendInput, Rotated
+from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride, Rotated
 
 N_HEADS, N_KV_HEADS, HEAD_DIM = 6, 2, 8
 FREQUENCIES = 100.0 ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
@@ -38,7 +38,7 @@ class States:
     value: Tensor
     scaling: float = 0.6
 
-    def run(self, attend: Attend, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+    def run(self, attend: AttentionOverride, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Return what ``attend`` makes of the queries ``start``..``stop`` - 1, whose keys are 0..``stop`` - 1."""
         positions = torch.arange(stop).float()[None]
         query, key = self.query[None, :, start:stop], self.key[None, :, :stop].clone()
@@ -53,7 +53,7 @@ class States:
             )
 
         return attend(
-            AttendInput(
+            AttentionInput(
                 query=turned if attend.rotated is Rotated.BOTH else query,
                 key=key, value=value, positions=positions, scaling=self.scaling, layer=0, rotate=rotate, plain=plain,
             )

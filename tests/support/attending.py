@@ -1,4 +1,4 @@
-"""Runs an ``Attend`` without a model, on random queries and keys that it may rotate."""
+"""Runs an ``AttentionOverride`` without a model, on random queries and keys that it may rotate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from rag_posfix.attention.reference import reference_attention, reference_scores
 from rag_posfix.attention.rope import rotate_half_split
-from rag_posfix.plan.attention_override import AttendInput, Rotated
+from rag_posfix.plan.attention_override import AttentionInput, Rotated
 
 HEADS, KV_HEADS, SIZE = 6, 2, 8
 FREQUENCIES = 10.0 ** -torch.arange(SIZE // 2).float()
@@ -53,7 +53,7 @@ def run(attend, query, key, value, positions, start=0, layer=0, plain=None, rota
         raise AssertionError("plain() is not there in this test")
 
     out, newest = attend(
-        AttendInput(given_query, given_key, value, positions, SIZE**-0.5, layer, rotate, plain or unavailable)
+        AttentionInput(given_query, given_key, value, positions, SIZE**-0.5, layer, rotate, plain or unavailable)
     )
     return out[0], None if newest is None else newest[0]
 

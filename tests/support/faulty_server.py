@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -68,6 +69,44 @@ def sends_one_byte_at_a_time(connection: socket.socket, over: threading.Event) -
     connection.sendall(b"$100000\r\n")
     while not over.wait(0.005):
         connection.sendall(b"x")
+
+
+class StallingRelay:
+    """Passes requests on to a sound server and its replies back, until it has passed on so many bytes of replies.
+
+    From then on it passes on one byte at a time, often enough that no socket timeout ends, until ``resume`` is set.
+    ``faulty_server`` serves it. ``requests`` is what it was sent, ``passed`` counts bytes of replies.
+    """
+
+    def __init__(self, port: int, free_bytes: int) -> None:
+        self.resume = threading.Event()
+        self.requests = b""
+        self.passed = 0
+        self._port = port
+        self._free_bytes = free_bytes
+
+    def __call__(self, connection: socket.socket, over: threading.Event) -> None:
+        connection.settimeout(5)
+        with socket.create_connection(("127.0.0.1", self._port)) as server:
+            while not over.is_set():
+                for source in select.select([connection, server], [], [], 0.05)[0]:
+                    data = source.recv(65536)
+                    if not data:
+                        return
+                    if source is connection:
+                        self.requests += data
+                        server.sendall(data)
+                    else:
+                        self._reply(connection, data)
+
+    def _reply(self, connection: socket.socket, data: bytes) -> None:
+        while data:
+            free = len(data) if self.resume.is_set() else max(1, self._free_bytes - self.passed)
+            connection.sendall(data[:free])
+            self.passed += len(data[:free])
+            data = data[free:]
+            if data:
+                self.resume.wait(0.05)
 
 
 @contextmanager

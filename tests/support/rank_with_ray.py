@@ -10,10 +10,9 @@ import sys
 from dataclasses import asdict
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.ranking.candidates import RerankerChoice
-from rag_posfix.evaluation.ranking.rankings import Candidates, RankJournal
+from rag_posfix.evaluation.ranking.rankings import QueryCandidates, RankJournal
 from rag_posfix.evaluation.ranking.ray_backend import ray_rankers
-from rag_posfix.evaluation.ranking.rerank import local_ranker, rerank
+from rag_posfix.evaluation.ranking.rerankers import RerankerChoice, local_ranker, rerank
 from rag_posfix.settings import Settings
 from tests.support.rerank_data import CORPUS as ROWS
 from tests.support.rerank_data import open_by_length, open_failing, open_nothing
@@ -21,7 +20,7 @@ from tests.support.rerank_data import open_by_length, open_failing, open_nothing
 CHOICE = RerankerChoice("by_length")
 
 
-def queries() -> list[Candidates]:
+def queries() -> list[QueryCandidates]:
     """Eleven queries with different candidates, one without any."""
     from langchain_core.documents import Document
 
@@ -29,8 +28,8 @@ def queries() -> list[Candidates]:
         Document(id=row["_id"], page_content=row["text"], metadata={"title": "é", "relevance_score": 0.5})
         for row in ROWS[:4]
     ]
-    return [Candidates(f"q{n}", f"question {n}", tuple(documents[n % 4 :])) for n in range(10)] + [
-        Candidates("empty", "why", ())
+    return [QueryCandidates(f"q{n}", f"question {n}", tuple(documents[n % 4 :])) for n in range(10)] + [
+        QueryCandidates("empty", "why", ())
     ]
 
 

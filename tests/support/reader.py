@@ -10,19 +10,22 @@ class ScriptedReader:
     """Implements ``PassageReader``.
 
     ``values`` gives a number for the text of a passage; ``tokens`` the attention to each token of a text, from
-    (question, text); ``written`` what it answers. ``seen`` holds the texts of each prompt, in its order.
+    (question, text); ``written`` what it answers; ``before_each`` is called before each reading. ``seen`` holds the
+    texts of each prompt that was read, in its order; ``waiting`` counts readings that have not got past
+    ``before_each``.
     """
 
     model_id = "scripted"
     fingerprint = "scripted"
 
-    def __init__(self, values=None, tokens=None, written="", context_window=100_000):
+    def __init__(self, values=None, tokens=None, written="", context_window=100_000, before_each=lambda: None):
         self.values, self.tokens, self.written = values, tokens, written
         self.context_window = context_window
         self.encoder = ToyEncoder()
         self.seen = []
         self.salts = []
-        self.before_each = lambda: None
+        self.waiting = 0
+        self.before_each = before_each
 
     def texts(self, layout):
         return [self.encoder.decode(layout.tokens(span)) for span in layout.texts]
@@ -31,7 +34,9 @@ class ScriptedReader:
         passages = [len(span) for span in layout.passages]
         around = len(layout.prefix) + len(layout.suffix)
         assert around + (sum if together else max)(passages) <= self.context_window
+        self.waiting += 1
         self.before_each()
+        self.waiting -= 1
         self.seen.append(self.texts(layout))
         self.salts.append(salt)
 

@@ -30,7 +30,7 @@ class RecordingSession:
         self.engine, self.name = engine, name
         self.prefill_seconds = 0.0
         self.cached_tokens = 0
-        self.joins = name not in engine.alone
+        self.can_share_pass = name not in engine.alone
         self.at = 0
 
     def attention(self):
@@ -65,7 +65,7 @@ class RecordingEngine:
         self._turns = threading.Semaphore(0)
 
     def install(self, monkeypatch):
-        monkeypatch.setattr("rag_posfix.generation.batching.step.advance_together", self._advance)
+        monkeypatch.setattr("rag_posfix.generation.batching.decode_step.advance_batch", self._advance)
         return self
 
     def describe(self, choice):

@@ -49,7 +49,7 @@ FAMILIES = {
 
 
 def stock_model(family: str = "llama", **overrides):
-    """Return a small random float32 model without the seam; the same numbers for every call."""
+    """Return a small random float32 model without the attention hook; the same numbers for every call."""
     name, settings = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings, **overrides})
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def stock_model(family: str = "llama", **overrides):
 
 
 def loaded_model(family: str = "llama", **overrides) -> LoadedModel:
-    """Return the same model with the seam on it."""
+    """Return the same model with the attention hook on it."""
     model = stock_model(family, **overrides)
     return LoadedModel(model, install(model))
 

@@ -1,6 +1,12 @@
-import pytest
+from dataclasses import dataclass
+from typing import Annotated
 
+import pytest
+from pydantic import BaseModel, Field
+
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError, UnknownNameError
+from rag_posfix.parameters import Number, check_parameters
 from rag_posfix.registry import Registry
 
 
@@ -72,3 +78,83 @@ def test_membership_is_by_name(orders):
 
 def test_registries_share_nothing(orders):
     assert Registry("order").names() == ()
+
+
+def test_an_alias_finds_its_entry_and_is_suggested_but_not_listed(orders):
+    orders.register("ends_first", aliases=("two_stage",))("both ends")
+    assert orders.get("two_stage") == "both ends"
+    assert orders.resolve("two_stage") == "ends_first"
+    assert orders.aliases("ends_first") == ("two_stage",)
+    assert "two_stage" in orders
+    assert "two_stage" not in orders.names()
+    with pytest.raises(UnknownNameError, match=r"Did you mean 'two_stage' \(ends_first\)\?"):
+        orders.get("two_stages")
+
+
+def test_an_alias_that_is_taken_is_refused(orders):
+    add = orders.register("ends_first", aliases=("sides",))
+    with pytest.raises(ConfigError, match="order 'sides' is registered already"):
+        add("both ends")
+    assert "ends_first" not in orders
+
+
+def test_a_long_name_is_not_quoted_in_full(orders):
+    with pytest.raises(UnknownNameError) as caught:
+        orders.get("x" * 1_000_000)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.fixture
+def methods():
+    methods: Registry[type] = Registry("method", parts=("model",))
+
+    @methods.register("plain", aliases=("p",))
+    @dataclass(frozen=True)
+    class Plain:
+        share: Annotated[float, Number(0, 1)] = 0.5
+
+        def __post_init__(self) -> None:
+            check_parameters(self, "plain")
+
+    @methods.register("loaded")
+    class Loaded(BaseModel):
+        model: str
+        count: int = Field(default=1, ge=1)
+
+    return methods
+
+
+def test_a_method_is_created_from_a_spec_by_name_or_alias(methods):
+    assert methods.create(MethodSpec("p", {"share": 1})).share == 1.0
+    made = methods.create(MethodSpec("loaded", {"count": 3}), {"model": lambda: "m"})
+    assert (made.model, made.count) == ("m", 3)
+
+
+def test_parts_are_made_for_those_who_take_them_and_are_no_parameters(methods):
+    def never() -> str:
+        raise LookupError("made a part that nobody needs")
+
+    assert methods.create(MethodSpec("plain"), {"model": never}).share == 0.5
+    assert list(methods.parameters("loaded")) == ["count"]
+    with pytest.raises(ConfigError, match=r"method loaded has no parameter 'model'\. It takes: count"):
+        methods.create(MethodSpec("loaded", {"model": "x"}), {"model": never})
+
+
+@pytest.mark.parametrize("act", ["check", "create"])
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (MethodSpec("plan"), "unknown method 'plan'. Did you mean 'plain'"),
+        (MethodSpec("plain", {"shape": 1}), "method plain has no parameter 'shape'. Did you mean 'share'"),
+        (MethodSpec("plain", {"share": 2}), "plain: share=2 must be a number between 0 and 1"),
+        (MethodSpec("loaded", {"count": 0}), "loaded: count=0: Input should be greater than or equal to 1"),
+        (MethodSpec("loaded", {"count": "many"}), "loaded: count='many': Input should be a valid integer"),
+    ],
+)
+def test_names_types_and_ranges_are_checked(methods, act, spec, message):
+    with pytest.raises(ConfigError, match=message):
+        methods.check(spec) if act == "check" else methods.create(spec, {"model": lambda: "m"})
+
+
+def test_a_check_makes_no_part(methods):
+    methods.check(MethodSpec("loaded", {"count": 2}))

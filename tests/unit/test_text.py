@@ -1,9 +1,11 @@
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.text import clean_text, content_hash
+from rag_posfix.errors import ConfigError
+from rag_posfix.text import checked_question, clean_json, clean_text, content_hash, parse_json
 
 # Any code point, and the troublesome ones often.
 characters = st.one_of(st.characters(exclude_categories=()), st.sampled_from("\ud800\udbff\udc00\udfff\x00\ufeffa😀"))
@@ -75,3 +77,29 @@ def test_the_boundaries_between_parts_count():
 def test_damaged_and_repaired_text_hash_alike():
     assert content_hash("a\ud83d") == content_hash("a\ufffd")
     assert content_hash("\ud83d\ude00") == content_hash("😀")
+
+
+def test_json_is_cleaned_at_any_depth_in_keys_and_values_and_copied():
+    given = {"a\x00": ["\ud800", {"b": "c"}], "n": 1.5}
+    assert clean_json(given) == {"a\ufffd": ["\ufffd", {"b": "c"}], "n": 1.5}
+    assert given == {"a\x00": ["\ud800", {"b": "c"}], "n": 1.5}
+
+
+def test_a_line_of_json_is_parsed_with_clean_strings():
+    assert parse_json('{"a\\u0000": ["\\ud83d\\ude00", "\\ud800", null, 2]}') == {"a\ufffd": ["😀", "\ufffd", None, 2]}
+
+
+@pytest.mark.parametrize("line", ["{", "NaN", "[-Infinity]", "[" * 100_000])
+def test_what_is_not_json_is_a_value_error(line):
+    with pytest.raises(ValueError, match=r"Expecting|is not JSON|nested too deeply"):
+        parse_json(line)
+
+
+@pytest.mark.parametrize("question", ["", " \n\t", None, 7])
+def test_a_question_without_a_visible_character_is_refused(question):
+    with pytest.raises(ConfigError, match="the question is empty"):
+        checked_question(question)
+
+
+def test_a_question_is_cleaned():
+    assert checked_question(" who\ud800? ") == " who\ufffd? "

@@ -1,34 +1,42 @@
-"""What an order is: a pure permutation of indices, made from numbers and hashes, never from documents."""
+"""What an order is: a pure function from scores and content hashes to a permutation. It sees no documents."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rag_posfix.contracts.method_spec import parse_named
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import check_parameters
 from rag_posfix.registry import Registry
 
-__all__ = ["ORDERS", "Order", "OrderFacts", "arrange", "best_first", "create_order", "order_name", "permute", "ranks"]
+__all__ = [
+    "ORDERS",
+    "Order",
+    "OrderFacts",
+    "apply_order",
+    "best_first",
+    "create_order",
+    "permute",
+    "ranks",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class OrderFacts:
-    """All that an order may go by. A new order that needs another fact adds a field with a default.
+    """The input of an order. An order that needs more input adds a field with a default.
 
     Attributes:
-        relevance: One score per document. None means that nothing scored it; such documents rank below all scored
-            ones, and where no document has a score, the order they came in counts as best first.
-        seed: For orders that draw.
-        keys: A content hash per document; empty where nobody knows them.
-        recent: Content hashes of prompts that were read lately, in their order, the newest first: what their leading
-            passages became may still be kept.
-        order_free: Whether the method that will read the prompt answers alike for every order.
+        relevance: One score per document, or None for a document without a score. Such documents rank below all
+            others; if no document has a score, the given order counts as best first.
+        seed: For random orders.
+        keys: A content hash per document; empty if they are not known.
+        recent: Content hashes of the passages of recent prompts, in prompt order, the newest prompt first. The keys
+            and values of their leading passages may still be cached.
+        order_free: Whether the answer of the method that reads the prompt does not depend on the order.
     """
 
     relevance: tuple[float | None, ...]
@@ -42,24 +50,33 @@ class Order(ABC):
     """An order with its parameters: a small frozen dataclass, registered by name.
 
     Attributes:
-        example: Parameters to try it with where it needs some.
+        name: Registry name.
+        example: Parameters for tests, if the order has parameters without a default.
+        file_parameters: Parameters that the command line and the settings read from a file: name -> function that
+            turns the path into values of parameters. The order itself never reads a file.
     """
 
+    name: ClassVar[str]
     example: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    file_parameters: ClassVar[Mapping[str, Callable[[str], Mapping[str, Any]]]] = MappingProxyType({})
+
+    def __post_init__(self) -> None:
+        """Check types and ranges of the parameters."""
+        check_parameters(self, f"order {self.name!r}")
 
     @abstractmethod
     def __call__(self, facts: OrderFacts) -> Sequence[int]:
-        """Return a permutation: entry ``i`` is the index of the document that stands in position ``i``."""
+        """Return a permutation: entry ``i`` is the index of the document at position ``i``."""
 
 
 ORDERS: Registry[type[Order]] = Registry("order")
 
 
 def best_first(relevance: Sequence[float | None]) -> tuple[int, ...]:
-    """Return the indices from the highest score to the lowest; ties keep the order they came in.
+    """Return the indices from the highest score to the lowest; ties keep the given order.
 
     Args:
-        relevance: One score per document, None where there is none.
+        relevance: One score per document, or None.
     """
     return tuple(sorted(range(len(relevance)), key=lambda i: _descending(relevance[i])))
 
@@ -72,7 +89,7 @@ def ranks(relevance: Sequence[float | None]) -> tuple[int, ...]:
     """Return the rank of each document, 0 for the most relevant.
 
     Args:
-        relevance: One score per document, None where there is none.
+        relevance: One score per document, or None.
     """
     rank = [0] * len(relevance)
     for place, index in enumerate(best_first(relevance)):
@@ -80,70 +97,54 @@ def ranks(relevance: Sequence[float | None]) -> tuple[int, ...]:
     return tuple(rank)
 
 
-def order_name(order: str) -> str:
-    """Return the name in ``name:parameter=value``.
-
-    Args:
-        order: An order as a user writes it.
-    """
-    return order.strip().split(":", 1)[0]
-
-
 def create_order(order: str, defaults: Mapping[str, Mapping[str, Any]] | None = None) -> Order:
-    """Return the order that ``order`` asks for.
+    """Return an order by name.
 
     Args:
         order: A name in ``ORDERS``, or ``name:parameter=value``; values are JSON where they parse as JSON.
-        defaults: Parameters by name of the order, for one that is named without any.
+        defaults: Parameters by name of the order, used if ``order`` gives none.
 
     Raises:
         UnknownNameError: no order has this name.
-        ConfigError: an unknown parameter, or a value outside of what is allowed.
+        ConfigError: an unknown parameter, or a value outside of its range.
     """
-    name, parameters = parse_named(order, "order", "slots=[0.4,0.2,0.4]")
-    make = ORDERS.get(name)
-    allowed: list[str] = [field.name for field in dataclasses.fields(make)] if dataclasses.is_dataclass(make) else []
-    for key in parameters:
-        if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"order {name!r} has no parameter {key!r}.{hint} It takes: {', '.join(allowed) or 'none'}"
-            )
-    return make(**(parameters or (defaults or {}).get(name, {})))
+    spec = parse_method(order, "order", "slots=[0.4,0.2,0.4]")
+    if not spec.parameters:
+        spec = MethodSpec(spec.name, (defaults or {}).get(ORDERS.resolve(spec.name), {}))
+    made: Order = ORDERS.create(spec)
+    return made
 
 
-def arrange(name: str, order: Order, facts: OrderFacts) -> tuple[int, ...]:
-    """Return the permutation that an order makes.
+def apply_order(order: Order, facts: OrderFacts) -> tuple[int, ...]:
+    """Return the permutation of an order, after checking that it is one.
 
     Args:
-        name: Its name, for messages.
         order: The order.
-        facts: What it goes by.
+        facts: Its input.
 
     Raises:
-        ConfigError: the order (one that was added from outside) returned something else than a permutation.
+        ConfigError: the order did not return a permutation.
     """
     indices = tuple(order(facts))
     count = len(facts.relevance)
     if sorted(indices) != list(range(count)):
         raise ConfigError(
-            f"order {name!r} returned {len(indices)} indices that are no permutation of {count} documents; "
+            f"order {order.name!r} returned {len(indices)} indices that are no permutation of {count} documents; "
             f"it must return each of 0..{count - 1} once"
         )
     return indices
 
 
 def permute(order: str, relevance: Sequence[float | None], seed: int = 0) -> tuple[int, ...]:
-    """Return the permutation that the order called ``order`` makes from scores alone.
+    """Return the permutation of an order for given scores.
 
     Args:
         order: A name in ``ORDERS``, or ``name:parameter=value``.
-        relevance: One score per document, None where there is none.
-        seed: For orders that draw; the others ignore it.
+        relevance: One score per document, or None.
+        seed: For random orders.
 
     Raises:
         UnknownNameError: no order has this name.
-        ConfigError: a parameter is wrong, or the order returned something else than a permutation.
+        ConfigError: a parameter is wrong, or the order did not return a permutation.
     """
-    return arrange(order, create_order(order), OrderFacts(tuple(relevance), seed))
+    return apply_order(create_order(order), OrderFacts(tuple(relevance), seed))

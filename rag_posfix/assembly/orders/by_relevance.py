@@ -1,9 +1,10 @@
-"""Orders that know scores and a seed, and have no parameters."""
+"""Orders without parameters: by score, as given, and random."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first
 
@@ -15,6 +16,8 @@ __all__ = ["EndsFirst", "Original", "Random", "Relevance", "Reverse"]
 class Relevance(Order):
     """Best document first, worst last."""
 
+    name: ClassVar[str] = "relevance"
+
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
         return best_first(facts.relevance)
@@ -24,6 +27,8 @@ class Relevance(Order):
 @dataclass(frozen=True, slots=True)
 class Reverse(Order):
     """Worst document first, best last, next to the question."""
+
+    name: ClassVar[str] = "reverse"
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
@@ -39,6 +44,8 @@ class EndsFirst(Order):
     LlamaIndex's ``LongContextReorder`` put the best document last where the number of documents is even.
     """
 
+    name: ClassVar[str] = "ends_first"
+
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
         ranked = best_first(facts.relevance)
@@ -48,7 +55,9 @@ class EndsFirst(Order):
 @ORDERS.register("original")
 @dataclass(frozen=True, slots=True)
 class Original(Order):
-    """The order the documents came in."""
+    """The order in which the documents were given."""
+
+    name: ClassVar[str] = "original"
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
@@ -58,11 +67,13 @@ class Original(Order):
 @ORDERS.register("random")
 @dataclass(frozen=True, slots=True)
 class Random(Order):
-    """Drawn from the seed; the same seed gives the same order in every process and Python version."""
+    """A random order; the same seed gives the same order in every process and Python version."""
+
+    name: ClassVar[str] = "random"
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
-        # Python promises an unchanging sequence for Random.random() only, not for shuffle().
+        # Python guarantees reproducible sequences for Random.random(), not for shuffle().
         generator = random.Random(facts.seed)
         draws = [generator.random() for _ in facts.relevance]
         return tuple(sorted(range(len(draws)), key=draws.__getitem__))

@@ -1,12 +1,13 @@
-"""The order that begins as a recent prompt began, so that what the model read of it is read no second time."""
+"""An order that starts with the leading passages of a recent prompt, to reuse their cached keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first, ranks
-from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import Number
 
 __all__ = ["CacheAware", "displacement"]
 
@@ -14,34 +15,32 @@ __all__ = ["CacheAware", "displacement"]
 @ORDERS.register("cache_aware")
 @dataclass(frozen=True, slots=True)
 class CacheAware(Order):
-    """As many leading passages as possible as in a recent prompt; the others follow best first.
+    """The longest possible prefix of a recent prompt; the other passages follow best first.
 
-    For methods that read passages one after another (``none`` and what edits it), whose keys and values are found
-    again only while all passages before are the same.
+    For methods that read passages one after another (``none`` and methods that edit its plan): keys and values of a
+    passage can be reused only if all passages before it are the same.
 
     Source: ours; the idea of ordering for prefix reuse is ContextPilot's (MLSys 2026).
-    Formula: every beginning p of every recent prompt whose documents are all here is a candidate: p, then the other
-        documents best first. Taken is the one with the most passages in p whose loss is at most ``bound``; of equals
-        the one of less loss, then that of the newer prompt. Loss: sum_i |place_i - rank_i| / floor(n^2 / 2), the
-        displacement from best first, 0 for that order and 1 for its reverse. No candidate: best first.
-        A method that is order-free loses nothing, so there the bound is not asked, and what follows p is sorted by
-        content: the same documents make the same prompt, whatever their scores.
-    Cost: recent prompts times documents; none in the model.
-    Limits: what the recent prompts left may be gone from the store meanwhile; then a displacement within the bound
-        bought nothing. Methods that read passages apart find them in any order and need none of this.
+    Formula: for every prefix p of every recent prompt whose documents are all given, one candidate order: p, then the
+        other documents best first. The result is the candidate with the longest p whose loss is at most ``bound``; of
+        equal length, the one with the lower loss, then that of the newer prompt. Loss: sum_i |position_i - rank_i| /
+        floor(n^2 / 2), the displacement from best first: 0 for that order, 1 for its reverse. Without a candidate:
+        best first. For an order-free method the loss is 0, and the documents after p are sorted by content key: the
+        same documents make the same prompt, whatever their scores.
+    Cost: recent prompts times documents; no model is used.
+    Limits: the cached keys and values may have been evicted meanwhile; then the displacement gains nothing. Methods
+        that read passages independently reuse them in any order and do not need this one.
 
     Args:
-        bound: The most loss allowed, 0 to 1. 0 reuses only what best first gives anyway.
+        bound: Maximum loss, 0 to 1. 0 reuses only prefixes of the best-first order.
 
     Raises:
         ConfigError: ``bound`` is outside of 0 to 1.
     """
 
-    bound: float = 0.25
+    name: ClassVar[str] = "cache_aware"
 
-    def __post_init__(self) -> None:
-        if isinstance(self.bound, bool) or not isinstance(self.bound, int | float) or not 0 <= self.bound <= 1:
-            raise ConfigError(f"order 'cache_aware': bound={self.bound!r} must be a number between 0 and 1")
+    bound: Annotated[float, Number(0, 1)] = 0.25
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
@@ -50,33 +49,33 @@ class CacheAware(Order):
             return ranked
         rest = tuple(sorted(ranked, key=lambda i: facts.keys[i])) if facts.order_free else ranked
         rank = ranks(facts.relevance)
-        best, taken = (0, 0.0), rest
-        for leading in _beginnings(facts):
-            if len(leading) < best[0] or not leading:
+        best, best_order = (0, 0.0), rest
+        for prefix in _shared_prefixes(facts):
+            if len(prefix) < best[0] or not prefix:
                 continue
-            inside = set(leading)
-            order = (*leading, *(index for index in rest if index not in inside))
+            in_prefix = set(prefix)
+            order = (*prefix, *(index for index in rest if index not in in_prefix))
             loss = 0.0 if facts.order_free else displacement(order, rank)
-            if loss <= self.bound and (-len(leading), loss) < (-best[0], best[1]):
-                best, taken = (len(leading), loss), order
-        return taken
+            if loss <= self.bound and (-len(prefix), loss) < (-best[0], best[1]):
+                best, best_order = (len(prefix), loss), order
+        return best_order
 
 
 def displacement(order: Sequence[int], rank: Sequence[int]) -> float:
-    """Return how far documents stand from their rank on average, as a share of the most that is possible.
+    """Return the distance between an order and the ranking, in [0, 1].
 
-    Formula: Spearman's footrule, sum_i |place_i - rank_i| / floor(n^2 / 2).
+    Formula: Spearman's footrule divided by its maximum, sum_i |position_i - rank_i| / floor(n^2 / 2).
 
     Args:
-        order: Which document stands in each place.
+        order: The index of the document at each position.
         rank: The rank of each document.
     """
-    most = len(order) ** 2 // 2
-    return sum(abs(place - rank[index]) for place, index in enumerate(order)) / most if most else 0.0
+    largest = len(order) ** 2 // 2
+    return sum(abs(place - rank[index]) for place, index in enumerate(order)) / largest if largest else 0.0
 
 
-def _beginnings(facts: OrderFacts) -> Iterator[tuple[int, ...]]:
-    """Yield the beginnings of recent prompts whose documents are all here, as indices, the longest of each first."""
+def _shared_prefixes(facts: OrderFacts) -> Iterator[tuple[int, ...]]:
+    """Yield the prefixes of recent prompts whose documents are all given, as indices; of each prompt longest first."""
     index_of = {key: index for index, key in enumerate(facts.keys)}
     for prompt in dict.fromkeys(facts.recent):
         shared: list[int] = []

@@ -1,7 +1,7 @@
-"""The tier on disk: one sqlite file, shared by the processes of a machine, that survives restarts.
+"""The disk tier of the answer cache: one sqlite file that the processes of a machine share and restarts keep.
 
-Damage is a miss: each entry carries a checksum, and a file that sqlite cannot read is replaced by an empty one. A
-full, read-only or busy disk is a miss as well.
+Damage is a miss: each entry has a checksum, and a file that sqlite cannot read is replaced by an empty one. A full,
+read-only or busy disk is a miss as well.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from rag_posfix.caching.answers.seal import seal, unseal
+from rag_posfix.caching.answers.tier import ANSWER_BACKENDS, ANSWER_CACHE
+from rag_posfix.caching.backends import Locality
 from rag_posfix.caching.breaker import CircuitBreaker
-from rag_posfix.caching.health import Health
 from rag_posfix.caching.sqlite_file import SqliteFile, is_damage, is_refusal
-from rag_posfix.caching.tier import Counters, TierStats, seal, unseal
+from rag_posfix.caching.store_access import StoreAccess, StoreFailures
+from rag_posfix.caching.tier import Counters, TierStats
 from rag_posfix.errors import CacheError
+from rag_posfix.settings import CacheSettings
 
 __all__ = ["DiskCache"]
 
 _MIN_BYTES = 128 * 1024
+_FOLDER = "answers"
 _FILE_NAME = "answers-v1.sqlite3"
-_TOUCH_SECONDS = 1.0  # a hit writes at most this often that it was one
-_BATCH = 16
+_TOUCH_SECONDS = 1.0  # the time of last use is written at most this often
+_ROWS_PER_EVICTION = 16
+_EXPIRED_ROWS_PER_WRITE = 64
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
@@ -35,8 +41,9 @@ class DiskCache:
     """Keeps entries in a folder.
 
     Args:
-        folder: Where the file is; made when it is first needed.
-        max_bytes: Most bytes of the file, >= 131072; least recently used entries go first. Its log adds up to 4 MiB.
+        folder: Where the file is; created when it is first needed.
+        max_bytes: Most bytes of the file, >= 131072; the least recently used entries go first. Its write-ahead log
+            adds up to 4 MiB.
         busy_seconds: Longest wait for another thread or process.
         breaker: Decides when a failing disk is asked again.
         clock: Seconds since 1970, the same for every process that shares the folder.
@@ -44,6 +51,8 @@ class DiskCache:
     Raises:
         CacheError: ``max_bytes`` is too small.
     """
+
+    name = "disk"
 
     def __init__(
         self,
@@ -61,17 +70,12 @@ class DiskCache:
         self._busy_seconds = busy_seconds
         self._breaker = breaker or CircuitBreaker()
         self._clock = clock
-        # Apart: a full disk refuses every write and serves every read, which would log each request.
-        self._reads = Health(f"reading {folder}")
-        self._writes = Health(f"writing {folder}")
         self._counters = Counters()
+        failures = StoreFailures(ANSWER_CACHE, self._counters, self._breaker, (sqlite3.Error, OSError), is_refusal)
+        self._reads = StoreAccess(f"reading {folder}", failures)
+        self._writes = StoreAccess(f"writing {folder}", failures)
         self._lock = threading.Lock()
         self._closed = False
-
-    @property
-    def name(self) -> str:
-        """``disk``."""
-        return "disk"
 
     def get(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None."""
@@ -85,14 +89,14 @@ class DiskCache:
             self._run(lambda connection: self._set(connection, key, value, ttl_seconds, tags), self._writes)
 
     def delete_tags(self, tags: Sequence[str]) -> int:
-        """Drop every entry with one of ``tags``; return how many there were."""
+        """Delete every entry that has one of ``tags``; return how many there were."""
 
         def drop(connection: sqlite3.Connection) -> int:
             statement = "DELETE FROM entries WHERE key IN (SELECT key FROM tags WHERE tag = ?)"
             with _transaction(connection):
                 return sum(connection.execute(statement, (tag,)).rowcount for tag in tags)
 
-        return self._sweep(drop)
+        return self._delete(drop)
 
     def keys(self, prefix: str = "") -> list[str]:
         """Return the keys that begin with ``prefix``, sorted; none if the disk fails."""
@@ -105,18 +109,18 @@ class DiskCache:
         return sorted(self._run(held, self._reads) or [])
 
     def clear(self) -> int:
-        """Drop every entry and give the space back; return how many entries there were."""
+        """Delete every entry and shrink the file; return how many entries there were."""
 
         def drop(connection: sqlite3.Connection) -> int:
             with _transaction(connection):
                 count = connection.execute("DELETE FROM entries").rowcount
-            # Deleted rows stay readable in the file until it is rewritten; a busy file is rewritten another time.
+            # Deleted rows stay readable in the file until it is rewritten. A busy file is rewritten another time.
             with suppress(sqlite3.OperationalError):
                 connection.execute("VACUUM")
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             return count
 
-        return self._sweep(drop)
+        return self._delete(drop)
 
     def stats(self) -> TierStats:
         """Return what the tier has done and holds."""
@@ -125,16 +129,8 @@ class DiskCache:
             return connection.execute("SELECT count(*) FROM entries").fetchone()[0], _used_bytes(connection)
 
         entries, size = self._run(measure, self._reads) or (None, None)
-        return TierStats(
-            name=self.name,
-            hits=self._counters["hits"],
-            misses=self._counters["misses"],
-            errors=self._counters["errors"],
-            corrupt=self._counters["corrupt"],
-            evictions=self._counters["evictions"],
-            entries=entries,
-            bytes=size,
-            available=self._breaker.closed,
+        return TierStats.counted(
+            self.name, self._counters, entries=entries, n_bytes=size, available=self._breaker.closed
         )
 
     def close(self) -> None:
@@ -157,7 +153,7 @@ class DiskCache:
                 connection.execute("DELETE FROM entries WHERE key = ?", (key,))
             return None
         if abs(now - used_at) >= _TOUCH_SECONDS:
-            # A disk that has become read-only still serves what it holds.
+            # A disk that has become read-only still serves its entries.
             with suppress(sqlite3.OperationalError):
                 connection.execute("UPDATE entries SET used_at = ? WHERE key = ?", (now, key))
         return value
@@ -169,7 +165,7 @@ class DiskCache:
         with _transaction(connection):
             connection.execute(
                 "DELETE FROM entries WHERE key IN (SELECT key FROM entries WHERE expires_at <= ? LIMIT ?)",
-                (now, 4 * _BATCH),
+                (now, _EXPIRED_ROWS_PER_WRITE),
             )
             connection.execute("DELETE FROM entries WHERE key = ?", (key,))
             connection.execute(
@@ -180,46 +176,42 @@ class DiskCache:
 
     def _evict(self, connection: sqlite3.Connection, newest: str) -> None:
         while _used_bytes(connection) > self._max_bytes:
-            dropped = connection.execute(
+            evicted = connection.execute(
                 "DELETE FROM entries WHERE key IN (SELECT key FROM entries WHERE key != ? ORDER BY used_at LIMIT ?)",
-                (newest, _BATCH),
+                (newest, _ROWS_PER_EVICTION),
             ).rowcount
-            if not dropped:
+            if not evicted:
                 return
-            self._counters.add("evictions", dropped)
+            self._counters.add("evictions", evicted)
 
-    def _sweep(self, operation: Callable[[sqlite3.Connection], int]) -> int:
-        count = self._run(operation, self._writes, insist=True)
+    def _delete(self, operation: Callable[[sqlite3.Connection], int]) -> int:
+        count = self._run(operation, self._writes, ignore_breaker=True)
         if count is None:
             _logger.warning("answer cache: the disk tier could not drop entries; they stay until they expire")
         return count or 0
 
     def _run(
-        self, operation: Callable[[sqlite3.Connection], _T], health: Health, *, insist: bool = False
+        self, operation: Callable[[sqlite3.Connection], _T], access: StoreAccess, *, ignore_breaker: bool = False
     ) -> _T | None:
-        """Return what ``operation`` returns for the connection, or None if the disk fails or is given a rest."""
+        """Return what ``operation`` returns for the connection, or None if the disk fails or the breaker is open."""
         if not self._lock.acquire(timeout=self._busy_seconds):
             self._counters.add("errors")
             return None
         try:
-            if self._closed or not (self._breaker.allow() or insist):
+            if self._closed:
                 return None
-            result = self._run_or_rebuild(operation)
-        except (sqlite3.Error, OSError) as error:
-            self._counters.add("errors")
-            health.failed(error)
-            if is_refusal(error):
-                self._breaker.success()
-            else:
-                self._breaker.failure()
-                with suppress(sqlite3.Error):
-                    self._file.close()
-            return None
+            return access.call(lambda: self._run_on_file(operation), ignore_breaker=ignore_breaker)
         finally:
             self._lock.release()
-        self._breaker.success()
-        health.worked()
-        return result
+
+    def _run_on_file(self, operation: Callable[[sqlite3.Connection], _T]) -> _T:
+        try:
+            return self._run_or_rebuild(operation)
+        except (sqlite3.Error, OSError) as error:
+            if not is_refusal(error):
+                with suppress(sqlite3.Error):
+                    self._file.close()  # the next operation opens it again
+            raise
 
     def _run_or_rebuild(self, operation: Callable[[sqlite3.Connection], _T]) -> _T:
         try:
@@ -234,7 +226,7 @@ class DiskCache:
 
 @contextmanager
 def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    # IMMEDIATE: a transaction that becomes a writer halfway fails at once instead of waiting for its turn.
+    # IMMEDIATE takes the write lock at the start. Taking it later fails at once where another process is writing.
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -250,3 +242,8 @@ def _used_bytes(connection: sqlite3.Connection) -> int:
     (free,) = connection.execute("PRAGMA freelist_count").fetchone()
     (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
     return int((pages - free) * page_bytes)
+
+
+@ANSWER_BACKENDS.register(DiskCache.name, Locality.MACHINE)
+def _open(settings: CacheSettings, cache_dir: Path) -> DiskCache | None:
+    return DiskCache(cache_dir / _FOLDER, max_bytes=settings.disk_bytes) if settings.disk_bytes else None

@@ -1,4 +1,4 @@
-"""The name under which an answer is kept: everything that can change the answer, and nothing else."""
+"""The key of an answer in the cache: a hash of everything that can change the answer, and of nothing else."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from rag_posfix.text import content_hash
 __all__ = ["SCHEMA_VERSION", "AnswerKey", "tenant_salt"]
 
 SCHEMA_VERSION = 1
-"""Raise it when the stored answers or their meaning change: older entries then are misses."""
+"""Part of every key. Increase it when stored entries or their meaning change: older entries are then misses."""
 
 
 def tenant_salt(*tenants: str) -> str:
-    """Return the salt of a tenant: of the process's own and the question's, "" if neither says one."""
+    """Return the salt that separates the entries of tenants, "" if no tenant is named.
+
+    Args:
+        tenants: The tenant of the process's settings and that of the question; "" for none.
+    """
     return repr(tenants) if any(tenants) else ""
 
 
@@ -30,9 +34,9 @@ class AnswerKey:
         question: The question.
         history: The turns before the question, serialised; empty without any.
         documents: Content hashes of the passages, in the order of the prompt.
-        order_invariant: Whether the mitigation answers the same for every order of the passages. The hashes are
-            then sorted, so that a shuffled context is the same key.
-        tenant: Salt that keeps the answers of tenants apart.
+        order_invariant: Whether the mitigation gives the same answer for every order of the passages. The hashes are
+            then sorted, so that shuffled passages give the same key.
+        tenant: Salt that separates the answers of tenants.
     """
 
     model: str

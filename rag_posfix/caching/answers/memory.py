@@ -1,30 +1,28 @@
-"""The tier in memory: least recently used entries go first, bounded by their number and by their bytes."""
+"""The memory tier of the answer cache: bounded by entries and bytes; the least recently used entry goes first."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from rag_posfix.caching.answers.tier import ANSWER_BACKENDS
+from rag_posfix.caching.backends import Locality
 from rag_posfix.caching.tagged_lru import TaggedLRU
 from rag_posfix.caching.tier import Counters, TierStats
 from rag_posfix.errors import CacheError
+from rag_posfix.settings import CacheSettings
 
 __all__ = ["MemoryCache"]
 
-_ENTRY_OVERHEAD_BYTES = 512  # the key, the tags and the objects around a value, roughly
+_ENTRY_OVERHEAD_BYTES = 512  # the key, the tags and the Python objects around a value, roughly
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Expiring:
     value: bytes
     expires_at: float
-    tags: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.value) + _ENTRY_OVERHEAD_BYTES
 
 
 class MemoryCache:
@@ -34,7 +32,12 @@ class MemoryCache:
         max_entries: Most entries held, >= 1.
         max_bytes: Most bytes held, >= 1024; a larger value is not kept.
         clock: Seconds that only go forward.
+
+    Raises:
+        CacheError: A bound is too small.
     """
+
+    name = "memory"
 
     def __init__(
         self,
@@ -47,72 +50,46 @@ class MemoryCache:
             raise CacheError(f"memory cache: max_entries={max_entries} must be >= 1; leave the tier out instead of 0")
         if max_bytes < 1024:
             raise CacheError(f"memory cache: max_bytes={max_bytes} must be >= 1024")
-        self._max_entries = max_entries
-        self._max_bytes = max_bytes
         self._clock = clock
-        self._entries = TaggedLRU[_Entry](max_bytes)
         self._counters = Counters()
-        self._lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        """``memory``."""
-        return "memory"
+        self._entries = TaggedLRU[_Expiring](max_bytes, self._counters, max_entries)
 
     def get(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None."""
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is not None and entry.expires_at <= self._clock():
-                del self._entries[key]
-                entry = None
+        entry = self._entries.get(key)
+        if entry is not None and entry.expires_at <= self._clock():
+            self._entries.remove(key, entry)
+            entry = None
         self._counters.add("misses" if entry is None else "hits")
         return None if entry is None else entry.value
 
     def set(self, key: str, value: bytes, ttl_seconds: float, tags: Sequence[str] = ()) -> None:
         """Keep ``value`` for ``ttl_seconds``, unless it is larger than the whole tier."""
-        entry = _Entry(value, self._clock() + ttl_seconds, tuple(tags))
-        with self._lock:
-            if ttl_seconds <= 0 or entry.size > self._max_bytes:
-                self._entries.pop(key, None)
-            else:
-                self._entries.add(key, entry, self._max_entries)
+        entry = _Expiring(value, self._clock() + ttl_seconds)
+        self._entries.put(key, entry, len(value) + _ENTRY_OVERHEAD_BYTES, tags)
 
     def delete_tags(self, tags: Sequence[str]) -> int:
-        """Drop every entry with one of ``tags``; return how many there were."""
-        with self._lock:
-            keys = {key for tag in tags for key in self._entries.by_tag.get(tag, ())}
-            for key in keys:
-                del self._entries[key]
-        return len(keys)
+        """Delete every entry that has one of ``tags``; return how many there were."""
+        return self._entries.delete_tags(tags)
 
     def keys(self, prefix: str = "") -> list[str]:
         """Return the keys that begin with ``prefix``, sorted."""
-        with self._lock:
-            now = self._clock()
-            held = [key for key, entry in self._entries.items() if entry.expires_at > now]
-        return sorted(key for key in held if key.startswith(prefix))
+        now = self._clock()
+        return sorted(key for key, entry in self._entries.items() if key.startswith(prefix) and entry.expires_at > now)
 
     def clear(self) -> int:
-        """Drop every entry; return how many there were."""
-        with self._lock:
-            count = len(self._entries)
-            self._entries.clear()
-        return count
+        """Delete every entry; return how many there were."""
+        return self._entries.clear()
 
     def stats(self) -> TierStats:
         """Return what the tier has done and holds."""
-        with self._lock:
-            entries, size, evictions = len(self._entries), int(self._entries.currsize), self._entries.evictions
-        return TierStats(
-            name=self.name,
-            hits=self._counters["hits"],
-            misses=self._counters["misses"],
-            evictions=evictions,
-            entries=entries,
-            bytes=size,
-        )
+        return self._entries.stats(self.name)
 
     def close(self) -> None:
-        """Drop every entry."""
-        self.clear()
+        """Delete every entry and keep no other."""
+        self._entries.close()
+
+
+@ANSWER_BACKENDS.register(MemoryCache.name, Locality.PROCESS)
+def _open(settings: CacheSettings, _: Path) -> MemoryCache | None:
+    return MemoryCache(max_entries=settings.memory_entries) if settings.memory_entries else None

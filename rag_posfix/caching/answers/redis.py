@@ -1,32 +1,33 @@
-"""The tier in Redis, shared by every replica of a service. Any Redis from version 5 on will do; no modules.
+"""The Redis tier of the answer cache, shared by every replica of a service. Needs Redis 5 or later and no modules.
 
 An entry is one string under ``rag_posfix:answer:<key>``, written with one SET that carries its time to live. A tag is
-one sorted set under ``rag_posfix:tag:<tag>`` of the keys that have it, scored by when they expire, so that it cleans
-itself. Every command names one key, as a cluster wants it.
+one sorted set under ``rag_posfix:tag:<tag>``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from rag_posfix.caching.answers.seal import seal, unseal
+from rag_posfix.caching.answers.tier import ANSWER_BACKENDS, ANSWER_CACHE
+from rag_posfix.caching.backends import Locality
 from rag_posfix.caching.breaker import CircuitBreaker
+from rag_posfix.caching.redis_keyspace import RedisKeyspace
 from rag_posfix.caching.redis_link import RedisLink
-from rag_posfix.caching.redis_tags import add_tags, delete_names, drop_tag, names_of
-from rag_posfix.caching.tier import Counters, TierStats, seal, unseal
+from rag_posfix.caching.tier import Counters, TierStats
+from rag_posfix.settings import CacheSettings
 
 __all__ = ["RedisCache"]
 
-_ENTRY_PREFIX = "rag_posfix:answer:"
-_TAG_PREFIX = "rag_posfix:tag:"
+_KEYSPACE = RedisKeyspace(entry_prefix="rag_posfix:answer:", tag_prefix="rag_posfix:tag:")
+_ENVELOPE_BYTES = 64 * 1024  # room for what is stored with an answer: its key and the tags of some thousand documents
 
 
 class RedisCache:
-    """Keeps entries in Redis.
-
-    Down, slow, full, locked or talking nonsense, Redis costs a request at most ``timeout_seconds``; then the circuit
-    breaker leaves it alone, and asks again by itself after a while.
+    """Keeps entries in Redis. A failing Redis costs a request ``timeout_seconds`` at most; see ``RedisLink``.
 
     Args:
         url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``.
@@ -40,6 +41,8 @@ class RedisCache:
         ConfigError: redis-py is not installed.
     """
 
+    name = "redis"
+
     def __init__(
         self,
         url: str,
@@ -50,26 +53,23 @@ class RedisCache:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._counters = Counters()
-        self._link = RedisLink(url, timeout_seconds=timeout_seconds, counters=self._counters, breaker=breaker)
+        self._link = RedisLink(
+            url, timeout_seconds=timeout_seconds, cache=ANSWER_CACHE, counters=self._counters, breaker=breaker
+        )
         self._max_entry_bytes = max_entry_bytes
         self._clock = clock
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._link.label!r})"
 
-    @property
-    def name(self) -> str:
-        """``redis``."""
-        return "redis"
-
     def get(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None."""
-        sealed = self._link.read(lambda client: client.get(_ENTRY_PREFIX + key))
+        sealed = self._link.read(lambda client: client.get(_KEYSPACE.entry(key)))
         value = unseal(key, sealed)
         if value is None and sealed is not None:
-            # Damaged, or the reply to another request: do not use the connection again. It is idle by now.
+            # Damaged, or the reply to another request: the connection, which is idle by now, must not be used again.
             self._counters.add("corrupt")
-            self._link.forget_connections()
+            self._link.discard_idle_connections()
         self._counters.add("misses" if value is None else "hits")
         return value
 
@@ -81,37 +81,34 @@ class RedisCache:
         sealed, now = seal(key, value), self._clock()
 
         def store(client: Any) -> None:
-            # Tags first: an entry without its tags could not be dropped.
-            add_tags(client, _TAG_PREFIX, key, tags, now, ttl_seconds)
-            client.set(_ENTRY_PREFIX + key, sealed, px=milliseconds)
+            _KEYSPACE.add_tags(client, key, tags, now, ttl_seconds)
+            client.set(_KEYSPACE.entry(key), sealed, px=milliseconds)
 
         self._link.write(store)
 
     def delete_tags(self, tags: Sequence[str]) -> int:
-        """Drop every entry with one of ``tags``; return how many there were."""
-        return self._link.sweep(lambda client: sum(drop_tag(client, _TAG_PREFIX, tag, _ENTRY_PREFIX) for tag in tags))
+        """Delete every entry that has one of ``tags``; return how many there were."""
+        return self._link.delete(lambda client: _KEYSPACE.delete_tags(client, tags))
 
     def clear(self) -> int:
-        """Drop every answer of rag_posfix, and nothing else; return how many there were."""
-
-        def drop(client: Any) -> int:
-            count = delete_names(client, names_of(client, _ENTRY_PREFIX))
-            delete_names(client, names_of(client, _TAG_PREFIX))
-            return count
-
-        return self._link.sweep(drop)
+        """Delete every answer of rag_posfix, and nothing else; return how many there were."""
+        return self._link.delete(_KEYSPACE.clear)
 
     def stats(self) -> TierStats:
         """Return what the tier has done; what Redis holds is not counted."""
-        return TierStats(
-            name=self.name,
-            hits=self._counters["hits"],
-            misses=self._counters["misses"],
-            errors=self._counters["errors"],
-            corrupt=self._counters["corrupt"],
-            available=self._link.available,
-        )
+        return TierStats.counted(self.name, self._counters, available=self._link.available)
 
     def close(self) -> None:
         """Close the connections and end the threads."""
         self._link.close()
+
+
+@ANSWER_BACKENDS.register(RedisCache.name, Locality.NETWORK)
+def _open(settings: CacheSettings, _: Path) -> RedisCache | None:
+    if settings.redis_url is None:
+        return None
+    return RedisCache(
+        settings.redis_url.get_secret_value(),
+        timeout_seconds=settings.redis_timeout_seconds,
+        max_entry_bytes=settings.max_entry_bytes + _ENVELOPE_BYTES,
+    )

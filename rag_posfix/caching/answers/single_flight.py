@@ -1,4 +1,4 @@
-"""Equal work at the same time in one process is done once: the others wait for it."""
+"""Computes an answer once when several threads of a process ask for it at the same time: the others wait for it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rag_posfix.errors import CacheError
 __all__ = ["SingleFlight"]
 
 
-class _Flight:
-    """One key that somebody holds or waits for."""
+class _KeyLock:
+    """The lock of one key, and how many threads hold it or wait for it."""
 
     __slots__ = ("lock", "users")
 
@@ -22,38 +22,41 @@ class _Flight:
 
 
 class SingleFlight:
-    """Lets one thread at a time work on a key.
+    """Lets one thread at a time work on a key. Its length is the number of keys that are held.
 
     Args:
-        max_wait_seconds: Longest wait for another thread. Afterwards the work is done twice: a hanging computation
-            must not stop its equals for ever.
+        max_wait_seconds: Longest wait for another thread, >= 0. Afterwards the work is done twice: a computation that
+            hangs must not block equal requests for ever.
+
+    Raises:
+        CacheError: ``max_wait_seconds`` is negative.
     """
 
     def __init__(self, max_wait_seconds: float = 60.0) -> None:
         if max_wait_seconds < 0:
             raise CacheError(f"single flight: max_wait_seconds={max_wait_seconds} must be >= 0")
         self._max_wait = max_wait_seconds
-        self._flights: dict[str, _Flight] = {}
+        self._locks: dict[str, _KeyLock] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._flights)
+            return len(self._locks)
 
     @contextmanager
     def hold(self, key: str) -> Iterator[None]:
         """Hold ``key`` while working on it; wait first if another thread holds it."""
         with self._lock:
-            flight = self._flights.setdefault(key, _Flight())
-            flight.users += 1
+            key_lock = self._locks.setdefault(key, _KeyLock())
+            key_lock.users += 1
         acquired = False
         try:
-            acquired = flight.lock.acquire(timeout=self._max_wait)
+            acquired = key_lock.lock.acquire(timeout=self._max_wait)
             yield
         finally:
             if acquired:
-                flight.lock.release()
+                key_lock.lock.release()
             with self._lock:
-                flight.users -= 1
-                if not flight.users:
-                    del self._flights[key]
+                key_lock.users -= 1
+                if not key_lock.users:
+                    del self._locks[key]

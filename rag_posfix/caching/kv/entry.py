@@ -1,9 +1,9 @@
-"""Keys and values of one stretch of tokens, and the bytes that stand for them on disk and in Redis.
+"""Keys and values of consecutive tokens, and their serialised form on disk and in Redis.
 
-The bytes are a seal (magic, SHA-256 over key and content) and a safetensors file. SHA-256 and not the BLAKE2b of the
-answer cache: an entry has megabytes, and where the processor has SHA instructions it takes half the time. The file is
-put together and taken apart here: the safetensors package copies the tensor twice, and new memory of this size costs
-more than hashing it. Nothing is ever unpickled.
+Serialised, an entry is a seal (magic number, SHA-256 over key and content) and a safetensors file. The hash is SHA-256
+and not BLAKE2b as in the answer cache: an entry has megabytes, and on processors with SHA instructions SHA-256 takes
+half the time. The safetensors file is written and parsed here because the safetensors package copies the tensor twice,
+and allocating that much memory takes longer than hashing it. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -21,12 +21,21 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["EntryShape", "PassageKV", "buffer", "head_bytes", "pieces", "read", "read_tags", "write"]
+__all__ = [
+    "EntryShape",
+    "PassageKV",
+    "allocate",
+    "deserialize",
+    "header_end",
+    "parse_tags",
+    "serialize",
+    "serialize_parts",
+]
 
 _MAGIC = b"RPKV0001"
 _SEAL_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
-_LENGTH_BYTES = 8  # what a safetensors file begins with: the length of its header
-_MOST_HEADER_BYTES = 1024**2
+_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
+_MAX_HEADER_BYTES = 1024**2
 _TENSOR = "kv"
 _TAGS = "tags"
 _DTYPES = {
@@ -41,13 +50,13 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class EntryShape:
-    """What an entry has to be like to be used.
+    """Shape and dtype that an entry must have to be used.
 
     Attributes:
         layers: Decoder layers, L.
         heads: Key/value heads, Hkv.
-        head_dim: D.
-        dtype: Of the keys and values.
+        head_dim: Channels of a head, D.
+        dtype: Type of the keys and values.
         n_tokens: Tokens, T.
     """
 
@@ -68,18 +77,18 @@ class EntryShape:
         return prod(self.sizes) * self.dtype.itemsize
 
     @property
-    def most_bytes(self) -> int:
-        """Most bytes that such an entry has when written."""
-        return _SEAL_BYTES + _LENGTH_BYTES + _MOST_HEADER_BYTES + self.n_bytes
+    def max_serialized_bytes(self) -> int:
+        """Most bytes that such an entry has when serialised."""
+        return _SEAL_BYTES + _LENGTH_BYTES + _MAX_HEADER_BYTES + self.n_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassageKV:
-    """Keys and values of one stretch of tokens in every layer. Nobody writes into them.
+    """Keys and values of consecutive tokens in every layer. The tensor must never be written to.
 
     Attributes:
         states: (2, L, Hkv, T, D), keys first, contiguous, on any device.
-        tags: Content keys of the documents that it was made from; it can be dropped by each.
+        tags: Content keys of the documents that it was made from; it can be deleted by each.
 
     Raises:
         CacheError: ``states`` has another number of dimensions or is not contiguous.
@@ -108,12 +117,12 @@ class PassageKV:
 
     @property
     def shape(self) -> EntryShape:
-        """What kind of entry this is."""
+        """Shape and dtype of the entry."""
         _, layers, heads, n_tokens, head_dim = self.states.shape
         return EntryShape(layers, heads, head_dim, self.states.dtype, n_tokens)
 
     def on(self, device: torch.device | str) -> PassageKV:
-        """Return the entry on ``device``, in memory that holds nothing else: a view would keep its batch alive."""
+        """Return the entry on ``device``, in memory of its own: a view would keep the whole batch in memory."""
         states = (self.states.detach() if self.states.requires_grad else self.states).to(device)
         if states.untyped_storage().nbytes() > states.nbytes:
             states = states.clone()
@@ -125,40 +134,40 @@ class PassageKV:
         return self if merged == self.tags else replace(self, tags=merged)
 
 
-def buffer(n_bytes: int) -> memoryview:
-    """Return memory for an entry that is to be read, with anything in it."""
+def allocate(n_bytes: int) -> memoryview:
+    """Return uninitialised memory to read a serialised entry into."""
     import torch
 
     return _memory_of(torch.empty(n_bytes, dtype=torch.uint8))
 
 
-def pieces(key: str, entry: PassageKV) -> tuple[bytes, memoryview]:
-    """Return the bytes of ``entry`` in two pieces, the second of them the keys and values where they are, uncopied."""
+def serialize_parts(key: str, entry: PassageKV) -> tuple[bytes, memoryview]:
+    """Return the serialised entry in two parts: seal with header, and keys with values, which are not copied."""
     import torch
 
     content = _memory_of(entry.states.detach().cpu().reshape(-1).view(torch.uint8))
-    head = _head(entry)
-    return b"".join((_MAGIC, _checksum(key, head, content), head)), content
+    header = _serialized_header(entry)
+    return b"".join((_MAGIC, _checksum(key, header, content), header)), content
 
 
-def write(key: str, entry: PassageKV) -> bytes:
-    """Return the bytes of ``entry``; they open under ``key`` alone."""
-    return b"".join(pieces(key, entry))
+def serialize(key: str, entry: PassageKV) -> bytes:
+    """Return the serialised entry. It can be deserialised under ``key`` alone."""
+    return b"".join(serialize_parts(key, entry))
 
 
-def read(key: str, data: object, expected: EntryShape) -> PassageKV | None:
-    """Return the entry in ``data``, on the CPU, or None unless it is whole, of ``key`` and as ``expected``.
+def deserialize(key: str, data: object, expected: EntryShape) -> PassageKV | None:
+    """Return the entry in ``data``, on the CPU, or None if it is damaged, of another key or not as ``expected``.
 
     Args:
         key: Its key.
-        data: Its bytes. The entry shares the memory of a ``memoryview``; of ``bytes``, which must never change, it
-            is a copy.
-        expected: What it has to be like.
+        data: The serialised entry. The tensor shares the memory of a ``memoryview``; ``bytes`` are copied, as they
+            must never change.
+        expected: Shape and dtype that it must have.
     """
     if not isinstance(data, bytes | memoryview):
         return None
     view = memoryview(data)
-    start = head_bytes(view)
+    start = header_end(view)
     if start is None or len(view) != start + expected.n_bytes:
         return None
     if view[len(_MAGIC) : _SEAL_BYTES] != _checksum(key, view[_SEAL_BYTES:]):
@@ -169,33 +178,37 @@ def read(key: str, data: object, expected: EntryShape) -> PassageKV | None:
         return None
     states = view[start:]
     if states.readonly:
-        copy = buffer(len(states))
+        copy = allocate(len(states))
         copy[:] = states
         states = copy
     return PassageKV(_tensor(states, expected), tags)
 
 
-def head_bytes(start: bytes | memoryview) -> int | None:
-    """Return how many first bytes of an entry ``read_tags`` needs, or None if this is no entry.
+def header_end(start: bytes | memoryview) -> int | None:
+    """Return where the header of a serialised entry ends, or None if this is no entry.
 
     Args:
-        start: First 64 bytes of the entry, or more.
+        start: The first 64 bytes of the serialised entry, or more.
     """
     if start[: len(_MAGIC)] != _MAGIC or len(start) < _SEAL_BYTES + _LENGTH_BYTES:
         return None
     length = int.from_bytes(start[_SEAL_BYTES : _SEAL_BYTES + _LENGTH_BYTES], "little")
-    return _SEAL_BYTES + _LENGTH_BYTES + length if length <= _MOST_HEADER_BYTES else None
+    return _SEAL_BYTES + _LENGTH_BYTES + length if length <= _MAX_HEADER_BYTES else None
 
 
-def read_tags(head: bytes) -> tuple[str, ...] | None:
-    """Return the tags of an entry from its first ``head_bytes``, unchecked, or None if they cannot be read."""
-    return _tags(_header(head))
+def parse_tags(start: bytes) -> tuple[str, ...] | None:
+    """Return the tags of a serialised entry without verifying its checksum, or None if they cannot be read.
+
+    Args:
+        start: Its bytes up to ``header_end``, or more.
+    """
+    return _tags(_header(start))
 
 
-def _head(entry: PassageKV) -> bytes:
+def _serialized_header(entry: PassageKV) -> bytes:
     header = {"__metadata__": {_TAGS: json.dumps(entry.tags)}, _TENSOR: _description(entry.shape)}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)  # so that the tensor is aligned
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # aligns the tensor
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
@@ -204,13 +217,13 @@ def _description(shape: EntryShape) -> dict[str, object]:
     return {"dtype": dtype, "shape": list(shape.sizes), "data_offsets": [0, shape.n_bytes]}
 
 
-def _header(head: bytes | memoryview) -> dict[str, Any]:
+def _header(start: bytes | memoryview) -> dict[str, Any]:
     """Return the header of the safetensors file, empty if it cannot be read."""
-    end = head_bytes(head)
-    if end is None or len(head) < end:
+    end = header_end(start)
+    if end is None or len(start) < end:
         return {}
     try:
-        header = json.loads(bytes(head[_SEAL_BYTES + _LENGTH_BYTES : end]))
+        header = json.loads(bytes(start[_SEAL_BYTES + _LENGTH_BYTES : end]))
     except (ValueError, RecursionError):
         return {}
     return header if isinstance(header, dict) else {}
@@ -229,20 +242,20 @@ def _tags(header: dict[str, Any]) -> tuple[str, ...] | None:
 def _tensor(states: memoryview, shape: EntryShape) -> Tensor:
     import torch
 
-    if not len(states):  # frombuffer takes no empty buffer
+    if not len(states):  # frombuffer refuses an empty buffer
         return torch.empty(shape.sizes, dtype=shape.dtype)
     return torch.frombuffer(states, dtype=shape.dtype).reshape(shape.sizes)
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
-    array: Any = tensor.numpy()  # that it is a buffer, its types say from Python 3.12 on
+    array: Any = tensor.numpy()  # numpy's types declare the buffer protocol only from Python 3.12 on
     return memoryview(array)
 
 
-def _checksum(key: str, *content: bytes | memoryview) -> bytes:
-    # The key is part of it: the entry of another key, as a store that mixes up its replies returns it, does not open.
+def _checksum(key: str, *parts: bytes | memoryview) -> bytes:
+    # The key is part of the checksum: a store that mixes up its replies returns an entry that fails the check.
     name = key.encode()
     digest = hashlib.sha256(len(name).to_bytes(8, "big") + name)
-    for piece in content:
-        digest.update(piece)
+    for part in parts:
+        digest.update(part)
     return digest.digest()

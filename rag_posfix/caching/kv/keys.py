@@ -1,4 +1,4 @@
-"""The name under which a passage's keys and values are kept: everything they depend on, and nothing else."""
+"""The key of an entry: a hash of everything that keys and values of a passage depend on, and of nothing else."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["SCHEMA_VERSION", "Part", "passage_key"]
 
 SCHEMA_VERSION = 1
-"""Raise it when the stored keys and values or their meaning change: older entries then are misses."""
+"""Part of every key. Increase it when stored entries or their meaning change: older entries are then misses."""
 
 Part: TypeAlias = str | int | float | bool | tuple["Part", ...] | None
-"""What a plan does to the encoding of a passage, as plain data."""
+"""What a plan changes in the encoding of a passage, as plain data."""
 
 
 def passage_key(
@@ -31,21 +31,22 @@ def passage_key(
     tokens: Sequence[int],
     salt: str,
 ) -> str:
-    """Return the key of a passage as 64 hexadecimal digits. Two keys are equal only if every argument is.
+    """Return the key of a passage as 64 hexadecimal digits. Two keys are equal only if all arguments are.
 
-    256 bits, because whoever finds two passages with one key could have the answer to one made from the other.
+    The hash has 256 bits, so that nobody can construct two passages with the same key: questions about one would be
+    answered from the other.
 
     Args:
-        model_fingerprint: Says which weights were read with.
-        dtype: Of the keys and values.
-        part: What the plan does to the encoding: first position, base of the rotation, scale per layer, ... 1 and 1.0
-            are different parts.
+        model_fingerprint: Identity of the weights.
+        dtype: Type of the keys and values.
+        part: What the plan changes in the encoding: first position, base of the rotation, scale per layer, ... 1 and
+            1.0 are different parts.
         prefix_tokens: Tokens before the passage that it attends to.
         tokens: Tokens of the passage.
-        salt: Keeps the passages of tenants apart.
+        salt: Separates the entries of tenants.
 
     Raises:
-        CacheError: ``part`` holds something else than plain data, or a token is no 64-bit integer.
+        CacheError: ``part`` contains something other than plain data, or a token is no 64-bit integer.
     """
     digest = hashlib.blake2b(digest_size=32)
     digest.update(_encoded(("passage", SCHEMA_VERSION, model_fingerprint, str(dtype), part, salt)))
@@ -55,7 +56,7 @@ def passage_key(
 
 
 def _encoded(part: Part) -> bytes:
-    """Return bytes from which ``part`` could be read back: a letter for the type, the length, the content."""
+    """Return an unambiguous encoding of ``part``: a letter for the type, the length, the content."""
     match part:
         case None:
             letter, content = b"n", b""
@@ -82,6 +83,6 @@ def _tokens(tokens: Sequence[int]) -> bytes:
         numbers = array("q", tokens)
     except (OverflowError, TypeError) as error:
         raise CacheError(f"passage key: tokens must be 64-bit integers ({error})") from error
-    if sys.byteorder == "big":  # machines that share a store agree
+    if sys.byteorder == "big":  # machines that share a store must compute the same keys
         numbers.byteswap()
     return len(numbers).to_bytes(8, "big") + numbers.tobytes()

@@ -1,9 +1,9 @@
-"""The tier in Redis, shared by every replica of a service. Any Redis from version 5 on will do; no modules.
+"""The Redis tier of the passage KV store, shared by every replica of a service. Needs Redis 5 or later and no modules.
 
-An entry is one string under ``rag_posfix:passage:<key>``, written with one SET that carries its time to live. Tags are
-kept as those of the answer cache are, under ``rag_posfix:passage-tag:<tag>``. ``rag_posfix:passage-index`` is a sorted
-set of the keys, scored by their last use: it says what goes when the bound is reached. Sizes are asked of Redis: no
-count is kept that could drift from what is there.
+An entry is one string under ``rag_posfix:passage:<key>``, written with one SET that carries its time to live. A tag is
+one sorted set under ``rag_posfix:passage-tag:<tag>``. ``rag_posfix:passage-index`` is a sorted set of the keys, scored
+by their last use: the first ones go when the bound is reached. Sizes are asked of Redis, because a count kept beside
+the entries could disagree with them.
 """
 
 from __future__ import annotations
@@ -11,42 +11,44 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+from rag_posfix.caching.backends import Locality
 from rag_posfix.caching.breaker import CircuitBreaker
-from rag_posfix.caching.kv.entry import EntryShape, PassageKV, read, write
-from rag_posfix.caching.kv.packing import pack, unpack
-from rag_posfix.caching.kv.readers import Readers
+from rag_posfix.caching.kv.compression import compress, decompress
+from rag_posfix.caching.kv.entry import EntryShape, PassageKV, deserialize, serialize
+from rag_posfix.caching.kv.reader_pool import ReaderPool
+from rag_posfix.caching.kv.tier import KV_BACKENDS, PASSAGE_STORE
+from rag_posfix.caching.redis_keyspace import RedisKeyspace
 from rag_posfix.caching.redis_link import RedisLink
-from rag_posfix.caching.redis_tags import add_tags, delete_names, drop_tag, names_of
 from rag_posfix.caching.tier import Counters, TierStats
 from rag_posfix.errors import CacheError
+from rag_posfix.settings import PassageStoreSettings
 
 __all__ = ["RedisPassages"]
 
-_ENTRY_PREFIX = "rag_posfix:passage:"
-_TAG_PREFIX = "rag_posfix:passage-tag:"
+_KEYSPACE = RedisKeyspace(entry_prefix="rag_posfix:passage:", tag_prefix="rag_posfix:passage-tag:")
 _INDEX = "rag_posfix:passage-index"
 _MIN_BYTES = 64 * 1024
-BATCH_BYTES = 8 * 1024**2  # per round trip: much per wait, little to lose at the deadline
+_BATCH_BYTES = 8 * 1024**2  # per round trip: larger ones wait less often, smaller ones lose less at the deadline
 _BATCH_COMMANDS = 500
-_SHARE = 32  # after so much of its bound a process measures again, and what it then frees to be ahead
-_SETTLED_SECONDS = 60.0  # an indexed key without an entry is forgotten only then: it may be on its way
+_HEADROOM = 32  # 1/32 of the bound: after writing so much the entries are measured; eviction frees so much more
+_WRITE_SECONDS = 60.0  # an indexed key without an entry may still be written for so long
 _Value = TypeVar("_Value")
 
 
 class RedisPassages:
-    """Keeps entries in Redis.
+    """Keeps entries in Redis. A failing Redis costs a search ``timeout_seconds`` at most; see ``RedisLink``.
 
-    Whatever happens to Redis, a search waits for it ``timeout_seconds`` at most, however many entries it asks for;
-    what came until then is used.
+    A search takes no longer however many entries it asks for; those that came before the deadline are used.
 
     Args:
         url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``.
         timeout_seconds: Bound of one search, or of writing 8 MiB, connecting included, > 0.
-        max_bytes: Most bytes of all entries, >= 65536; least recently used ones go first. Each process that writes may
-            exceed it by a thirty-second. An entry of more than a quarter is not sent. Redis's own ``maxmemory`` holds
-            as well: a full Redis refuses or evicts, and is a miss.
+        max_bytes: Most bytes of all entries, >= 65536; the least recently used go first. Each process that writes may
+            exceed it by 1/32. An entry of more than a quarter is not sent. Redis's own ``maxmemory`` holds as well: a
+            full Redis refuses or evicts entries, which are then misses.
         ttl_seconds: How long an entry is kept after it was written.
         compress: Whether entries are sent compressed.
         breaker: Decides when a failing Redis is asked again.
@@ -56,6 +58,9 @@ class RedisPassages:
         CacheError: The URL is not valid, or a bound is too small.
         ConfigError: redis-py is not installed.
     """
+
+    name = "redis"
+    immediate = False  # megabytes are hashed and sent
 
     def __init__(
         self,
@@ -75,89 +80,74 @@ class RedisPassages:
             )
         self._counters = Counters()
         self._link = RedisLink(
-            url, timeout_seconds=timeout_seconds, counters=self._counters, breaker=breaker, cache="passage store"
+            url, timeout_seconds=timeout_seconds, cache=PASSAGE_STORE, counters=self._counters, breaker=breaker
         )
         self._max_bytes = max_bytes
         self._ttl = ttl_seconds
         self._compress = compress
         self._clock = clock
-        self._readers = Readers()
+        self._readers = ReaderPool()
         self._unmeasured: int | None = None  # bytes written since the entries were measured; None: never measured
         self._closed = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._link.label!r})"
 
-    @property
-    def name(self) -> str:
-        """``redis``."""
-        return "redis"
-
-    @property
-    def immediate(self) -> bool:
-        """False: megabytes are hashed and sent."""
-        return False
-
     def get_many(self, keys: Mapping[str, EntryShape]) -> dict[str, PassageKV]:
-        """Return those of ``keys`` that are held and are as expected."""
+        """Return the entries of those of ``keys`` that are held and have the expected shape and dtype."""
         if self._closed or not keys:
             return {}
         replies: list[tuple[str, object]] = []
-        over = threading.Event()
+        deadline_passed = threading.Event()
 
         def fetch(client: Any) -> None:
             for batch in _batches(keys, lambda shape: shape.n_bytes):
-                if over.is_set():
+                if deadline_passed.is_set():
                     return
                 replies.extend(zip(batch, _fetch(client, list(batch), self._clock()), strict=True))
 
         self._link.read(fetch)
-        over.set()
+        deadline_passed.set()
         received = [(key, reply) for key, reply in list(replies) if reply is not None]
-        entries = self._readers.map(lambda item: self._opened(item[0], item[1], keys[item[0]]), received)
+        entries = self._readers.map(lambda item: _deserialized(item[0], item[1], keys[item[0]]), received)
         found = {key: entry for (key, _), entry in zip(received, entries, strict=True) if entry is not None}
         if len(found) < len(received):
-            # Damaged, or the replies to another request: do not use the connections again.
+            # Damaged, or the replies to another request: the connections must not be used again.
             self._counters.add("corrupt", len(received) - len(found))
-            self._link.forget_connections()
+            self._link.discard_idle_connections()
         self._counters.add("hits", len(found))
         self._counters.add("misses", len(keys) - len(found))
         return found
 
     def put_many(self, entries: Mapping[str, PassageKV]) -> None:
-        """Keep ``entries``, unless Redis refuses or has no time."""
+        """Keep ``entries``, unless Redis refuses or is too slow."""
         for batch in _batches(entries, lambda entry: entry.n_bytes):
             if self._closed or not self._put(batch):
                 return
 
     def delete_tags(self, tags: Sequence[str]) -> int:
-        """Drop every entry with one of ``tags``; return how many there were."""
-        return self._link.sweep(lambda client: sum(drop_tag(client, _TAG_PREFIX, tag, _ENTRY_PREFIX) for tag in tags))
+        """Delete every entry that has one of ``tags``; return how many there were."""
+        return self._link.delete(lambda client: _KEYSPACE.delete_tags(client, tags))
 
     def clear(self) -> int:
-        """Drop every passage of rag_posfix, and nothing else; return how many there were."""
+        """Delete every passage of rag_posfix, and nothing else; return how many there were."""
 
-        def drop(client: Any) -> int:
-            count = delete_names(client, names_of(client, _ENTRY_PREFIX))
-            delete_names(client, names_of(client, _TAG_PREFIX))
+        def delete(client: Any) -> int:
+            count = _KEYSPACE.clear(client)
             client.delete(_INDEX)
             return count
 
-        return self._link.sweep(drop)
+        return self._link.delete(delete)
 
     def stats(self) -> TierStats:
-        """Return what the tier has done and holds. Cost: the size of each entry is asked of Redis, in few messages."""
+        """Return what the tier has done and holds. Cost: the size of each entry is asked of Redis, 500 at a time."""
         sizes = None if self._closed else self._link.read(_sizes)
         held = None if sizes is None else [size for _, _, size in sizes if size]
-        return TierStats(
-            name=self.name,
-            hits=self._counters["hits"],
-            misses=self._counters["misses"],
-            errors=self._counters["errors"],
-            corrupt=self._counters["corrupt"],
-            evictions=self._counters["evictions"],
+        return TierStats.counted(
+            self.name,
+            self._counters,
             entries=None if held is None else len(held),
-            bytes=None if held is None else sum(held),
+            n_bytes=None if held is None else sum(held),
             available=self._link.available,
         )
 
@@ -167,66 +157,68 @@ class RedisPassages:
         self._link.close()
         self._readers.close()
 
-    def _opened(self, key: str, reply: object, expected: EntryShape) -> PassageKV | None:
-        return read(key, unpack(reply, expected.most_bytes), expected)
-
     def _put(self, entries: Mapping[str, PassageKV]) -> bool:
-        """Send ``entries``; return whether Redis took them."""
-        data = {key: write(key, entry) for key, entry in entries.items()}
+        """Send ``entries``; return whether Redis accepted them."""
+        data = {key: serialize(key, entry) for key, entry in entries.items()}
         if self._compress:
-            data = {key: pack(content) for key, content in data.items()}
+            data = {key: compress(content) for key, content in data.items()}
         data = {key: content for key, content in data.items() if len(content) <= self._max_bytes // 4}
         milliseconds, now = int(self._ttl * 1000), self._clock()
 
         def store(client: Any) -> bool:
-            # Tags and index first: an entry without them could not be dropped or would not count.
+            # Tags and index go first: an entry without them could not be deleted and would not count.
             for key in data:
-                add_tags(client, _TAG_PREFIX, key, entries[key].tags, now, self._ttl)
+                _KEYSPACE.add_tags(client, key, entries[key].tags, now, self._ttl)
             pipeline = client.pipeline(transaction=False)
             pipeline.zadd(_INDEX, dict.fromkeys(data, now))
             pipeline.pexpire(_INDEX, milliseconds)
             for key, content in data.items():
-                pipeline.set(_ENTRY_PREFIX + key, content, px=milliseconds)
+                pipeline.set(_KEYSPACE.entry(key), content, px=milliseconds)
             pipeline.execute()
             return True
 
         if data and not self._link.write(store):
             return False
-        self._keep_the_bound(sum(map(len, data.values())))
+        self._enforce_bound(sum(map(len, data.values())))
         return True
 
-    def _keep_the_bound(self, written: int) -> None:
-        if self._unmeasured is not None and self._unmeasured + written < self._max_bytes // _SHARE:
+    def _enforce_bound(self, written: int) -> None:
+        """Measure and evict, if enough was written since the last time. ``written``: bytes written just now."""
+        if self._unmeasured is not None and self._unmeasured + written < self._max_bytes // _HEADROOM:
             self._unmeasured += written
             return
         self._unmeasured = 0
-        self._counters.add("evictions", self._link.sweep(self._evict))
+        self._counters.add("evictions", self._link.delete(self._evict))
 
     def _evict(self, client: Any) -> int:
-        """Drop the least recently used entries where all together exceed the bound; return how many."""
+        """Delete the least recently used entries if all together exceed the bound; return how many."""
         sizes, now = _sizes(client), self._clock()
         used = sum(size for _, _, size in sizes)
-        unwanted, forgotten = [], []
-        bound = self._max_bytes if used <= self._max_bytes else self._max_bytes - self._max_bytes // _SHARE
+        evicted, expired = [], []
+        bound = self._max_bytes if used <= self._max_bytes else self._max_bytes - self._max_bytes // _HEADROOM
         for key, used_at, size in sizes:  # least recently used first
-            if not size and used_at < now - _SETTLED_SECONDS:
-                forgotten.append(key)
+            if not size and used_at < now - _WRITE_SECONDS:
+                expired.append(key)
             elif size and used > bound:
-                unwanted.append(key)
+                evicted.append(key)
                 used -= size
-        count = delete_names(client, (_ENTRY_PREFIX.encode() + key for key in unwanted))
-        gone = [*unwanted, *forgotten]
+        count = _KEYSPACE.delete(client, evicted)
+        gone = [*evicted, *expired]
         for start in range(0, len(gone), _BATCH_COMMANDS):
             client.zrem(_INDEX, *gone[start : start + _BATCH_COMMANDS])
         return count
 
 
+def _deserialized(key: str, reply: object, expected: EntryShape) -> PassageKV | None:
+    return deserialize(key, decompress(reply, expected.max_serialized_bytes), expected)
+
+
 def _batches(items: Mapping[str, _Value], n_bytes: Callable[[_Value], int]) -> Iterator[dict[str, _Value]]:
-    """Yield ``items`` in pieces of about ``BATCH_BYTES``."""
+    """Yield ``items`` in dictionaries of about ``_BATCH_BYTES``."""
     batch: dict[str, _Value] = {}
     size = 0
     for key, value in items.items():
-        if batch and size + n_bytes(value) > BATCH_BYTES:
+        if batch and size + n_bytes(value) > _BATCH_BYTES:
             yield batch
             batch, size = {}, 0
         batch[key] = value
@@ -236,12 +228,12 @@ def _batches(items: Mapping[str, _Value], n_bytes: Callable[[_Value], int]) -> I
 
 
 def _fetch(client: Any, keys: Sequence[str], now: float) -> list[object]:
-    """Return what is under each key, in one round trip, and note that it was used."""
+    """Return the reply for each key, in one round trip, and record that the keys were used."""
     pipeline = client.pipeline(transaction=False)
     for key in keys:
-        pipeline.get(_ENTRY_PREFIX + key)
+        pipeline.get(_KEYSPACE.entry(key))
     pipeline.zadd(_INDEX, dict.fromkeys(keys, now), xx=True)
-    # A Redis that is full or read-only refuses the note and still serves what it holds.
+    # A Redis that is full or read-only refuses the ZADD and still serves its entries.
     replies: list[object] = pipeline.execute(raise_on_error=False)[: len(keys)]
     for reply in replies:
         if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
@@ -250,13 +242,26 @@ def _fetch(client: Any, keys: Sequence[str], now: float) -> list[object]:
 
 
 def _sizes(client: Any) -> list[tuple[bytes, float, int]]:
-    """Return key, time of last use and size of each entry, least recently used first; 0 for one that is gone."""
+    """Return key, time of last use and size of each entry, least recently used first; size 0 if it is gone."""
     indexed: list[tuple[bytes, float]] = client.zrange(_INDEX, 0, -1, withscores=True)
     sizes: list[int] = []
     for start in range(0, len(indexed), _BATCH_COMMANDS):
         pipeline = client.pipeline(transaction=False)
         for key, _ in indexed[start : start + _BATCH_COMMANDS]:
-            pipeline.strlen(_ENTRY_PREFIX.encode() + key)
-        replies = pipeline.execute(raise_on_error=False)  # a key of another type is nothing of ours
+            pipeline.strlen(_KEYSPACE.entry_prefix.encode() + key)
+        replies = pipeline.execute(raise_on_error=False)  # a key of another type is an error, and none of ours
         sizes.extend(reply if isinstance(reply, int) else 0 for reply in replies)
     return [(key, used_at, size) for (key, used_at), size in zip(indexed, sizes, strict=True)]
+
+
+@KV_BACKENDS.register(RedisPassages.name, Locality.NETWORK)
+def _open(settings: PassageStoreSettings, _: Path) -> RedisPassages | None:
+    if settings.redis_url is None:
+        return None
+    return RedisPassages(
+        settings.redis_url.get_secret_value(),
+        timeout_seconds=settings.redis_timeout_seconds,
+        max_bytes=settings.redis_bytes,
+        ttl_seconds=settings.redis_ttl_seconds,
+        compress=settings.compress,
+    )

@@ -1,33 +1,82 @@
-"""Asks the engine: prompts as pipelines make them, greedy answers in batches, and how good each answer is."""
+"""Asks the engine: prompts as pipelines make them, greedy answers in batches, how good each is, and a journal of them.
+
+A journal lets a run be interrupted and extended. The key of an answer in it says all that the answer depends on:
+weights, method, prompt template, question, passages, their relevance, tokens. It does not say which version of this
+library wrote the line; that stands beside it. After a change to a method's code, start afresh.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import string
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 from langchain_core.documents import Document
 from torch import Tensor
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.documents import checked_document
+from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.answers.answer_metrics import best_subspan_em, first_line
 from rag_posfix.evaluation.data.datasets import PositionExample
-from rag_posfix.generation.batching.batch import in_batches, score_together, write_together
+from rag_posfix.evaluation.journal import LineJournal
+from rag_posfix.generation.batching.session_batch import generate_batch, in_batches, score_batch
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.plan.layout import Layout
+from rag_posfix.text import content_hash
 
-__all__ = ["QUESTIONS_TOGETHER", "Answer", "Asked", "answer_all", "answer_and_score", "scored"]
+__all__ = [
+    "QUESTIONS_TOGETHER",
+    "AnswerJournal",
+    "GradedAnswer",
+    "Trial",
+    "answer_all",
+    "answer_and_score",
+    "answer_key",
+    "best_subspan_em",
+    "first_line",
+    "normalize",
+    "score_passages",
+]
 
 QUESTIONS_TOGETHER = 8
 """Questions of one condition are answered together, so an answer has the same neighbours in every condition."""
 
+KEY_VERSION = 1
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize(text: str) -> str:
+    """Return ``text`` in lower case without punctuation, articles and surplus spaces, as SQuAD compares answers."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def first_line(text: str) -> str:
+    """Return what stands before the first line break, as Lost in the Middle scores it."""
+    return text.split("\n", 1)[0].strip()
+
+
+def best_subspan_em(answer: str, accepted: Sequence[str]) -> float:
+    """Return 1.0 if any accepted answer stands in ``answer`` once both are normalised, else 0.0.
+
+    Source: Liu et al. (2024), Lost in the Middle, section 2.2, https://arxiv.org/abs/2307.03172. Their scripts cut the
+    answer at the first line break before this; use ``first_line`` for that.
+    """
+    normalized = normalize(answer)
+    return float(any((gold := normalize(candidate)) and gold in normalized for candidate in accepted))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class Trial:
     """One question about passages in one order, for one mitigation."""
 
     example: PositionExample
@@ -36,8 +85,8 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What came of it.
+class GradedAnswer:
+    """The answer to a trial, and how good it is.
 
     Attributes:
         answer: What the model wrote.
@@ -54,8 +103,13 @@ class Answer:
     seconds: float
 
 
+_FIELDS = {field.name: str if field.name == "answer" else float for field in fields(GradedAnswer)}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class _Opened:
+class _Prefilled:
+    """A trial whose prompt has been read."""
+
     example: PositionExample
     request: GenerationRequest
     session: Session
@@ -65,7 +119,7 @@ class _Opened:
 def answer_and_score(
     engine: Engine, layout: Layout, choice: MitigationChoice, expected: str, max_new_tokens: int
 ) -> tuple[Generation, float]:
-    """Return the greedy answer and the mean log-probability per token of ``expected``, from one reading."""
+    """Return the greedy answer and the mean log-probability per token of ``expected``; the prompt is read once."""
     tokens = engine.encoder.encode_text(expected)
     session = engine.open(layout, choice, max(max_new_tokens, len(tokens)))
     scores = session.score(tokens)
@@ -76,7 +130,7 @@ def answer_and_score(
     return generation, sum(scores) / len(scores)
 
 
-def answer_all(engine: Engine, asked: Iterable[Asked], max_new_tokens: int) -> Iterator[tuple[Answer, Tensor]]:
+def answer_all(engine: Engine, trials: Iterable[Trial], max_new_tokens: int) -> Iterator[tuple[GradedAnswer, Tensor]]:
     """Yield each answer in order, with the log-probabilities of its first token, (V,) float32.
 
     Prompts are read one by one, and answers scored and written in batches.
@@ -85,16 +139,16 @@ def answer_all(engine: Engine, asked: Iterable[Asked], max_new_tokens: int) -> I
         EvaluationError: passages do not fit the context window.
     """
     assembler = Assembler(engine.encoder, engine.context_window)
-    opened = (_open(engine, assembler, one, max_new_tokens) for one in asked)
-    for batch in in_batches(opened, lambda one: one.session):
+    prefilled = (_prefill(engine, assembler, trial, max_new_tokens) for trial in trials)
+    for batch in in_batches(prefilled, lambda one: one.session):
         sessions = [one.session for one in batch]
         started = time.perf_counter()
         first = [session.next_log_probs() for session in sessions]
-        scores = score_together(sessions, [one.expected for one in batch])
-        generations = write_together(engine, sessions, [one.request for one in batch])
+        scores = score_batch(sessions, [one.expected for one in batch])
+        generations = generate_batch(engine, sessions, [one.request for one in batch])
         share = (time.perf_counter() - started) / len(batch)
         for one, log_probs, score, generation in zip(batch, first, scores, generations, strict=True):
-            answer = Answer(
+            answer = GradedAnswer(
                 answer=generation.text,
                 accuracy=best_subspan_em(first_line(generation.text), one.example.answers),
                 accuracy_full_text=best_subspan_em(generation.text, one.example.answers),
@@ -104,10 +158,10 @@ def answer_all(engine: Engine, asked: Iterable[Asked], max_new_tokens: int) -> I
             yield answer, log_probs
 
 
-def _open(engine: Engine, assembler: Assembler, asked: Asked, max_new_tokens: int) -> _Opened:
-    example, given = asked.example, len(asked.documents)
+def _prefill(engine: Engine, assembler: Assembler, trial: Trial, max_new_tokens: int) -> _Prefilled:
+    example, given = trial.example, len(trial.documents)
     assembled = assembler.assemble(
-        example.question, asked.documents, order="original", max_new_tokens=max_new_tokens
+        example.question, trial.documents, order="original", max_new_tokens=max_new_tokens
     )  # fmt: skip
     if len(assembled.documents) != given:
         raise EvaluationError(
@@ -115,14 +169,59 @@ def _open(engine: Engine, assembler: Assembler, asked: Asked, max_new_tokens: in
             "not fit or repeat; use fewer documents"
         )
     expected = engine.encoder.encode_text(example.answers[0])
-    session = engine.open(assembled.layout, asked.choice, max(max_new_tokens, len(expected)))
-    request = GenerationRequest(assembled.layout, asked.choice, Sampling(max_tokens=max_new_tokens))
-    return _Opened(example, request, session, expected)
+    session = engine.open(assembled.layout, trial.choice, max(max_new_tokens, len(expected)))
+    request = GenerationRequest(assembled.layout, trial.choice, Sampling(max_tokens=max_new_tokens))
+    return _Prefilled(example, request, session, expected)
 
 
-def scored(reranker: Reranker, example: PositionExample, count: int) -> dict[str, Document]:
+def score_passages(reranker: Reranker, example: PositionExample, count: int) -> dict[str, Document]:
     """Return the passages of a question with relevance, by id.
 
     Relevance comes from ``reranker``, which sees the same passages in the same order whatever is asked afterwards.
     """
     return {str(d.id): d for d in reranker.compress_documents(example.documents(count, 0), example.question)}
+
+
+class AnswerJournal(LineJournal[GradedAnswer]):
+    """Answers by key, in memory and, with a path, in a file that only grows (see ``LineJournal``).
+
+    Args:
+        path: The file; it and its folder are made with the first answer. None keeps answers in memory only.
+        fresh: Start without the answers of earlier runs. They stay in the file.
+
+    Raises:
+        EvaluationError: the file exists and cannot be read.
+    """
+
+    def __init__(self, path: Path | None = None, *, fresh: bool = False) -> None:
+        super().__init__("answer", _read_answer, path, fresh=fresh)
+
+
+def _read_answer(row: Any) -> GradedAnswer | None:
+    whole = set(row) == set(_FIELDS) and all(isinstance(row[name], kind) for name, kind in _FIELDS.items())
+    return GradedAnswer(**row) if whole else None
+
+
+def answer_key(engine: Engine, trial: Trial, max_new_tokens: int, *, any_order: bool) -> str:
+    """Return a digest of all that an answer depends on.
+
+    Args:
+        engine: The model.
+        trial: The question, its passages and the mitigation.
+        max_new_tokens: Tokens of the answer.
+        any_order: Give the same key to every order of the passages.
+    """
+    passages: Iterable[list[Any]] = ([one.key, one.relevance] for one in map(checked_document, trial.documents))
+    parts = {
+        "version": KEY_VERSION,
+        "model": engine.fingerprint,
+        "device": engine.loaded.device.type,
+        "method": engine.describe(trial.choice).fingerprint,
+        "template": PromptTemplate().fingerprint(),
+        "question": trial.example.question,
+        "answers": trial.example.answers,
+        "passages": sorted(passages, key=str) if any_order else list(passages),
+        "any_order": any_order,
+        "max_new_tokens": max_new_tokens,
+    }
+    return content_hash(json.dumps(parts, sort_keys=True))

@@ -5,8 +5,11 @@ Every order is computed, whatever a method says of itself: this measures the cla
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from langchain_core.documents import Document
@@ -14,25 +17,34 @@ from torch import Tensor
 
 from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.evaluation.answers.answering import QUESTIONS_TOGETHER, Asked, answer_all, scored
-from rag_posfix.evaluation.answers.orders import drawn_orders
-from rag_posfix.evaluation.data.datasets import PositionExample
-from rag_posfix.evaluation.labels import label
+from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.answers.answering import QUESTIONS_TOGETHER, Trial, answer_all, score_passages
+from rag_posfix.evaluation.answers.experiment import answers_head, check_choices, load_models
+from rag_posfix.evaluation.data.datasets import PositionExample, take_examples
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.record import ExperimentRecord
 from rag_posfix.evaluation.statistics import bootstrap_interval, mean
 from rag_posfix.generation.engine import Engine
+from rag_posfix.settings import Settings
 
-__all__ = ["OrderOutcome", "summarize_orders", "sweep_orders"]
+__all__ = [
+    "PermutationRow",
+    "answer_in_orders",
+    "draw_orders",
+    "evaluate_permutations",
+    "summarize_permutations",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class OrderOutcome:
+class PermutationRow:
     """One answer to one question with the passages in one order.
 
     Attributes:
         question: The question's id.
         condition: Label of the mitigation.
-        order: Places of the passages in the first order, as they stand now; the first order is 0, 1, 2, ...
-        gold_position: Place of the gold passage.
+        order: Positions of the passages in the first order, as they stand now; the first order is 0, 1, 2, ...
+        gold_position: Position of the gold passage.
         changed: The answer's text is not that of the first order.
         logit_difference: Largest absolute difference to the first order in the log-probabilities of the first token.
         answer: What the model wrote.
@@ -55,6 +67,90 @@ class OrderOutcome:
     seconds: float
 
 
+def evaluate_permutations(
+    data: Path | Sequence[PositionExample],
+    choices: Sequence[MitigationChoice],
+    *,
+    orders: int = 4,
+    documents: int = 10,
+    limit: int | None = None,
+    skip: int = 0,
+    max_tokens: int = 24,
+    seed: int = 0,
+    engine: Engine | None = None,
+    reranker: Reranker | None = None,
+    settings: Settings | None = None,
+    out: Path | None = None,
+    progress: Progress = silent,
+) -> ExperimentRecord:
+    """Shuffle the passages and count the answers that change: flip rate, first-token difference, accuracy.
+
+    The record has one row per question, method and order (``PermutationRow``); ``summarize_permutations`` describes
+    its summary.
+
+    Args:
+        data: A file of Lost-in-the-Middle rows or in SQuAD's form, or questions.
+        choices: The methods.
+        orders: Orders per question, the given one included; the others are drawn, the same ones for every method.
+        documents: Passages per prompt.
+        limit: Questions at most.
+        skip: Questions to leave out at the start.
+        max_tokens: New tokens per answer.
+        seed: Draws the orders.
+        engine: The model; loaded as ``settings`` say if None.
+        reranker: Scores the passages; if None, the embeddings that ``settings`` name.
+        settings: Read from the environment if None.
+        out: Folder for the record; None writes nothing.
+        progress: Shows how far it is.
+
+    Raises:
+        ConfigError: a method, the model or a setting is at fault.
+        EvaluationError: the file cannot be used, too few passages or orders, or passages do not fit the context
+            window.
+    """
+    examples = take_examples(data, limit, skip)
+    check_choices(choices)
+    draw_orders(documents, orders, seed, "")  # before the model: what cannot be done is told at once
+    for example in examples:
+        example.documents(documents, 0)
+    engine, reranker, relevance = load_models(choices, engine, reranker, settings, progress)
+    with progress("answering") as report:
+        rows = answer_in_orders(
+            engine, examples, choices, n_orders=orders, n_documents=documents, reranker=reranker, seed=seed,
+            max_new_tokens=max_tokens, progress=report,
+        )  # fmt: skip
+    used = {
+        "documents": documents, "orders": orders, "limit": limit, "skip": skip, "max_tokens": max_tokens, "seed": seed,
+        "relevance": relevance, "decoding": "greedy",
+    }  # fmt: skip
+    head = answers_head("permutations", engine, choices, data, used, summarize_permutations(rows))
+    return ExperimentRecord(head, [asdict(row) for row in rows]).write(out)
+
+
+def draw_orders(count: int, n_orders: int, seed: int, name: str) -> list[tuple[int, ...]]:
+    """Return distinct orders of ``count`` passages: the given one, then others drawn at random.
+
+    Args:
+        count: Passages.
+        n_orders: How many orders, the given one included.
+        seed: Draws them.
+        name: What is ordered; another name draws other orders.
+
+    Raises:
+        EvaluationError: there are not so many orders.
+    """
+    possible = math.factorial(count)
+    if not 2 <= n_orders <= possible:
+        raise EvaluationError(
+            f"orders={n_orders} must be between 2 and {possible}, the number of orders of {count} passages"
+        )
+    draw = random.Random(f"{seed}:{name}")
+    orders = {tuple(range(count)): None}
+    while len(orders) < n_orders:
+        orders[tuple(draw.sample(range(count), count))] = None
+    return list(orders)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Question:
     """A question with its passages in the first order, relevance included, and the orders to put them in."""
@@ -64,7 +160,7 @@ class _Question:
     orders: list[tuple[int, ...]]
 
 
-def sweep_orders(
+def answer_in_orders(
     engine: Engine,
     examples: Sequence[PositionExample],
     choices: Sequence[MitigationChoice],
@@ -75,7 +171,7 @@ def sweep_orders(
     seed: int = 0,
     max_new_tokens: int = 24,
     progress: Callable[[int, int], None] | None = None,
-) -> list[OrderOutcome]:
+) -> list[PermutationRow]:
     """Answer every question with each method in each order.
 
     The first order has the gold passage first and the distractors as the data gives them. Eight questions are taken
@@ -97,13 +193,13 @@ def sweep_orders(
         EvaluationError: too few distractors, more orders than there are, or passages do not fit the context window.
     """
     total = len(examples) * len(choices) * n_orders
-    rows: list[OrderOutcome] = []
+    rows: list[PermutationRow] = []
     for start in range(0, len(examples), QUESTIONS_TOGETHER):
         questions = []
         for example in examples[start : start + QUESTIONS_TOGETHER]:
-            passages = scored(reranker, example, n_documents)
+            passages = score_passages(reranker, example, n_documents)
             given = tuple(passages[str(document.id)] for document in example.documents(n_documents, 0))
-            questions.append(_Question(example, given, drawn_orders(n_documents, n_orders, seed, example.id)))
+            questions.append(_Question(example, given, draw_orders(n_documents, n_orders, seed, example.id)))
         for choice in choices:
             for row in _in_each_order(engine, questions, choice, n_orders, max_new_tokens):
                 rows.append(row)
@@ -114,20 +210,20 @@ def sweep_orders(
 
 def _in_each_order(
     engine: Engine, questions: Sequence[_Question], choice: MitigationChoice, n_orders: int, max_new_tokens: int
-) -> Iterator[OrderOutcome]:
+) -> Iterator[PermutationRow]:
     first: list[tuple[str, Tensor]] = []  # by question, in the first order: the answer, and scores of its first token
     for number in range(n_orders):
         orders = [question.orders[number] for question in questions]
-        asked = [
-            Asked(question.example, tuple(question.given[i] for i in order), choice)
+        trials = [
+            Trial(question.example, tuple(question.given[i] for i in order), choice)
             for question, order in zip(questions, orders, strict=True)
         ]
-        for index, (answer, log_probs) in enumerate(answer_all(engine, asked, max_new_tokens)):
+        for index, (answer, log_probs) in enumerate(answer_all(engine, trials, max_new_tokens)):
             if number == 0:
                 first.append((answer.answer, log_probs))
-            yield OrderOutcome(
+            yield PermutationRow(
                 question=questions[index].example.id,
-                condition=label(choice),
+                condition=choice.label,
                 order=orders[index],
                 gold_position=orders[index].index(0),
                 changed=answer.answer != first[index][0],
@@ -141,14 +237,14 @@ def _largest_difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().where(one != other, 0.0).max())
 
 
-def summarize_orders(rows: Sequence[OrderOutcome]) -> dict[str, Any]:
+def summarize_permutations(rows: Sequence[PermutationRow]) -> dict[str, Any]:
     """Return how much each method's answers depend on the order, with intervals by question.
 
     ``flip_rate`` is the share of (question, order other than the first) whose answer is not that of the first order;
     ``any_flip`` the share of questions with at least one such order; ``max_logit_difference`` the largest difference
     of a first token's log-probability between an order and the first; ``accuracy`` the mean over all orders.
     """
-    tables: dict[str, dict[str, list[OrderOutcome]]] = {}
+    tables: dict[str, dict[str, list[PermutationRow]]] = {}
     for row in rows:
         tables.setdefault(row.condition, {}).setdefault(row.question, []).append(row)
     return {
@@ -158,10 +254,10 @@ def summarize_orders(rows: Sequence[OrderOutcome]) -> dict[str, Any]:
     }
 
 
-def _summary(questions: Sequence[Sequence[OrderOutcome]]) -> dict[str, Any]:
+def _summary(questions: Sequence[Sequence[PermutationRow]]) -> dict[str, Any]:
     """Shapes: questions: one list per question, its first order first."""
     flips = [mean([float(row.changed) for row in found[1:]]) for found in questions]
-    measures = {
+    columns = {
         "flip_rate": flips,
         "any_flip": [float(share > 0) for share in flips],
         "accuracy": [mean([row.accuracy for row in found]) for found in questions],
@@ -169,7 +265,7 @@ def _summary(questions: Sequence[Sequence[OrderOutcome]]) -> dict[str, Any]:
         "log_probability": [mean([row.log_probability for row in found]) for found in questions],
     }
     summary: dict[str, Any] = {}
-    for name, values in measures.items():
+    for name, values in columns.items():
         summary[name] = mean(values)
         summary[f"{name}_ci95"] = list(bootstrap_interval([[value] for value in values], mean))
     summary["max_logit_difference"] = max(row.logit_difference for found in questions for row in found)

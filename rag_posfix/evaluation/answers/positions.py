@@ -1,35 +1,159 @@
-"""How an answer depends on where the gold passage stands: a sweep over places, the same engine for every method."""
+"""How an answer depends on where the gold passage stands: every method at every gold position, on the same engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.evaluation.answers.answer_journal import Journal, answer_key
-from rag_posfix.evaluation.answers.answering import QUESTIONS_TOGETHER, Asked, answer_all, scored
-from rag_posfix.evaluation.answers.positions_summary import CLOSED_BOOK, GOLD_ONLY, Outcome
-from rag_posfix.evaluation.data.datasets import PositionExample
-from rag_posfix.evaluation.labels import label
+from rag_posfix.evaluation.answers.answering import (
+    QUESTIONS_TOGETHER,
+    AnswerJournal,
+    Trial,
+    answer_all,
+    answer_key,
+    score_passages,
+)
+from rag_posfix.evaluation.answers.experiment import answers_head, check_choices, load_models
+from rag_posfix.evaluation.data.datasets import PositionExample, take_examples
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.record import ExperimentRecord
+from rag_posfix.evaluation.speed.runs import with_store
+from rag_posfix.evaluation.statistics import bootstrap_interval, mean
 from rag_posfix.generation.engine import Engine
+from rag_posfix.settings import Settings
 
-__all__ = ["sweep_positions"]
+__all__ = [
+    "CLOSED_BOOK",
+    "GOLD_ONLY",
+    "JOURNAL",
+    "PositionRow",
+    "answer_at_positions",
+    "evaluate_positions",
+    "summarize_positions",
+]
 
-Progress = Callable[[int, int], None]
+CLOSED_BOOK = "closed_book"
+GOLD_ONLY = "gold_only"
+JOURNAL = "positions-journal.jsonl"
+REUSE_BYTES = 4 * 1024**3
+"""Bound of the keys and values that ``reuse`` keeps of passages."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionRow:
+    """One answer to one question under one condition.
+
+    Attributes:
+        question: The question's id.
+        condition: Label of the mitigation, ``closed_book`` or ``gold_only``.
+        gold_position: Position of the gold passage, None without distractors.
+        answer: What the model wrote.
+        accuracy: best_subspan_em of the first line.
+        accuracy_full_text: best_subspan_em of the whole answer.
+        log_probability: Mean log-probability per token of the first accepted answer.
+        seconds: Time to read the prompt, and a share of the time that its batch took to write.
+        reused: Not computed for this row: an earlier run answered the same, or this run did for another order of the
+            same passages, under a method that does not depend on the order.
+    """
+
+    question: str
+    condition: str
+    gold_position: int | None
+    answer: str
+    accuracy: float
+    accuracy_full_text: float
+    log_probability: float
+    seconds: float
+    reused: bool = False
+
+
+def evaluate_positions(
+    data: Path | Sequence[PositionExample],
+    choices: Sequence[MitigationChoice],
+    *,
+    gold_positions: Sequence[int] = (0, 4, 9),
+    documents: int = 10,
+    limit: int | None = None,
+    skip: int = 0,
+    max_tokens: int = 24,
+    check_orders: bool = False,
+    fresh: bool = False,
+    reuse: bool = False,
+    engine: Engine | None = None,
+    reranker: Reranker | None = None,
+    settings: Settings | None = None,
+    out: Path | None = None,
+    progress: Progress = silent,
+) -> ExperimentRecord:
+    """Put the gold passage at each position and compare methods: accuracy, log-probability, worst position, spread.
+
+    The record has one row per question and condition (``PositionRow``); ``summarize_positions`` describes its summary.
+    With ``out``, every answer goes to ``positions-journal.jsonl`` there as soon as it is known: the same call, or one
+    with more questions, positions or methods, computes only what is missing.
+
+    Args:
+        data: A file of Lost-in-the-Middle rows or in SQuAD's form, or questions.
+        choices: The methods.
+        gold_positions: Positions of the gold passage in the prompt, from 0.
+        documents: Passages per prompt.
+        limit: Questions at most.
+        skip: Questions to leave out at the start.
+        max_tokens: New tokens per answer.
+        check_orders: Compute the answer at every position even if the method says that it ignores the order.
+        fresh: Compute anew what the journal holds.
+        reuse: Keep keys and values of passages in memory (4 GiB) for the next condition: faster; ``seconds`` are then
+            those of a warm store.
+        engine: The model; loaded as ``settings`` say if None.
+        reranker: Scores the passages; if None, the embeddings that ``settings`` name.
+        settings: Read from the environment if None.
+        out: Folder for the record and the journal; None writes nothing.
+        progress: Shows how far it is.
+
+    Raises:
+        ConfigError: a method, the model or a setting is at fault.
+        EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
+    """
+    examples = take_examples(data, limit, skip)
+    check_choices(choices)
+    for example in examples:  # before the model: too few distractors are told at once
+        for gold_position in gold_positions:
+            example.documents(documents, gold_position)
+    engine, reranker, relevance = load_models(choices, engine, reranker, settings, progress)
+    if reuse:
+        from rag_posfix.caching.kv.memory import MemoryPassages
+        from rag_posfix.caching.kv.store import PassageStore
+
+        engine = with_store(engine, PassageStore([MemoryPassages(REUSE_BYTES)]))
+    journal = AnswerJournal(None if out is None else out / JOURNAL, fresh=fresh)
+    with progress("answering") as report:
+        rows = answer_at_positions(
+            engine, examples, choices, gold_positions=gold_positions, n_documents=documents, reranker=reranker,
+            max_new_tokens=max_tokens, progress=report, journal=journal, check_orders=check_orders,
+        )  # fmt: skip
+    used = {
+        "documents": documents, "gold_positions": list(gold_positions), "limit": limit, "skip": skip,
+        "max_tokens": max_tokens, "relevance": relevance, "decoding": "greedy", "check_orders": check_orders,
+        "reuse": reuse, "answers_of_earlier_runs_by": journal.sources,
+    }  # fmt: skip
+    head = answers_head("positions", engine, choices, data, used, summarize_positions(rows))
+    return ExperimentRecord(head, [asdict(row) for row in rows]).write(out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
-    """One row of the result: what is asked, and the key under which its answer is known."""
+class _PlannedRow:
+    """A row to be: its trial, and the key under which the answer is known."""
 
-    asked: Asked
+    trial: Trial
     condition: str
-    place: int | None
+    gold_position: int | None
     key: str
 
 
-def sweep_positions(
+def answer_at_positions(
     engine: Engine,
     examples: Sequence[PositionExample],
     choices: Sequence[MitigationChoice],
@@ -38,32 +162,32 @@ def sweep_positions(
     n_documents: int,
     reranker: Reranker,
     max_new_tokens: int = 24,
-    progress: Progress | None = None,
-    journal: Journal | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    journal: AnswerJournal | None = None,
     check_orders: bool = False,
-) -> list[Outcome]:
-    """Answer every question under every condition: closed book, gold only, and each method at each place.
+) -> list[PositionRow]:
+    """Answer every question under every condition: closed book, gold only, and each method at each gold position.
 
     Relevance comes from ``reranker`` and never from which passage is gold. Each method has the same settings at every
-    place. Eight questions are taken at a time, and those of one condition and place are answered together.
+    position. Eight questions are taken at a time, and those of one condition and position are answered together.
 
     Args:
         engine: The model; the same for all conditions.
         examples: The questions.
         choices: The mitigations.
-        gold_positions: Places of the gold passage, from 0.
+        gold_positions: Positions of the gold passage, from 0.
         n_documents: Passages per prompt.
         reranker: Scores the passages of a question.
         max_new_tokens: Tokens per answer.
         progress: Called with (done, total) after each answer.
         journal: Answers of earlier runs, which are not computed again, and where new ones go.
-        check_orders: Compute the answer for every place even if the method says that it does not depend on the order.
-            Otherwise such a method answers a question once, and the row is repeated for the other places.
+        check_orders: Compute the answer at every position even if the method says that it does not depend on the
+            order. Otherwise such a method answers a question once, and the row is repeated for the other positions.
 
     Raises:
         EvaluationError: too few distractors, or passages do not fit the context window.
     """
-    journal = journal or Journal()
+    journal = journal or AnswerJournal()
     total = len(examples) * (2 + len(choices) * len(gold_positions))
     count = 0
 
@@ -73,57 +197,162 @@ def sweep_positions(
         if progress is not None:
             progress(count, total)
 
-    def jobs_of(example: PositionExample) -> Iterable[_Job]:
-        def job(condition: str, asked: Asked, place: int | None = None) -> _Job:
-            any_order = not check_orders and engine.describe(asked.choice).order_invariant
-            return _Job(asked, condition, place, answer_key(engine, asked, max_new_tokens, any_order=any_order))
+    def planned_rows(example: PositionExample) -> Iterable[_PlannedRow]:
+        def planned(condition: str, trial: Trial, gold_position: int | None = None) -> _PlannedRow:
+            any_order = not check_orders and engine.describe(trial.choice).order_invariant
+            key = answer_key(engine, trial, max_new_tokens, any_order=any_order)
+            return _PlannedRow(trial, condition, gold_position, key)
 
         baseline = MitigationChoice("none")
-        yield job(CLOSED_BOOK, Asked(example, (), baseline))
-        yield job(GOLD_ONLY, Asked(example, (example.gold,), baseline))
-        passages = scored(reranker, example, n_documents)
-        for place in gold_positions:
-            documents = tuple(passages[str(d.id)] for d in example.documents(n_documents, place))
+        yield planned(CLOSED_BOOK, Trial(example, (), baseline))
+        yield planned(GOLD_ONLY, Trial(example, (example.gold,), baseline))
+        passages = score_passages(reranker, example, n_documents)
+        for gold_position in gold_positions:
+            documents = tuple(passages[str(d.id)] for d in example.documents(n_documents, gold_position))
             for choice in choices:
-                yield job(label(choice), Asked(example, documents, choice), place)
+                yield planned(choice.label, Trial(example, documents, choice), gold_position)
 
-    outcomes: list[Outcome] = []
+    rows: list[PositionRow] = []
     for start in range(0, len(examples), QUESTIONS_TOGETHER):
-        jobs = [job for example in examples[start : start + QUESTIONS_TOGETHER] for job in jobs_of(example)]
-        outcomes += _answered(engine, jobs, journal, max_new_tokens, tick)
-    return outcomes
+        planned = [row for example in examples[start : start + QUESTIONS_TOGETHER] for row in planned_rows(example)]
+        rows += _answered(engine, planned, journal, max_new_tokens, tick)
+    return rows
 
 
 def _answered(
-    engine: Engine, jobs: Sequence[_Job], journal: Journal, max_new_tokens: int, tick: Callable[[], None]
-) -> list[Outcome]:
-    """Return the outcome of each job, in order; what the journal lacks is computed, each key once."""
-    known = {job.key: answer for job in jobs if (answer := journal.get(job.key)) is not None}
-    missing: dict[str, _Job] = {}
+    engine: Engine,
+    planned: Sequence[_PlannedRow],
+    journal: AnswerJournal,
+    max_new_tokens: int,
+    tick: Callable[[], None],
+) -> list[PositionRow]:
+    """Return the rows with their answers, in order; what the journal lacks is computed, each key once."""
+    known = {row.key: answer for row in planned if (answer := journal.get(row.key)) is not None}
+    missing: dict[str, _PlannedRow] = {}
     repeats: dict[str, int] = {}
-    for job in jobs:
-        if job.key in known:
+    for row in planned:
+        if row.key in known:
             tick()
         else:
-            missing.setdefault(job.key, job)
-            repeats[job.key] = repeats.get(job.key, 0) + 1
-    together: dict[tuple[str, int | None], list[_Job]] = {}
-    for job in missing.values():
-        together.setdefault((job.condition, job.place), []).append(job)
+            missing.setdefault(row.key, row)
+            repeats[row.key] = repeats.get(row.key, 0) + 1
+    together: dict[tuple[str, int | None], list[_PlannedRow]] = {}
+    for row in missing.values():
+        together.setdefault((row.condition, row.gold_position), []).append(row)
     for group in together.values():
-        answers = answer_all(engine, [job.asked for job in group], max_new_tokens)
-        for job, (answer, _) in zip(group, answers, strict=True):
-            journal.add(job.key, answer)
-            known[job.key] = answer
-            for _ in range(repeats[job.key]):
+        answers = answer_all(engine, [row.trial for row in group], max_new_tokens)
+        for row, (answer, _) in zip(group, answers, strict=True):
+            journal.add(row.key, answer)
+            known[row.key] = answer
+            for _ in range(repeats[row.key]):
                 tick()
     return [
-        Outcome(
-            question=job.asked.example.id,
-            condition=job.condition,
-            gold_position=job.place,
-            reused=missing.get(job.key) is not job,
-            **asdict(known[job.key]),
+        PositionRow(
+            question=row.trial.example.id,
+            condition=row.condition,
+            gold_position=row.gold_position,
+            reused=missing.get(row.key) is not row,
+            **asdict(known[row.key]),
         )
-        for job in jobs
+        for row in planned
     ]
+
+
+def summarize_positions(rows: Sequence[PositionRow]) -> dict[str, Any]:
+    """Return accuracy and log-probability per gold position, worst, mean, spread (max - min) and intervals.
+
+    ``ci95`` is the interval of the mean accuracy over positions. ``versus_none`` compares each method's worst position
+    with the baseline's best and worst, questions paired: ``worst_minus_best_log_probability`` with its interval
+    ``ci95``, and the same of accuracy, each with an interval of its own. ``reused`` counts the rows that were not
+    computed anew.
+    """
+    conditions = list(dict.fromkeys(row.condition for row in rows if row.gold_position is not None))
+    tables = {name: _by_position(rows, name) for name in conditions}
+    result: dict[str, Any] = {name: _summary(table) for name, table in tables.items()}
+    if "none" in tables:
+        for name, table in tables.items():
+            if name != "none":
+                result[name]["versus_none"] = _versus(table, tables["none"])
+    return {
+        "mitigations": result,
+        CLOSED_BOOK: _scores([row for row in rows if row.condition == CLOSED_BOOK]),
+        GOLD_ONLY: _scores([row for row in rows if row.condition == GOLD_ONLY]),
+        "n": len({row.question for row in rows}),
+        "reused": sum(row.reused for row in rows),
+    }
+
+
+def _by_position(rows: Sequence[PositionRow], condition: str) -> dict[int, list[PositionRow]]:
+    table: dict[int, list[PositionRow]] = {}
+    for row in rows:
+        if row.condition == condition and row.gold_position is not None:
+            table.setdefault(row.gold_position, []).append(row)
+    return dict(sorted(table.items()))
+
+
+def _summary(table: Mapping[int, Sequence[PositionRow]]) -> dict[str, Any]:
+    positions = {str(position): _scores(found) for position, found in table.items()}
+    accuracy = [scores["accuracy"] for scores in positions.values()]
+    log_probability = [scores["log_probability"] for scores in positions.values()]
+    by_question = list(zip(*([row.accuracy for row in found] for found in table.values()), strict=True))
+    changed = zip(*([row.answer for row in found] for found in table.values()), strict=True)
+    return {
+        "positions": positions,
+        "worst": min(accuracy),
+        "mean": mean(accuracy),
+        "spread": max(accuracy) - min(accuracy),
+        "ci95": list(bootstrap_interval(by_question, mean)),
+        "worst_log_probability": min(log_probability),
+        "mean_log_probability": mean(log_probability),
+        "spread_log_probability": max(log_probability) - min(log_probability),
+        "answers_that_change": mean([float(len(set(answers)) > 1) for answers in changed]),
+    }
+
+
+def _scores(rows: Sequence[PositionRow]) -> dict[str, float]:
+    return {
+        "accuracy": mean([row.accuracy for row in rows]),
+        "accuracy_full_text": mean([row.accuracy_full_text for row in rows]),
+        "log_probability": mean([row.log_probability for row in rows]),
+        "seconds": mean([row.seconds for row in rows]),
+    }
+
+
+def _versus(
+    table: Mapping[int, Sequence[PositionRow]], baseline: Mapping[int, Sequence[PositionRow]]
+) -> dict[str, float | list[float]]:
+    def log_probability(row: PositionRow) -> float:
+        return row.log_probability
+
+    def accuracy(row: PositionRow) -> float:
+        return row.accuracy
+
+    logs = _difference(table, baseline, log_probability, max)
+    to_worst = _difference(table, baseline, accuracy, min)
+    to_best = _difference(table, baseline, accuracy, max)
+    return {
+        "worst_minus_best_log_probability": logs[0],
+        "ci95": logs[1],
+        "worst_minus_worst_accuracy": to_worst[0],
+        "worst_minus_worst_accuracy_ci95": to_worst[1],
+        "worst_minus_best_accuracy": to_best[0],
+        "worst_minus_best_accuracy_ci95": to_best[1],
+    }
+
+
+def _difference(
+    table: Mapping[int, Sequence[PositionRow]],
+    baseline: Mapping[int, Sequence[PositionRow]],
+    score: Callable[[PositionRow], float],
+    pick: Callable[[Sequence[float]], float],
+) -> tuple[float, list[float]]:
+    """Return a method's worst position minus the baseline's worst (``min``) or best (``max``), and the interval."""
+    ours = [[score(row) for row in found] for found in table.values()]
+    theirs = [[score(row) for row in found] for found in baseline.values()]
+
+    def difference(means: Sequence[float]) -> float:
+        return min(means[: len(ours)]) - pick(means[len(ours) :])
+
+    by_question = list(zip(*ours, *theirs, strict=True))
+    value = difference([mean(column) for column in (*ours, *theirs)])
+    return value, list(bootstrap_interval(by_question, difference))

@@ -12,12 +12,11 @@ from langchain_core.documents import Document
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.files import checked_id, read_lines
 from rag_posfix.evaluation.data.trec_text import read_markup_documents, read_markup_topics
-from rag_posfix.retrieval.index.records import parse_json
-from rag_posfix.text import clean_text
+from rag_posfix.text import clean_text, parse_json
 
-__all__ = ["Place", "beir_files", "read_corpus", "read_queries"]
+__all__ = ["Location", "beir_files", "read_collection_documents", "read_queries"]
 
-Place = str
+Location = str
 _TEXT = ("text", "contents", "page_content")
 
 
@@ -60,8 +59,8 @@ def _in_folder(folder: Path | None, name: str, option: str) -> Path:
     raise EvaluationError(f"{folder} has no {name} and no {name}.gz; give {option}, or another BEIR folder")
 
 
-def read_corpus(path: Path) -> Iterator[tuple[Place, Document]]:
-    """Yield (place, document) of a file, ``id`` set and ``metadata["title"]`` where there is one.
+def read_collection_documents(path: Path) -> Iterator[tuple[Location, Document]]:
+    """Yield (location, document) of a file, ``id`` set and ``metadata["title"]`` where there is one.
 
     JSON lines have ``_id`` or ``id``, ``text`` (or ``contents``) and optionally ``title``; tab-separated lines have
     id, text and optionally title; TREC documents stand in ``<DOC>``. The text may be empty.
@@ -74,20 +73,20 @@ def read_corpus(path: Path) -> Iterator[tuple[Place, Document]]:
     """
     kind = _kind(path)
     if kind == "markup":
-        for place, name, title, text in read_markup_documents(path):
-            yield place, _document(name, title, text, place)
+        for location, name, title, text in read_markup_documents(path):
+            yield location, _document(name, title, text, location)
         return
-    for place, line in read_lines(path):
+    for location, line in read_lines(path):
         if kind == "json":
-            record = _record(line, place)
-            yield place, _document(_name(record), _title(record, place), _text(record, place), place)
+            record = _record(line, location)
+            yield location, _document(_name(record), _title(record, location), _text(record, location), location)
         else:
-            name, text, *rest = _columns(line, place, 3)
-            yield place, _document(name, rest[0] if rest else "", text, place)
+            name, text, *rest = _columns(line, location, 3)
+            yield location, _document(name, rest[0] if rest else "", text, location)
 
 
-def read_queries(path: Path) -> Iterator[tuple[Place, str, str]]:
-    """Yield (place, id, text) of the queries of a file.
+def read_queries(path: Path) -> Iterator[tuple[Location, str, str]]:
+    """Yield (location, id, text) of the queries of a file.
 
     JSON lines have ``_id`` or ``id`` and ``text``; tab-separated lines have id and text; TREC topics stand in
     ``<top>`` or ``<topic>``.
@@ -102,16 +101,16 @@ def read_queries(path: Path) -> Iterator[tuple[Place, str, str]]:
     if kind == "markup":
         found: Iterator[tuple[str, Any, str]] = read_markup_topics(path)
     elif kind == "json":
-        records = ((place, _record(line, place)) for place, line in read_lines(path))
-        found = ((place, _name(record), _text(record, place)) for place, record in records)
+        records = ((location, _record(line, location)) for location, line in read_lines(path))
+        found = ((location, _name(record), _text(record, location)) for location, record in records)
     else:
-        lines = ((place, _columns(clean_text(line), place, 2)) for place, line in read_lines(path))
-        found = ((place, columns[0], columns[1]) for place, columns in lines)
-    for place, name, text in found:
-        name = checked_id(name, place, "query")
+        lines = ((location, _columns(clean_text(line), location, 2)) for location, line in read_lines(path))
+        found = ((location, columns[0], columns[1]) for location, columns in lines)
+    for location, name, text in found:
+        name = checked_id(name, location, "query")
         if not text.strip():
-            raise EvaluationError(f"{place}: query {name!r} has no text; give it some or leave it out")
-        yield place, name, text
+            raise EvaluationError(f"{location}: query {name!r} has no text; give it some or leave it out")
+        yield location, name, text
 
 
 def _kind(path: Path) -> str:
@@ -121,13 +120,13 @@ def _kind(path: Path) -> str:
     raise EvaluationError(f"{path} is empty; give BEIR's JSON lines, tab-separated lines or TREC's markup")
 
 
-def _record(line: str, place: Place) -> dict[str, Any]:
+def _record(line: str, location: Location) -> dict[str, Any]:
     try:
         record = parse_json(line)
     except ValueError as error:
-        raise EvaluationError(f"{place} is not JSON ({error}); each line must be one JSON object") from error
+        raise EvaluationError(f"{location} is not JSON ({error}); each line must be one JSON object") from error
     if not isinstance(record, dict):
-        raise EvaluationError(f"{place} is a {type(record).__name__}, must be a JSON object with _id and text")
+        raise EvaluationError(f"{location} is a {type(record).__name__}, must be a JSON object with _id and text")
     return record
 
 
@@ -135,33 +134,33 @@ def _name(record: dict[str, Any]) -> Any:
     return next((record[field] for field in ("_id", "id") if record.get(field) not in (None, "")), None)
 
 
-def _text(record: dict[str, Any], place: Place) -> str:
+def _text(record: dict[str, Any], location: Location) -> str:
     text = next((record[field] for field in _TEXT if record.get(field) is not None), None)
     if not isinstance(text, str):
-        raise EvaluationError(f"{place}: no text; the object needs a string in one of {', '.join(_TEXT)}")
+        raise EvaluationError(f"{location}: no text; the object needs a string in one of {', '.join(_TEXT)}")
     return text
 
 
-def _title(record: dict[str, Any], place: Place) -> str:
+def _title(record: dict[str, Any], location: Location) -> str:
     title = record.get("title")
     if title is not None and not isinstance(title, str):
-        raise EvaluationError(f"{place}: title {title!r} must be a string")
+        raise EvaluationError(f"{location}: title {title!r} must be a string")
     return title or ""
 
 
-def _columns(line: str, place: Place, most: int) -> list[str]:
+def _columns(line: str, location: Location, most: int) -> list[str]:
     columns = line.split("\t")
     if not 2 <= len(columns) <= most:
         raise EvaluationError(
-            f"{place} has {len(columns)} tab-separated columns, must have 2{' or 3' if most > 2 else ''}: id and "
+            f"{location} has {len(columns)} tab-separated columns, must have 2{' or 3' if most > 2 else ''}: id and "
             f"text{', then a title' if most > 2 else ''}"
         )
     return columns
 
 
-def _document(name: object, title: str, text: str, place: Place) -> Document:
+def _document(name: object, title: str, text: str, location: Location) -> Document:
     title = clean_text(title).strip()
     return Document(
-        id=checked_id(name, place, "document"), page_content=clean_text(text),
+        id=checked_id(name, location, "document"), page_content=clean_text(text),
         metadata={"title": title} if title else {},
     )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.beir import BeirFiles, read_corpus, read_queries
+from rag_posfix.evaluation.data.beir import BeirFiles, read_collection_documents, read_queries
 from rag_posfix.evaluation.data.trec import Qrels, read_qrels
 from rag_posfix.text import content_hash
 
@@ -66,9 +66,9 @@ def load_topics(
     """
     qrels = read_qrels(files.qrels)
     questions: dict[str, str] = {}
-    for place, name, text in read_queries(files.queries):
+    for location, name, text in read_queries(files.queries):
         if questions.setdefault(name, text) != text:
-            raise EvaluationError(f"{place}: query id {name!r} stands for two texts; make the ids distinct")
+            raise EvaluationError(f"{location}: query id {name!r} stands for two texts; make the ids distinct")
     judged = [name for name in questions if name in qrels]
     if not judged:
         raise EvaluationError(
@@ -107,13 +107,13 @@ def load_collection(
     documents: dict[str, Document] = {}
     hashes: dict[str, str] = {}
     without_text = 0
-    for place, document in read_corpus(path):
+    for location, document in read_collection_documents(path):
         if not titles:
             document.metadata.pop("title", None)
         name = str(document.id)
         content = content_hash(name, str(document.metadata.get("title", "")), document.page_content)
         if hashes.setdefault(name, content) != content:
-            raise EvaluationError(f"{place}: id {name!r} stands for two documents; make the ids distinct")
+            raise EvaluationError(f"{location}: id {name!r} stands for two documents; make the ids distinct")
         if name not in documents and (only is None or name in only):
             documents[name] = document
             without_text += not document.page_content.strip()

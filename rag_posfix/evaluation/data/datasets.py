@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import itertools
 import json
 import zlib
@@ -14,16 +15,17 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.record import file_digest
 
-__all__ = ["PositionExample", "load_examples"]
+__all__ = ["PositionExample", "data_facts", "load_examples", "take_examples"]
 
 
 @dataclass(frozen=True, slots=True)
 class PositionExample:
-    """A question whose gold passage can be put at any place among its distractors.
+    """A question whose gold passage can be put at any position among its distractors.
 
     Attributes:
-        id: Its place in the file, or the name that the file gives it.
+        id: The number of its row in the file, or the name that the file gives it.
         question: The question.
         answers: Accepted answers, the first one the most usual.
         gold: The passage that holds the answer.
@@ -84,6 +86,31 @@ def load_examples(path: Path, limit: int | None = None, skip: int = 0) -> list[P
     if not examples:
         raise EvaluationError(f"{path} holds no rows after the first {skip}; lower skip or choose another file")
     return examples
+
+
+def take_examples(data: Path | Sequence[PositionExample], limit: int | None, skip: int) -> list[PositionExample]:
+    """Return the questions of a file, or those that are given, without the first ``skip`` and at most ``limit``.
+
+    Raises:
+        EvaluationError: the file is missing or malformed, or no question is left.
+    """
+    if isinstance(data, Path):
+        return load_examples(data, limit=limit, skip=skip)
+    taken = list(data[skip:] if limit is None else data[skip : skip + limit])
+    if not taken:
+        raise EvaluationError(f"{len(data)} questions leave none with limit={limit} and skip={skip}; give more")
+    return taken
+
+
+def data_facts(data: Path | Sequence[PositionExample]) -> dict[str, str | None]:
+    """Return name and SHA-256 of a file, or of questions that come from none, for a record."""
+    if isinstance(data, Path):
+        return {"name": data.name, "sha256": file_digest(data)}
+    digest = hashlib.sha256()
+    for one in data:
+        documents = [[d.id, d.metadata.get("title", ""), d.page_content] for d in (one.gold, *one.distractors)]
+        digest.update(json.dumps([one.id, one.question, one.answers, documents]).encode())
+    return {"name": None, "sha256": digest.hexdigest()}
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Text files line by line, compressed or not, with errors that name the place."""
+"""Text files line by line, compressed or not, with errors that name the location."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["checked_id", "read_lines", "write_text"]
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (place, line) of every line with visible characters; a place reads ``file:number``.
+    """Yield (location, line) of every line with visible characters; a location reads ``file:number``.
 
     Args:
         path: UTF-8 text, compressed where the name ends in ``.gz``; a byte order mark is passed over.
@@ -38,12 +38,12 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
         ) from error
 
 
-def checked_id(value: object, place: str, what: str) -> str:
+def checked_id(value: object, location: str, what: str) -> str:
     """Return an id that TREC files can hold: text without white space.
 
     Args:
         value: What stands where the id is expected; integers become text.
-        place: Where, for the message.
+        location: Where, for the message.
         what: Of what, for the message.
 
     Raises:
@@ -51,9 +51,9 @@ def checked_id(value: object, place: str, what: str) -> str:
     """
     name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(name, str) or not name:
-        raise EvaluationError(f"{place}: {what} without an id (found {value!r}); give each an id, text or integer")
+        raise EvaluationError(f"{location}: {what} without an id (found {value!r}); give each an id, text or integer")
     if len(name.split()) != 1 or name.split()[0] != name or "\0" in name:
-        raise EvaluationError(f"{place}: {what} id {name!r} holds white space, which TREC files cannot; rename it")
+        raise EvaluationError(f"{location}: {what} id {name!r} holds white space, which TREC files cannot; rename it")
     return name
 
 

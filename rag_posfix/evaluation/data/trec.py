@@ -35,17 +35,17 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
             pair has two grades.
     """
     qrels: dict[str, dict[str, int]] = {}
-    for index, (place, line) in enumerate(read_lines(path)):
-        query, document, text = _judgement(line, place)
+    for index, (location, line) in enumerate(read_lines(path)):
+        query, document, text = _judgement(line, location)
         grade = _grade(text)
         if grade is None:
             if index == 0 and len(line.split()) == 3:  # BEIR's header
                 continue
-            raise EvaluationError(f"{place}: grade {text!r} is no whole number; 0 is not relevant, 1 and above are")
-        judged = qrels.setdefault(checked_id(query, place, "query"), {})
-        if judged.setdefault(checked_id(document, place, "document"), grade) != grade:
+            raise EvaluationError(f"{location}: grade {text!r} is no whole number; 0 is not relevant, 1 and above are")
+        judged = qrels.setdefault(checked_id(query, location, "query"), {})
+        if judged.setdefault(checked_id(document, location, "document"), grade) != grade:
             raise EvaluationError(
-                f"{place}: query {query!r} and document {document!r} are judged {judged[document]} and {grade}; "
+                f"{location}: query {query!r} and document {document!r} are judged {judged[document]} and {grade}; "
                 "keep one grade"
             )
     if not qrels:
@@ -67,20 +67,22 @@ def read_run(path: Path) -> dict[str, list[tuple[str, float]]]:
             query has a document twice.
     """
     found: dict[str, dict[str, float]] = {}
-    for place, line in read_lines(path):
+    for location, line in read_lines(path):
         fields = line.split(maxsplit=5)
         if len(fields) != 6:
-            raise EvaluationError(f"{place} has {len(fields)} columns; a run has: query Q0 document rank score tag")
+            raise EvaluationError(f"{location} has {len(fields)} columns; a run has: query Q0 document rank score tag")
         query, document, text = fields[0], fields[2], fields[4]
         try:
             score = float(text)
         except ValueError:
             score = math.nan
         if not math.isfinite(score):
-            raise EvaluationError(f"{place}: score {text!r} is no finite number; every document needs one")
+            raise EvaluationError(f"{location}: score {text!r} is no finite number; every document needs one")
         scores = found.setdefault(query, {})
         if document in scores:
-            raise EvaluationError(f"{place}: document {document!r} is listed twice for query {query!r}; keep one line")
+            raise EvaluationError(
+                f"{location}: document {document!r} is listed twice for query {query!r}; keep one line"
+            )
         scores[document] = score
     if not found:
         raise EvaluationError(f"{path} holds no ranking; give a TREC run file")
@@ -132,14 +134,14 @@ def _run_lines(run: Run, tag: str) -> Iterator[str]:
             yield f"{query} Q0 {document} {rank} {score:.9g} {tag}\n"
 
 
-def _judgement(line: str, place: str) -> tuple[str, str, str]:
+def _judgement(line: str, location: str) -> tuple[str, str, str]:
     fields = line.split()
     if len(fields) == 4:
         return fields[0], fields[2], fields[3]
     if len(fields) == 3:
         return fields[0], fields[1], fields[2]
     raise EvaluationError(
-        f"{place} has {len(fields)} columns; judgements have 'query iteration document grade' (TREC) or "
+        f"{location} has {len(fields)} columns; judgements have 'query iteration document grade' (TREC) or "
         "'query document grade' (BEIR)"
     )
 

@@ -20,7 +20,7 @@ _TITLE = re.compile(r"<(?:title|query)\b[^>]*>(.*?)(?=<|\Z)", re.IGNORECASE | re
 
 
 def read_markup_documents(path: Path) -> Iterator[tuple[str, str | None, str, str]]:
-    """Yield (place, id, title, text) of each ``<DOC>``.
+    """Yield (location, id, title, text) of each ``<DOC>``.
 
     The id is ``<DOCNO>``, the title ``<TITLE>`` or ``<HEADLINE>``, the text what stands in ``<TEXT>``, or all other
     content where there is no such element. Tags are left out and entities are read. None is a missing id.
@@ -31,18 +31,18 @@ def read_markup_documents(path: Path) -> Iterator[tuple[str, str | None, str, st
     Raises:
         EvaluationError: the file cannot be read, or a document does not end.
     """
-    for place, block in _blocks(path, "doc"):
+    for location, block in _blocks(path, "doc"):
         number = _element(block, "docno")
         title = _element(block, "title") or _element(block, "headline") or ""
         texts = re.findall(r"<text\b[^>]*>(.*?)</text>", block, re.IGNORECASE | re.DOTALL)
         if not texts:
             names = r"docno|docid|title|headline|dochdr"
             texts = [re.sub(rf"<({names})\b[^>]*>.*?</\1>", " ", block, flags=re.IGNORECASE | re.DOTALL)]
-        yield place, number, title, _plain("\n".join(texts))
+        yield location, number, title, _plain("\n".join(texts))
 
 
 def read_markup_topics(path: Path) -> Iterator[tuple[str, str | None, str]]:
-    """Yield (place, id, question) of each ``<top>`` or ``<topic>``; the question is ``<title>`` or ``<query>``.
+    """Yield (location, id, question) of each ``<top>`` or ``<topic>``; the question is ``<title>`` or ``<query>``.
 
     Args:
         path: The file; its name ends in ``.gz`` where it is compressed.
@@ -50,11 +50,11 @@ def read_markup_topics(path: Path) -> Iterator[tuple[str, str | None, str]]:
     Raises:
         EvaluationError: the file cannot be read, or a topic does not end.
     """
-    for place, block in _blocks(path, "top(?:ic)?"):
+    for location, block in _blocks(path, "top(?:ic)?"):
         number = _TOPIC.search(block) or _NUMBER.search(block)
         title = _TITLE.search(block)
         question = re.sub(r"^\s*topic\s*:", "", title[1], flags=re.IGNORECASE) if title else ""
-        yield place, number[1].strip() if number else None, _plain(question)
+        yield location, number[1].strip() if number else None, _plain(question)
 
 
 def _blocks(path: Path, name: str) -> Iterator[tuple[str, str]]:
@@ -62,9 +62,9 @@ def _blocks(path: Path, name: str) -> Iterator[tuple[str, str]]:
     closing = re.compile(rf"</{name}>", re.IGNORECASE)
     lines: list[str] = []
     began = ""
-    for place, line in read_lines(path):
+    for location, line in read_lines(path):
         if not lines and opening.search(line):
-            began = place
+            began = location
         if began:
             lines.append(line)
             if closing.search(line):

@@ -4,29 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from rag_posfix.evaluation.data.datasets import PositionExample
-from rag_posfix.evaluation.ranking.first_stage import Progress, silent
-from rag_posfix.evaluation.ranking.rankings import Candidates, Ranking, RankJournal
-from rag_posfix.evaluation.ranking.rerank import Ranker, rerank
-from rag_posfix.evaluation.ranking.significance import difference_interval, holm, randomisation_p
-from rag_posfix.evaluation.statistics import bootstrap_interval, mean
+from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.data.datasets import PositionExample, data_facts, take_examples
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.ranking.rankings import QueryCandidates, Ranking, RankJournal
+from rag_posfix.evaluation.ranking.rerankers import (
+    Ranker,
+    RerankerChoice,
+    check_distinct,
+    check_reranker_choice,
+    local_ranker,
+    open_reranker,
+    rerank,
+)
+from rag_posfix.evaluation.record import ExperimentRecord, environment
+from rag_posfix.evaluation.statistics import (
+    bootstrap_interval,
+    difference_interval,
+    holm,
+    mean,
+    randomisation_p,
+)
+from rag_posfix.settings import Settings
 
-__all__ = ["GoldRank", "rank_gold_places", "summarize_gold_places"]
+__all__ = [
+    "JOURNAL",
+    "GoldRank",
+    "evaluate_reranking_positions",
+    "rank_gold_positions",
+    "summarize_gold_ranks",
+]
 
 CUTS = (1, 3)
+JOURNAL = "rerank-positions-journal.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class GoldRank:
-    """Where one reranker put the gold passage of one question.
+    """How one reranker ranked the gold passage of one question.
 
     Attributes:
         question: The question's id.
         reranker: Label of the reranker.
-        gold_position: Place of the gold passage in the list that came in, from 0.
-        gold_rank: Its place in the list that came out, from 0; None where the reranker left it out.
+        gold_position: Position of the gold passage in the list that came in, from 0.
+        gold_rank: Its rank in the list that came out, from 0; None where the reranker left it out.
         seconds: Time to rank the list.
         calls: Answers that the model was asked to write, where the reranker counts them.
         forward_passes: Forward passes of the generator.
@@ -45,7 +69,80 @@ class GoldRank:
     reused: bool
 
 
-def rank_gold_places(
+def evaluate_reranking_positions(
+    data: Path | Sequence[PositionExample],
+    rerankers: Sequence[RerankerChoice],
+    *,
+    gold_positions: Sequence[int] = (0, 4, 9),
+    documents: int = 10,
+    limit: int | None = None,
+    skip: int = 0,
+    fresh: bool = False,
+    settings: Settings | None = None,
+    out: Path | None = None,
+    progress: Progress = silent,
+) -> ExperimentRecord:
+    """Put the gold passage at each position of the list that a reranker is given: recall@1 and recall@3 per position.
+
+    The record has one row per question, reranker and position (``GoldRank``); ``summarize_gold_ranks`` describes its
+    summary. With ``out``, every ranking goes to ``rerank-positions-journal.jsonl`` there as soon as it is made.
+
+    Args:
+        data: A file of Lost-in-the-Middle rows or in SQuAD's form, or questions.
+        rerankers: At least one.
+        gold_positions: Positions of the gold passage in the list, from 0, each once.
+        documents: Passages per list.
+        limit: Questions at most.
+        skip: Questions to leave out at the start.
+        fresh: Compute anew what the journal holds.
+        settings: Models; read from the environment if None.
+        out: Folder for the record and the journal; None writes nothing.
+        progress: Shows how far it is.
+
+    Raises:
+        ConfigError: a reranker, a gold position or the model is at fault.
+        EvaluationError: the file cannot be used, too few passages, or a reranker failed.
+    """
+    if not rerankers or not gold_positions:
+        raise ConfigError(
+            f"{len(rerankers)} rerankers at {len(gold_positions)} gold positions; give at least one of each"
+        )
+    if len(set(gold_positions)) < len(gold_positions):
+        raise ConfigError(f"gold_positions={list(gold_positions)} names a position twice; once is all")
+    check_distinct(rerankers)
+    for choice in rerankers:
+        check_reranker_choice(choice)
+    examples = take_examples(data, limit, skip)
+    for example in examples:  # before any model: too few distractors are told at once
+        for gold_position in gold_positions:
+            example.documents(documents, gold_position)
+    chosen = settings or Settings()
+    journal = RankJournal(None if out is None else out / JOURNAL, fresh=fresh)
+    from rag_posfix.pipeline.build import build_reranker_models
+
+    parts = build_reranker_models(chosen)
+    rows: list[GoldRank] = []
+    for choice in rerankers:
+        rows += rank_gold_positions(
+            local_ranker(open_reranker(choice, parts)), examples, gold_positions=gold_positions,
+            n_documents=documents, journal=journal, progress=progress,
+        )  # fmt: skip
+    head = {
+        "kind": "rerank-positions",
+        **environment(),
+        "data": data_facts(data),
+        "rerankers": {choice.label: dict(choice.parameters) for choice in rerankers},
+        "settings": {
+            "documents": documents, "gold_positions": list(gold_positions), "limit": limit, "skip": skip,
+            "model": chosen.model, "embedding_model": chosen.embedding_model, "dtype": chosen.dtype,
+            "device": chosen.device, "rankings_of_earlier_runs_by": journal.sources,
+        },
+        "summary": summarize_gold_ranks(rows),
+    }  # fmt: skip
+    return ExperimentRecord(head, [asdict(row) for row in rows]).write(out)
+
+
+def rank_gold_positions(
     ranker: Ranker,
     examples: Sequence[PositionExample],
     *,
@@ -54,7 +151,7 @@ def rank_gold_places(
     journal: RankJournal,
     progress: Progress = silent,
 ) -> list[GoldRank]:
-    """Rank the passages of every question with the gold passage at each place.
+    """Rank the passages of every question with the gold passage at each position.
 
     The other passages keep their order. Passages come without scores: a reranker sees the question, the texts and the
     order, nothing that tells which passage is gold. Passages with equal scores keep the order that came in.
@@ -62,37 +159,38 @@ def rank_gold_places(
     Args:
         ranker: The reranker.
         examples: The questions.
-        gold_positions: Places of the gold passage, from 0.
+        gold_positions: Positions of the gold passage, from 0.
         n_documents: Passages per list.
         journal: Rankings of earlier runs, and where new ones go.
         progress: Shows how far it is.
 
     Raises:
-        EvaluationError: too few passages, a place outside of the list, or the reranker failed.
+        EvaluationError: too few passages, a position outside of the list, or the reranker failed.
     """
-    asked = [(example, place) for example in examples for place in gold_positions]
+    asked = [(example, position) for example in examples for position in gold_positions]
     queries = [
-        Candidates(f"{example.id}@{place}", example.question, tuple(example.documents(n_documents, place)))
-        for example, place in asked
+        QueryCandidates(f"{example.id}@{position}", example.question, tuple(example.documents(n_documents, position)))
+        for example, position in asked
     ]
     found = rerank(ranker, queries, journal, progress)
     return [
-        _gold_rank(ranker.label, example, place, found.rankings[query.query], query.query in found.reused)
-        for (example, place), query in zip(asked, queries, strict=True)
+        _gold_rank(ranker.label, example, position, found.rankings[query.query], query.query in found.reused)
+        for (example, position), query in zip(asked, queries, strict=True)
     ]
 
 
-def summarize_gold_places(rows: Sequence[GoldRank]) -> dict[str, Any]:
-    """Return recall of the gold passage per reranker and place, mean, worst, spread, and intervals by question.
+def summarize_gold_ranks(rows: Sequence[GoldRank]) -> dict[str, Any]:
+    """Return recall of the gold passage per reranker and position, mean, worst, spread, and intervals by question.
 
-    ``recall@1`` is the share of questions whose gold passage is ranked first, ``recall@3`` among the first three. For
-    each of them ``spread`` is the best place minus the worst. ``first_minus_last`` compares the first place asked for
-    with the last, questions paired, and ``p`` is that of a randomisation test, ``p_holm`` after Holm's correction over
-    the rerankers and both cuts. ``rankings_that_change`` is the share of questions whose gold passage ends at another
-    rank from another place: 0 for a scorer that does not look at the order.
+    ``recall@1`` is the share of questions whose gold passage is ranked first, ``recall@3`` among the first three; they
+    stand under ``places`` by gold position. For each of them ``spread`` is the best position minus the worst.
+    ``first_minus_last`` compares the first position asked for with the last, questions paired, and ``p`` is that of a
+    randomisation test, ``p_holm`` after Holm's correction over the rerankers and both cuts. ``rankings_that_change``
+    is the share of questions whose gold passage ends at another rank from another position: 0 for a scorer that does
+    not look at the order.
 
     Args:
-        rows: Every question at every place under every reranker.
+        rows: Every question at every position under every reranker.
     """
     labels = list(dict.fromkeys(row.reranker for row in rows))
     result = {label: _summary([row for row in rows if row.reranker == label]) for label in labels}
@@ -106,11 +204,11 @@ def summarize_gold_places(rows: Sequence[GoldRank]) -> dict[str, Any]:
     }
 
 
-def _gold_rank(label: str, example: PositionExample, place: int, ranking: Ranking, reused: bool) -> GoldRank:
+def _gold_rank(label: str, example: PositionExample, position: int, ranking: Ranking, reused: bool) -> GoldRank:
     gold = str(example.gold.id)
     cost = {name: value for name, value in asdict(ranking).items() if name not in ("ids", "scores")}
     rank = ranking.ids.index(gold) if gold in ranking.ids else None
-    return GoldRank(example.id, label, place, rank, reused=reused, **cost)
+    return GoldRank(example.id, label, position, rank, reused=reused, **cost)
 
 
 def _summary(rows: Sequence[GoldRank]) -> dict[str, Any]:
@@ -120,8 +218,8 @@ def _summary(rows: Sequence[GoldRank]) -> dict[str, Any]:
     ranks = zip(*([row.gold_rank for row in found] for found in table.values()), strict=True)
     calls = [float(row.calls) for row in rows if row.calls is not None]
     return {
-        "places": {str(place): _at_place(found) for place, found in table.items()},
-        **{f"recall@{cut}": _over_places(list(table.values()), cut) for cut in CUTS},
+        "places": {str(position): _at_position(found) for position, found in table.items()},
+        **{f"recall@{cut}": _over_positions(list(table.values()), cut) for cut in CUTS},
         "rankings_that_change": mean([float(len(set(found)) > 1) for found in ranks]),
         "seconds": mean([row.seconds for row in rows]),
         "calls": mean(calls) if calls else None,
@@ -130,7 +228,7 @@ def _summary(rows: Sequence[GoldRank]) -> dict[str, Any]:
     }
 
 
-def _at_place(rows: Sequence[GoldRank]) -> Mapping[str, Any]:
+def _at_position(rows: Sequence[GoldRank]) -> Mapping[str, Any]:
     values = {f"recall@{cut}": _recalls(rows, cut) for cut in CUTS}
     return {
         **{name: mean(found) for name, found in values.items()},
@@ -139,8 +237,8 @@ def _at_place(rows: Sequence[GoldRank]) -> Mapping[str, Any]:
     }
 
 
-def _over_places(columns: Sequence[Sequence[GoldRank]], cut: int) -> dict[str, Any]:
-    """Return what recall at one cut is over places: its mean, its worst, how far places differ."""
+def _over_positions(columns: Sequence[Sequence[GoldRank]], cut: int) -> dict[str, Any]:
+    """Return what recall at one cut is over gold positions: its mean, its worst, how far positions differ."""
     recalls = [_recalls(rows, cut) for rows in columns]
     means = [mean(found) for found in recalls]
     table = list(zip(*recalls, strict=True))

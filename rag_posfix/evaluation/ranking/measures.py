@@ -1,27 +1,46 @@
-"""Measures of rankings by name, computed by ir-measures over pytrec-eval. Knows nothing of documents."""
+"""What rankings are worth: measures by ir-measures over pytrec-eval, intervals, costs and paired comparisons."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import re
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rag_posfix.errors import ConfigError, EvaluationError, missing_extra
-from rag_posfix.evaluation.data.trec import Qrels, Run
+from rag_posfix.evaluation.data.collection import Topic
+from rag_posfix.evaluation.data.trec import Qrels, Run, write_run
+from rag_posfix.evaluation.ranking.rankings import RankedTopics, Ranking
+from rag_posfix.evaluation.record import file_digest
+from rag_posfix.evaluation.statistics import compare_all, difference_interval, mean
 
 if TYPE_CHECKING:
     from ir_measures.measures import Measure
 
-__all__ = ["DEFAULT_MEASURES", "Measured", "Measures", "measure", "parse_measures"]
+__all__ = [
+    "DEFAULT_MEASURES",
+    "EvaluatedRun",
+    "MeasureValues",
+    "Measures",
+    "compare_runs",
+    "compute_measures",
+    "evaluate_run",
+    "parse_measures",
+    "per_query",
+    "run_files",
+    "summarize_run",
+]
 
 DEFAULT_MEASURES = ("nDCG@10", "RR@10", "R@10", "P@1")
 
 Measures: TypeAlias = "Sequence[Measure]"
 """What to compute, as ``parse_measures`` returns it."""
 
-Measured = dict[str, dict[str, float]]
+MeasureValues = dict[str, dict[str, float]]
 """Measure -> query id -> value."""
 
 
@@ -43,7 +62,7 @@ def parse_measures(text: str = "") -> list[Measure]:
     return list(found.values())
 
 
-def measure(measures: Measures, qrels: Qrels, run: Run) -> Measured:
+def compute_measures(measures: Measures, qrels: Qrels, run: Run) -> MeasureValues:
     """Return the value of each measure for each judged query.
 
     trec_eval decides what a measure is: linear gains and log2 discounts in nDCG, grades of 1 and above relevant
@@ -64,7 +83,7 @@ def measure(measures: Measures, qrels: Qrels, run: Run) -> Measured:
         per_query = irm.evaluator(list(measures), {query: dict(grades) for query, grades in qrels.items()}).iter_calc(
             scores
         )
-        values: Measured = {str(one): {} for one in measures}
+        values: MeasureValues = {str(one): {} for one in measures}
         for found in per_query:
             values[str(found.measure)][found.query_id] = float(found.value)
     except Exception as error:  # programs outside of this one compute some measures, each failing in its own way
@@ -104,3 +123,127 @@ def _import() -> Any:
     except ImportError as error:
         raise missing_extra(str(error.name), "eval") from error
     return ir_measures
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvaluatedRun:
+    """The rankings of one system and their measures.
+
+    Attributes:
+        ranked: The rankings.
+        values: Measure -> query id -> value.
+        file: The TREC run, None where none was written.
+    """
+
+    ranked: RankedTopics
+    values: MeasureValues
+    file: Path | None
+
+
+def run_files(folder: Path, labels: Sequence[str]) -> dict[str, Path]:
+    """Return a file name for the run of each label, no two alike.
+
+    Args:
+        folder: Where runs go.
+        labels: What the systems are called.
+    """
+    names: dict[str, Path] = {}
+    for label in labels:
+        plain = re.sub(r"[^\w.=+-]+", "-", label).strip("-.") or "run"
+        number, path = 1, folder / f"{plain}.trec"
+        while path in names.values():
+            number += 1
+            path = folder / f"{plain}-{number}.trec"
+        names[label] = path
+    return names
+
+
+def evaluate_run(
+    ranked: RankedTopics, topics: Sequence[Topic], measures: Measures, file: Path | None = None
+) -> EvaluatedRun:
+    """Measure rankings by exactly the scores that a TREC run of them holds, and write that run.
+
+    Args:
+        ranked: The rankings.
+        topics: The topics with their judgements; all of them count.
+        measures: What to compute.
+        file: Where the run goes; None writes none.
+
+    Raises:
+        EvaluationError: the file cannot be written, or a measure cannot be computed.
+    """
+    run = ranked.run()
+    if file is not None:
+        write_run(file, run, file.stem)
+    return EvaluatedRun(ranked, compute_measures(measures, {topic.id: topic.grades for topic in topics}, run), file)
+
+
+def summarize_run(one: EvaluatedRun) -> dict[str, Any]:
+    """Return means over the topics, their intervals, and what a query cost.
+
+    ``seconds``, ``forward_passes``, ``tokens_read`` and ``calls`` are means per query that had candidates; ``calls``
+    (answers that the model was asked to write) is None where the reranker does not count them. ``ci95`` is the
+    interval of each mean, queries resampled. ``run_file`` is the name of the TREC run, None where none was written.
+
+    Args:
+        one: The run.
+    """
+    asked = [ranking for ranking in one.ranked.rankings.values() if ranking.ids]
+    seconds = [ranking.seconds for ranking in asked]
+    calls = [float(ranking.calls) for ranking in asked if ranking.calls is not None]
+    return {
+        **{name: mean(list(values.values())) for name, values in one.values.items()},
+        "seconds": mean(seconds),
+        "run_file": None if one.file is None else one.file.name,
+        "run_sha256": None if one.file is None else file_digest(one.file),
+        "ci95": {name: list(difference_interval(list(values.values()))) for name, values in one.values.items()},
+        "seconds_median": statistics.median(seconds) if seconds else 0.0,
+        "calls": mean(calls) if calls else None,
+        "forward_passes": mean([float(ranking.forward_passes) for ranking in asked]),
+        "tokens_read": mean([float(ranking.tokens_read) for ranking in asked]),
+        "queries": len(one.ranked.rankings),
+        "queries_without_documents": len(one.ranked.rankings) - len(asked),
+        "reused": len(one.ranked.reused),
+    }
+
+
+def compare_runs(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
+    """Return the comparison of every run with each before it, by every measure (see ``Comparison``).
+
+    Args:
+        runs: The first stage and the rerankers, over the same topics.
+    """
+    return [
+        asdict(found)
+        for name in runs[0].values
+        for found in compare_all(name, {run.ranked.label: list(run.values[name].values()) for run in runs})
+    ]
+
+
+def per_query(runs: Sequence[EvaluatedRun], topics: Sequence[Topic]) -> Iterator[dict[str, Any]]:
+    """Yield one row per system and query: its measures, what it cost and its ranking.
+
+    Args:
+        runs: The first stage and the rerankers.
+        topics: The topics.
+    """
+    for run in runs:
+        for topic in topics:
+            ranking = run.ranked.rankings[topic.id]
+            yield {
+                "query": topic.id,
+                "run": run.ranked.label,
+                **{name: values[topic.id] for name, values in run.values.items()},
+                **_cost(ranking),
+                "documents": list(ranking.ids),
+                "reused": topic.id in run.ranked.reused,
+            }
+
+
+def _cost(ranking: Ranking) -> Mapping[str, Any]:
+    return {
+        "seconds": ranking.seconds,
+        "calls": ranking.calls,
+        "forward_passes": ranking.forward_passes,
+        "tokens_read": ranking.tokens_read,
+    }

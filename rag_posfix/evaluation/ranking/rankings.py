@@ -1,10 +1,10 @@
-"""What a first stage or a reranker made of one query, and the journal of such rows."""
+"""Rankings: what a first stage or a reranker returns for a query, for all queries, and the journal of them."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,20 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.data.trec import decreasing
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.text import content_hash
 
-__all__ = ["Candidates", "RankJournal", "Ranking", "checked_ranking", "relevance", "rerank_key", "retrieval_key"]
+__all__ = [
+    "QueryCandidates",
+    "RankJournal",
+    "RankedTopics",
+    "Ranking",
+    "checked_ranking",
+    "relevance",
+    "rerank_key",
+    "retrieval_key",
+]
 
 KEY_VERSION = 1
 
@@ -45,8 +55,8 @@ _NAMES = {field.name for field in fields(Ranking)}
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
-    """What is reranked for one query.
+class QueryCandidates:
+    """A query and the documents that are reranked for it.
 
     Attributes:
         query: The query's id.
@@ -57,6 +67,29 @@ class Candidates:
     query: str
     question: str
     documents: tuple[Document, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankedTopics:
+    """The rankings of one system.
+
+    Attributes:
+        label: Names it.
+        rankings: By query id, in the order of the topics; a ranking may be empty.
+        reused: Queries whose ranking an earlier run made.
+    """
+
+    label: str
+    rankings: Mapping[str, Ranking]
+    reused: frozenset[str]
+
+    def run(self) -> dict[str, dict[str, float]]:
+        """Return scores as they are written and measured: falling within each query, queries with documents alone."""
+        return {
+            query: dict(zip(ranking.ids, decreasing(ranking.scores), strict=True))
+            for query, ranking in self.rankings.items()
+            if ranking.ids
+        }
 
 
 class RankJournal(LineJournal[Ranking]):
@@ -85,7 +118,7 @@ def retrieval_key(identity: str, question: str, depth: int) -> str:
     return content_hash(json.dumps([KEY_VERSION, "retrieve", identity, question, depth]))
 
 
-def rerank_key(identity: str, candidates: Candidates) -> str:
+def rerank_key(identity: str, candidates: QueryCandidates) -> str:
     """Return a digest of all that a reranker's ranking depends on.
 
     Args:

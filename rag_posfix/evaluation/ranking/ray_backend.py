@@ -16,15 +16,8 @@ import orjson
 from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError, RagPosfixError, missing_extra
-from rag_posfix.evaluation.ranking.candidates import (
-    OpenedReranker,
-    RerankerChoice,
-    open_reranker,
-    parts_of,
-    rerank_one,
-)
-from rag_posfix.evaluation.ranking.rankings import Candidates, Ranking
-from rag_posfix.evaluation.ranking.rerank import Ranker
+from rag_posfix.evaluation.ranking.rankings import QueryCandidates, Ranking
+from rag_posfix.evaluation.ranking.rerankers import OpenedReranker, Ranker, RerankerChoice, open_reranker, rerank_one
 from rag_posfix.settings import Settings
 
 __all__ = ["ray_rankers"]
@@ -75,7 +68,7 @@ def _ranker(ray: Any, choice: RerankerChoice, settings: Settings, actors: int, o
     # Asked of a worker: this process need not be able to load the model.
     identity = _found(lambda: ray.get(ray.remote(_identity).remote(opener, choice, settings)))
 
-    def rank_all(queries: Sequence[Candidates]) -> Iterable[tuple[int, Ranking]]:
+    def rank_all(queries: Sequence[QueryCandidates]) -> Iterable[tuple[int, Ranking]]:
         if not queries:
             return
         rows = [{"index": index, "query": _packed(candidates)} for index, candidates in enumerate(queries)]
@@ -109,23 +102,25 @@ class _RankQueries:
 
 
 def _opened(choice: RerankerChoice, settings: Settings) -> OpenedReranker:
-    return open_reranker(choice, parts_of(settings))
+    from rag_posfix.pipeline.build import build_reranker_models
+
+    return open_reranker(choice, build_reranker_models(settings))
 
 
 def _identity(opener: Opener, choice: RerankerChoice, settings: Settings) -> str:
     return opener(choice, settings).identity
 
 
-def _packed(candidates: Candidates) -> str:
+def _packed(candidates: QueryCandidates) -> str:
     documents = [{"id": d.id, "text": d.page_content, "metadata": d.metadata} for d in candidates.documents]
     row = {"query": candidates.query, "question": candidates.question, "documents": documents}
     return orjson.dumps(row).decode()
 
 
-def _candidates(packed: str) -> Candidates:
+def _candidates(packed: str) -> QueryCandidates:
     row = orjson.loads(packed)
     documents = (Document(id=d["id"], page_content=d["text"], metadata=d["metadata"]) for d in row["documents"])
-    return Candidates(row["query"], row["question"], tuple(documents))
+    return QueryCandidates(row["query"], row["question"], tuple(documents))
 
 
 def _unpacked(packed: str) -> Ranking:

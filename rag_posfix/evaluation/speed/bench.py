@@ -8,25 +8,41 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from rag_posfix.caching.kv.disk import DiskPassages
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.redis import RedisPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError, PromptTooLongError, RagPosfixError
-from rag_posfix.evaluation.labels import label
-from rag_posfix.evaluation.record import environment
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.record import ExperimentRecord, environment, model_facts
 from rag_posfix.evaluation.speed.memory import PeakMemory, peak_memory
-from rag_posfix.evaluation.speed.runs import Run, concurrent_run, method_run, stock_run, with_store
+from rag_posfix.evaluation.speed.runs import (
+    TimedRun,
+    bench_layout,
+    concurrent_run,
+    method_run,
+    stock_run,
+    with_store,
+)
 from rag_posfix.generation.engine import Engine
+from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.plan.layout import Layout
+from rag_posfix.settings import Settings
 
-__all__ = ["UNMODIFIED", "Bench", "Reading", "bench_record", "measure", "summarize_speed"]
+__all__ = ["UNMODIFIED", "Reading", "SpeedMeasurement", "measure_speed", "summarize_speed", "time_methods"]
 
 UNMODIFIED = "unmodified"
 MEMORY_TOKENS = 4
+STORE_BYTES = 8 * 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +67,8 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """Everything that was measured.
+class SpeedMeasurement:
+    """Readings of all methods on one prompt.
 
     Attributes:
         readings: In the order in which they were taken: unmodified, method, unmodified, method, ..., unmodified.
@@ -65,7 +81,100 @@ class Bench:
     refused: Mapping[str, str]
 
 
-def measure(
+def measure_speed(
+    choices: Sequence[MitigationChoice] | None = None,
+    *,
+    documents: int = 20,
+    tokens: int = 150,
+    repeats: int = 3,
+    new_tokens: int = 16,
+    together: int = 0,
+    warm: bool = True,
+    redis_url: str | None = None,
+    engine: Engine | None = None,
+    settings: Settings | None = None,
+    out: Path | None = None,
+    progress: Progress = silent,
+) -> ExperimentRecord:
+    """Return time to first token, tokens per second and memory of each method, as ratios to the unmodified model.
+
+    The record has one row per reading (``Reading``); ``summarize_speed`` describes its summary.
+
+    Args:
+        choices: The methods; every registered one if None.
+        documents: Passages in the prompt.
+        tokens: Tokens of each passage.
+        repeats: Rounds; ratios are medians over them.
+        new_tokens: Decode steps per round.
+        together: Requests that decode together in a further reading; 0 takes none.
+        warm: Also time the first token with passages kept in memory and on disk, in a temporary folder.
+        redis_url: Also keep passages in this Redis; what it holds stays.
+        engine: The model; loaded as ``settings`` say if None.
+        settings: Read from the environment if None.
+        out: Folder for the record; None writes nothing.
+        progress: Shows how far it is.
+
+    Raises:
+        ConfigError: a method, the model or a setting is at fault.
+        EvaluationError: a number is out of range, or every method was refused.
+        PromptTooLongError: the stock model itself cannot read the prompt.
+    """
+    for choice in choices or ():
+        create(choice.name, choice.parameters)
+    if engine is None:
+        with progress("loading the model"):
+            from rag_posfix.pipeline.build import build_engine
+
+            engine = build_engine(settings or Settings())
+    layout = bench_layout(engine.encoder, documents, tokens)
+    if choices is None:
+        choices = [MitigationChoice(name) for name in MITIGATIONS.names()]
+    with _passage_stores(warm, redis_url) as stores, progress("measuring") as report:
+        found = time_methods(
+            engine, layout, choices, repeats=repeats, new_tokens=new_tokens, stores=stores, together=together,
+            progress=report,
+        )  # fmt: skip
+    facts = model_facts(engine)
+    prompt = {"documents": documents, "tokens_per_document": tokens, "prompt_tokens": len(layout.token_ids)}
+    device = engine.loaded.device
+    head = {
+        "kind": "bench",
+        **environment(),
+        **facts,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "threads": torch.get_num_threads(),
+        "settings": {
+            "documents": documents, "tokens": tokens, "repeats": repeats, "new_tokens": new_tokens,
+            "together": together,
+        },
+        "summary": {
+            **summarize_speed(found), **{name: facts[name] for name in ("model", "device", "dtype")}, **prompt,
+        },
+        "memory": {name: None if peak is None else asdict(peak) for name, peak in found.memory.items()},
+    }  # fmt: skip
+    return ExperimentRecord(head, [asdict(reading) for reading in found.readings]).write(out)
+
+
+@contextmanager
+def _passage_stores(warm: bool, redis_url: str | None) -> Iterator[dict[str, PassageStore]]:
+    """Hold one passage store per tier, each alone, so that each is what is timed."""
+    stores: dict[str, PassageStore] = {}
+    with TemporaryDirectory(prefix="rag-posfix-bench-") as folder:
+        if warm:
+            stores["memory"] = PassageStore([MemoryPassages(STORE_BYTES)])
+            disk = DiskPassages(Path(folder), max_bytes=STORE_BYTES)
+            stores["disk"] = PassageStore([disk], queue_bytes=STORE_BYTES)
+        if redis_url is not None:
+            redis = RedisPassages(redis_url, timeout_seconds=5.0, max_bytes=STORE_BYTES)
+            stores["redis"] = PassageStore([redis], queue_bytes=STORE_BYTES)
+        try:
+            yield stores
+        finally:
+            for store in stores.values():
+                store.close()
+
+
+def time_methods(
     engine: Engine,
     layout: Layout,
     choices: Sequence[MitigationChoice],
@@ -75,7 +184,7 @@ def measure(
     stores: Mapping[str, PassageStore] | None = None,
     together: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> Bench:
+) -> SpeedMeasurement:
     """Time the stock model and each method on one prompt, in turns, after one untimed round that measures memory.
 
     Args:
@@ -95,7 +204,7 @@ def measure(
     if repeats < 1 or new_tokens < 1:
         raise EvaluationError(f"repeats={repeats} and new_tokens={new_tokens} must both be at least 1")
     _check_length(engine, layout, new_tokens)
-    choices = list({label(choice): choice for choice in choices}.values())
+    choices = list({choice.label: choice for choice in choices}.values())
     steps = _Steps(progress, total=2 + len(choices) + repeats * (2 * len(choices) + 1))
     engine = with_store(engine, None)
     stock = stock_run(engine, layout)
@@ -103,10 +212,10 @@ def measure(
     steps.advance()
     memory = {UNMODIFIED: peak_memory(lambda: stock(MEMORY_TOKENS), engine.loaded.device)}
     steps.advance()
-    runs: dict[str, Run] = {}
+    runs: dict[str, TimedRun] = {}
     refused: dict[str, str] = {}
     for choice in choices:
-        name, run = label(choice), method_run(engine, layout, choice, new_tokens)
+        name, run = choice.label, method_run(engine, layout, choice, new_tokens)
         try:
             memory[name] = peak_memory(_short(run), engine.loaded.device)
             runs[name] = run
@@ -117,9 +226,9 @@ def measure(
         raise EvaluationError(f"no method is left to measure: {'; '.join(refused.values()) or 'none was given'}")
     # Stores hold memory: they are filled when the memory of all methods has been measured.
     extras = {
-        label(choice): _Extras.of(engine, layout, choice, stores or {}, together)
+        choice.label: _Extras.of(engine, layout, choice, stores or {}, together)
         for choice in choices
-        if label(choice) in runs
+        if choice.label in runs
     }
     steps.total -= repeats * 2 * len(refused)
     readings: list[Reading] = []
@@ -129,20 +238,20 @@ def measure(
             more = extras[name].read(new_tokens) if name in extras else ({}, None)
             readings.append(Reading(repeat, name, first, new_tokens / rest, *more))
             steps.advance()
-    return Bench(tuple(readings), memory, refused)
+    return SpeedMeasurement(tuple(readings), memory, refused)
 
 
-def summarize_speed(bench: Bench) -> dict[str, Any]:
+def summarize_speed(found: SpeedMeasurement) -> dict[str, Any]:
     """Return the stock model's medians, and each method's ratios: method / unmodified, neighbours in time."""
-    stock = [reading for reading in bench.readings if reading.name == UNMODIFIED]
-    base = bench.memory[UNMODIFIED]
+    stock = [reading for reading in found.readings if reading.name == UNMODIFIED]
+    base = found.memory[UNMODIFIED]
     paired: dict[str, list[_Ratios]] = {}
-    for i, reading in enumerate(bench.readings):
+    for i, reading in enumerate(found.readings):
         if reading.name != UNMODIFIED:
-            before, after = bench.readings[i - 1], bench.readings[i + 1]
+            before, after = found.readings[i - 1], found.readings[i + 1]
             paired.setdefault(reading.name, []).append(_ratios(reading, before, after))
     methods = {
-        name: {**_medians(ratios), **_memory_ratios(bench.memory[name], base)} for name, ratios in paired.items()
+        name: {**_medians(ratios), **_memory_ratios(found.memory[name], base)} for name, ratios in paired.items()
     }
     return {
         UNMODIFIED: {
@@ -152,26 +261,7 @@ def summarize_speed(bench: Bench) -> dict[str, Any]:
             "extra_memory_bytes": None if base is None else base.extra_bytes,
         },
         "methods": methods,
-        "refused": dict(bench.refused),
-    }
-
-
-def bench_record(engine: Engine, bench: Bench, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
-    """Return the record of a bench: what ran, on what, and every reading."""
-    device = engine.loaded.device
-    return {
-        "kind": "bench",
-        **environment(),
-        "model": engine.model_id,
-        "model_fingerprint": engine.fingerprint,
-        "dtype": str(engine.loaded.model.dtype).removeprefix("torch."),
-        "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "threads": torch.get_num_threads(),
-        "settings": settings,
-        "summary": summary,
-        "memory": {name: None if found is None else asdict(found) for name, found in bench.memory.items()},
-        "readings": [asdict(reading) for reading in bench.readings],
+        "refused": dict(found.refused),
     }
 
 
@@ -179,7 +269,7 @@ def bench_record(engine: Engine, bench: Bench, summary: Mapping[str, Any], setti
 class _Extras:
     """What else is read of a method: warm first tokens, by store, and several requests together."""
 
-    warm: Mapping[str, Run]
+    warm: Mapping[str, TimedRun]
     together: Callable[[int], float] | None
     count: int
 
@@ -188,7 +278,7 @@ class _Extras:
         cls, engine: Engine, layout: Layout, choice: MitigationChoice, stores: Mapping[str, PassageStore], count: int
     ) -> _Extras:
         """Fill the stores and return the runs; a method that finds nothing in them has no warm runs."""
-        warm: dict[str, Run] = {}
+        warm: dict[str, TimedRun] = {}
         for name, store in stores.items():
             kept = with_store(engine, store)
             kept.open(layout, choice)
@@ -252,14 +342,14 @@ def _check_length(engine: Engine, layout: Layout, new_tokens: int) -> None:
         )
 
 
-def _turns(stock: Run, runs: Mapping[str, Run]) -> Iterator[tuple[str, Run]]:
+def _turns(stock: TimedRun, runs: Mapping[str, TimedRun]) -> Iterator[tuple[str, TimedRun]]:
     for name, run in runs.items():
         yield UNMODIFIED, stock
         yield name, run
     yield UNMODIFIED, stock
 
 
-def _short(run: Run) -> Callable[[], object]:
+def _short(run: TimedRun) -> Callable[[], object]:
     return lambda: run(MEMORY_TOKENS)
 
 

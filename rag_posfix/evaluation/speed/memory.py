@@ -59,7 +59,7 @@ def peak_memory(action: Callable[[], object], device: torch.device) -> PeakMemor
 
 
 def _give_back_free_memory() -> None:
-    """Make the allocator return what it keeps for reuse: it would hide the next peak below the last one."""
+    """Make the allocator return what it keeps for kv_lookup: it would hide the next peak below the last one."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):  # another C library than glibc

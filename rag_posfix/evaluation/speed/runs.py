@@ -1,37 +1,76 @@
-"""What is timed: one prompt read and continued, by the stock model, by a method, or by several requests together."""
+"""What is timed: a prompt of an exact size, read and continued by the stock model, a method, or several requests."""
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 
+from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.tokenization import TokenizedPassage, tokenize_prompt
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.generation.batching.batch import advance_together
+from rag_posfix.demo_data import load_passages, load_questions
+from rag_posfix.errors import EvaluationError
+from rag_posfix.generation.batching.session_batch import advance_batch
 from rag_posfix.generation.engine import Engine
-from rag_posfix.patching.install import stock_twin
+from rag_posfix.patching.install import stock_copy
 from rag_posfix.plan.layout import Layout
+from rag_posfix.text import content_hash
 
-__all__ = ["Run", "concurrent_run", "method_run", "stock_run", "with_store"]
+__all__ = ["TimedRun", "bench_layout", "concurrent_run", "method_run", "stock_run", "with_store"]
 
-Run: TypeAlias = Callable[[int], tuple[float, float]]
+WORDS_APART = 97
+"""Passages start this many words apart in the shipped corpus; it shares no divisor with the corpus, so all differ."""
+
+TimedRun: TypeAlias = Callable[[int], tuple[float, float]]
 """(new tokens) -> (seconds to the first token, seconds of the decode steps)."""
+
+
+def bench_layout(encoder: TokenEncoder, documents: int, tokens: int) -> Layout:
+    """Return a prompt with ``documents`` different passages of exactly ``tokens`` tokens, of real words.
+
+    Raises:
+        EvaluationError: fewer passages or tokens than a prompt can be made of.
+    """
+    template = PromptTemplate()
+    separator = tuple(encoder.encode_text(template.separator))
+    if documents < 1 or tokens <= len(separator):
+        raise EvaluationError(
+            f"documents={documents} and tokens={tokens} must be at least 1 and {len(separator) + 1} (every passage "
+            "ends in a separator); give larger numbers"
+        )
+    words = " ".join(document.page_content for document in load_passages()).split()
+    passages = []
+    for index in range(documents):
+        ids = _words_as_tokens(encoder, words, index * WORDS_APART, tokens - len(separator))
+        relevance = 1.0 - 0.9 * index / documents  # all different: methods may sort by it
+        passages.append(TokenizedPassage((), ids, separator, content_hash("", encoder.decode(ids)), relevance))
+    question = load_questions()[0].question
+    return tokenize_prompt(encoder, template, question).with_passages(passages)
+
+
+def _words_as_tokens(encoder: TokenEncoder, words: Sequence[str], start: int, count: int) -> tuple[int, ...]:
+    """Return ``count`` tokens of the words from ``start`` on, beginning again at the end."""
+    ids: list[int] = []
+    taken = 0
+    while len(ids) < count:
+        taken += count
+        ids = encoder.encode_text(" ".join(words[i % len(words)] for i in range(start, start + taken)))
+    return tuple(ids[:count])
 
 
 def with_store(engine: Engine, store: PassageStore | None) -> Engine:
     """Return the same engine with another passage store, or without one."""
-    other = copy.copy(engine)
-    other.passages = store
-    return other
+    return engine.with_passages(store)
 
 
-def stock_run(engine: Engine, layout: Layout) -> Run:
+def stock_run(engine: Engine, layout: Layout) -> TimedRun:
     """Return a run of transformers' own attention, its own cache and a plain loop. No mask, no plan, no observer."""
-    model = stock_twin(engine.loaded.model, engine.loaded.spec)
+    model = stock_copy(engine.loaded.model, engine.loaded.spec)
     ids = torch.tensor([layout.token_ids], device=engine.loaded.device)
 
     @torch.inference_mode()
@@ -49,7 +88,7 @@ def stock_run(engine: Engine, layout: Layout) -> Run:
     return run
 
 
-def method_run(engine: Engine, layout: Layout, choice: MitigationChoice, longest: int) -> Run:
+def method_run(engine: Engine, layout: Layout, choice: MitigationChoice, longest: int) -> TimedRun:
     """Return a run of the method through the engine's public calls."""
     device = engine.loaded.device
 
@@ -80,7 +119,7 @@ def concurrent_run(engine: Engine, layout: Layout, choice: MitigationChoice, cou
         sessions = [engine.open(layout, choice, new_tokens + 1) for _ in range(count)]
         started = _now(device)
         for _ in range(new_tokens):
-            advance_together(sessions, [int(session.next_log_probs().argmax()) for session in sessions])
+            advance_batch(sessions, [int(session.next_log_probs().argmax()) for session in sessions])
         return _now(device) - started
 
     return run

@@ -1,4 +1,4 @@
-"""One request on its way through a generator that works ahead: the pieces of its answer wait here for its consumer."""
+"""The handle of a request: a queue of its chunks between the model's thread and the consumer's."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from queue import SimpleQueue
 
 from rag_posfix.contracts.request import Chunk, GenerationRequest
 from rag_posfix.generation.batching.stepped import SteppedGenerator
-from rag_posfix.generation.decode.writer import Writer
+from rag_posfix.generation.decode.answer_writer import AnswerWriter
 
-__all__ = ["Delivery", "Running"]
+__all__ = ["RequestHandle", "RunningRequest"]
 
 
 def _nothing() -> None:
-    """Stand for a watcher that nobody gave."""
+    """The default of ``check`` and ``released``."""
 
 
-class Delivery:
-    """A request and what there is of its answer. One thread works for it, another takes; neither waits to put.
+class RequestHandle:
+    """A request and a queue of its chunks. The model's thread puts chunks, the consumer's thread takes them.
 
     Args:
         request: What is asked.
-        check: Raises if the answer is not wanted any more.
+        check: Raises if the answer is not request any more.
         released: Called once, when nothing more will be computed.
     """
 
@@ -36,7 +36,7 @@ class Delivery:
         self.request = request
         self._check = check
         self._released = released
-        self._pieces: SimpleQueue[Chunk | Exception] = SimpleQueue()
+        self._chunks: SimpleQueue[Chunk | Exception] = SimpleQueue()
         self._cancelled = False
         self._over = False
         self._asked = time.perf_counter()
@@ -46,22 +46,22 @@ class Delivery:
         """Seconds since it was asked."""
         return time.perf_counter() - self._asked
 
-    def take(self) -> Chunk:
-        """Return the next piece; wait for it. Raises what the answer failed with."""
-        piece = self._pieces.get()
-        if isinstance(piece, Chunk):
-            return piece
+    def next_chunk(self) -> Chunk:
+        """Return the next chunk; wait for it. Raises what the answer failed with."""
+        chunk = self._chunks.get()
+        if isinstance(chunk, Chunk):
+            return chunk
         try:
-            raise piece
+            raise chunk
         finally:
-            del piece  # its traceback holds this frame
+            del chunk  # its traceback holds this frame
 
     def cancel(self) -> None:
-        """Tell that nobody takes any more. Takes no lock, so that a garbage collector may call it anywhere."""
+        """Stop the answer: no chunk is taken any more. Takes no lock: a garbage collector may call it anywhere."""
         self._cancelled = True
 
-    def is_wanted(self) -> bool:
-        """Return whether to go on; if not, that was the last word to whoever takes."""
+    def still_wanted(self) -> bool:
+        """Return whether the answer is still wanted; if not, the consumer has been told."""
         if self._cancelled:
             self._end()
             return False
@@ -73,15 +73,15 @@ class Delivery:
         return True
 
     def put(self, chunk: Chunk) -> None:
-        """Hand in a piece; the one with the whole answer is the last."""
+        """Put a chunk; the one with the whole answer is the last."""
         if chunk.generation is not None:
             self._end()
-        self._pieces.put(chunk)
+        self._chunks.put(chunk)
 
     def fail(self, error: Exception) -> None:
-        """Hand in what is raised in place of all further pieces."""
+        """Put an exception, which the consumer gets in place of all further chunks."""
         self._end()
-        self._pieces.put(error)
+        self._chunks.put(error)
 
     def _end(self) -> None:
         if not self._over:
@@ -89,23 +89,23 @@ class Delivery:
             self._released()
 
 
-class Running:
-    """A request whose prompt has been read, between two steps. Writes as ``Engine.resume`` does.
+class RunningRequest:
+    """A request whose prompt has been read, between two decode steps. Decodes as ``Engine.resume`` does.
 
     Args:
-        engine: Reads the prompt, here.
-        delivery: Where the pieces go.
+        engine: Prefills the prompt, in the constructor.
+        handle: Receives the chunks.
 
     Raises:
         RagPosfixError: those of ``Engine.open``.
     """
 
-    def __init__(self, engine: SteppedGenerator, delivery: Delivery) -> None:
-        request = delivery.request
-        self._waited = delivery.age
-        self.delivery = delivery
+    def __init__(self, engine: SteppedGenerator, handle: RequestHandle) -> None:
+        request = handle.request
+        self._waited = handle.age
+        self.handle = handle
         self.session = engine.open(request.layout, request.mitigation, request.sampling.max_tokens, request.salt)
-        self._writer = Writer(engine.encoder, self.session, request)
+        self._writer = AnswerWriter(engine.encoder, self.session, request)
 
     @property
     def token(self) -> int:
@@ -116,9 +116,9 @@ class Running:
         """Choose the next token and deliver its text; return whether the answer goes on."""
         writer = self._writer
         if new := writer.write(self.session.next_log_probs()):
-            self.delivery.put(Chunk(new))
+            self.handle.put(Chunk(new))
         if writer.done:
             text, generation = writer.end()
             timings = {"queue": self._waited, **generation.timings}
-            self.delivery.put(Chunk(text, replace(generation, timings=timings)))
+            self.handle.put(Chunk(text, replace(generation, timings=timings)))
         return not writer.done

@@ -1,7 +1,7 @@
-"""Answers many requests at the same time with one model: their decode steps run together.
+"""Continuous batching: answers many requests at the same time with one model, whose decode steps they share.
 
-Requests join and leave between any two steps. The answers are those of the engine one by one; in bfloat16 the last
-digits may differ with the company that an answer keeps, as they do with any batch.
+Requests join and leave between any two steps. The answers are those of the engine, one request at a time; in bfloat16
+the last digits may differ with the batch, as in any batched inference.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from rag_posfix.contracts.generator import PassageReader
 from rag_posfix.contracts.request import Chunk, GenerationRequest
 from rag_posfix.errors import ConfigError, UnsupportedModelError
-from rag_posfix.generation.batching.request_handle import Delivery
+from rag_posfix.generation.batching.request_handle import RequestHandle
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.generation.batching.worker import Worker
-from rag_posfix.generation.delegating import GeneratorAround
+from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.plan.layout import Layout
 
 __all__ = ["BatchingGenerator"]
 
 
-class BatchingGenerator(GeneratorAround[SteppedGenerator]):
-    """Answers any number of requests, of any threads, in one thread of its own. Implements ``protocols.Generator``.
+class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
+    """Answers any number of requests, of any threads, in one thread of its own. Implements ``Generator``.
 
     Between two steps at most one prompt is read: a newcomer waits one prompt and one step for each that came before
     it, and running answers pause for one prompt at most. ``timings["queue"]`` of an answer is the time until its
@@ -42,6 +42,7 @@ class BatchingGenerator(GeneratorAround[SteppedGenerator]):
         if max_running < 1:
             raise ConfigError(f"max_running={max_running} must be >= 1")
         super().__init__(engine)
+        self._max_running = max_running
         self._worker = Worker(engine, max_running)
         weakref.finalize(self, self._worker.stop)  # the thread holds the worker, and would outlive whoever forgets it
 
@@ -60,6 +61,10 @@ class BatchingGenerator(GeneratorAround[SteppedGenerator]):
         """Whether it was closed: further requests are refused."""
         return self._worker.closed
 
+    def with_engine(self, engine: SteppedGenerator) -> BatchingGenerator:
+        """Return a generator of the same size over another engine; this one stays as it is."""
+        return BatchingGenerator(engine, self._max_running)
+
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; the last chunk carries the whole.
 
@@ -70,7 +75,7 @@ class BatchingGenerator(GeneratorAround[SteppedGenerator]):
             RagPosfixError: those of ``Engine.open``, when the first piece is asked for.
             GenerationError: a step that several answers shared failed, or this generator was closed.
         """
-        yield from self._pieces(Delivery(request))
+        yield from self._chunks(RequestHandle(request))
 
     def stream_watched(
         self, request: GenerationRequest, check: Callable[[], None], released: Callable[[], None]
@@ -83,7 +88,7 @@ class BatchingGenerator(GeneratorAround[SteppedGenerator]):
             released: Called when the model has done its last work for the answer, although pieces of it may still
                 wait to be read. Not called where the stream raises before it is taken in.
         """
-        yield from self._pieces(Delivery(request, check, released))
+        yield from self._chunks(RequestHandle(request, check, released))
 
     def question_likelihood(self, layout: Layout, salt: str = "") -> tuple[float, ...]:
         """As ``Engine.question_likelihood``, in the thread of the caller: beside the answers, not between them."""
@@ -117,13 +122,13 @@ class BatchingGenerator(GeneratorAround[SteppedGenerator]):
         """End the thread, after the prompt or step that it is at. Open answers fail with ``GenerationError``."""
         self._worker.close()
 
-    def _pieces(self, delivery: Delivery) -> Iterator[Chunk]:
-        self._worker.submit(delivery)
+    def _chunks(self, handle: RequestHandle) -> Iterator[Chunk]:
+        self._worker.submit(handle)
         try:
             while True:
-                chunk = delivery.take()
+                chunk = handle.next_chunk()
                 yield chunk
                 if chunk.generation is not None:
                     return
         finally:
-            delivery.cancel()
+            handle.cancel()

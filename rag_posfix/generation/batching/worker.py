@@ -1,4 +1,4 @@
-"""The one thread that runs the model for all requests: reads prompts and decodes, in turns."""
+"""The thread that runs the model for all requests: prefill and decode steps, in turns."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import threading
 from collections import deque
 
 from rag_posfix.errors import GenerationError
-from rag_posfix.generation.batching.request_handle import Delivery, Running
-from rag_posfix.generation.batching.step import step
+from rag_posfix.generation.batching.decode_step import decode_step
+from rag_posfix.generation.batching.request_handle import RequestHandle, RunningRequest
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 
 __all__ = ["Worker"]
 
 
 class Worker:
-    """Answers deliveries, first come first served. There is no thread before the first.
+    """Answers requests, first come first served. There is no thread before the first.
 
-    Between two decode steps it reads at most one prompt, so that neither do running answers stand still behind a
-    queue of prompts, nor does a prompt wait for a running answer to end while there is room.
+    Between two decode steps it prefills at most one prompt: running answers never wait for a whole queue of prompts,
+    and a prompt never waits for a running answer to end while fewer than ``max_running`` are decoded.
 
     Args:
         engine: The model.
@@ -30,8 +30,8 @@ class Worker:
         self._max_running = max_running
         # Its lock is reentrant: a garbage collector may call `stop` in a thread that holds it.
         self._changed = threading.Condition()
-        self._waiting: deque[Delivery] = deque()  # anyone appends; only the thread removes
-        self._running: list[Running] = []  # the thread's own
+        self._waiting: deque[RequestHandle] = deque()  # anyone appends; only the thread removes
+        self._running: list[RunningRequest] = []  # the thread's own
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -45,7 +45,7 @@ class Worker:
         """Whether requests are refused."""
         return self._closed
 
-    def submit(self, delivery: Delivery) -> None:
+    def submit(self, handle: RequestHandle) -> None:
         """Take a request in.
 
         Raises:
@@ -60,7 +60,7 @@ class Worker:
                 self._thread = thread
                 # A daemon thread that is still inside the model when the interpreter goes brings the process down.
                 atexit.register(self.close)
-            self._waiting.append(delivery)
+            self._waiting.append(handle)
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -79,10 +79,10 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._has_work():
-                self._drop_unwanted()
-                self._read_one()
-                self._drop_unwanted()  # reading takes long
-                self._running = step(self._running)
+                self._drop_cancelled()
+                self._prefill_one()
+                self._drop_cancelled()  # prefill takes long
+                self._running = decode_step(self._running)
         finally:
             self._end()
 
@@ -92,37 +92,37 @@ class Worker:
             self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
             return not self._closed
 
-    def _drop_unwanted(self) -> None:
-        """Let go of requests that nobody waits for."""
+    def _drop_cancelled(self) -> None:
+        """Drop requests that nobody waits for."""
         with self._changed:
             waiting = list(self._waiting)
-        for delivery in waiting:
-            if not delivery.is_wanted():
+        for handle in waiting:
+            if not handle.still_wanted():
                 with self._changed:
-                    self._waiting.remove(delivery)
-        self._running = [one for one in self._running if one.delivery.is_wanted()]
+                    self._waiting.remove(handle)
+        self._running = [one for one in self._running if one.handle.still_wanted()]
 
-    def _read_one(self) -> None:
+    def _prefill_one(self) -> None:
         """Read the prompt that has waited longest and write its first token, if there is room for one more answer."""
         if not self._waiting or len(self._running) >= self._max_running:
             return
-        delivery = self._waiting[0]  # stays there meanwhile: whatever happens, `_end` finds it
+        handle = self._waiting[0]  # stays there meanwhile: whatever happens, `_end` finds it
         try:
-            running = Running(self._engine, delivery)
+            running = RunningRequest(self._engine, handle)
             if running.write():
                 self._running.append(running)
         except Exception as error:
-            delivery.fail(error)
+            handle.fail(error)
         with self._changed:
             self._waiting.popleft()
 
     def _end(self) -> None:
         with self._changed:
-            left = [*self._waiting, *(one.delivery for one in self._running)]
+            left = [*self._waiting, *(one.handle for one in self._running)]
             self._waiting.clear()
             self._running = []
             self._thread = None  # where the thread died of itself, the next request starts another
         atexit.unregister(self.close)
         how = "was closed" if self._closed else "stopped"
-        for delivery in left:
-            delivery.fail(GenerationError(f"the generator {how} before the answer was complete; ask again"))
+        for handle in left:
+            handle.fail(GenerationError(f"the generator {how} before the answer was complete; ask again"))

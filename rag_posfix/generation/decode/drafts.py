@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rag_posfix.generation.model.sequence_batch import Rows, forward_together
+from rag_posfix.generation.model.sequence_batch import SequenceBatch, forward_batches
 from rag_posfix.plan.draft import Drafts
 
 __all__ = ["AnswerText", "draft_answers"]
@@ -42,25 +42,25 @@ class AnswerText:
 
 @torch.inference_mode()
 def draft_answers(
-    groups: Sequence[Rows], log_probs: Tensor, question: Tensor, max_tokens: int, text: AnswerText
+    batches: Sequence[SequenceBatch], log_probs: Tensor, question: Tensor, max_tokens: int, text: AnswerText
 ) -> Drafts:
     """Return one greedy answer per row and its log-probability in every row.
 
     Cost: at most ``max_tokens`` steps of all rows, and one pass of all rows over each distinct answer.
 
     Args:
-        groups: The rows, having read the prompt.
+        batches: Have read the prompt.
         log_probs: (R, V), what they say of the next token.
         question: (R,), how likely they find the question.
         max_tokens: Tokens per answer at most.
         text: What ends an answer, and which answers are equal.
     """
-    answers = _write(groups, log_probs, max_tokens, text)
+    answers = _write(batches, log_probs, max_tokens, text)
     keys = [text.key(answer) for answer in answers]
     scored: dict[tuple[int, ...], Tensor] = {}
     for answer in answers:
         if answer not in scored:
-            scored[answer] = _score(groups, log_probs, answer)
+            scored[answer] = _score(batches, log_probs, answer)
     return Drafts(
         tokens=tuple(answers),
         log_probs=torch.stack([scored[answer] for answer in answers]),
@@ -69,10 +69,12 @@ def draft_answers(
     )
 
 
-def _write(groups: Sequence[Rows], log_probs: Tensor, max_tokens: int, text: AnswerText) -> list[tuple[int, ...]]:
+def _write(
+    batches: Sequence[SequenceBatch], log_probs: Tensor, max_tokens: int, text: AnswerText
+) -> list[tuple[int, ...]]:
     """Return each row's greedy answer, without what ends it."""
-    running = [group.fork() for group in groups]
-    agree = groups[0].loaded.spec.ranks.agree
+    running = [batch.branch() for batch in batches]
+    agree = batches[0].loaded.spec.ranks.agree
     answers: list[list[int]] = [[] for _ in log_probs]
     open_rows = set(range(len(answers)))
     for step in range(max_tokens):
@@ -88,7 +90,7 @@ def _write(groups: Sequence[Rows], log_probs: Tensor, max_tokens: int, text: Ans
     return [tuple(answer) for answer in answers]
 
 
-def _score(groups: Sequence[Rows], log_probs: Tensor, answer: tuple[int, ...]) -> Tensor:
+def _score(batches: Sequence[SequenceBatch], log_probs: Tensor, answer: tuple[int, ...]) -> Tensor:
     """Return the summed log-probability of one answer in every row, (R,)."""
     if not answer:
         return log_probs.new_zeros(log_probs.shape[0])
@@ -96,11 +98,11 @@ def _score(groups: Sequence[Rows], log_probs: Tensor, answer: tuple[int, ...]) -
     ids = torch.tensor(answer, device=log_probs.device)
     if len(answer) > 1:
         given = ids[:-1].expand(log_probs.shape[0], -1)
-        steps = torch.cat((steps, _step([group.fork() for group in groups], given)), dim=1)  # (R, n, V)
+        steps = torch.cat((steps, _step([batch.branch() for batch in batches], given)), dim=1)  # (R, n, V)
     return steps.gather(2, ids[None, :, None].expand(steps.shape[0], -1, 1)).sum(dim=(1, 2))
 
 
-def _step(groups: Sequence[Rows], tokens: Tensor) -> Tensor:
+def _step(batches: Sequence[SequenceBatch], tokens: Tensor) -> Tensor:
     """Append each row's own tokens and return what the rows say after each of them, (R, n, V) float32."""
-    own = torch.split(tokens, [rows.n_rows for rows in groups])
-    return torch.cat(forward_together(groups, own, tokens.shape[1])).float().log_softmax(dim=-1)
+    own = torch.split(tokens, [batch.n_rows for batch in batches])
+    return torch.cat(forward_batches(batches, own, tokens.shape[1])).float().log_softmax(dim=-1)

@@ -1,6 +1,6 @@
 """How much attention a question pays to each token of each passage, for several questions about the same passages.
 
-Knows layouts and rows; knows no method, no text and no plan.
+Knows layouts and batches; knows no method, no text and no plan.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.model.sequence_batch import LoadedModel, Rows, new_cache
-from rag_posfix.generation.prefill.kv_reuse import Reuse
-from rag_posfix.generation.prefill.prefill import read_leading
-from rag_posfix.patching.call import Observer
+from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch
+from rag_posfix.generation.prefill.kv_lookup import KVLookup
+from rag_posfix.generation.prefill.prefill import prefill_context
+from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.layout import Layout
 
 __all__ = ["question_attention"]
@@ -24,7 +24,7 @@ __all__ = ["question_attention"]
 def question_attention(
     loaded: LoadedModel,
     layouts: Sequence[Layout],
-    reuse: Reuse | None = None,
+    kv_lookup: KVLookup | None = None,
     check: Callable[[], None] | None = None,
     layers: Collection[int] | None = None,
 ) -> list[tuple[tuple[float, ...], ...]]:
@@ -37,7 +37,7 @@ def question_attention(
     Args:
         loaded: The model.
         layouts: Prompts that differ in their suffix alone.
-        reuse: Keys and values that need not be computed again.
+        kv_lookup: The passage KV store; None computes all keys and values.
         check: Called before each suffix is read; what it raises ends the reading.
         layers: Which layers count, from 0; all if None.
 
@@ -52,7 +52,7 @@ def question_attention(
         raise ConfigError(
             f"{len(layouts)} prompts differ before their suffix; give prompts with the same prefix and passages"
         )
-    before = read_leading(loaded, layouts[0], reuse) if layouts and loaded.keeps_all_keys else None
+    before = prefill_context(loaded, layouts[0], kv_lookup) if layouts and loaded.keeps_all_keys else None
     found = []
     for layout in layouts:
         if check is not None:
@@ -62,16 +62,18 @@ def question_attention(
     return found
 
 
-def _of_suffix(loaded: LoadedModel, layout: Layout, before: Rows | None, layers: Collection[int] | None) -> Tensor:
+def _of_suffix(
+    loaded: LoadedModel, layout: Layout, before: SequenceBatch | None, layers: Collection[int] | None
+) -> Tensor:
     """Return the attention to every token, (T,) float32 on the CPU."""
     if before is None:
-        start, rows = 0, Rows(loaded, new_cache(loaded), torch.zeros((1, 0), device=loaded.device))
+        start, batch = 0, SequenceBatch.empty(loaded)
     else:
-        start, rows = layout.suffix.start, before.fork()
+        start, batch = layout.suffix.start, before.branch()
     observer = Observer(queries=len(layout.suffix), layers=None if layers is None else frozenset(layers))
     ids = torch.tensor([layout.token_ids[start:]], device=loaded.device)
     positions = torch.arange(start, len(layout.token_ids), dtype=torch.float32, device=loaded.device)
-    rows.forward(ids, positions[None], 1, observer)
+    batch.forward(ids, positions[None], 1, observer)
     if observer.total is None:
         raise ConfigError("no layer of the model reported its attention; load it with rag_posfix.load_engine")
     total: Tensor = observer.total[0] * loaded.spec.shape.n_heads  # the observer averages over heads

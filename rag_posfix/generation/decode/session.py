@@ -10,11 +10,11 @@ from torch import Tensor
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.drafts import AnswerText, draft_answers
-from rag_posfix.generation.decode.token_attribution import TokenTrace, can_be_traced
-from rag_posfix.generation.model.sequence_batch import LoadedModel, Rows, forward_together
-from rag_posfix.generation.prefill.calibration_pass import read
-from rag_posfix.generation.prefill.kv_reuse import Reuse
-from rag_posfix.patching.call import Observer
+from rag_posfix.generation.decode.token_attribution import AttributionTracker, can_attribute
+from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, forward_batches
+from rag_posfix.generation.prefill.calibration_pass import prefill_calibrated
+from rag_posfix.generation.prefill.kv_lookup import KVLookup
+from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.draft import Draft
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan, RowScores
@@ -32,10 +32,10 @@ class Session:
         layout: The prompt.
         plan: What is done differently.
         text: What ends an answer; used where the plan drafts.
-        reuse: Keys and values that need not be computed again.
+        kv_lookup: The passage KV store, for keys and values that need not be computed again; None computes all.
 
     Attributes:
-        cached_tokens: Tokens of the prompt that were found in ``reuse``, whichever row they are read in.
+        cached_tokens: Tokens of the prompt that were found in ``kv_lookup``, whichever row they are read in.
     """
 
     @torch.inference_mode()
@@ -45,39 +45,39 @@ class Session:
         layout: Layout,
         plan: Plan,
         text: AnswerText | None = None,
-        reuse: Reuse | None = None,
+        kv_lookup: KVLookup | None = None,
     ) -> None:
         started = time.perf_counter()
-        self._plan, groups = read(loaded, layout, plan, reuse)
+        self._plan, groups = prefill_calibrated(loaded, layout, plan, kv_lookup)
         self.cached_tokens = min(group.cached_tokens for group in groups)
-        self._groups = [group.rows for group in groups]
+        self._batches = [group.batch for group in groups]
         self._log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)  # (R, V)
         self._question = torch.cat([group.question for group in groups])
         self._answer = torch.zeros_like(self._question)
         self._confidence = self._log_probs.amax(dim=-1)
-        self._attention = torch.cat([group.attention for group in groups])  # (R, N)
+        self._attention = torch.cat([group.passage_shares for group in groups])  # (R, N)
         self._weights: Tensor | None = None
-        self._trace: TokenTrace | None = None
+        self._attribution: AttributionTracker | None = None
         if plan.draft is not None:
             self._draft(plan.draft, text or AnswerText())
         self.prefill_seconds = time.perf_counter() - started
 
     @property
-    def groups(self) -> Sequence[Rows]:
-        """The rows that it reads, in groups that advance together; in order they are the plan's rows."""
-        return self._groups
+    def batches(self) -> Sequence[SequenceBatch]:
+        """The batches that it decodes; their rows, in order, are the plan's rows."""
+        return self._batches
 
     @property
-    def joins(self) -> bool:
+    def can_share_pass(self) -> bool:
         """Whether its next token may be read in one pass with those of other sessions."""
-        return all(rows.joins for rows in self._groups)
+        return all(batch.can_share_pass for batch in self._batches)
 
     @torch.inference_mode()
     def next_log_probs(self) -> Tensor:
         """Return the log-probabilities of the next token, (V,) float32."""
         log_probs, weights = self._combine(self._log_probs, self._answer)
-        if self._trace is not None:
-            self._trace.chosen_by(weights)
+        if self._attribution is not None:
+            self._attribution.weigh_rows(weights)
         return log_probs
 
     @torch.inference_mode()
@@ -89,33 +89,33 @@ class Session:
         return tuple(float(share) / total for share in mass) if total > 0 else tuple(0.0 for _ in mass)
 
     @torch.inference_mode()
-    def trace(self) -> None:
-        """Follow from now on which passages each token comes from. Call before the first token is chosen.
+    def attribute_tokens(self) -> None:
+        """Track from now on which passages each token comes from. Call before the first token is chosen.
 
-        Does nothing where that cannot be told; see ``can_be_traced``.
+        Does nothing where that cannot be told; see ``can_attribute``.
         """
-        if self._attention.shape[1] and can_be_traced(self._groups):
-            self._trace = TokenTrace(self._groups, self._attention)
+        if self._attention.shape[1] and can_attribute(self._batches):
+            self._attribution = AttributionTracker(self._batches, self._attention)
 
-    def traced(self) -> list[tuple[float, ...]]:
-        """Return each passage's share in every token whose log-probabilities were asked for; empty without a trace."""
-        return [] if self._trace is None else self._trace.shares()
+    def token_shares(self) -> list[tuple[float, ...]]:
+        """Return each passage's share in every token whose log-probabilities were asked for; empty if not tracked."""
+        return [] if self._attribution is None else self._attribution.shares()
 
     def observers(self) -> list[Observer | None]:
-        """Return what must receive the attention of the next token's forward pass in each group of rows."""
-        return [None] * len(self._groups) if self._trace is None else self._trace.observers()
+        """Return what must receive the attention of the next token's forward pass in each batch."""
+        return [None] * len(self._batches) if self._attribution is None else self._attribution.observers()
 
     @torch.inference_mode()
     def advance(self, token_id: int) -> None:
         """Append a generated token to every row."""
         observers = self.observers()
-        self.accept(token_id, self._read(self._groups, [token_id], observers)[:, -1], observers)
+        self.accept(token_id, self._read(self._batches, [token_id], observers)[:, -1], observers)
 
     @torch.inference_mode()
     def accept(self, token_id: int, logits: Tensor, observers: Sequence[Observer | None] = ()) -> None:
-        """Take a token as generated whose forward pass ran elsewhere, and what it says of the token after it.
+        """Append a generated token whose forward pass ran elsewhere.
 
-        The session's own rows stay behind: once used, every further token must come this way.
+        The session's own batches are not advanced: from then on every token must come this way.
 
         Args:
             token_id: The token.
@@ -127,8 +127,8 @@ class Session:
         """
         self._answer = self._answer + self._log_probs[:, token_id]
         self._log_probs = logits.float().log_softmax(dim=-1)
-        if self._trace is not None:
-            self._trace.take(observers)
+        if self._attribution is not None:
+            self._attribution.take(observers)
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -143,7 +143,7 @@ class Session:
             raise ConfigError("cannot score an empty continuation; give at least one token")
         if len(token_ids) == 1:
             return self.score_from(token_ids, None)
-        return self.score_from(token_ids, self._read([rows.fork() for rows in self._groups], token_ids[:-1]))
+        return self.score_from(token_ids, self._read([batch.branch() for batch in self._batches], token_ids[:-1]))
 
     @torch.inference_mode()
     def score_from(self, token_ids: Sequence[int], logits: Tensor | None) -> tuple[float, ...]:
@@ -162,32 +162,35 @@ class Session:
         return tuple(scores)
 
     def _read(
-        self, groups: Sequence[Rows], tokens: Sequence[int], observers: Sequence[Observer | None] | None = None
+        self,
+        batches: Sequence[SequenceBatch],
+        tokens: Sequence[int],
+        observers: Sequence[Observer | None] | None = None,
     ) -> Tensor:
         """Append tokens to every row. Returns (R, len(tokens), V)."""
-        ids = [torch.tensor([list(tokens)] * rows.n_rows, device=rows.positions.device) for rows in groups]
-        return torch.cat(forward_together(groups, ids, len(tokens), observers))
+        ids = [torch.tensor([list(tokens)] * batch.n_rows, device=batch.positions.device) for batch in batches]
+        return torch.cat(forward_batches(batches, ids, len(tokens), observers))
 
     def _draft(self, draft: Draft, text: AnswerText) -> None:
         """Weigh the rows by the short answers that they write; those of weight 0 are not read any further."""
-        drafts = draft_answers(self._groups, self._log_probs, self._question, draft.max_tokens, text)
-        weights = self._groups[0].loaded.spec.ranks.agree(draft.choose(drafts))
-        counts = [rows.n_rows for rows in self._groups]
+        drafts = draft_answers(self._batches, self._log_probs, self._question, draft.max_tokens, text)
+        weights = self._batches[0].loaded.spec.ranks.agree(draft.choose(drafts))
+        counts = [batch.n_rows for batch in self._batches]
         kept = [part.nonzero().flatten().tolist() for part in torch.split(weights, counts)]
         if sum(map(len, kept)) < len(weights):
-            self._groups = [
-                rows if len(own) == rows.n_rows else rows.select(own)
-                for rows, own in zip(self._groups, kept, strict=True)
+            self._batches = [
+                batch if len(own) == batch.n_rows else batch.select(own)
+                for batch, own in zip(self._batches, kept, strict=True)
                 if own
             ]
-        speaks = weights > 0
+        kept_rows = weights > 0
         self._weights, self._log_probs, self._question = (
-            weights[speaks],
-            self._log_probs[speaks],
-            self._question[speaks],
+            weights[kept_rows],
+            self._log_probs[kept_rows],
+            self._question[kept_rows],
         )
-        self._answer, self._confidence = self._answer[speaks], self._confidence[speaks]
-        self._attention = self._attention[speaks]
+        self._answer, self._confidence = self._answer[kept_rows], self._confidence[kept_rows]
+        self._attention = self._attention[kept_rows]
 
     def _combine(self, log_probs: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
         if self._plan.combine is None:

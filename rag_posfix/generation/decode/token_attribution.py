@@ -1,4 +1,4 @@
-"""Which passages the tokens of an answer come from, followed while they are written."""
+"""Token attribution: which passages each token of an answer comes from, tracked while it is decoded."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rag_posfix.generation.model.sequence_batch import Rows
-from rag_posfix.patching.call import Observer
+from rag_posfix.generation.model.sequence_batch import SequenceBatch
+from rag_posfix.patching.forward_context import Observer
 
-__all__ = ["TokenTrace", "can_be_traced", "watched_layers"]
+__all__ = ["AttributionTracker", "attribution_layers", "can_attribute"]
 
-WATCHED = 4
+LAYERS = 4
 
 
-def watched_layers(n_layers: int) -> frozenset[int]:
-    """Return the layers whose attention is looked at: four, evenly through the upper half.
+def attribution_layers(n_layers: int) -> frozenset[int]:
+    """Return the layers whose attention is tracked: four, evenly through the upper half.
 
     All of them would cost an eighth of a decode step and more; the lower half looks at neighbours mostly.
 
@@ -24,35 +24,35 @@ def watched_layers(n_layers: int) -> frozenset[int]:
         n_layers: Layers of the model.
     """
     upper = n_layers - n_layers // 2
-    count = min(WATCHED, upper)
+    count = min(LAYERS, upper)
     return frozenset(n_layers // 2 + index * upper // count for index in range(count))
 
 
-class TokenTrace:
-    """Follows the shares of the passages in each token that one session writes.
+class AttributionTracker:
+    """Tracks the shares of the passages in each token that one session generates.
 
-    Rows that hold one passage each need no attention: what counts is how much the plan lets each row say.
+    Rows that hold one passage each need no attention: their weights in the plan are the shares.
 
     Args:
-        groups: The session's rows.
+        batches: The session's rows.
         attention: (R, N) the passages' shares in what the prompt's last token attends to, row by row.
     """
 
-    def __init__(self, groups: Sequence[Rows], attention: Tensor) -> None:
-        self._groups = list(groups)
+    def __init__(self, batches: Sequence[SequenceBatch], attention: Tensor) -> None:
+        self._batches = list(batches)
         self._now = attention
         self._weights: Tensor | None = None
         self._shares: list[Tensor] = []
-        self._segments = [_segments(rows, attention.shape[1]) for rows in self._groups]
-        layers = self._groups[0].loaded.spec.shape.n_layers
-        self._layers = watched_layers(layers)
+        self._segments = [_segments(batch, attention.shape[1]) for batch in self._batches]
+        layers = self._batches[0].loaded.spec.shape.n_layers
+        self._layers = attribution_layers(layers)
 
     def observers(self) -> list[Observer | None]:
         """Return what must receive the attention of the next forward pass, for each group."""
         return [None if segments is None else Observer(layers=self._layers, rough=True) for segments in self._segments]
 
-    def chosen_by(self, weights: Tensor) -> None:
-        """Tell with which weights the rows choose the next token; the last call before ``take`` counts.
+    def weigh_rows(self, weights: Tensor) -> None:
+        """Set the weights with which the rows choose the next token; the last call before ``take`` counts.
 
         Shapes:
             weights: (R,), sums to 1.
@@ -68,7 +68,7 @@ class TokenTrace:
         self._count()
         if not observers:
             return
-        counts = [rows.n_rows for rows in self._groups]
+        counts = [batch.n_rows for batch in self._batches]
         now = list(torch.split(self._now, counts))
         for index, (segments, observer) in enumerate(zip(self._segments, observers, strict=True)):
             attended = None if observer is None else observer.mean()
@@ -90,30 +90,31 @@ class TokenTrace:
             self._weights = None
 
 
-def can_be_traced(groups: Sequence[Rows]) -> bool:
+def can_attribute(batches: Sequence[SequenceBatch]) -> bool:
     """Return whether it can be told which passages these rows' tokens come from.
 
     Not where a model is split over processes, each of which sees its own heads only, nor where a layer forgets keys.
     """
     return all(
-        rows.loaded.spec.ranks.count == 1 and (rows.loaded.keeps_all_keys or _speaks_of_one(rows)) for rows in groups
+        batch.loaded.spec.ranks.count == 1 and (batch.loaded.keeps_all_keys or _holds_one_each(batch))
+        for batch in batches
     )
 
 
-def _speaks_of_one(rows: Rows) -> bool:
+def _holds_one_each(batch: SequenceBatch) -> bool:
     """Return whether no row holds two passages: then no attention need be looked at."""
-    return all(len(held) < 2 for held in rows.placed)
+    return all(len(held) < 2 for held in batch.passage_spans)
 
 
-def _segments(rows: Rows, n_passages: int) -> Tensor | None:
+def _segments(batch: SequenceBatch, n_passages: int) -> Tensor | None:
     """Return the passage of each token in the cache, (R, length), N for those of none; None if no row holds two."""
-    if _speaks_of_one(rows):
+    if _holds_one_each(batch):
         return None
-    segments = torch.full((rows.n_rows, rows.length), n_passages, dtype=torch.long)
-    for row, held in enumerate(rows.placed):
+    segments = torch.full((batch.n_rows, batch.length), n_passages, dtype=torch.long)
+    for row, held in enumerate(batch.passage_spans):
         for passage, start, stop in held:
             segments[row, start:stop] = passage
-    return segments.to(rows.positions.device)
+    return segments.to(batch.positions.device)
 
 
 def _shares(attended: Tensor, segments: Tensor, n_passages: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keys and values of sequences: buffers with room at the end, so that a new token costs its own copy and no more."""
+"""The KV cache: buffers with spare capacity at the end, so that a new token costs its own copy and no more."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-__all__ = ["GrowingCache", "JointCache"]
+__all__ = ["ConcatenatedCache", "GrowingCache"]
 
-ROOM = 64
-"""Tokens that a buffer has room for beyond what it is made for, at least."""
+SPARE_TOKENS = 64
+"""Spare capacity of a buffer beyond what it is made for, in tokens, at least."""
 
 GROWTH = 8
 """A buffer that is full grows by one part in so many: each token is then copied that often at most, on average."""
@@ -53,8 +53,8 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[misc]
         self._keys, self._values, self.length = keys, values, length
         self.keys, self.values = keys[:, :, :length], values[:, :, :length]
 
-    def look_ahead(self) -> GrowingLayer:
-        """Return a layer on the same buffers that goes its own way from here."""
+    def branch(self) -> GrowingLayer:
+        """Return a layer on the same buffers that continues independently from here."""
         layer = GrowingLayer()
         if self._keys is not None and self._values is not None:
             layer.fill(self._keys, self._values, self.length)
@@ -77,8 +77,8 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        capacity = length + max(ROOM, length // GROWTH)
-        keys, values = (_room(states, capacity) for states in (key_states, value_states))
+        capacity = length + max(SPARE_TOKENS, length // GROWTH)
+        keys, values = (_buffer(states, capacity) for states in (key_states, value_states))
         if self._keys is not None and self._values is not None:
             keys[:, :, : self.length] = self._keys[:, :, : self.length]
             values[:, :, : self.length] = self._values[:, :, : self.length]
@@ -86,7 +86,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class GrowingCache(Cache):  # type: ignore[misc]
-    """The cache of rows that advance together, for models whose every layer keeps all keys.
+    """The KV cache of a batch, for models whose every layer keeps all keys.
 
     Args:
         n_layers: Layers of the model.
@@ -95,17 +95,17 @@ class GrowingCache(Cache):  # type: ignore[misc]
     def __init__(self, n_layers: int) -> None:
         super().__init__(layers=[GrowingLayer() for _ in range(n_layers)])
 
-    def look_ahead(self) -> GrowingCache:
-        """Return a cache that goes its own way from here, on the same buffers; nothing is copied.
+    def branch(self) -> GrowingCache:
+        """Return a cache that continues independently from here, on the same buffers; nothing is copied.
 
-        It is good until this one, or another that looks ahead from it, is updated.
+        It is valid until this one, or another branch of it, is updated.
         """
-        ahead = GrowingCache(0)
-        ahead.layers = [layer.look_ahead() for layer in self.layers if isinstance(layer, GrowingLayer)]
-        return ahead
+        branched = GrowingCache(0)
+        branched.layers = [layer.branch() for layer in self.layers if isinstance(layer, GrowingLayer)]
+        return branched
 
     def copy(self, length: int, rows: Tensor | None = None) -> GrowingCache:
-        """Return a cache of its own that holds the first ``length`` tokens of all rows, or of some."""
+        """Return an independent cache that holds the first ``length`` tokens of all rows, or of some."""
         copied = GrowingCache(len(self.layers))
         for old, new in zip(self.layers, copied.layers, strict=True):
             some = old.keys[:, :, :length] if rows is None else old.keys[rows, :, :length]
@@ -126,14 +126,14 @@ class GrowingCache(Cache):  # type: ignore[misc]
         return cache
 
 
-class JointCache(Cache):  # type: ignore[misc]
-    """The caches of several groups of rows in one forward pass: each group's new tokens go to its own cache.
+class ConcatenatedCache(Cache):  # type: ignore[misc]
+    """The KV caches of several batches in one forward pass: each batch's new tokens go to its own cache.
 
-    The attention reads the groups' own caches: what ``update`` returns are the new tokens alone.
+    The attention hook reads the batches' own caches: what ``update`` returns are the new tokens alone.
 
     Args:
-        caches: One per group, in the order of the batch.
-        counts: Rows of each group.
+        caches: One per batch, in their order.
+        counts: Rows of each batch.
     """
 
     def __init__(self, caches: Sequence[GrowingCache], counts: Sequence[int]) -> None:
@@ -144,13 +144,13 @@ class JointCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append each group's new tokens to its cache; return the new tokens."""
+        """Append each batch's new tokens to its cache; return the new tokens."""
         keys, values = torch.split(key_states, self._counts), torch.split(value_states, self._counts)
         for cache, key, value in zip(self._caches, keys, values, strict=True):
             cache.layers[layer_idx].update(key, value)
         return key_states, value_states
 
 
-def _room(states: Tensor, capacity: int) -> Tensor:
+def _buffer(states: Tensor, capacity: int) -> Tensor:
     rows, heads, _, channels = states.shape
     return states.new_empty((rows, heads, capacity, channels))

@@ -1,4 +1,4 @@
-"""One forward pass over rows with a cache, or over several groups of rows with a cache each. Alone calls the model."""
+"""Batches of sequences with their KV cache, and forward passes over them. The only caller of a model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from rag_posfix.generation.model.kv_cache import GrowingCache, JointCache
-from rag_posfix.patching.call import Edits, Member, Observer, Scratch, SeamCall, active
+from rag_posfix.generation.model.kv_cache import ConcatenatedCache, GrowingCache
+from rag_posfix.patching.forward_context import BatchSlice, ForwardContext, LayerState, Observer, Overrides, active
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 
-__all__ = ["LoadedModel", "Rows", "forward_together", "new_cache", "run_model"]
+__all__ = ["LoadedModel", "SequenceBatch", "forward_batches", "new_cache", "run_model"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model with the seam on it, and what is known of it."""
+    """A model with the attention hook, and what is known of it."""
 
     model: Any
     spec: ModelSpec
@@ -34,7 +34,7 @@ class LoadedModel:
 
     @property
     def keeps_all_keys(self) -> bool:
-        """Whether every layer keeps the keys of all tokens: their caches can be cut, joined and looked ahead from."""
+        """Whether every layer keeps the keys of all tokens: their caches can be cut, joined and branched."""
         return Capability.FULL_CACHE in self.spec.shape.capabilities
 
 
@@ -46,32 +46,42 @@ def new_cache(loaded: LoadedModel) -> Any:
 
 
 @dataclass(slots=True, eq=False)
-class Rows:
-    """Sequences that advance together: a batch with its cache, its padding and its positions.
+class SequenceBatch:
+    """Sequences that are read and decoded together: a batch with its KV cache, its padding and its positions.
+
+    Forward passes append to it. Nothing else changes it: other methods return another batch.
 
     Attributes:
         loaded: The model.
         cache: Keys and values of all tokens so far.
         positions: (R, length) float32, positions so far.
         starts: The first token of each row in the cache; those before it are padding. Empty: all rows start at 0.
-        edits: What the plan asks of the model. Rows with edits do not share a batch with rows that have others.
-        scratch: What the layers remember.
-        n_prompt: Tokens of the prompt; 0 until it has been read.
+        overrides: What the plan changes in the model. Rows with different overrides are in different batches.
+        layer_state: What the layers remember between passes.
+        prompt_length: Tokens of the prompt, padding included; 0 until its last token has been read.
         length: Tokens in the cache, padding included.
-        whole: Whether the positions of the last pass were whole numbers; those of generated tokens then are too.
-        placed: The passages that each row holds, each with its first token in the cache and the one after its last.
+        integer_positions: Whether the positions of the prompt's last pass are integers; those of generated tokens then
+            are too.
+        passage_spans: For each row the passages that it holds: (passage, first token, token after the last), counted
+            in the cache.
     """
 
     loaded: LoadedModel
     cache: Any
     positions: Tensor
     starts: tuple[int, ...] = ()
-    edits: Edits = field(default_factory=Edits)
-    scratch: Scratch = field(default_factory=Scratch)
-    n_prompt: int = 0
-    length: int = field(default=0)
-    whole: bool = True
-    placed: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    overrides: Overrides = field(default_factory=Overrides)
+    layer_state: LayerState = field(default_factory=LayerState)
+    prompt_length: int = 0
+    length: int = 0
+    integer_positions: bool = True
+    passage_spans: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+
+    @classmethod
+    def empty(cls, loaded: LoadedModel, n_rows: int = 1, overrides: Overrides | None = None) -> SequenceBatch:
+        """Return a batch that has read nothing yet."""
+        positions = torch.zeros((n_rows, 0), device=loaded.device)
+        return cls(loaded, new_cache(loaded), positions, overrides=overrides or Overrides())
 
     @property
     def n_rows(self) -> int:
@@ -79,41 +89,59 @@ class Rows:
         return self.positions.shape[0]
 
     @property
-    def joins(self) -> bool:
-        """Whether the next tokens may be read in one pass with those of other rows: see ``forward_together``."""
-        return self.loaded.keeps_all_keys and self.edits_now().mask is None
+    def can_share_pass(self) -> bool:
+        """Whether the next tokens may be read in one pass with those of other batches: see ``forward_batches``."""
+        return self.loaded.keeps_all_keys and self.current_overrides().mask is None
 
     @property
-    def first_tokens(self) -> tuple[int, ...]:
+    def row_starts(self) -> tuple[int, ...]:
         """The first token of each row in the cache."""
         return self.starts or (0,) * self.n_rows
 
-    def forward(self, token_ids: Tensor, positions: Tensor, keep: int, observer: Observer | None = None) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        keep: int,
+        observer: Observer | None = None,
+        *,
+        ends_prompt: bool = True,
+    ) -> Tensor:
         """Append tokens to every row and return the logits of the last ``keep`` of them.
+
+        Args:
+            token_ids: The tokens.
+            positions: Where they stand.
+            keep: For how many of the last tokens logits are wanted.
+            observer: Receives the attention of the newest tokens.
+            ends_prompt: Whether the prompt, where it is still being read, ends with these tokens.
 
         Shapes:
             token_ids: (R, Tq). positions: (R, Tq) float32.
             returns: (R, keep, V), in the model's dtype.
         """
-        if not self.n_prompt:  # once per prompt and not per token: it waits for the device
-            self.whole = torch.equal(positions.round(), positions)
-        call = self.take(positions, observer)
-        return run_model(self.loaded, call, self.cache, token_ids, _as_ids(positions, self.whole), keep)
+        if not self.prompt_length:  # once per prompt and not per token: it waits for the device
+            self.integer_positions = torch.equal(positions.round(), positions)
+        context = self.append(positions, observer, ends_prompt=ends_prompt)
+        return run_model(self.loaded, context, self.cache, token_ids, _as_ids(positions, self.integer_positions), keep)
 
-    def take(self, positions: Tensor, observer: Observer | None = None) -> SeamCall:
-        """Count tokens as appended, at (R, Tq) positions, and return what the pass over them is asked for."""
-        edits = self.edits_now()
+    def append(
+        self, positions: Tensor, observer: Observer | None = None, *, ends_prompt: bool = True
+    ) -> ForwardContext:
+        """Count tokens as appended, at (R, Tq) positions, and return the context of the pass over them."""
+        overrides = self.current_overrides()
         self.positions = torch.cat((self.positions, positions), dim=1)
         self.length += positions.shape[1]
-        self.n_prompt = self.n_prompt or self.length
-        return SeamCall(
-            edits,
+        if ends_prompt and not self.prompt_length:
+            self.prompt_length = self.length
+        return ForwardContext(
+            overrides,
             self.positions,
             self.loaded.spec,
-            self.scratch,
-            self.n_prompt,
+            self.layer_state,
+            self.prompt_length or self.length,
             observer,
-            starts=self.first_tokens if self.loaded.keeps_all_keys else None,
+            starts=self.row_starts if self.loaded.keeps_all_keys else None,
         )
 
     def next_positions(self, count: int = 1) -> Tensor:
@@ -121,8 +149,8 @@ class Rows:
         steps = torch.arange(1, count + 1, device=self.positions.device)
         return self.positions[:, -1:] + steps
 
-    def select(self, kept: Sequence[int]) -> Rows:
-        """Return the batch with only some of its rows; these rows are used up."""
+    def select(self, kept: Sequence[int]) -> SequenceBatch:
+        """Return the batch with only some of its rows; this one must not be used any more."""
         index = torch.tensor(kept, device=self.positions.device)
         if isinstance(self.cache, GrowingCache):
             cache = self.cache.copy(self.length, index)
@@ -130,86 +158,95 @@ class Rows:
             cache = self.cache
             cache.batch_select_indices(index)
         starts = tuple(self.starts[row] for row in kept) if self.starts else ()
-        placed = tuple(self.placed[row] for row in kept) if self.placed else ()
-        return replace(self, cache=cache, positions=self.positions[index], starts=starts, placed=placed)
+        spans = tuple(self.passage_spans[row] for row in kept) if self.passage_spans else ()
+        return replace(self, cache=cache, positions=self.positions[index], starts=starts, passage_spans=spans)
 
-    def fork(self) -> Rows:
-        """Return rows that go their own way from here; these stay as they are.
+    def branch(self) -> SequenceBatch:
+        """Return a batch that continues independently from here; this one stays as it is.
 
-        They are good until these rows advance, or others forked from them do.
+        It is valid until this one, or another branch of it, reads more tokens.
 
         Cost: nothing, where every layer keeps all keys; else a copy of the cache.
         """
         shared = isinstance(self.cache, GrowingCache)
-        cache = self.cache.look_ahead() if shared else copy.deepcopy(self.cache)
-        return replace(self, cache=cache, scratch=self.scratch.copy())
+        cache = self.cache.branch() if shared else copy.deepcopy(self.cache)
+        return replace(self, cache=cache, layer_state=self.layer_state.copy())
 
-    def first(self, length: int) -> Rows:
-        """Return rows that hold the first ``length`` tokens and no edits; these stay as they are.
+    def truncated(self, length: int, overrides: Overrides | None = None) -> SequenceBatch:
+        """Return a batch that holds a copy of the first ``length`` tokens, under other overrides; this one stays.
 
         For unpadded rows of models whose every layer keeps all keys.
         """
-        return Rows(self.loaded, self.cache.copy(length), self.positions[:, :length], length=length)
+        return SequenceBatch(
+            self.loaded,
+            self.cache.copy(length),
+            self.positions[:, :length],
+            overrides=overrides or Overrides(),
+            length=length,
+        )
 
-    def edits_now(self) -> Edits:
-        """Return the edits of the next pass. What is plain from here on costs nothing any more."""
-        edits = self.edits
-        if self.n_prompt and edits.mask is not None:  # generated tokens see all before them
-            edits = replace(edits, mask=None)
-        attend = edits.attend
+    def current_overrides(self) -> Overrides:
+        """Return the overrides of the next pass, without those that change nothing from here on."""
+        overrides = self.overrides
+        if self.prompt_length and overrides.mask is not None:  # generated tokens see all before them
+            overrides = replace(overrides, mask=None)
+        attend = overrides.attend
         if attend is not None and attend.plain_from is not None and self.length >= attend.plain_from:
-            edits = replace(edits, attend=None)
-        return edits
+            overrides = replace(overrides, attend=None)
+        return overrides
 
 
-def forward_together(
-    groups: Sequence[Rows],
+def forward_batches(
+    batches: Sequence[SequenceBatch],
     token_ids: Sequence[Tensor],
     keep: int,
     observers: Sequence[Observer | None] | None = None,
 ) -> list[Tensor]:
-    """Append tokens to groups of rows in one pass, each at its own next positions, and return each group's logits.
+    """Append tokens to several batches in one pass, each at its own next positions; return each batch's logits.
 
     The weights are read once for all. Each row attends to its own keys in its own cache: nothing is padded or moved,
-    so any groups may share any pass. Groups read their tokens one after another if some of them do not ``join``.
+    so any batches may share any pass. They read their tokens one after another if one of them cannot share a pass.
 
     Args:
-        groups: Rows of one model.
-        token_ids: (R, Tq) of each group, Tq the same for all.
+        batches: Batches of one model.
+        token_ids: (R, Tq) of each batch, Tq the same for all.
         keep: For how many of the last tokens logits are wanted.
-        observers: What receives the attention of each group's newest tokens; None where nobody asks.
+        observers: Receive the attention of each batch's newest tokens; None where nobody asks.
     """
-    watching = observers or [None] * len(groups)
-    if len(groups) < 2 or not all(rows.joins for rows in groups):
-        parts = zip(groups, token_ids, watching, strict=True)
-        return [rows.forward(ids, rows.next_positions(ids.shape[1]), keep, seen) for rows, ids, seen in parts]
+    watching = observers or [None] * len(batches)
+    if len(batches) < 2 or not all(batch.can_share_pass for batch in batches):
+        parts = zip(batches, token_ids, watching, strict=True)
+        return [batch.forward(ids, batch.next_positions(ids.shape[1]), keep, seen) for batch, ids, seen in parts]
     count = token_ids[0].shape[1]
-    members: list[Member] = []
+    slices: list[BatchSlice] = []
     newest: list[Tensor] = []
     at = 0
-    for rows, seen in zip(groups, watching, strict=True):
-        positions = rows.next_positions(count)
-        own, layers = rows.take(positions, seen), rows.cache.layers
+    for batch, seen in zip(batches, watching, strict=True):
+        positions = batch.next_positions(count)
+        own, layers = batch.append(positions, seen), batch.cache.layers
 
         def keys(layer: int, layers: Any = layers) -> tuple[Tensor, Tensor]:
             return layers[layer].keys, layers[layer].values
 
-        members.append(Member(slice(at, at + rows.n_rows), own, keys))
+        slices.append(BatchSlice(slice(at, at + batch.n_rows), own, keys))
         newest.append(positions)
-        at += rows.n_rows
-    counts = [rows.n_rows for rows in groups]
-    call, cache = SeamCall(members=tuple(members)), JointCache([rows.cache for rows in groups], counts)
-    ids = _as_ids(torch.cat(newest), all(rows.whole for rows in groups))
-    logits = run_model(groups[0].loaded, call, cache, torch.cat(list(token_ids)), ids, keep)
+        at += batch.n_rows
+    counts = [batch.n_rows for batch in batches]
+    cache = ConcatenatedCache([batch.cache for batch in batches], counts)
+    ids = _as_ids(torch.cat(newest), all(batch.integer_positions for batch in batches))
+    context = ForwardContext(slices=tuple(slices))
+    logits = run_model(batches[0].loaded, context, cache, torch.cat(list(token_ids)), ids, keep)
     return list(torch.split(logits, counts))
 
 
-def run_model(loaded: LoadedModel, call: SeamCall, cache: Any, ids: Tensor, positions: Tensor, keep: int) -> Tensor:
-    """Run the model on (R, Tq) tokens at positions under a call; return the logits of the last ``keep``, (R, keep, V).
+def run_model(
+    loaded: LoadedModel, context: ForwardContext, cache: Any, ids: Tensor, positions: Tensor, keep: int
+) -> Tensor:
+    """Run the model on (R, Tq) tokens at positions in a context; return the logits of the last ``keep``, (R, keep, V).
 
     Positions are integers, as the model was trained with them, where they are whole numbers.
     """
-    with active(call):
+    with active(context):
         output = loaded.model(
             input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep
         )
@@ -217,6 +254,6 @@ def run_model(loaded: LoadedModel, call: SeamCall, cache: Any, ids: Tensor, posi
     return logits
 
 
-def _as_ids(positions: Tensor, whole: bool) -> Tensor:
+def _as_ids(positions: Tensor, integer: bool) -> Tensor:
     """Return whole positions as integers and fractional ones as they are."""
-    return positions.round().long() if whole else positions
+    return positions.round().long() if integer else positions

@@ -12,7 +12,7 @@ import traceback
 
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.generation.tensor_parallel.launch import follow_job
-from rag_posfix.generation.tensor_parallel.process_group import Job
+from rag_posfix.generation.tensor_parallel.rank_config import RankConfig
 
 __all__ = ["main"]
 
@@ -22,12 +22,12 @@ GRACE_SECONDS = 0.5
 def main() -> None:
     """Follow the first rank; what goes wrong is the last line on stderr, where the first rank finds it."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    job = Job(**json.loads(sys.argv[1]))
-    parent = threading.Thread(target=_end_with_parent, args=(job.folder,), daemon=True)
+    config = RankConfig(**json.loads(sys.argv[1]))
+    parent = threading.Thread(target=_end_with_parent, args=(config.folder,), daemon=True)
     parent.start()
     failed = True
     try:
-        follow_job(job)
+        follow_job(config)
         failed = False
     except RagPosfixError as error:
         sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")

@@ -17,9 +17,9 @@ from typing import Any
 
 from rag_posfix.errors import ConfigError, GenerationError, RagPosfixError, missing_extra
 from rag_posfix.generation.load import DEMO_MODEL, load_engine, read_shape, source_of, usable_device
-from rag_posfix.generation.tensor_parallel.leader import Channel, LockstepGenerator, follow
-from rag_posfix.generation.tensor_parallel.process_group import Job, abort, join, leave, store_of
+from rag_posfix.generation.tensor_parallel.leader import Channel, TensorParallelGenerator, follow
 from rag_posfix.generation.tensor_parallel.processes import Processes
+from rag_posfix.generation.tensor_parallel.rank_config import RankConfig, abort, join, leave, store_of
 from rag_posfix.settings import TorchrunSettings
 
 __all__ = ["TIMEOUT_SECONDS", "follow_job", "follow_torchrun", "load_parallel"]
@@ -39,7 +39,7 @@ def load_parallel(
     device: str = "auto",
     cache_dir: Path | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-) -> LockstepGenerator:
+) -> TensorParallelGenerator:
     """Split a model over ``tp`` ranks and return the generator of the first, which is this process.
 
     Close it to end the other ranks; they also end with this process, however it ends. One at a time can be open in a
@@ -56,16 +56,16 @@ def load_parallel(
 
     Raises:
         ConfigError: the model cannot be loaded or split, or a setting is outside of what is allowed.
-        UnsupportedModelError: its family is not supported, or the seam changes what it computes.
+        UnsupportedModelError: its family is not supported, or the attention hook changes what it computes.
         GenerationError: a rank has ended while it was loading.
     """
-    job = _job(model, tp, dtype, device, cache_dir, timeout_seconds)
+    config = _rank_config(model, tp, dtype, device, cache_dir, timeout_seconds)
     if _torchrun_rank(tp) is not None:
-        return _first_rank(job, None)
+        return _first_rank(config, None)
     folder = Processes.shared_folder()
-    job = replace(job, folder=str(folder), threads=_threads(tp) if job.device == "cpu" else None)
-    others = [["-m", FOLLOWER, json.dumps(asdict(replace(job, rank=rank)))] for rank in range(1, tp)]
-    return _first_rank(job, Processes(others, folder, abort))
+    config = replace(config, folder=str(folder), threads=_threads(tp) if config.device == "cpu" else None)
+    others = [["-m", FOLLOWER, json.dumps(asdict(replace(config, rank=rank)))] for rank in range(1, tp)]
+    return _first_rank(config, Processes(others, folder, abort))
 
 
 def follow_torchrun(
@@ -84,23 +84,25 @@ def follow_torchrun(
     rank = _torchrun_rank(tp)
     if not rank:
         return False
-    follow_job(replace(_job(model, tp, dtype, device, cache_dir, timeout_seconds), rank=rank))
+    follow_job(replace(_rank_config(model, tp, dtype, device, cache_dir, timeout_seconds), rank=rank))
     return True
 
 
-def follow_job(job: Job) -> None:
+def follow_job(config: RankConfig) -> None:
     """Load this rank's share of a model and follow the first rank until it ends."""
-    store = store_of(job)
+    store = store_of(config)
     if store is not None:
-        store.set(f"ready-{job.rank}", "1")
-    ranks = join(job, store)
-    engine = load_engine(job.model, dtype=job.dtype, device=job.device, cache_dir=_path(job.cache_dir), ranks=ranks)
+        store.set(f"ready-{config.rank}", "1")
+    ranks = join(config, store)
+    engine = load_engine(
+        config.model, dtype=config.dtype, device=config.device, cache_dir=_path(config.cache_dir), ranks=ranks
+    )
     follow(engine, Channel(ranks))
     leave()
 
 
-class _Company:
-    """The other ranks, for ``LockstepGenerator``: their processes, where this process started them.
+class _WorkerGroup:
+    """The other ranks, for ``TensorParallelGenerator``: their processes, where this process started them.
 
     Args:
         processes: None where torchrun started them, and ends them all when one ends.
@@ -127,47 +129,48 @@ class _Company:
             self._processes.close()
 
 
-def _first_rank(job: Job, processes: Processes | None) -> LockstepGenerator:
+def _first_rank(config: RankConfig, processes: Processes | None) -> TensorParallelGenerator:
     import torch
 
-    company = _Company(processes, torch.get_num_threads())
+    workers = _WorkerGroup(processes, torch.get_num_threads())
     try:
-        store = store_of(job)
+        store = store_of(config)
         if processes is not None:
-            _wait_until_ready(store, job, processes)
-        ranks = join(job, store)
+            _wait_until_ready(store, config, processes)
+        ranks = join(config, store)
         engine = load_engine(
-            job.model, dtype=job.dtype, device=job.device, cache_dir=_path(job.cache_dir), ranks=ranks
+            config.model, dtype=config.dtype, device=config.device, cache_dir=_path(config.cache_dir), ranks=ranks
         )
-        return LockstepGenerator(engine, Channel(ranks), company)
+        return TensorParallelGenerator(engine, Channel(ranks), workers)
     except BaseException as error:
         unforeseen = isinstance(error, Exception) and not isinstance(error, RagPosfixError)
-        failure = company.failure(PATIENCE_SECONDS if unforeseen else 0.0)
-        company.kill()
-        company.close()
+        failure = workers.failure(PATIENCE_SECONDS if unforeseen else 0.0)
+        workers.kill()
+        workers.close()
         if unforeseen:
-            raise GenerationError(
-                f"the model could not be split over {job.count} processes: {failure or ' '.join(str(error).split())}"
-            ) from error
+            reason = failure or " ".join(str(error).split())
+            raise GenerationError(f"the model could not be split over {config.count} processes: {reason}") from error
         raise
 
 
-def _wait_until_ready(store: Any, job: Job, processes: Processes) -> None:
+def _wait_until_ready(store: Any, config: RankConfig, processes: Processes) -> None:
     """Wait until all processes have imported what they need: from there on a broken one is noticed by the others."""
     deadline = time.monotonic() + STARTING_SECONDS
-    names = [f"ready-{rank}" for rank in range(1, job.count)]
+    names = [f"ready-{rank}" for rank in range(1, config.count)]
     while not store.check(names):
         failure = processes.failure(patience_seconds=0.05)
         if failure is not None:
-            raise GenerationError(f"the model could not be split over {job.count} processes: {failure}")
+            raise GenerationError(f"the model could not be split over {config.count} processes: {failure}")
         if time.monotonic() > deadline:
             raise GenerationError(
-                f"the processes of the other {job.count - 1} ranks did not get ready in {STARTING_SECONDS:g} s"
+                f"the processes of the other {config.count - 1} ranks did not get ready in {STARTING_SECONDS:g} s"
             )
 
 
-def _job(model: str, tp: int, dtype: str, device: str, cache_dir: Path | None, timeout_seconds: float) -> Job:
-    """Return what the first rank is to do, once it is known that the model can be split so."""
+def _rank_config(
+    model: str, tp: int, dtype: str, device: str, cache_dir: Path | None, timeout_seconds: float
+) -> RankConfig:
+    """Return the config of the first rank, after checking that the model can be split so."""
     import torch
 
     if find_spec("accelerate") is None:
@@ -197,7 +200,7 @@ def _job(model: str, tp: int, dtype: str, device: str, cache_dir: Path | None, t
             f"tp={tp} cannot split {model}: its layers have {heads} key/value heads, which are dealt out evenly; "
             f"allowed: {allowed}"
         )
-    return Job(model, dtype, place, None if cache_dir is None else str(cache_dir), 0, tp, timeout_seconds)
+    return RankConfig(model, dtype, place, None if cache_dir is None else str(cache_dir), 0, tp, timeout_seconds)
 
 
 def _torchrun_rank(tp: int) -> int | None:

@@ -1,8 +1,8 @@
-"""One engine on several ranks in lockstep: the first talks to the caller and tells the others each step.
+"""One engine on several ranks: the leader (rank 0) talks to the caller and announces every step to the others.
 
-Every rank runs the same forward passes in the same order, or they wait for each other for ever. So the first rank
-takes one turn at a time and announces it before it runs it; the others do what they are told and nothing else. Only
-the first rank chooses tokens. A stream that is closed is not advanced any more, on any rank.
+Every rank must run the same forward passes in the same order, or they wait for each other for ever. So the leader runs
+one step at a time and announces it first; the others run what was announced and nothing else. Only the leader chooses
+tokens. A stream that is closed is not advanced any more, on any rank.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice
 from rag_posfix.errors import GenerationError, RagPosfixError
 from rag_posfix.generation.decode.session import Session
-from rag_posfix.generation.delegating import GeneratorAround
+from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.tensor_parallel.messages import Advance, Command, End, Free, Read, decode, encode
+from rag_posfix.generation.tensor_parallel.messages import Advance, Command, End, Free, Prefill, decode, encode
 from rag_posfix.patching.ranks import Ranks
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan
 
-__all__ = ["Channel", "Company", "LockstepGenerator", "follow"]
+__all__ = ["Channel", "TensorParallelGenerator", "WorkerGroup", "follow"]
 
 _log = logging.getLogger(__name__)
 
 
-class Company(Protocol):
+class WorkerGroup(Protocol):
     """The processes of the other ranks, as the first rank sees them."""
 
     def failure(self, patience_seconds: float = 0.0) -> str | None:
@@ -96,41 +96,41 @@ def follow(engine: Engine, channel: Channel) -> None:
         else:
             plan = engine.plan(command.layout, command.mitigation, command.max_tokens)
             try:
-                sessions[command.session] = engine.read(command.layout, plan)
+                sessions[command.session] = engine.prefill(command.layout, plan)
             except RagPosfixError as error:  # the first rank raises the same, and its caller gets it
                 _log.debug("not read: %s", error)
 
 
-class LockstepGenerator(GeneratorAround[Engine]):
-    """Answers prompts with a model that is split over ranks. Implements ``protocols.Generator`` on the first rank.
+class TensorParallelGenerator(DelegatingGenerator[Engine]):
+    """Answers prompts with a model that is split over ranks. Implements ``Generator`` on the first rank.
 
     Several threads may call it, and streams may be open side by side: they take turns, a forward pass each.
 
     Args:
         engine: This rank's share of the model.
         channel: Reaches the other ranks.
-        company: The other ranks' processes.
+        workers: The other ranks' processes.
     """
 
-    def __init__(self, engine: Engine, channel: Channel, company: Company) -> None:
+    def __init__(self, engine: Engine, channel: Channel, workers: WorkerGroup) -> None:
         super().__init__(engine)
         self._channel = channel
-        self._company = company
+        self._workers = workers
         self._numbers = itertools.count()
-        self._turns = threading.Lock()
-        self._freed: deque[int] = deque()
+        self._step_lock = threading.Lock()
+        self._closed_sessions: deque[int] = deque()
         self._over: str | None = None
 
     @property
     def failure(self) -> str | None:
         """Why no request can be answered any more; None while all is well."""
-        return self._over or self._company.failure()
+        return self._over or self._workers.failure()
 
     def next_log_probs(self, layout: Layout, mitigation: MitigationChoice | None = None) -> Tensor:
         """Return the log-probabilities of the first token of the answer, (V,) float32."""
         choice = mitigation or MitigationChoice()
         plan = self._inner.plan(layout, choice, 1)
-        with self._reading(layout, choice, 1, plan) as (_, session):
+        with self._session(layout, choice, 1, plan) as (_, session):
             return session.next_log_probs()
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
@@ -144,51 +144,51 @@ class LockstepGenerator(GeneratorAround[Engine]):
         return self._stream(request, self._inner.plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
     def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:
-        with self._reading(request.layout, request.mitigation, request.sampling.max_tokens, plan) as (number, session):
+        with self._session(request.layout, request.mitigation, request.sampling.max_tokens, plan) as (number, session):
 
             def advance(token: int) -> None:
-                with self._turn(Advance(number, token)):
+                with self._step(Advance(number, token)):
                     session.advance(token)
 
             yield from self._inner.resume(session, request, advance)
 
     def close(self) -> None:
         """Let the other ranks end. Later requests fail."""
-        with self._turns:
+        with self._step_lock:
             if self._over is None:
                 self._over = "it was closed"
                 try:
                     self._channel.send(encode(End()))
                 except RuntimeError as error:
                     _log.warning("the other ranks could not be told to end: %s", error)
-                    self._company.kill()
-        self._company.close()
+                    self._workers.kill()
+        self._workers.close()
 
     @contextmanager
-    def _reading(
+    def _session(
         self, layout: Layout, choice: MitigationChoice, max_tokens: int, plan: Plan
     ) -> Iterator[tuple[int, Session]]:
         """Hold a session that all ranks have opened, with its number."""
         number = next(self._numbers)
-        with self._turn(Read(number, layout, choice, max_tokens)):
-            session = self._inner.read(layout, plan)
+        with self._step(Prefill(number, layout, choice, max_tokens)):
+            session = self._inner.prefill(layout, plan)
         try:
             yield number, session
         finally:
             # The end of an abandoned stream may run anywhere, even inside of another turn: it must not wait for one.
-            self._freed.append(number)
-            if self._turns.acquire(blocking=False):
+            self._closed_sessions.append(number)
+            if self._step_lock.acquire(blocking=False):
                 try:
-                    self._free()
+                    self._free_sessions()
                 finally:
-                    self._turns.release()
+                    self._step_lock.release()
 
     @contextmanager
-    def _turn(self, command: Command) -> Iterator[None]:
+    def _step(self, command: Command) -> Iterator[None]:
         """Tell the other ranks, and run the same here while no other turn runs."""
         told = encode(command)  # what cannot be sent is refused before anybody hears of it
-        with self._turns:
-            self._free()
+        with self._step_lock:
+            self._free_sessions()
             self._check()
             try:
                 self._channel.send(told)
@@ -196,28 +196,28 @@ class LockstepGenerator(GeneratorAround[Engine]):
             except RagPosfixError:  # follows from the request, so that every rank raised it and is where this one is
                 raise
             except BaseException as error:
-                self._give_up(error)
+                self._fail(error)
                 if isinstance(error, Exception):
                     self._check(error)
                 raise
             self._check()
 
-    def _free(self) -> None:
+    def _free_sessions(self) -> None:
         """Let the other ranks forget sessions that are over here. For the thread whose turn it is."""
         try:
-            while self._freed and self._over is None:
-                self._channel.send(encode(Free(self._freed.popleft())))
+            while self._closed_sessions and self._over is None:
+                self._channel.send(encode(Free(self._closed_sessions.popleft())))
         except RuntimeError as error:
-            self._give_up(error)
+            self._fail(error)
 
-    def _give_up(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Answer nothing any more: the ranks are not where this one is."""
         if not isinstance(error, Exception):
             self._over = "it was interrupted in the middle of a step"
         else:
             said = " ".join(str(error).split())[:200]
-            self._over = self._company.failure(patience_seconds=2.0) or f"a step failed: {said}"
-        self._company.kill()
+            self._over = self._workers.failure(patience_seconds=2.0) or f"a step failed: {said}"
+        self._workers.kill()
 
     def _check(self, cause: Exception | None = None) -> None:
         self._over = self.failure

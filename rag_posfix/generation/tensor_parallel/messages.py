@@ -12,12 +12,12 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.layout import Layout, Span
 
-__all__ = ["Advance", "Command", "End", "Free", "Read", "decode", "encode"]
+__all__ = ["Advance", "Command", "End", "Free", "Prefill", "decode", "encode"]
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """Read a prompt: opens a session.
+class Prefill:
+    """Prefill a prompt: opens a session.
 
     Attributes:
         session: Number that the session is called by from now on.
@@ -52,7 +52,7 @@ class End:
     """Stop following."""
 
 
-Command: TypeAlias = Read | Advance | Free | End
+Command: TypeAlias = Prefill | Advance | Free | End
 
 
 def encode(command: Command) -> bytes:
@@ -64,7 +64,7 @@ def encode(command: Command) -> bytes:
     try:
         return orjson.dumps({"do": type(command).__name__, "with": command}, default=_plain)
     except TypeError as error:
-        name = command.mitigation.name if isinstance(command, Read) else type(command).__name__
+        name = command.mitigation.name if isinstance(command, Prefill) else type(command).__name__
         raise ConfigError(
             f"the parameters of {name} cannot be sent to the other ranks: {error}; give numbers, text, lists, None"
         ) from error
@@ -74,9 +74,9 @@ def decode(data: bytes) -> Command:
     """Return the command that ``encode`` wrote."""
     told = orjson.loads(data)
     kind, fields = told["do"], told["with"]
-    if kind == "Read":
+    if kind == "Prefill":
         choice = MitigationChoice(fields["mitigation"]["name"], fields["mitigation"]["parameters"])
-        return Read(fields["session"], _layout(fields["layout"]), choice, fields["max_tokens"])
+        return Prefill(fields["session"], _layout(fields["layout"]), choice, fields["max_tokens"])
     if kind == "Advance":
         return Advance(**fields)
     return Free(**fields) if kind == "Free" else End()

@@ -25,7 +25,7 @@ MOST_SAID = 1 << 14
 
 
 class Processes:
-    """Programs that run while this one does. Implements ``lockstep.Company``.
+    """Programs that run while this one does. Implements ``leader.WorkerGroup``.
 
     Each holds the reading end of a pipe whose other end is here, so that it learns when this process is gone, however
     it ended. Ctrl-C does not reach them: this process ends them. If one ends by itself, the others are ended too.

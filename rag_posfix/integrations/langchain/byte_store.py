@@ -1,4 +1,4 @@
-"""A tier of the caches as langchain's ``ByteStore``: for embeddings and other bytes that can be made again."""
+"""A cache tier as a langchain ``ByteStore``: for embeddings and other bytes that can be computed again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from langchain_core.stores import BaseStore
 
-from rag_posfix.caching.tier import ListedCache
+from rag_posfix.caching.answers.tier import ListedCache
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import clean_text, content_hash
 
@@ -14,10 +14,11 @@ __all__ = ["RagPosfixStore"]
 
 
 class RagPosfixStore(BaseStore[str, bytes]):
-    """Keeps bytes under keys, in memory or on disk. Asynchronous methods do the same in another thread.
+    """Stores bytes under keys, in memory or on disk. Asynchronous methods do the same in another thread.
 
-    It is a cache: when it is full, what was used longest ago goes, a value that is too large is not kept, and a
-    failing disk holds nothing. So it fits what can be made again (embeddings, summaries) and is no home for originals.
+    It is a cache: when it is full, the least recently used values are dropped; a value that is too large is not
+    stored; a failing disk is an empty store. Use it for values that can be computed again (embeddings, summaries), not
+    for originals.
 
     Example:
         .. code-block:: python
@@ -25,8 +26,8 @@ class RagPosfixStore(BaseStore[str, bytes]):
             store = RagPosfixStore(DiskCache(Path("embeddings"), busy_seconds=1))
 
     Args:
-        cache: ``MemoryCache`` or ``DiskCache``, of its own: a folder that answers are kept in holds other keys too.
-        ttl_seconds: How long a value is kept, > 0.
+        cache: A ``MemoryCache`` or ``DiskCache`` for this store alone: a folder of cached answers contains other keys.
+        ttl_seconds: Time to live of a value, > 0.
 
     Raises:
         ConfigError: ``ttl_seconds`` is not above 0.
@@ -39,7 +40,7 @@ class RagPosfixStore(BaseStore[str, bytes]):
         self._ttl = ttl_seconds
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the value of each key, None where there is none.
+        """Return the value of each key, or None.
 
         Args:
             keys: The keys, in any number and order.
@@ -47,13 +48,13 @@ class RagPosfixStore(BaseStore[str, bytes]):
         return [self._cache.get(key) for key in keys]
 
     def mset(self, key_value_pairs: Sequence[tuple[str, bytes]]) -> None:
-        """Keep values under keys, in place of what was there.
+        """Store values under keys, replacing earlier values.
 
         Args:
             key_value_pairs: The keys and their values.
 
         Raises:
-            ConfigError: a key is no text that can be encoded, or a value is not bytes; nothing is kept then.
+            ConfigError: a key is no encodable text, or a value is not bytes; then nothing is stored.
         """
         for key, value in key_value_pairs:
             _check(key, value)
@@ -61,7 +62,7 @@ class RagPosfixStore(BaseStore[str, bytes]):
             self._cache.set(key, value, self._ttl, [_tag(key)])
 
     def mdelete(self, keys: Sequence[str]) -> None:
-        """Drop keys; those that are not there are no error.
+        """Delete keys; an unknown key is no error.
 
         Args:
             keys: The keys.
@@ -69,7 +70,7 @@ class RagPosfixStore(BaseStore[str, bytes]):
         self._cache.delete_tags([_tag(key) for key in keys])
 
     def yield_keys(self, *, prefix: str | None = None) -> Iterator[str]:
-        """Yield the keys that begin with ``prefix``, sorted.
+        """Yield the keys that start with ``prefix``, sorted.
 
         Args:
             prefix: All keys if None.

@@ -1,4 +1,4 @@
-"""The answer cache as langchain's ``BaseCache``: nothing is ever unpickled, no class is looked up by name."""
+"""The answer cache as a langchain ``BaseCache``. Nothing is unpickled, and no class is imported by name."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _CHAT: dict[str, type[ChatGeneration]] = {cls.__name__: cls for cls in (ChatGene
 
 
 class RagPosfixCache(BaseCache):
-    """Caches what langchain models generate.
+    """Caches the generations of langchain models.
 
-    Only a result that reads back equal is kept: one with parts that are not JSON, or of a class that langchain-core
-    does not define, is generated again each time. A damaged entry is a miss.
+    Only a generation that can be restored exactly is cached; not one with values that are not JSON, or of a class that
+    langchain-core does not define. A damaged entry is a miss.
 
     Args:
-        cache: Where results are kept. ``clear`` clears all of it, so give it tiers of its own if other answers must
-            survive.
+        cache: Stores the generations. ``clear`` deletes all its entries, so do not share it with other answers that
+            must be kept.
     """
 
     def __init__(self, cache: TieredAnswerCache) -> None:
         self._cache = cache
 
     def lookup(self, prompt: str, llm_string: str) -> list[Generation] | None:
-        """Return what the model ``llm_string`` generated for ``prompt``, or None."""
+        """Return the generations of the model ``llm_string`` for ``prompt``, or None."""
         value = self._cache.get(_key(prompt, llm_string))
         return None if value is None else _from_json(value.get("generations"))
 
     def update(self, prompt: str, llm_string: str, return_val: Sequence[Generation]) -> None:
-        """Keep what the model ``llm_string`` generated for ``prompt``."""
+        """Cache the generations of the model ``llm_string`` for ``prompt``."""
         try:
             generations = [_to_json(generation) for generation in return_val]
         except (KeyError, ValueError, TypeError):
@@ -51,7 +51,7 @@ class RagPosfixCache(BaseCache):
             self._cache.put(key, {"generations": generations})
 
     def clear(self, **kwargs: Any) -> None:
-        """Drop every entry of every tier."""
+        """Delete all entries of all tiers."""
         self._cache.clear()
 
     async def alookup(self, prompt: str, llm_string: str) -> list[Generation] | None:
@@ -72,7 +72,7 @@ def _key(prompt: str, llm_string: str) -> str:
 
 
 def _to_json(generation: Generation) -> dict[str, Any]:
-    """Return ``generation`` as JSON types; raise for what cannot be one of ours or is not JSON."""
+    """Return ``generation`` as JSON types; raise for an unknown class or a value that is not JSON."""
     name = type(generation).__name__
     data: dict[str, Any] = {"type": name, "generation_info": generation.generation_info}
     if type(generation) is _CHAT.get(name):
@@ -86,7 +86,7 @@ def _to_json(generation: Generation) -> dict[str, Any]:
 
 
 def _from_json(generations: object) -> list[Generation] | None:
-    """Return the generations, or None if any part is damaged."""
+    """Return the generations, or None if one is damaged."""
     if not isinstance(generations, list):
         return None
     try:
@@ -99,6 +99,6 @@ def _generation(data: dict[str, Any]) -> Generation:
     name, info = data["type"], data["generation_info"]
     if name in _PLAIN:
         return _PLAIN[name](text=data["text"], generation_info=info)
-    # Chooses among langchain-core's message classes by a fixed table; it imports nothing that the data names.
+    # langchain-core chooses the message class from a fixed table; it imports nothing that the data names.
     (message,) = messages_from_dict([data["message"]])
     return _CHAT[name](message=message, generation_info=info)

@@ -1,4 +1,4 @@
-"""The patched generator as a langchain chat model that takes documents in the human message."""
+"""A generator with a mitigation as a langchain chat model; documents are content blocks of the human message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["RagPosfixChatModel"]
 
 
 class RagPosfixChatModel(BaseChatModel):
-    """A chat model whose answer does not depend on the order of the documents in the message.
+    """A chat model whose answer, by default, does not depend on the order of the documents in the message.
 
     Example:
         .. code-block:: python
@@ -33,8 +33,7 @@ class RagPosfixChatModel(BaseChatModel):
             message = HumanMessage([*(document_block(d) for d in documents), {"type": "text", "text": "Who ...?"}])
             model.invoke([message]).content
 
-    Documents that carry ``relevance_score`` in their metadata are weighted by it. Nothing is loaded before the first
-    answer.
+    Documents with ``relevance_score`` in their metadata are weighted by it. The model is loaded for the first answer.
 
     Attributes:
         model_name: ``smollm2``, ``gemma3-270m``, a model id or a folder; alias ``model``.
@@ -42,16 +41,16 @@ class RagPosfixChatModel(BaseChatModel):
         mitigation_parameters: Its parameters.
         order: The order of the documents in the prompt: a name, or ``name:parameter=value``.
         temperature: 0 is greedy.
-        max_tokens: New tokens per answer.
-        top_p: Keep the most likely tokens up to this probability.
-        seed: Seeds sampling.
+        max_tokens: Maximum number of new tokens per answer.
+        top_p: Sample from the most likely tokens up to this cumulative probability.
+        seed: Seed of sampling.
         stop: Strings that end the answer.
-        timeout: Seconds after which an answer is given up; None never.
-        max_retries: Accepted for compatibility; a local model has nothing to retry.
-        passage_bytes: Keys and values of documents that are kept in memory, so that a document that comes again is not
-            read again (``usage_metadata`` counts what was found as ``cache_read``); 0 keeps none. A generator that is
-            given has its own.
-        generator: Used in place of loading ``model_name``.
+        timeout: Time limit of an answer in seconds; None for no limit.
+        max_retries: Accepted for compatibility; a local model does not retry.
+        passage_bytes: Memory for cached keys and values of documents, so that a document in a later message is not
+            read again (``cache_read`` in ``usage_metadata`` counts its tokens); 0 for no cache. Not used if
+            ``generator`` is given.
+        generator: Used instead of loading ``model_name``.
     """
 
     model_name: str = Field(default="smollm2", alias="model")
@@ -71,6 +70,7 @@ class RagPosfixChatModel(BaseChatModel):
     model_config = ConfigDict(populate_by_name=True)
 
     _lock: Lock = PrivateAttr(default_factory=Lock)
+    _loaded: Any = PrivateAttr(default=None)
 
     @property
     def _llm_type(self) -> str:
@@ -103,17 +103,10 @@ class RagPosfixChatModel(BaseChatModel):
 
     def _load(self) -> Generator:
         with self._lock:
-            if self.generator is None:
-                from rag_posfix.generation.load import load_engine
-
-                engine = load_engine(self.model_name)
-                if self.passage_bytes:
-                    from rag_posfix.caching.kv.memory import MemoryPassages
-                    from rag_posfix.caching.kv.store import PassageStore
-
-                    engine.passages = PassageStore([MemoryPassages(self.passage_bytes)], device=engine.loaded.device)
-                self.generator = engine
-            loaded: Generator = self.generator
+            if self._loaded is None:
+                given = self.generator
+                self._loaded = _load_engine(self.model_name, self.passage_bytes) if given is None else given
+            loaded: Generator = self._loaded
             return loaded
 
     def _stops(self, stop: Sequence[str] | None) -> tuple[str, ...]:
@@ -182,11 +175,15 @@ class RagPosfixChatModel(BaseChatModel):
         for piece in generator.stream(request):
             if self.timeout is not None and time.monotonic() - started > self.timeout:
                 raise GenerationError(f"the answer took longer than timeout={self.timeout} s; raise it or max_tokens")
-            message = AIMessageChunk(content=piece.text)
-            if piece.generation is not None:
-                message.usage_metadata = _usage(piece.generation)
-                message.response_metadata = self._metadata(generator, assembled, request, piece.generation)
-                message.chunk_position = "last"
+            if piece.generation is None:
+                message = AIMessageChunk(content=piece.text)
+            else:
+                message = AIMessageChunk(
+                    content=piece.text,
+                    usage_metadata=_usage(piece.generation),
+                    response_metadata=self._metadata(generator, assembled, request, piece.generation),
+                    chunk_position="last",
+                )
             chunk = ChatGenerationChunk(message=message)
             if run_manager is not None:
                 run_manager.on_llm_new_token(piece.text, chunk=chunk)
@@ -216,3 +213,16 @@ def _usage(generation: Generation) -> UsageMetadata:
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         input_token_details=InputTokenDetails(cache_read=usage.cached_tokens),
     )
+
+
+def _load_engine(model: str, passage_bytes: int) -> Generator:
+    from rag_posfix.caching.kv.memory import MemoryPassages
+    from rag_posfix.caching.kv.store import PassageStore
+    from rag_posfix.generation.engine import Engine
+    from rag_posfix.generation.load import load_engine
+
+    engine = load_engine(model)
+    if not passage_bytes:
+        return engine
+    passages = PassageStore([MemoryPassages(passage_bytes)], device=engine.loaded.device)
+    return Engine(engine.loaded, engine.encoder, engine.model_id, engine.fingerprint, passages)

@@ -1,4 +1,4 @@
-"""Documents as content blocks of a message, and messages as the parts of a prompt."""
+"""Converts documents to content blocks of a message, and messages to question, documents and history."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation whose last word is the user's.
+    """A conversation that ends with a question of the user.
 
     Attributes:
-        question: The text of the last human message (of several in a row: of all of them).
-        documents: The documents in it.
-        history: The messages before it, as ``{"role", "content"}``.
+        question: The text of the human messages at the end of the conversation.
+        documents: The documents in these messages.
+        history: The messages before them, as ``{"role", "content"}``.
     """
 
     question: str
@@ -51,14 +51,17 @@ def document_block(document: Document) -> dict[str, Any]:
 
 
 def read_conversation(messages: Sequence[BaseMessage]) -> Conversation:
-    """Return the parts of a prompt.
+    """Return question, documents and history of a list of messages.
 
-    A human message may hold, beside text, documents as blocks of three kinds: langchain's ``text-plain``, Cohere's
+    A human message may contain text and documents, as blocks of three kinds: langchain's ``text-plain``, Cohere's
     ``{"type": "document", "document": {"data": {"text": ...}}}`` and Anthropic's ``{"type": "document", "source":
     {"type": "text", "data": ...}}``. Documents in earlier messages become part of the history's text.
 
+    Args:
+        messages: The messages; the last one is a human message.
+
     Raises:
-        ConfigError: there is no message, the last one is not the user's, or a block cannot be read.
+        ConfigError: there is no message, the last one is not human, or a block is malformed.
     """
     if not messages:
         raise ConfigError("there are 0 messages; the last one must be a human message with the question")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+import threading
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import aclosing
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
 from langchain_core.messages import BaseMessage
@@ -13,14 +14,14 @@ from langchain_core.runnables import AddableDict, ConfigurableFieldSpec, Runnabl
 from pydantic import ConfigDict, Field
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.method_spec import parse_named
-from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import ConfigError
-from rag_posfix.integrations.langchain.aside import read_aside
 from rag_posfix.integrations.langchain.trace import TracedStages
 from rag_posfix.pipeline.pipeline import Pipeline
 
 __all__ = ["PosfixRAG", "RAGInput"]
+
+T = TypeVar("T")
 
 RAGInput: TypeAlias = str | dict[str, Any] | Question
 """The question; or ``{"question", "documents", "history", ...}``, the fields of ``Question``."""
@@ -31,10 +32,11 @@ _ROLES = {"human": "user", "ai": "assistant", "system": "system"}
 
 
 class PosfixRAG(RunnableSerializable[RAGInput, Any]):
-    """Answers questions from documents: ``invoke``, ``stream``, ``batch``, their async twins, and ``|``.
+    """Answers questions from documents: ``invoke``, ``stream``, ``batch``, their asynchronous versions, and ``|``.
 
-    A run named ``PosfixRAG`` (or ``name``) holds the runs ``retriever``, ``reranker`` and ``generator``, each where it
-    took place: an answer from the cache has no generator. The generator's run streams its tokens and counts them.
+    In a trace, a run named ``PosfixRAG`` (or ``name``) has the child runs ``retriever``, ``reranker`` and
+    ``generator`` for the stages that took place: an answer from the cache has no generator. The generator's run
+    streams and counts its tokens.
 
     Example:
         .. code-block:: python
@@ -44,17 +46,17 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
             asked = {"question": "Who designed it?", "documents": documents}
             rag.invoke(asked, {"configurable": {"order": "reverse"}})
 
-    ``k``, ``order``, ``mitigation`` and ``tenant`` may come with the input, bound (``rag.bind(k=3)``), with the call
-    (``{"configurable": {"k": 3}}``) or with the object, the first of these that names them counts.
+    ``k``, ``order``, ``mitigation`` and ``tenant`` are taken from the first of these that gives them: the input, bound
+    arguments (``rag.bind(k=3)``), the call (``{"configurable": {"k": 3}}``), the object.
 
     Attributes:
-        pipeline: What answers. It is not closed here.
-        k: Passages to retrieve; the pipeline's default if None.
-        order: The order of the passages, a name or ``name:parameter=value``; likewise.
-        mitigation: The mitigation, a name or ``name:parameter=value``; likewise.
-        output: ``dict``: the object of ``rag-posfix ask --json``; streamed, pieces ``{"answer": text}`` and then the
-            other fields, which add up to it. ``text``: the answer alone. ``answer``: an ``Answer``; streamed,
-            ``AnswerChunk``.
+        pipeline: The pipeline. It is not closed by this object.
+        k: Number of passages to retrieve; the pipeline's default if None.
+        order: The order of the passages, a name or ``name:parameter=value``; the pipeline's default if None.
+        mitigation: The mitigation, a name or ``name:parameter=value``; the pipeline's default if None.
+        output: ``dict``: the object of ``rag-posfix ask --json``; streamed, chunks ``{"answer": text}`` and then the
+            other fields, whose sum is that object. ``text``: the text of the answer. ``answer``: an ``Answer``;
+            streamed, ``AnswerChunk``.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -67,7 +69,7 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
 
     @property
     def config_specs(self) -> list[ConfigurableFieldSpec]:
-        """What ``{"configurable": ...}`` may hold."""
+        """The keys of ``{"configurable": ...}``."""
         return [
             ConfigurableFieldSpec(id=name, annotation=kind, default=getattr(self, name, None))
             for name, kind in _CONFIGURABLE.items()
@@ -82,12 +84,12 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
             **kwargs: ``k``, ``order``, ``mitigation``, ``tenant``.
 
         Raises:
-            RagPosfixError: the question, its parameters or its documents are at fault, or generation failed.
+            RagPosfixError: the question, its parameters or its documents are malformed, or generation failed.
         """
         return self._call_with_config(self._ask, input, config, **kwargs)
 
     async def ainvoke(self, input: RAGInput, config: RunnableConfig | None = None, **kwargs: Any) -> Any:
-        """Do what ``invoke`` does in another thread; the event loop runs on.
+        """Do what ``invoke`` does in another thread, without blocking the event loop.
 
         Args:
             input: The question.
@@ -97,7 +99,7 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         return await self._acall_with_config(self._aask, input, config, **kwargs)
 
     def stream(self, input: RAGInput, config: RunnableConfig | None = None, **kwargs: Any) -> Iterator[Any]:
-        """Yield the answer piece by piece. Closing the iterator stops the computation.
+        """Yield the answer in chunks. Closing the iterator stops the computation.
 
         Args:
             input: The question.
@@ -120,21 +122,21 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         async def only() -> AsyncIterator[RAGInput]:
             yield input
 
-        async with _closing(self.atransform(only(), config, **kwargs)) as pieces:
-            async for piece in pieces:
-                yield piece
+        async with _closing(self.atransform(only(), config, **kwargs)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def transform(
         self, input: Iterator[RAGInput], config: RunnableConfig | None = None, **kwargs: Any
     ) -> Iterator[Any]:
-        """Do what ``stream`` does for a question that comes in pieces; it is asked when it is complete.
+        """Do what ``stream`` does for a question that is streamed; it is asked when it is complete.
 
         Args:
-            input: Pieces that add up to the question.
+            input: Chunks of the question.
             config: Callbacks, tags, configurable values.
             **kwargs: As for ``invoke``.
         """
-        yield from self._transform_stream_with_config(input, self._stream_pieces, config, **kwargs)
+        yield from self._transform_stream_with_config(input, self._stream_chunks, config, **kwargs)
 
     async def atransform(
         self, input: AsyncIterator[RAGInput], config: RunnableConfig | None = None, **kwargs: Any
@@ -142,14 +144,14 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         """Do what ``transform`` does; each step runs in another thread.
 
         Args:
-            input: Pieces that add up to the question.
+            input: Chunks of the question.
             config: Callbacks, tags, configurable values.
             **kwargs: As for ``invoke``.
         """
-        made = self._atransform_stream_with_config(input, self._astream_pieces, config, **kwargs)
-        async with _closing(made) as pieces:
-            async for piece in pieces:
-                yield piece
+        stream = self._atransform_stream_with_config(input, self._astream_chunks, config, **kwargs)
+        async with _closing(stream) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def _ask(
         self, input: RAGInput, run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
@@ -162,28 +164,28 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
     ) -> Any:
         return await asyncio.to_thread(self._ask, input, run_manager.get_sync(), config, **kwargs)
 
-    def _stream_pieces(
+    def _stream_chunks(
         self, input: Iterator[RAGInput], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
     ) -> Iterator[Any]:
-        yield from self._pieces(_joined(list(input)), run_manager, config, kwargs)
+        yield from self._chunks(_joined(list(input)), run_manager, config, kwargs)
 
-    async def _astream_pieces(
+    async def _astream_chunks(
         self,
         input: AsyncIterator[RAGInput],
         run_manager: AsyncCallbackManagerForChainRun,
         config: RunnableConfig,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        asked = _joined([piece async for piece in input])
-        made = read_aside(self._pieces(asked, run_manager.get_sync(), config, kwargs))
-        async with _closing(made) as pieces:
-            async for piece in pieces:
-                yield piece
+        asked = _joined([chunk async for chunk in input])
+        stream = _iterate_in_thread(self._chunks(asked, run_manager.get_sync(), config, kwargs))
+        async with _closing(stream) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
-    def _pieces(
-        self, asked: RAGInput, run_manager: CallbackManagerForChainRun, config: RunnableConfig, given: dict[str, Any]
+    def _chunks(
+        self, asked: RAGInput, run_manager: CallbackManagerForChainRun, config: RunnableConfig, bound: dict[str, Any]
     ) -> Any:
-        chunks = self.pipeline.stream(self._question(asked, config, given), self._watcher(run_manager))
+        chunks = self.pipeline.stream(self._question(asked, config, bound), self._watcher(run_manager))
         for chunk in chunks:
             if self.output == "answer":
                 yield chunk
@@ -196,7 +198,7 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         return TracedStages(run_manager.get_child(), self.pipeline.generator.model_id)
 
     def _question(self, asked: RAGInput, config: RunnableConfig, bound: Mapping[str, Any]) -> Question:
-        """Return the question with what was chosen for it, the nearest choice first."""
+        """Return the question with its parameters, from the first source that gives them."""
         unknown = sorted(set(bound) - set(_CONFIGURABLE))
         if unknown:
             raise ConfigError(f"PosfixRAG takes no argument {unknown[0]!r}; it takes {', '.join(_CONFIGURABLE)}")
@@ -209,17 +211,40 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
                     fields[name] = source[name]
         mitigation = fields.get("mitigation")
         if isinstance(mitigation, str):
-            fields["mitigation"] = MitigationChoice(*parse_named(mitigation, "mitigation", "experts=5"))
+            fields["mitigation"] = parse_method(mitigation, "mitigation", "experts=5")
         return Question(**fields)
 
 
-def _closing(pieces: AsyncIterator[Any]) -> aclosing[Any]:
-    """Close the inner generator with the outer one: ``async for`` leaves that to whoever collects the garbage."""
-    return aclosing(pieces)
+async def _iterate_in_thread(iterator: Generator[T, None, None]) -> AsyncIterator[T]:
+    """Yield the items of a blocking generator. It runs in another thread, one step at a time, on demand.
+
+    If the consumer stops early, the generator is closed as soon as its current step has ended.
+    """
+    lock = threading.Lock()
+    exhausted = object()
+
+    def step() -> T | object:
+        with lock:
+            return next(iterator, exhausted)
+
+    def close() -> None:
+        with lock:  # a cancelled step runs to its end
+            iterator.close()
+
+    try:
+        while (item := await asyncio.to_thread(step)) is not exhausted:
+            yield item  # type: ignore[misc]  # not ``exhausted``
+    finally:
+        await asyncio.shield(asyncio.to_thread(close))
+
+
+def _closing(chunks: AsyncIterator[Any]) -> aclosing[Any]:
+    """Close the inner generator with the outer one: ``async for`` alone leaves that to the garbage collector."""
+    return aclosing(chunks)
 
 
 def _read(asked: RAGInput) -> dict[str, Any]:
-    """Return the fields of the question that are given."""
+    """Return the given fields of the question."""
     if isinstance(asked, str):
         return {"text": asked}
     if isinstance(asked, Question):
@@ -241,7 +266,7 @@ def _read(asked: RAGInput) -> dict[str, Any]:
 
 
 def _message(message: Any) -> Any:
-    """Return a langchain message as ``{"role", "content"}``; what is none stays as it is."""
+    """Return a langchain message as ``{"role", "content"}``; any other object unchanged."""
     if not isinstance(message, BaseMessage):
         return message
     return {"role": _ROLES.get(message.type, message.type), "content": message.text}
@@ -254,11 +279,11 @@ def _addable(chunk: AnswerChunk) -> AddableDict:
     return AddableDict(answer=chunk.text, **rest)
 
 
-def _joined(pieces: list[RAGInput]) -> RAGInput:
-    if not pieces:
+def _joined(chunks: list[RAGInput]) -> RAGInput:
+    if not chunks:
         raise ConfigError("PosfixRAG was asked nothing; give a question")
-    whole: Any = pieces[0]
-    for piece in pieces[1:]:
-        whole = whole + piece
+    whole: Any = chunks[0]
+    for chunk in chunks[1:]:
+        whole = whole + chunk
     asked: RAGInput = whole
     return asked

@@ -1,27 +1,31 @@
-"""Any langchain retriever, with its documents compressed, cut to the best and put in order."""
+"""A langchain retriever that wraps another: it compresses the documents, keeps the best and orders them."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransformer, Document
 from langchain_core.retrievers import BaseRetriever, RetrieverLike
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables import RunnableConfig, RunnableLambda
 from pydantic import ConfigDict, Field, field_validator
 
-from rag_posfix.integrations.arranging import arranged, checked_count, checked_order
-from rag_posfix.integrations.langchain.chain import acompress, compress
+from rag_posfix.integrations.document_ordering import checked_count, checked_order, ordered_documents
 from rag_posfix.text import clean_text
 
-__all__ = ["PosfixRetriever"]
+__all__ = ["DocumentStep", "PosfixRetriever"]
+
+DocumentStep: TypeAlias = BaseDocumentCompressor | BaseDocumentTransformer
+"""A reranker, a filter, a text compressor (all get the question) or a transformer (does not get the question)."""
 
 
 class PosfixRetriever(BaseRetriever):
-    """Retrieves, passes the documents through a chain of compressors, keeps the best and puts them in order.
+    """Retrieves documents, passes them through a chain of compressors, keeps the best and orders them.
 
-    In the place of ``ContextualCompressionRetriever`` and ``LongContextReorder``, whose packages are no longer
-    maintained. In a trace the base retriever and every compressor are runs under this one.
+    Replaces ``ContextualCompressionRetriever`` and ``LongContextReorder``, whose packages are no longer maintained. In
+    a trace the base retriever and every compressor are child runs.
 
     Example:
         .. code-block:: python
@@ -31,20 +35,20 @@ class PosfixRetriever(BaseRetriever):
 
     Attributes:
         base_retriever: Finds the candidates: any retriever, or any runnable from a question to documents. Arguments of
-            ``invoke`` that are not ``k`` are passed on to it.
-        compressors: Rerankers, filters, text compressors and transformers, in the order they are applied. Not asked
-            where nothing was found.
-        order: The order of what is returned: a name (``rag-posfix methods``), or ``name:parameter=value``.
-        k: How many documents are returned, the best by ``metadata["relevance_score"]``, or the first where nothing
-            scored them; all if None. ``invoke(question, k=...)`` overrides it.
+            ``invoke`` other than ``k`` are passed to it.
+        compressors: Rerankers, filters, text compressors and transformers, in the order in which they are applied. Not
+            called without documents.
+        order: The order of the result: a name (``rag-posfix methods``), or ``name:parameter=value``.
+        k: Number of documents to return, the best by ``metadata["relevance_score"]``, or the first if none has a
+            score; all if None. ``invoke(question, k=...)`` overrides it.
         seed: For the order ``random``.
-        distinct: Whether documents without text are left out, and all but the best of those with the same text.
+        distinct: Whether to leave out documents without text, and all but the best of those with the same text.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     base_retriever: RetrieverLike
-    compressors: list[BaseDocumentCompressor | BaseDocumentTransformer] = Field(default_factory=list)
+    compressors: list[DocumentStep] = Field(default_factory=list)
     order: str = "relevance"
     k: int | None = Field(default=None, ge=1)
     seed: int = 0
@@ -56,30 +60,73 @@ class PosfixRetriever(BaseRetriever):
         return checked_order(order)
 
     def retrieve(self, question: str, k: int) -> list[Document]:
-        """Return the ``k`` best documents, best first, whatever the order: the pipeline's side of a retriever.
+        """Return the ``k`` best documents, best first, whatever ``order`` is: the pipeline's interface of a retriever.
 
         Args:
-            question: What is asked.
-            k: How many at most.
+            question: The question.
+            k: Maximum number of documents.
         """
         found = self.base_retriever.invoke(clean_text(question))
-        return arranged(compress(self.compressors, found, question), "relevance", k=k, distinct=self.distinct)
+        kept = _compress(self.compressors, found, question)
+        return ordered_documents(kept, "relevance", k=k, distinct=self.distinct)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
         callbacks = run_manager.get_child()
         found = self.base_retriever.invoke(query, RunnableConfig(callbacks=callbacks), **kwargs)
-        return self._arranged(compress(self.compressors, found, query, callbacks), k)
+        return self._ordered(_compress(self.compressors, found, query, callbacks), k)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
         callbacks = run_manager.get_child()
         found = await self.base_retriever.ainvoke(query, RunnableConfig(callbacks=callbacks), **kwargs)
-        return self._arranged(await acompress(self.compressors, found, query, callbacks), k)
+        return self._ordered(await _acompress(self.compressors, found, query, callbacks), k)
 
-    def _arranged(self, documents: list[Document], k: int | None) -> list[Document]:
+    def _ordered(self, documents: list[Document], k: int | None) -> list[Document]:
         checked_count("k", k)
         count = self.k if k is None else k
-        return arranged(documents, self.order, k=count, seed=self.seed, distinct=self.distinct)
+        return ordered_documents(documents, self.order, k=count, seed=self.seed, distinct=self.distinct)
+
+
+def _compress(
+    steps: Sequence[DocumentStep], documents: Sequence[Document], query: str, callbacks: Any = None
+) -> list[Document]:
+    """Return the documents after all steps, each a child run of ``callbacks``."""
+    kept = list(documents)
+    for step in steps:
+        if kept:
+            kept = _as_run(step, query).invoke(kept, {"callbacks": callbacks})
+    return kept
+
+
+async def _acompress(
+    steps: Sequence[DocumentStep], documents: Sequence[Document], query: str, callbacks: Any = None
+) -> list[Document]:
+    """Do what ``_compress`` does with the steps' asynchronous methods."""
+    kept = list(documents)
+    for step in steps:
+        if kept:
+            kept = await _as_run(step, query).ainvoke(kept, {"callbacks": callbacks})
+    return kept
+
+
+def _as_run(step: DocumentStep, query: str) -> RunnableLambda[list[Document], list[Document]]:
+    def run(documents: list[Document], config: RunnableConfig) -> list[Document]:
+        if isinstance(step, BaseDocumentCompressor):
+            return list(step.compress_documents(documents, query, **_callbacks(step.compress_documents, config)))
+        return list(step.transform_documents(documents))
+
+    async def arun(documents: list[Document], config: RunnableConfig) -> list[Document]:
+        if isinstance(step, BaseDocumentCompressor):
+            callbacks = _callbacks(step.acompress_documents, config)
+            return list(await step.acompress_documents(documents, query, **callbacks))
+        return list(await step.atransform_documents(documents))
+
+    return RunnableLambda(run, afunc=arun, name=type(step).__name__)
+
+
+def _callbacks(method: Any, config: RunnableConfig) -> dict[str, Any]:
+    """Return the callbacks as a keyword argument if ``method`` accepts it; older compressors do not."""
+    return {"callbacks": config.get("callbacks")} if "callbacks" in inspect.signature(method).parameters else {}

@@ -1,4 +1,4 @@
-"""The stages of a pipeline as runs in a langchain trace: retriever, reranker, generator."""
+"""Reports the stages of a pipeline as runs of a langchain trace: retriever, reranker, generator."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["TracedStages"]
 
 
 class TracedStages:
-    """Tells callbacks what a pipeline does. Implements ``protocols.StageWatcher``.
+    """Reports the stages of a pipeline to callbacks. Implements ``pipeline.protocols.StageWatcher``.
 
-    The generator is told as a chat model that was asked the question; the prompt with its passages is not repeated.
+    The generator is reported as a chat model whose input is the question, without the passages.
 
     Args:
-        callbacks: The children of the run that asks the pipeline.
-        model_name: The generator's, for whoever counts tokens by model.
+        callbacks: Callback manager of the parent run.
+        model_name: Name of the generator's model, for callbacks that count tokens by model.
     """
 
     def __init__(self, callbacks: CallbackManager, model_name: str) -> None:
@@ -34,22 +34,22 @@ class TracedStages:
 
     @contextmanager
     def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
-        """Return what holds while a stage runs; an exception that passes through it is the stage's failure.
+        """Return a context manager for the time of a stage; an exception in it is reported as the stage's failure.
 
         Args:
             name: ``retriever``, ``reranker`` or ``generator``.
             given: The question.
-            documents: What a reranker scores.
+            documents: The documents to rerank.
         """
         if name == "generator":
-            run: _Generator | _Retriever | _Other = _Generator(self._callbacks, given, self._model_name)
+            run: _ChatModelRun | _RetrieverRun | _ChainRun = _ChatModelRun(self._callbacks, given, self._model_name)
         elif name == "retriever":
-            run = _Retriever(self._callbacks, given)
+            run = _RetrieverRun(self._callbacks, given)
         else:
-            run = _Other(self._callbacks, name, given, documents)
+            run = _ChainRun(self._callbacks, name, given, documents)
         try:
             yield run
-        except GeneratorExit:  # whoever reads the answer has enough
+        except GeneratorExit:  # the consumer closed the stream
             run.stopped()
             raise
         except BaseException as error:
@@ -57,9 +57,9 @@ class TracedStages:
             raise
 
 
-class _Other:
-    def __init__(self, callbacks: CallbackManager, name: str, given: str, documents: Sequence[Document]) -> None:
-        inputs = {"query": given, "documents": list(documents)}
+class _ChainRun:
+    def __init__(self, callbacks: CallbackManager, name: str, question: str, documents: Sequence[Document]) -> None:
+        inputs = {"query": question, "documents": list(documents)}
         self._run = callbacks.on_chain_start(None, inputs, name=name)
 
     def piece(self, text: str) -> None:
@@ -75,9 +75,9 @@ class _Other:
         self._run.on_chain_error(error)
 
 
-class _Retriever:
-    def __init__(self, callbacks: CallbackManager, given: str) -> None:
-        self._run = callbacks.on_retriever_start(None, given, name="retriever")
+class _RetrieverRun:
+    def __init__(self, callbacks: CallbackManager, question: str) -> None:
+        self._run = callbacks.on_retriever_start(None, question, name="retriever")
 
     def piece(self, text: str) -> None:
         """Ignore it."""
@@ -92,13 +92,13 @@ class _Retriever:
         self._run.on_retriever_error(error)
 
 
-class _Generator:
-    def __init__(self, callbacks: CallbackManager, given: str, model_name: str) -> None:
+class _ChatModelRun:
+    def __init__(self, callbacks: CallbackManager, question: str, model_name: str) -> None:
         self._model_name = model_name
         self._text = ""
         self._ended = False
-        asked: list[list[BaseMessage]] = [[HumanMessage(given)]]
-        (self._run,) = callbacks.on_chat_model_start({"name": "generator"}, asked, name="generator")
+        messages: list[list[BaseMessage]] = [[HumanMessage(question)]]
+        (self._run,) = callbacks.on_chat_model_start({"name": "generator"}, messages, name="generator")
 
     def piece(self, text: str) -> None:
         self._text += text
@@ -115,7 +115,7 @@ class _Generator:
             self._run.on_llm_error(error)
 
     def _end(self, message: AIMessage) -> None:
-        if not self._ended:  # what is read after the last piece may still fail or stop
+        if not self._ended:  # the stage may still fail or be stopped after its last chunk
             self._ended = True
             self._run.on_llm_end(LLMResult(generations=[[ChatGeneration(message=message)]]))
 

@@ -1,7 +1,7 @@
-"""Documents and their vectors under the same keys: put in, taken out, and the nearest found.
+"""Documents and their vectors under the same keys: add, remove, and nearest-neighbour search.
 
-Scores are computed per document, rounded to what floating point can tell apart, and ties are broken by id. Knows
-nothing of embedding models or folders.
+Scores are computed per document and rounded to the precision of the embeddings; ties are broken by id. Knows nothing
+of embedding models or folders.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.documents import Document
 
 from rag_posfix.errors import RetrievalError
-from rag_posfix.retrieval.index.documents import DocumentTable, Record
+from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry
 from rag_posfix.retrieval.index.filters import MetadataFilter
-from rag_posfix.retrieval.index.vectors import IndexKind, VectorIndex
+from rag_posfix.retrieval.index.vector_index import IndexKind, VectorIndex
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,11 +28,11 @@ _SCORE_DECIMALS = 6
 
 
 class DocumentVectors:
-    """A table of documents and an index of their vectors that change together. Safe for use by several threads.
+    """A document table and a vector index that change together. Safe for use by several threads.
 
     Args:
         kind: As for ``VectorIndex``.
-        table: The documents, if there are any yet.
+        table: The initial documents.
         vectors: Their vectors, under the keys of the table.
     """
 
@@ -44,71 +44,71 @@ class DocumentVectors:
         self._kind: IndexKind = kind
         self._vectors = vectors
 
-    def put(self, records: Mapping[str, Record], rows: NDArray[np.float32]) -> list[Document]:
-        """Add documents by id, in the place of those with their ids, and return the ones that were replaced.
+    def put(self, entries: Mapping[str, IndexEntry], rows: NDArray[np.float32]) -> list[Document]:
+        """Add documents by id, replacing those with the same ids, and return the replaced documents.
 
         Args:
-            records: What is added; owned by the table from then on.
+            entries: The documents; the table owns them from then on.
             rows: A vector of length one for each.
 
         Raises:
-            ConfigError: the documents are mapped from a file and cannot be changed.
+            ConfigError: the documents are memory-mapped and cannot be changed.
             RetrievalError: the vectors are of another dimension than those before.
         """
         import numpy as np
 
         with self.lock:
-            self.table.check_changeable()
+            self.table.check_mutable()
             vectors = self._of_dimension(rows.shape[1])
-            gone = self.remove([name for name in records if self.table.key_of(name) is not None])
-            # Vectors first: a document that a reader finds in the table has its vector.
+            replaced = self.remove([name for name in entries if self.table.key_of(name) is not None])
+            # Vectors first, so that every document that a concurrent reader finds in the table has its vector.
             first = self.table.next_key
-            vectors.add(np.arange(first, first + len(records), dtype=np.int64), rows)
-            self.table.put(records.values())
-            return gone
+            vectors.add(np.arange(first, first + len(entries), dtype=np.int64), rows)
+            self.table.add(entries.values())
+            return replaced
 
-    def remove(self, names: Sequence[str]) -> list[Document]:
-        """Take out documents by id, each of which is in, and return them.
+    def remove(self, ids: Sequence[str]) -> list[Document]:
+        """Remove documents by id, each of which is in the table, and return them.
 
         Args:
-            names: Their ids.
+            ids: Their ids.
 
         Raises:
-            ConfigError: the documents are mapped from a file and cannot be changed.
+            ConfigError: the documents are memory-mapped and cannot be changed.
         """
         import numpy as np
 
         with self.lock:
-            self.table.check_changeable()
-            if not names or self._vectors is None:
+            self.table.check_mutable()
+            if not ids or self._vectors is None:
                 return []
-            keys, gone = self.table.remove(names)
+            keys, removed = self.table.remove(ids)
             self._vectors.remove(np.sort(np.asarray(keys, dtype=np.int64)))
-            return gone
+            return removed
 
-    def rows_of(self, names: Sequence[str]) -> NDArray[np.float32]:
-        """Return the vectors of documents that are in, one row per id.
+    def rows_of(self, ids: Sequence[str]) -> NDArray[np.float32]:
+        """Return the vectors of documents that are in the table, one row per id.
 
         Args:
-            names: Their ids.
+            ids: Their ids.
         """
         import numpy as np
 
         with self.lock:
-            keys = np.asarray([self.table.key_of(name) for name in names], dtype=np.int64)
+            keys = np.asarray([self.table.key_of(name) for name in ids], dtype=np.int64)
             if self._vectors is None or not len(keys):
                 return np.empty((0, 1), dtype=np.float32)
             return self._vectors.rows(keys)
 
     def nearest(
-        self, query: NDArray[np.float32], k: int, chosen: MetadataFilter | None
+        self, query: NDArray[np.float32], k: int, metadata_filter: MetadataFilter | None
     ) -> list[tuple[Document, float]]:
-        """Return the ``k`` nearest documents, as they are kept, with their cosine, best first and ties by id.
+        """Return the ``k`` nearest documents, not copied, with their cosine, best first and ties by id.
 
         Args:
             query: One row of length one.
             k: At least 1.
-            chosen: A checked filter; the nearest of what it lets through.
+            metadata_filter: A checked filter: only matching documents are returned.
 
         Raises:
             RetrievalError: the question's vector is of another dimension than those of the documents.
@@ -117,34 +117,35 @@ class DocumentVectors:
             if not len(self.table):
                 return []
             vectors = self._of_dimension(query.shape[1])
-            keys = vectors.candidates(query, k, None if chosen is None else self.table.matching(chosen))
+            allowed = None if metadata_filter is None else self.table.matching(metadata_filter)
+            keys = vectors.candidates(query, k, allowed)
             rows = vectors.rows(keys).astype("float64")
-            # Row by row, not as a matrix product: that sums in an order that depends on where a row lies.
+            # Row by row: a matrix product would sum in an order that depends on the row's position.
             scores = (rows * query.astype("float64")).sum(axis=1).round(_SCORE_DECIMALS).clip(-1.0, 1.0)
-            records = self.table.records
-            found = [(records[int(key)].document, float(score)) for key, score in zip(keys, scores, strict=True)]
+            entries = self.table.entries
+            found = [(entries[int(key)].document, float(score)) for key, score in zip(keys, scores, strict=True)]
             found.sort(key=lambda pair: (-pair[1], str(pair[0].id)))
             return found[:k]
 
     def compact(self) -> None:
-        """Forget the vectors of documents that were taken out, where a graph still holds them.
+        """Drop the vectors of removed documents that a graph still holds.
 
         Raises:
-            ConfigError: the documents are mapped from a file and cannot be changed.
+            ConfigError: the documents are memory-mapped and cannot be changed.
         """
         with self.lock:
-            self.table.check_changeable()
+            self.table.check_mutable()
             if self._vectors is not None:
                 self._vectors.rebuild()
 
     def stored(self, dimension: int) -> Any:
-        """Return what faiss keeps, an empty index of ``dimension`` where no document was ever added."""
+        """Return the faiss index; an empty one of ``dimension`` if no document was ever added."""
         with self.lock:
             return self._of_dimension(dimension).stored
 
     @property
     def dimension(self) -> int | None:
-        """Length of a vector; None where no document was ever added."""
+        """Length of a vector; None if no document was ever added."""
         return None if self._vectors is None else self._vectors.dimension
 
     def _of_dimension(self, dimension: int) -> VectorIndex:

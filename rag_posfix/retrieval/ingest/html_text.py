@@ -1,4 +1,4 @@
-"""HTML as the text that a reader sees. Pure functions; knows nothing of files or documents."""
+"""Extracts the visible text of HTML. Pure functions; knows nothing of files or documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from html.parser import HTMLParser
 
 __all__ = ["decode_html", "html_text"]
 
-_UNSEEN = frozenset({"script", "style", "noscript", "template", "svg", "math", "head", "iframe", "object", "select"})
+_INVISIBLE = frozenset(
+    {"script", "style", "noscript", "template", "svg", "math", "head", "iframe", "object", "select"}
+)
 _VOID = frozenset(
     {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr"}
 )
@@ -21,7 +23,7 @@ _LINES = frozenset({"br", "caption", "dd", "dt", "legend", "li", "option", "summ
 _CELLS = frozenset({"td", "th"})
 _OF_HEAD = frozenset({"base", "link", "meta", "noscript", "script", "style", "template", "title"})
 
-# Conditional comments of Microsoft and CDATA: the standard library's parser stops at unknown ones.
+# Conditional comments (<![if ...]>) and CDATA sections: the standard library's parser stops at unknown ones.
 _MARKED = re.compile(r"<!\[[^>]*>?")
 _OPAQUE = re.compile(r"<!--|<script\b|<style\b", re.IGNORECASE)
 _CLOSES = {
@@ -35,10 +37,10 @@ _SPACES = re.compile(r"[^\S\xa0]+|\xa0+")
 
 
 def decode_html(data: bytes) -> tuple[str, str | None]:
-    """Return the text of an HTML file as it was written, and what was wrong with it, if something was.
+    """Return the decoded text of an HTML file, and a description of the decoding problem, or None.
 
-    A byte order mark decides, else the ``charset`` that the first 1024 bytes declare, else UTF-8. Bytes that cannot be
-    read are replaced.
+    The encoding is that of a byte order mark, else the ``charset`` declared in the first 1024 bytes, else UTF-8.
+    Undecodable bytes are replaced.
     """
     for mark, encoding in (
         (codecs.BOM_UTF8, "utf-8"),
@@ -50,9 +52,9 @@ def decode_html(data: bytes) -> tuple[str, str | None]:
     declared = _CHARSET.search(data[:1024])
     name = declared.group(1).decode("ascii", "replace").lower() if declared else "utf-8"
     if name in ("iso-8859-1", "latin1", "latin-1", "us-ascii", "ascii"):
-        name = "windows-1252"  # what every browser reads under these names
+        name = "windows-1252"  # browsers decode these labels as windows-1252
     elif name.startswith(("utf-16", "utf-32")):
-        name = "utf-8"  # a declaration that can be read as ASCII shows that it is not what it says
+        name = "utf-8"  # the declaration itself is readable as ASCII, so the file is not UTF-16 or UTF-32
     try:
         b"a".decode(name)
     except (LookupError, ValueError):
@@ -64,9 +66,9 @@ def decode_html(data: bytes) -> tuple[str, str | None]:
 def html_text(source: str) -> tuple[str, str]:
     """Return the title of an HTML page, empty where it has none, and its text.
 
-    Scripts, styles, drawings and what else is not shown are left out; nothing is guessed about which parts matter.
-    Paragraphs, headings, lists and the like are separated by an empty line, list items and table rows by a line
-    break; spaces are squeezed except in ``pre``.
+    Scripts, styles, drawings and other invisible elements are left out. Menus and footers are kept. Block elements are
+    separated by an empty line, list items and table rows by a line break; runs of spaces are collapsed except in
+    ``pre``.
     """
     page = _Page()
     page.feed(_parsable(source))
@@ -75,9 +77,9 @@ def html_text(source: str) -> tuple[str, str]:
 
 
 def _parsable(source: str) -> str:
-    """Return ``source`` without what the standard library's parser stops at, or takes quadratic time for.
+    """Return ``source`` without comments, scripts, styles, and an unterminated tag at its end.
 
-    Those are comments, scripts and styles, and a tag that never ends.
+    The standard library's parser stops at some of them and takes quadratic time for others.
     """
     parts = []
     at = 0
@@ -95,10 +97,10 @@ class _Page(HTMLParser):
         super().__init__(convert_charrefs=True)
         self._parts: list[str] = []
         self._title: list[str] = []
-        self._unseen: list[str] = []  # elements that are not shown and are still open
+        self._invisible: list[str] = []  # open invisible elements
         self._in_title = self._takes_title = False
         self._pre = 0
-        self._gap = ""  # what separates the next words from the last ones
+        self._gap = ""  # white space to write before the next text
 
     @property
     def title(self) -> str:
@@ -109,18 +111,18 @@ class _Page(HTMLParser):
         return "".join(self._parts)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "title" and set(self._unseen) <= {"head"}:
+        if tag == "title" and set(self._invisible) <= {"head"}:
             self._in_title = True
-            self._takes_title = not self._title  # the first one counts
-        elif self._unseen == ["head"] and tag not in _OF_HEAD:
-            self._unseen.clear()  # ends a head, said or unsaid
-        if tag in _UNSEEN:
-            self._unseen.append(tag)
+            self._takes_title = not self._title  # only the first title counts
+        elif self._invisible == ["head"] and tag not in _OF_HEAD:
+            self._invisible.clear()  # this element ends the head, even without an end tag
+        if tag in _INVISIBLE:
+            self._invisible.append(tag)
         self._pre += tag == "pre"
         self._separate(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in _UNSEEN and tag != "title":
+        if tag not in _INVISIBLE and tag != "title":
             self.handle_starttag(tag, attrs)
             if tag not in _VOID:
                 self.handle_endtag(tag)
@@ -128,8 +130,8 @@ class _Page(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag == "title":
             self._in_title = False
-        if tag in self._unseen:
-            del self._unseen[self._unseen.index(tag) :]
+        if tag in self._invisible:
+            del self._invisible[self._invisible.index(tag) :]
         if tag == "pre" and self._pre:
             self._pre -= 1
         if tag not in _VOID:
@@ -139,7 +141,7 @@ class _Page(HTMLParser):
         if self._in_title:
             if self._takes_title:
                 self._title.append(data)
-        elif not self._unseen:
+        elif not self._invisible:
             self._add(data)
 
     def _add(self, data: str) -> None:
@@ -159,7 +161,7 @@ class _Page(HTMLParser):
         self._gap = " " if ends_with_space else ""
 
     def _separate(self, tag: str) -> None:
-        if self._unseen:
+        if self._invisible:
             return
         if tag in _PARAGRAPHS:
             self._gap = "\n\n"

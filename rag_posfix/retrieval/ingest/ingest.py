@@ -1,7 +1,7 @@
-"""Files to documents: prose is split into passages, JSON lines are taken as they are.
+"""Reads documents from files and folders: text is split into passages, each JSON line is one document.
 
-The result depends only on the files' content and the order of the paths: folders are read in sorted order and ids
-come from the file or from the content. Knows nothing of embeddings or indexes.
+The result depends only on the files' content and the order of the paths: folders are read in sorted order, and ids
+are given in the file or hashed from the content. Knows nothing of embeddings.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.errors import RetrievalError
-from rag_posfix.retrieval.index.documents import Record
-from rag_posfix.retrieval.ingest.json_lines import LINES_SUFFIXES, read_lines
-from rag_posfix.retrieval.ingest.readers import PROSE_SUFFIXES, read_text
+from rag_posfix.retrieval.index.documents import IndexEntry
+from rag_posfix.retrieval.ingest.json_lines import JSON_LINES_SUFFIXES, read_json_lines
+from rag_posfix.retrieval.ingest.readers import TEXT_SUFFIXES, read_text
 from rag_posfix.retrieval.ingest.splitting import PassageSize, split_passages
 from rag_posfix.text import clean_text, content_hash
 
-__all__ = ["SUFFIXES", "no_documents", "read_corpus", "read_documents"]
+__all__ = ["SUFFIXES", "no_documents", "read_documents", "read_entries_of_files"]
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = tuple(sorted((*LINES_SUFFIXES, *PROSE_SUFFIXES)))
-"""What a file name may end with, in any case."""
+SUFFIXES = tuple(sorted((*JSON_LINES_SUFFIXES, *TEXT_SUFFIXES)))
+"""Suffixes of files that can be read, in upper or lower case."""
 
 _BEIR_CORPORA = ("corpus.jsonl", "corpus.jsonl.gz")
 _BEIR_QUESTIONS = ("queries.jsonl", "queries.jsonl.gz", "qrels")
@@ -35,7 +35,7 @@ _BEIR_QUESTIONS = ("queries.jsonl", "queries.jsonl.gz", "qrels")
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A document, where it was found first, for error messages, and all files that have it."""
+    """A document, its first location for error messages, and all files that contain it."""
 
     document: Document
     place: str
@@ -45,45 +45,45 @@ class _Found:
 def read_documents(paths: Iterable[str | Path], *, size: PassageSize | None = None) -> list[Document]:
     """Return the documents of files and folders, each with an id and ``metadata["source"]``.
 
-    Files of prose (``.txt``, ``.md``, ``.html``, ``.htm``, ``.pdf``) are split into passages with ``start`` and
-    ``end`` in the metadata: ``readers.read_text(file).text[start:end]`` is the passage. HTML pages give their
-    ``title``, PDF files the ``page`` on which a passage begins. A line of a ``.jsonl`` or ``.jsonl.gz`` file is one
+    Text files (``.txt``, ``.md``, ``.html``, ``.htm``, ``.pdf``) are split into passages with ``start`` and ``end`` in
+    the metadata: ``readers.read_text(file).text[start:end]`` is the passage. Passages of HTML pages have the page's
+    ``title``, those of PDF files the ``page`` on which they begin. A line of a ``.jsonl`` or ``.jsonl.gz`` file is one
     document: ``text`` (or ``page_content``, ``contents``) and optionally ``id`` (or ``_id``), ``title`` and
-    ``metadata``. Of a folder in the layout of BEIR only the corpus is read. A document without an id gets a hash of
-    its title and text. Documents that repeat an id with equal content are read once. Bytes that cannot be read are
-    replaced, with a warning in the log; so are documents without text left out.
+    ``metadata``. In a folder in BEIR's layout only the corpus is read. A document without an id gets a hash of its
+    title and text. A document that occurs several times with the same id and content is returned once. Undecodable
+    bytes are replaced, and documents without text are left out, both with a warning in the log.
 
     Args:
-        paths: Files, or folders that are searched for such files; hidden ones are skipped.
-        size: Bounds of a passage; the defaults of PassageSize if None.
+        paths: Files, or folders that are searched for such files; hidden files are skipped.
+        size: Limits of a passage; the defaults of PassageSize if None.
 
     Raises:
         RetrievalError: a path is missing or unreadable, a suffix is not supported, a line is malformed, one id
-            stands for different contents, or there is no document at all.
+            belongs to different contents, or there is no document at all.
         ConfigError: there is a PDF file, and the extra ``pdf`` is not installed.
     """
     places = [Path(path) for path in paths]
-    found = read_corpus(places, size=size)
+    found = read_entries_of_files(places, size=size)
     if not found:
         raise no_documents(places)
-    return [record.document for record in found]
+    return [entry.document for entry in found]
 
 
-def read_corpus(
+def read_entries_of_files(
     paths: Iterable[str | Path],
     *,
     size: PassageSize | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Record]:
-    """Do what ``read_documents`` does, and return with each document all files that it was found in.
+) -> list[IndexEntry]:
+    """Return the documents of files and folders, each with all files that contain it; otherwise as ``read_documents``.
 
     Args:
         paths: As for ``read_documents``.
         size: As for ``read_documents``.
-        progress: Called with (files read, files in all).
+        progress: Called with (files read, files to read).
 
     Raises:
-        RetrievalError: as ``read_documents``, but no document at all is an empty list.
+        RetrievalError: as ``read_documents``; but without any document, the result is an empty list.
         ConfigError: as ``read_documents``.
     """
     files = [file for path in paths for file in _files(Path(path))]
@@ -96,11 +96,11 @@ def read_corpus(
             raise RetrievalError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
         if progress is not None:
             progress(number, len(files))
-    return [Record(item.document, item.files) for item in found.values()]
+    return [IndexEntry(item.document, item.files) for item in found.values()]
 
 
 def no_documents(paths: Iterable[Path]) -> RetrievalError:
-    """Return the error for paths in which nothing was found."""
+    """Return the error for paths without any document."""
     names = ", ".join(repr(str(path)) for path in paths) or "no path"
     return RetrievalError(f"no documents in {names}; give files with text, ending in {', '.join(SUFFIXES)}")
 
@@ -110,7 +110,7 @@ def _add(found: dict[str, _Found], item: _Found) -> None:
     first = found.setdefault(name, item)
     if _content(first.document) != _content(item.document):
         raise RetrievalError(
-            f"id {name!r} stands for different documents in {first.place} and {item.place}; make the ids distinct"
+            f"id {name!r} belongs to different documents in {first.place} and {item.place}; make the ids distinct"
         )
     if item.files[0] not in first.files:
         found[name] = _Found(first.document, first.place, first.files + item.files)
@@ -125,7 +125,7 @@ def _supported(path: Path) -> bool:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield the files that ``path`` stands for, in an order that does not depend on the file system."""
+    """Yield the files of a path, in an order that does not depend on the file system."""
     if path.is_dir():
         yield from _walk(path)
     elif not path.exists():
@@ -148,7 +148,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=fail):
         corpus = next((name for name in _BEIR_CORPORA if name in names), None)
         if corpus is not None and any(name in names or name in folders for name in _BEIR_QUESTIONS):
-            folders[:], names = [], [corpus]  # questions are no documents
+            folders[:], names = [], [corpus]  # leave out queries and judgements
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     for file in sorted(files, key=lambda file: file.relative_to(folder).parts):
@@ -159,10 +159,12 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _read_file(file: Path, size: PassageSize | None) -> Iterator[tuple[Document, str]]:
-    return read_lines(file) if file.name.lower().endswith(LINES_SUFFIXES) else _read_prose(file, size)
+    if file.name.lower().endswith(JSON_LINES_SUFFIXES):
+        return read_json_lines(file)
+    return _read_passages(file, size)
 
 
-def _read_prose(file: Path, size: PassageSize | None) -> Iterator[tuple[Document, str]]:
+def _read_passages(file: Path, size: PassageSize | None) -> Iterator[tuple[Document, str]]:
     read = read_text(file)
     source = clean_text(str(file))
     for span in split_passages(read.text, size):

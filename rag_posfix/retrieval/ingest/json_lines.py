@@ -1,4 +1,4 @@
-"""Lines of JSON to documents: our own form, BEIR's, and what others commonly write."""
+"""Reads documents from JSON lines: our own fields, those of BEIR, and other common names."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.errors import RetrievalError
-from rag_posfix.retrieval.index.records import parse_json
 from rag_posfix.retrieval.ingest.readers import decode_text
-from rag_posfix.text import clean_text, content_hash
+from rag_posfix.text import clean_text, content_hash, parse_json
 
-__all__ = ["LINES_SUFFIXES", "read_lines"]
+__all__ = ["JSON_LINES_SUFFIXES", "read_json_lines"]
 
 logger = logging.getLogger(__name__)
 
-LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
-"""What the name of a file of JSON lines ends with, in any case."""
+JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
+"""Suffixes of files of JSON lines, in upper or lower case."""
 
 _ID_FIELDS = ("id", "_id")
 _TEXT_FIELDS = ("text", "page_content", "contents")
 
 
-def read_lines(file: Path) -> Iterator[tuple[Document, str]]:
-    """Yield the document of each line that has text, and where it stands, for error messages.
+def read_json_lines(file: Path) -> Iterator[tuple[Document, str]]:
+    """Yield the document of each line with text, and its file and line number for error messages.
 
     Args:
-        file: Its name ends with one of ``LINES_SUFFIXES``.
+        file: Its name ends with one of ``JSON_LINES_SUFFIXES``.
 
     Raises:
-        RetrievalError: a line is malformed, or what should be compressed is not.
+        RetrievalError: a line is malformed, or a ``.gz`` file is not compressed or damaged.
         OSError: the file cannot be read.
     """
     source = clean_text(str(file))

@@ -10,7 +10,7 @@ from functools import partial
 
 from rag_posfix.contracts.generator import Generator, WatchedGenerator
 from rag_posfix.contracts.request import Chunk, GenerationRequest
-from rag_posfix.generation.delegating import GeneratorAround
+from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix_api.runtime.admission import Admission, Ticket
 
 __all__ = ["TICKET", "AdmittedGenerator"]
@@ -19,8 +19,8 @@ TICKET: ContextVar[Ticket | None] = ContextVar("rag_posfix_service_ticket", defa
 """The ticket of the request that this thread works for."""
 
 
-class AdmittedGenerator(GeneratorAround[Generator]):
-    """Implements ``protocols.Generator`` around another one.
+class AdmittedGenerator(DelegatingGenerator[Generator]):
+    """Implements ``contracts.generator.Generator`` around another one.
 
     Whole answers are read from the stream too, so that they can be stopped between two steps. A generator that works
     ahead of its readers is told to look for itself, and a permit is free when its work is done, not when all is read.

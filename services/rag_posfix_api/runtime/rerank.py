@@ -9,13 +9,12 @@ from langchain_core.documents import Document
 
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.cache_salt import salted
+from rag_posfix.contracts.indexed_reranking import rerank_indexed
 from rag_posfix.errors import RerankingError
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.http.errors import UnsupportedFeatureError
 
 __all__ = ["Scored", "score_texts"]
-
-_INDEX = "_index"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +39,10 @@ def score_texts(pipeline: Pipeline, query: str, texts: Sequence[str]) -> Scored:
     """
     if pipeline.reranker is None:
         raise UnsupportedFeatureError("this server has no reranker; serve a pipeline with one to use /v1/rerank")
-    marked = [Document(page_content=text, metadata={_INDEX: index}) for index, text in enumerate(texts)]
+    documents = [Document(page_content=text) for text in texts]
     with salted(tenant_salt(pipeline.defaults.tenant)):
-        scored = pipeline.reranker.compress_documents(marked, query) if marked else []
-    ranked = sorted(((int(one.metadata[_INDEX]), _relevance(one)) for one in scored), key=lambda r: (-r[1], r[0]))
+        scored = rerank_indexed(pipeline.reranker, query, documents)
+    ranked = sorted(((one.index, _relevance(one.document)) for one in scored), key=lambda r: (-r[1], r[0]))
     encoder = pipeline.generator.encoder
     return Scored(tuple(ranked), sum(len(encoder.encode_text(text)) for text in (query, *texts)))
 

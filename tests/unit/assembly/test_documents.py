@@ -3,13 +3,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.documents import document_id, rank, read_document, unique
+from rag_posfix.assembly.documents import checked_document, distinct_indices, document_id, ranked_indices
 from rag_posfix.text import content_hash
 from tests.support.texts import texts
 
 
 def read(text, score=None, **metadata):
-    return read_document(Document(page_content=text, metadata={"relevance_score": score, **metadata}))
+    return checked_document(Document(page_content=text, metadata={"relevance_score": score, **metadata}))
 
 
 def test_the_id_is_given_or_the_hash_of_the_content():
@@ -31,38 +31,42 @@ def test_numbers_of_any_kind_are_scores():
 
 
 def test_rank_is_by_score_then_content_and_missing_scores_come_last():
-    candidates = [read("none"), read("low", 0.1), read("x", 0.5), read("y", 0.5), read("z", 0.5)]
-    ranked = [candidates[i].text for i in rank(candidates)]
+    documents = [read("none"), read("low", 0.1), read("x", 0.5), read("y", 0.5), read("z", 0.5)]
+    ranked = [documents[i].text for i in ranked_indices(documents)]
     assert ranked[3:] == ["low", "none"]
     assert ranked[:3] == sorted("xyz", key=lambda text: content_hash("", text))
 
 
 def test_of_duplicates_the_best_scored_stays_in_its_place():
-    candidates = [read("same text", 0.2, id="a"), read("other", 0.5, id="b"), read(" same\n text", 0.7, id="c")]
-    kept, dropped = unique(candidates)
-    assert [candidate.id for candidate in kept] == ["b", "c"]
+    documents = [
+        read("same text", 0.2, id="a"),
+        read("other", 0.5, id="b"),
+        read(" same\n text", 0.7, id="c"),
+    ]
+    kept, dropped = distinct_indices(documents)
+    assert kept == (1, 2)
     assert dropped == (("a", "duplicate"),)
 
 
 def test_of_equal_duplicates_the_earliest_stays():
-    kept, dropped = unique([read("same", id="a"), read("same ", id="b"), read("same", id="c")])
-    assert [candidate.id for candidate in kept] == ["a"]
+    kept, dropped = distinct_indices([read("same", id="a"), read("same ", id="b"), read("same", id="c")])
+    assert kept == (0,)
     assert dropped == (("b", "duplicate"), ("c", "duplicate"))
-    kept, _ = unique([read("same", 0.5, id="a"), read("same", 0.5, id="b")])
-    assert [candidate.id for candidate in kept] == ["a"]
+    kept, _ = distinct_indices([read("same", 0.5, id="a"), read("same", 0.5, id="b")])
+    assert kept == (0,)
 
 
 def test_each_empty_document_is_counted():
-    kept, dropped = unique([read("", id="a"), read(" \n", id="b"), read("x", id="c")])
-    assert [candidate.id for candidate in kept] == ["c"]
+    kept, dropped = distinct_indices([read("", id="a"), read(" \n", id="b"), read("x", id="c")])
+    assert kept == (2,)
     assert dropped == (("a", "empty"), ("b", "empty"))
 
 
 @given(st.lists(st.tuples(texts(3), st.none() | st.sampled_from([0.1, 0.9])), max_size=8))
-def test_no_two_kept_documents_say_the_same_and_none_is_lost(rows):
-    candidates = [read(text, score) for text, score in rows]
-    kept, dropped = unique(candidates)
-    assert len({candidate.folded for candidate in kept}) == len(kept)
+def test_no_two_kept_documents_have_the_same_text_and_none_is_lost(rows):
+    documents = [read(text, score) for text, score in rows]
+    kept, dropped = distinct_indices(documents)
+    assert len({documents[index].text_key for index in kept}) == len(kept)
     assert len(kept) + len(dropped) == len(rows)
-    expected = {candidate.folded for candidate in candidates if candidate.text.strip()}
-    assert {candidate.folded for candidate in kept} == expected
+    expected = {document.text_key for document in documents if document.text.strip()}
+    assert {documents[index].text_key for index in kept} == expected

@@ -1,4 +1,4 @@
-"""Attention by stretches of keys, against the plain one."""
+"""Attention by segments of keys, against the plain one."""
 
 from __future__ import annotations
 

@@ -54,11 +54,11 @@ def test_in_float32_it_is_causal_attention_of_the_newest_tokens(n_query, n_key):
 def test_bfloat16_scores_cost_a_few_times_what_rounding_queries_and_keys_cost_already():
     query, key, value = states(150, 900, batch=1, size=64)
     value = value.bfloat16()
-    wanted = exact(query, key, value.double(), 0.3)  # scores of about -10 to 10
+    request = exact(query, key, value.double(), 0.3)  # scores of about -10 to 10
     rounded = exact(query.bfloat16().double(), key.bfloat16().double(), value.double(), 0.3)
     found = attend_causal_fast(query.bfloat16(), key.bfloat16(), value, 0.3)
     assert found.dtype is torch.bfloat16
-    inputs, scores = (float((a.double() - b).norm()) for a, b in ((rounded, wanted), (found, rounded)))
+    inputs, scores = (float((a.double() - b).norm()) for a, b in ((rounded, request), (found, rounded)))
     assert scores < 3 * inputs
 
 

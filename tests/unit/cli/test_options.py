@@ -2,10 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.cli.options import checked_choices, parse_choice, split_outside
-from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.cli.options import checked_choices, split_outside
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError, UnknownNameError
-from rag_posfix.evaluation.labels import label
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_what_is_never_closed_or_opened_is_refused(text, message):
     ],
 )
 def test_a_choice_is_a_name_and_values_in_json_or_plain_words(text, name, parameters):
-    assert parse_choice(text) == MitigationChoice(name, parameters)
+    assert parse_method(text, "mitigation", "experts=5") == MethodSpec(name, parameters)
 
 
 def test_several_choices_are_split_at_commas_and_checked():
@@ -62,13 +61,16 @@ def test_several_choices_are_split_at_commas_and_checked():
     assert [(c.name, c.parameters) for c in found] == [
         ("none", {}), ("context_experts", {"experts": 2}), ("context_experts", {})
     ]  # fmt: skip
-    with pytest.raises(UnknownNameError, match="unknown mitigation 'pine'"):
-        checked_choices("none,pine")
+    with pytest.raises(UnknownNameError, match=r"unknown mitigation 'pines'\. Did you mean 'pine' \(inter_document\)"):
+        checked_choices("none,pines")
+    assert checked_choices("pine")[0].name == "inter_document"
 
 
 def test_a_choice_that_is_named_twice_is_refused():
     with pytest.raises(ConfigError, match="names 'none' twice with the same parameters"):
         checked_choices("none,context_experts, none")
+    with pytest.raises(ConfigError, match="names 'inter_document' twice"):
+        checked_choices("pine,inter_document")
 
 
 VALUES = st.recursive(
@@ -79,6 +81,6 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.from_regex(r"[a-z_]+", fullmatch=True), VALUES, max_size=3))
 def test_a_label_is_read_back_as_the_choice_that_it_names(parameters):
-    choice = MitigationChoice("some_method", parameters)
-    assert parse_choice(label(choice)) == choice
-    assert split_outside(f"none,{label(choice)}", ",") == ["none", label(choice)]
+    choice = MethodSpec("some_method", parameters)
+    assert parse_method(choice.label, "mitigation", "experts=5") == choice
+    assert split_outside(f"none,{choice.label}", ",") == ["none", choice.label]

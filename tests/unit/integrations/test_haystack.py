@@ -10,9 +10,10 @@ from langchain_core.documents import BaseDocumentCompressor
 
 from rag_posfix.assembly.orders import permute
 from rag_posfix.errors import ConfigError
-from rag_posfix.integrations import items
+from rag_posfix.integrations.document_ordering import create_reranker
 from rag_posfix.integrations.haystack import PosfixRanker
 from rag_posfix.reranking.base import ranked_copies
+from tests.support.letter_embeddings import LetterEmbeddings
 
 
 class ByLength(BaseDocumentCompressor):
@@ -77,7 +78,6 @@ def test_it_goes_through_yaml_and_back():
     pipeline.add_component("ranker", PosfixRanker("profile:slots=[0.1,0.9]", "embedding:top_n=4", 3, 7, "m", "n"))
     trusted = ["rag_posfix.integrations.haystack"]
     again = Pipeline.loads(pipeline.dumps(), allowed_modules=trusted).get_component("ranker")
-    assert vars(again)["order"] == "profile:slots=[0.1,0.9]"
     assert again.to_dict()["init_parameters"] == {
         "order": "profile:slots=[0.1,0.9]", "reranker": "embedding:top_n=4", "top_k": 3, "seed": 7,
         "embedding_model": "m", "model": "n",
@@ -93,11 +93,11 @@ def test_a_reranker_object_cannot_be_serialised():
 def test_models_are_loaded_when_warming_up_and_once(monkeypatch):
     asked = []
 
-    def make(reranker, embedding_model, model):
+    def create(reranker, embedding_model, model):
         asked.append((reranker, embedding_model, model))
         return ByLength()
 
-    monkeypatch.setattr("rag_posfix.integrations.haystack.make_reranker", make)
+    monkeypatch.setattr("rag_posfix.integrations.haystack.create_reranker", create)
     ranker = PosfixRanker(reranker="embedding", embedding_model="m")
     assert asked == []
     ranker.warm_up()
@@ -107,18 +107,12 @@ def test_models_are_loaded_when_warming_up_and_once(monkeypatch):
 
 
 def test_a_reranker_is_found_by_name(monkeypatch):
-    class Embeddings:
-        def __new__(cls, name):
-            from tests.unit.retrieval.letters import LetterEmbeddings
-
-            return LetterEmbeddings()
-
-    monkeypatch.setattr("rag_posfix.retrieval.embeddings.SentenceEmbeddings", Embeddings)
-    made = items.make_reranker("embedding:top_n=2", "minilm", "smollm2")
-    assert made.top_n == 2
-    assert items.make_reranker(None, "", "") is None
+    monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", LetterEmbeddings)
+    reranker = create_reranker("embedding:top_n=2", "letters", "smollm2")
+    assert (reranker.top_n, reranker.embeddings.identity) == (2, "letters")
+    assert create_reranker(None, "", "") is None
     with pytest.raises(ConfigError, match="unknown reranker 'embeding'"):
-        items.make_reranker("embeding", "minilm", "smollm2")
+        create_reranker("embeding", "minilm", "smollm2")
 
 
 class TestBadInput:

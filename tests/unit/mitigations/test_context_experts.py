@@ -130,7 +130,7 @@ def test_experts_without_relevance_says_what_to_do(shape):
         ({"relevance_weight": "high"}, "relevance_weight='high' must be a number"),
         ({"hold": True}, "hold=True must be a number"),
         ({"experts": 0}, "experts=0 must be a whole number >= 1"),
-        ({"pool": "mean"}, "pool='mean' must be one of"),
+        ({"pool": "mean"}, "pool='mean' must be 'mixture' or 'max'"),
         ({"relevance": "guess"}, "relevance='guess' must be one of"),
     ],
 )

@@ -80,8 +80,8 @@ def decided(n_kv_heads=2, **parameters):
     loaded = loaded_model(num_key_value_heads=n_kv_heads, num_hidden_layers=4)
     layout = toy_layout()
     running = Session(loaded, layout, create("head_scaling", parameters).plan(layout, loaded.spec.shape))
-    (rows,) = running.groups
-    return running, rows.scratch.head_ratios
+    (batch,) = running.batches
+    return running, batch.layer_state.head_divisors
 
 
 def test_the_first_layers_are_left_alone():
@@ -104,8 +104,8 @@ def test_three_key_heads_of_nine_are_served():
     assert COMMON["num_hidden_layers"] == 3
     layout = toy_layout()
     running = Session(loaded, layout, create("head_scaling").plan(layout, loaded.spec.shape))
-    (rows,) = running.groups
-    assert sorted(rows.scratch.head_ratios[2].tolist()) == pytest.approx([1.2, 1.5, 1.8])
+    (batch,) = running.batches
+    assert sorted(batch.layer_state.head_divisors[2].tolist()) == pytest.approx([1.2, 1.5, 1.8])
 
 
 def test_divisors_are_decided_from_the_prompt_and_kept():
@@ -113,9 +113,9 @@ def test_divisors_are_decided_from_the_prompt_and_kept():
     before = {layer: None if found is None else found.clone() for layer, found in before.items()}
     for token in (5, 9, 11):
         running.advance(token)
-    (rows,) = running.groups
-    assert rows.scratch.head_ratios.keys() == before.keys()
-    assert all(torch.equal(rows.scratch.head_ratios[layer], before[layer]) for layer in (2, 3))
+    (batch,) = running.batches
+    assert batch.layer_state.head_divisors.keys() == before.keys()
+    assert all(torch.equal(batch.layer_state.head_divisors[layer], before[layer]) for layer in (2, 3))
 
 
 @pytest.mark.parametrize(

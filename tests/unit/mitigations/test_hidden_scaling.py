@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -143,60 +141,9 @@ def test_the_plan_holds_what_was_asked_for(llama):
     assert scale(llama.spec.shape, channel=5, last_layer=0).layers == range(1)
 
 
-def write(path, content):
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return str(path)
-
-
-PROFILE = {"channel": 5, "factor": -1.0, "layers": [1, 2], "candidates": [{"channel": 5}]}
-
-
-def test_a_profile_gives_all_parameters(tmp_path):
-    path = write(tmp_path / "profile.json", PROFILE)
-    given = create("hidden_scaling", {"channel": 5, "factor": -1.0, "first_layer": 1, "last_layer": 2})
-    read = create("hidden_scaling", {"profile": path})
-    assert read == given
-    assert read.fingerprint() == given.fingerprint()
-
-
-def test_the_fingerprint_follows_the_content_of_a_profile_not_its_path(tmp_path):
-    prints = []
-    for name, channel in (("a", 5), ("b", 5), ("a", 6)):
-        path = write(tmp_path / name, {**PROFILE, "channel": channel})
-        prints.append(create("hidden_scaling", {"profile": path}).fingerprint())
-    assert prints[0] == prints[1] != prints[2]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "profile='.*' cannot be read; it must hold a JSON object"),
-        ("[]", "cannot be read"),
-        ("[" * 60_000, "cannot be read"),
-        ({"channel": 5, "layers": [1, 2]}, "cannot be read"),
-        ({**PROFILE, "layers": [1]}, "cannot be read"),
-        ({**PROFILE, "layers": 3}, "cannot be read"),
-        ({**PROFILE, "channel": "five"}, "channel='five' must be a whole number"),
-        ({**PROFILE, "factor": None}, "factor=None must be a number between -10 and 10"),
-        ({**PROFILE, "layers": [2, 1]}, "first_layer=2 must not exceed last_layer=1"),
-        ({**PROFILE, "layers": [0.5, 1]}, "first_layer=0.5 must be a whole number"),
-    ],
-)
-def test_a_profile_that_is_none_is_refused(tmp_path, content, message):
-    with pytest.raises(ConfigError, match=message):
-        create("hidden_scaling", {"profile": write(tmp_path / "profile.json", content)})
-
-
-def test_a_profile_that_is_no_file_is_refused(tmp_path):
-    for path in (str(tmp_path), str(tmp_path / "absent"), "/dev/zero", 3):
-        with pytest.raises(ConfigError, match=r"profile=.* is not a file; give the path of a JSON object"):
-            create("hidden_scaling", {"profile": path})
-
-
-def test_a_profile_and_what_it_gives_exclude_each_other(tmp_path):
-    path = write(tmp_path / "profile.json", PROFILE)
-    with pytest.raises(ConfigError, match="gives channel, factor already; leave out one of the two"):
-        create("hidden_scaling", {"profile": path, "channel": 3, "factor": 0.5})
+def test_a_path_is_no_parameter():
+    with pytest.raises(ConfigError, match="hidden_scaling has no parameter 'profile'"):
+        create("hidden_scaling", {"profile": "channel.json"})
 
 
 def test_without_a_channel_it_says_how_to_get_one(llama):

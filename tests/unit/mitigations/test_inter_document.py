@@ -16,7 +16,7 @@ from rag_posfix.attention.reference import reference_attention, reference_scores
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.patching.rotation import LayerRotation
-from rag_posfix.plan.attention_override import AttendInput
+from rag_posfix.plan.attention_override import AttentionInput
 from rag_posfix.plan.plan import Plan, RowPlan
 from tests.support.tiny import loaded_model, toy_layout
 
@@ -96,7 +96,7 @@ def run(layout, query, key, value, rotation=None):
     """Return what the fast attention makes of the newest ``query`` tokens."""
     rotation = rotation or LayerRotation(Angles())
     positions = torch.arange(key.shape[2]).float()[None]
-    return ByImportance.over(layout)(AttendInput(query, key, value, positions, SCALING, 0, rotation, lambda: query))
+    return ByImportance.over(layout)(AttentionInput(query, key, value, positions, SCALING, 0, rotation, lambda: query))
 
 
 LAYOUTS = {
@@ -179,8 +179,8 @@ def test_scores_in_bfloat16_cost_no_more_than_a_few_times_what_the_inputs_lost_a
     def exact(query, key):
         return (query @ key.transpose(1, 2)[:, None] * SCALING).softmax(dim=-1).sum(dim=2) @ share.double()
 
-    def error(found, wanted):
-        return ((found - wanted) / wanted).square().mean().sqrt()
+    def error(found, request):
+        return ((found - request) / request).square().mean().sqrt()
 
     rounded = exact(query.bfloat16().double(), key.bfloat16().double())
     found = document_importance(query.bfloat16(), key.bfloat16(), share, SCALING)

@@ -57,7 +57,7 @@ def test_no_tensor_of_prompt_length_squared_is_held(name, parameters, monkeypatc
 
 
 def test_a_mask_would_be_noticed():
-    # Two windows spelled out as a mask: the seam hands the model a (T, T) matrix.
+    # Two windows spelled out as a mask: the hook hands the model a (T, T) matrix.
     loaded = loaded_model(max_position_embeddings=1024)
     from rag_posfix.attention.masks import windows_mask
     from rag_posfix.attention.windows import windows_of

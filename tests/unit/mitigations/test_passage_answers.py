@@ -125,7 +125,7 @@ def test_there_is_one_row_per_passage_and_one_without_passages(shape):
         ({"lift_weight": True}, "lift_weight=True must be a number"),
         ({"answer_tokens": 0}, "answer_tokens=0 must be a whole number >= 1"),
         ({"answer_tokens": 2.5}, "answer_tokens=2.5 must be a whole number >= 1"),
-        ({"pool": "max"}, "pool='max' must be one of"),
+        ({"pool": "max"}, "pool='max' must be 'chosen' or 'mixture'"),
         ({"relevance": "guess"}, "relevance='guess' must be one of"),
     ],
 )

@@ -84,7 +84,7 @@ def test_question_and_answer_read_an_ordinary_prompt_with_sorted_passages():
     plan = create("sorted_inter_document").plan(layout, loaded.spec.shape)
     running = Session(loaded, layout, plan)
     running.advance(5)
-    assert all(group.joins for group in running.groups), "decoding runs the stock path"
+    assert running.can_share_pass, "decoding runs the stock path"
 
 
 @pytest.mark.parametrize(("original", "speaker"), [(0.31, 0), (0.29, 1)])
@@ -100,8 +100,8 @@ def test_the_unmodified_row_speaks_if_it_is_nearly_as_confident(original, speake
 
 
 def test_routing_brings_the_order_back():
-    assert create("sorted_inter_document").keeps_order_out
-    assert not create("sorted_inter_document", {"routing": 0.2}).keeps_order_out
+    assert create("sorted_inter_document").is_order_invariant
+    assert not create("sorted_inter_document", {"routing": 0.2}).is_order_invariant
 
 
 @pytest.mark.parametrize("wrong", [{"sort": "random"}, {"routing": 1.5}, {"routing": "high"}, {"routing": True}])

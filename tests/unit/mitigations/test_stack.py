@@ -11,7 +11,7 @@ import torch
 from rag_posfix.errors import ConfigError, PlanConflictError, UnknownNameError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
-from rag_posfix.plan.attention_override import Attend
+from rag_posfix.plan.attention_override import AttentionOverride
 from rag_posfix.plan.compose import compose
 from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
 from tests.support.tiny import loaded_model, toy_layout
@@ -62,7 +62,7 @@ def test_a_stack_differs_from_each_of_its_methods_and_not_from_itself_in_another
 def test_every_order_gives_the_same(methods):
     layout = toy_layout(relevance=RELEVANCE)
     base = log_probs(layout, *methods)
-    assert create("stack", {"methods": list(methods)}).keeps_order_out
+    assert create("stack", {"methods": list(methods)}).is_order_invariant
     for order in itertools.permutations(range(4)):
         assert float((log_probs(layout.select(order), *methods) - base).abs().max()) < 1e-5, order
 
@@ -80,10 +80,10 @@ def test_head_ratios_reach_what_another_method_rotates():
 
 
 def test_a_stack_of_methods_that_depend_on_order_depends_on_order():
-    assert not create("stack", {"methods": ["head_scaling", "layer_scaling"]}).keeps_order_out
+    assert not create("stack", {"methods": ["head_scaling", "layer_scaling"]}).is_order_invariant
 
 
-class Nothing(Attend):
+class Nothing(AttentionOverride):
     """An attention of its own."""
 
     def __call__(self, given):
@@ -149,8 +149,8 @@ def test_parameters_of_the_methods_are_part_of_the_fingerprint():
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
-        ([], "must be a list of one method or more"),
-        ("head_scaling", "must be a list of one method or more"),
+        ([], "must be a list of 1 to 16 methods"),
+        ("head_scaling", "must be a list of 1 to 16 methods"),
         ([3], "must be a name, or"),
         ([{"low": 1.0}], "must be a name, or"),
         (["stack"], "cannot hold a stack"),

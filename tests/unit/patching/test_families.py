@@ -145,7 +145,7 @@ def test_a_refusal_names_the_method_what_it_needs_and_each_reason_once():
     found = shape("Cohere")
     assert Needy().refusal(found) == (
         "needy needs hidden_channel, rotation, which this model does not offer: cohere pairs neighbouring channels "
-        "when it rotates, the seam first with second half"
+        "when it rotates, the hook first with second half"
     )
     assert Needy().refusal(dataclasses.replace(found, lacks={})) == (
         "needy needs hidden_channel, rotation, which this model does not offer"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rag_posfix.contracts.request import TokenSource
-from rag_posfix.pipeline.attribution import Claim, dominant, find_claims
+from rag_posfix.pipeline.attribution import SentenceAttribution, attribute_sentences, dominant
 from tests.support.texts import texts
 
 
@@ -23,7 +23,7 @@ def test_a_sentence_has_the_mean_shares_of_its_tokens():
         ("Rome", (1.0, 0.0)), (" is", (0.5, 0.5)), (" old", (0.6, 0.4)), (".", (0.3, 0.7)),
         (" Paris", (0.0, 1.0)), (" too.", (0.2, 0.6)),
     )  # fmt: skip
-    first, second = find_claims(answer, sources)
+    first, second = attribute_sentences(answer, sources)
     assert (first.start, first.end, answer[first.start : first.end]) == (0, 12, "Rome is old.")
     assert first.shares == pytest.approx((0.6, 0.4))
     assert (answer[second.start : second.end], second.shares) == ("Paris too.", pytest.approx((0.1, 0.8)))
@@ -31,7 +31,7 @@ def test_a_sentence_has_the_mean_shares_of_its_tokens():
 
 def test_tokens_without_text_count_for_none():
     answer, sources = tokens(("\n", (0.0, 1.0)), ("Rome", (1.0, 0.0)), (" ", (0.0, 1.0)), ("", (0.0, 1.0)))
-    assert find_claims(answer, sources) == [Claim(1, 5, (1.0, 0.0))]
+    assert attribute_sentences(answer, sources) == [SentenceAttribution(1, 5, (1.0, 0.0))]
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def test_tokens_without_text_count_for_none():
 )
 def test_where_sentences_end(answer, expected):
     letters = [TokenSource(i + 1, (1.0,)) for i in range(len(answer))]
-    assert [answer[claim.start : claim.end] for claim in find_claims(answer, letters)] == expected
+    assert [answer[claim.start : claim.end] for claim in attribute_sentences(answer, letters)] == expected
 
 
 def test_an_answer_that_was_not_traced_has_no_claims():
-    assert find_claims("Rome is old.", []) == []
+    assert attribute_sentences("Rome is old.", []) == []
 
 
 @given(texts(8), st.data())
@@ -59,7 +59,7 @@ def test_claims_are_apart_and_their_shares_are_means(answer, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=8)))
     shares = st.tuples(st.floats(0, 0.5), st.floats(0, 0.5))
     sources = [TokenSource(end, data.draw(shares)) for end in [*cuts, len(answer)]]
-    claims = find_claims(answer, sources)
+    claims = attribute_sentences(answer, sources)
     assert all(0 <= claim.start < claim.end <= len(answer) for claim in claims)
     assert all(a.end <= b.start for a, b in itertools.pairwise(claims))
     assert all(0 <= share <= 0.5 for claim in claims for share in claim.shares)

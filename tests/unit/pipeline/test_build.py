@@ -12,7 +12,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline import build as module
-from rag_posfix.pipeline.build import build_pipeline
+from rag_posfix.pipeline.build import build_embeddings, build_engine, build_pipeline, build_reranker_models
 from rag_posfix.pipeline.invalidation import forget
 from rag_posfix.pipeline.pipeline import Question
 from rag_posfix.reranking import EmbeddingReranker, LikelihoodReranker
@@ -264,3 +264,23 @@ def test_the_budget_of_the_settings_is_that_of_the_prompts(loaded, tmp_path):
     assert [len(span) for span in made.layout.passages] == [14, 14]
     with pytest.raises(ConfigError, match="say how many a passage may have"):
         build_pipeline(Settings(model="/nowhere", passage_shrink=0.5))
+
+
+def test_an_engine_and_embeddings_are_those_that_the_settings_name(tmp_path, monkeypatch):
+    loads = []
+    monkeypatch.setattr(module, "load_engine", lambda model, **how: loads.append((model, how)))
+    settings = Settings(model="m", embedding_model="e", dtype="float32", device="cpu", cache_dir=tmp_path)
+    build_engine(settings)
+    assert loads == [("m", {"dtype": "float32", "device": "cpu", "cache_dir": tmp_path})]
+    assert build_embeddings(settings).model == "e"
+
+
+def test_parts_of_rerankers_are_made_when_they_are_needed_and_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda model: made.append(model) or LetterEmbeddings())
+    monkeypatch.setattr(module, "load_engine", lambda model, **_: made.append(model) or object())
+    parts = build_reranker_models(Settings(embedding_model="some", model="other"))
+    assert made == []
+    assert parts.embeddings() is parts.embeddings()
+    assert parts.generator() is parts.generator()
+    assert made == ["some", "other"]

@@ -1,6 +1,4 @@
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -22,6 +20,7 @@ from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.reranking import GuardedReranker
 from tests.support.texts import NASTY, texts
+from tests.support.threads import in_threads
 from tests.support.toy_encoder import ToyEncoder
 
 ROME = Document(page_content="Rome lies on the Tiber. It is old.", id="rome")
@@ -417,15 +416,12 @@ class TestCache:
 
     def test_equal_questions_at_the_same_time_compute_once(self):
         made = pipeline(cache=memory_cache(), seconds=0.1)
-        start = threading.Barrier(8)
 
         def ask(number):
-            start.wait()
             documents = [ROME, BREAD] if number % 2 else [BREAD, ROME]
             return made.ask(Question(QUESTION, documents))
 
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(ask, range(8)))
+        answers = in_threads(ask, range(8), seconds=20)
         assert made.generator.computed == 1
         assert {answer.text for answer in answers} == {"Rome lies on the Tiber"}
         assert sorted(answer.cached for answer in answers) == [False] + [True] * 7
@@ -449,7 +445,8 @@ class TestCache:
             patched.setattr(made.generator, "generate", lambda request: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 made.ask(Question(QUESTION, [ROME]))
-        assert made.ask(Question(QUESTION, [ROME])).cached is False
+        (answer,) = in_threads(made.ask, [Question(QUESTION, [ROME])], seconds=20)
+        assert answer.cached is False
 
 
 class TestStream:

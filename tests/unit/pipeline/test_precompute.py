@@ -13,7 +13,7 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.caching.kv.disk import DiskPassages
-from rag_posfix.caching.kv.files import EntryFolder
+from rag_posfix.caching.kv.entry_folder import EntryFolder
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
@@ -188,7 +188,7 @@ def test_a_model_that_the_method_cannot_serve_is_refused():
 
 def test_an_engine_without_a_store_is_refused(loaded):
     engine = Engine(loaded, ToyEncoder(), "tiny", "print")
-    with pytest.raises(ConfigError, match=r"^reading ahead needs a passage store; "):
+    with pytest.raises(ConfigError, match=r"^precomputing needs a passage store; "):
         precompute(engine, DOCUMENTS, WINDOWS)
 
 

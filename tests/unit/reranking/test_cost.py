@@ -1,16 +1,15 @@
 """What a ranking costs, in tokens that the model reads and in forward passes: counted, not claimed."""
 
-import itertools
-
 import pytest
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.layout import encode_passage, open_frame
 from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
+from rag_posfix.attention import weights
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.prefill.encode import TILE
+from rag_posfix.generation.prefill.encode_segments import TILE
 from rag_posfix.reranking import (
     AttentionSortingReranker,
     CalibratedAttentionReranker,
@@ -18,6 +17,7 @@ from rag_posfix.reranking import (
     LikelihoodReranker,
     ListwiseReranker,
 )
+from rag_posfix.reranking.in_context import INSTRUCTION
 from tests.support.tiny import loaded_model
 from tests.support.tiny_evaluation import CountedForwards
 from tests.support.toy_encoder import ToyEncoder
@@ -47,16 +47,16 @@ def passes(engine, reranker, asked=QUESTION):
     return counted.shapes
 
 
-def frame(question=QUESTION):
-    return open_frame(ToyEncoder(), PromptTemplate(), question, with_passages=True)
+def prompt(question=QUESTION, template=None):
+    return tokenize_prompt(ToyEncoder(), template or PromptTemplate(), question)
 
 
 def test_in_context_reads_the_documents_once_and_two_short_suffixes(loaded):
     engine = engine_of(loaded)
     reranker = InContextReranker(generator=engine)
-    suffixes = [len(one.suffix) for one in reranker._frames(QUESTION, len(TEXTS))]
-    assert suffixes[1] - suffixes[0] == len(QUESTION) - len("N/A")
-    assert passes(engine, reranker) == [(1, len(frame().prefix) + PASSAGES), (1, suffixes[0]), (1, suffixes[1])]
+    template = PromptTemplate(question_prefix=INSTRUCTION, answer_cue="")
+    suffixes = [len(prompt(asked, template).suffix) for asked in ("N/A", QUESTION)]
+    assert passes(engine, reranker) == [(1, len(prompt().prefix) + PASSAGES), (1, suffixes[0]), (1, suffixes[1])]
 
 
 def test_another_question_about_the_same_documents_reads_the_suffixes_alone(loaded):
@@ -81,7 +81,7 @@ def test_likelihood_reads_prefix_and_passages_once_and_the_question_once_per_pas
     prefix, batch, suffix = passes(engine, reranker)
     longest = max(map(len, TEXTS)) + 2
     assert (prefix[0], batch[0]) == (1, len(TEXTS))
-    assert 0 <= prefix[1] - len(frame().prefix) < TILE
+    assert 0 <= prefix[1] - len(prompt().prefix) < TILE
     assert 0 <= batch[1] - longest < TILE
     assert suffix == (len(TEXTS), len("Question: " + QUESTION + reranker.restriction))
 
@@ -96,16 +96,16 @@ def test_a_warm_likelihood_reads_the_question_alone(loaded):
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_attention_sorting_reads_the_prompt_once_per_round(loaded, rounds):
     engine = engine_of(loaded)
-    whole = len(frame()) + PASSAGES
+    whole = len(prompt()) + PASSAGES
     assert passes(engine, AttentionSortingReranker(generator=engine, rounds=rounds)) == [(1, whole)] * rounds
 
 
 def test_calibrated_attention_reads_the_prompt_again_from_each_dummy_on(loaded):
     engine = engine_of(loaded)
     read = passes(engine, CalibratedAttentionReranker(generator=engine, order="given"))
-    sizes = [len(encode_passage(ToyEncoder(), PromptTemplate(), text)) for text in TEXTS]
-    starts = [len(frame().prefix) + sum(sizes[:n]) for n in range(len(sizes))]
-    whole = len(frame()) + PASSAGES
+    sizes = [len(tokenize_passage(ToyEncoder(), PromptTemplate(), text)) for text in TEXTS]
+    starts = [len(prompt().prefix) + sum(sizes[:n]) for n in range(len(sizes))]
+    whole = len(prompt()) + PASSAGES
     assert read[0] == (1, whole)
     # A dummy may begin with the very token that the passage began with.
     assert all(0 <= whole - start - tokens < 16 for start, (_, tokens) in zip(starts, read[1:], strict=True))
@@ -114,14 +114,13 @@ def test_calibrated_attention_reads_the_prompt_again_from_each_dummy_on(loaded):
 
 
 def test_no_tensor_of_tokens_by_tokens_is_made(loaded, monkeypatch):
-    seen = []
-    from rag_posfix.attention import weights as observe
+    shapes = []
 
-    def watched(query, key, scaling, original=observe.scores):
-        seen.append((query.shape[2], key.shape[2]))
+    def recorded(query, key, scaling, original=weights.scores):
+        shapes.append((query.shape[2], key.shape[2]))
         return original(query, key, scaling)
 
-    monkeypatch.setattr(observe, "scores", watched)
+    monkeypatch.setattr(weights, "scores", recorded)
     InContextReranker(generator=engine_of(loaded)).compress_documents(documents(), QUESTION)
-    assert max(keys for _, keys in seen) > PASSAGES
-    assert max(itertools.chain(queries for queries, _ in seen)) <= observe.ROWS
+    assert max(keys for _, keys in shapes) > PASSAGES
+    assert max(queries for queries, _ in shapes) <= weights.ROWS

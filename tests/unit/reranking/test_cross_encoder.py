@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from rag_posfix.errors import RerankingError, RerankingTimeoutError
 from rag_posfix.reranking import CrossEncoderReranker
-from rag_posfix.reranking.chunks import split
-from rag_posfix.reranking.deadline import watched
+from rag_posfix.reranking.cross_encoder import split_into_chunks
+from rag_posfix.reranking.deadline import deadline
 from tests.support.cross_encoder import MAX_LENGTH, tiny_cross_encoder
 from tests.support.reader import order, raw, scores
 
@@ -74,16 +74,16 @@ def test_titles_are_read(encoder):
     assert scores(result)["a"] == pytest.approx(predicted(encoder, "rome\na")["rome\na"], abs=1e-6)
 
 
-def test_a_long_document_is_read_in_pieces_and_the_best_counts(encoder):
+def test_a_long_document_is_read_in_chunks_and_the_best_counts(encoder):
     text = " ".join(["seine"] * 12 + ["tiber"] * 12)
-    cut = split(encoder.tokenizer, QUESTION, text, MAX_LENGTH, chunk=True)
-    assert len(cut.pieces) == math.ceil(24 / (ROOM // 5))
-    assert "".join(cut.pieces) == text
-    assert all(set(piece.split()) <= {"seine", "tiber"} for piece in cut.pieces), "no word is torn"
+    cut = split_into_chunks(encoder.tokenizer, QUESTION, text, MAX_LENGTH, chunk=True)
+    assert len(cut.chunks) == math.ceil(24 / (ROOM // 5))
+    assert "".join(cut.chunks) == text
+    assert all(set(chunk.split()) <= {"seine", "tiber"} for chunk in cut.chunks), "no word is torn"
     result = CrossEncoderReranker(model=encoder).compress_documents(documents(text), QUESTION)
-    assert scores(result)[text] == pytest.approx(max(predicted(encoder, *cut.pieces).values()), abs=1e-6)
+    assert scores(result)[text] == pytest.approx(max(predicted(encoder, *cut.chunks).values()), abs=1e-6)
     said = result[0].metadata["reranking"]
-    assert (said["long_document"], said["chunks"]) == ("chunked", len(cut.pieces))
+    assert (said["long_document"], said["chunks"]) == ("chunked", len(cut.chunks))
     assert result[0].page_content == text
 
 
@@ -96,10 +96,10 @@ def test_a_long_document_is_cut_where_asked(encoder):
     assert said == {text: "truncated", "a": None}
 
 
-def test_pieces_without_spaces_end_between_tokens(encoder):
-    cut = split(encoder.tokenizer, QUESTION, "a." * 100, MAX_LENGTH, chunk=True)
-    assert "".join(cut.pieces) == "a." * 100
-    sizes = [len(encoder.tokenizer(piece, add_special_tokens=False)["input_ids"]) for piece in cut.pieces]
+def test_chunks_without_spaces_end_between_tokens(encoder):
+    cut = split_into_chunks(encoder.tokenizer, QUESTION, "a." * 100, MAX_LENGTH, chunk=True)
+    assert "".join(cut.chunks) == "a." * 100
+    sizes = [len(encoder.tokenizer(chunk, add_special_tokens=False)["input_ids"]) for chunk in cut.chunks]
     assert max(sizes) <= ROOM
 
 
@@ -152,10 +152,14 @@ def test_ten_thousand_candidates_are_read_in_batches():
     assert {len(batch) for batch in model.batches} == {64, 10_000 % 64}
 
 
-def test_the_deadline_is_looked_at_between_batches():
-    model = Numbers(1.0)
-    model.score = lambda pairs, score=model.score: (setattr(watch, "cancelled", True), score(pairs))[1]
-    with watched(None) as watch, pytest.raises(RerankingTimeoutError):
+def test_the_deadline_is_checked_between_batches():
+    class Cancelling(Numbers):
+        def score(self, text_pairs):
+            current.cancel()
+            return super().score(text_pairs)
+
+    model = Cancelling(1.0)
+    with deadline(None) as current, pytest.raises(RerankingTimeoutError):
         CrossEncoderReranker(model=model, batch_size=1).compress_documents(documents("a", "b"), QUESTION)
     assert len(model.batches) == 1
 

@@ -7,7 +7,6 @@ from langchain_core.embeddings import Embeddings
 from rag_posfix.contracts.generator import Reranker
 from rag_posfix.errors import ConfigError, RerankingError
 from rag_posfix.reranking import RERANKERS, EmbeddingReranker
-from rag_posfix.reranking.base import ranked_copies
 
 TABLE = {"same": [2.0, 0.0], "near": [3.0, 4.0], "opposite": [-1.0, 0.0], "zero": [0.0, 0.0], "\ufffd": [1.0, 1.0]}
 
@@ -104,9 +103,3 @@ def test_top_n_below_one_is_refused():
 
 def test_it_is_registered():
     assert RERANKERS.get("embedding") is EmbeddingReranker
-
-
-@pytest.mark.parametrize("scores", [[], [float("nan")], [-0.1], [1.1]])
-def test_scores_out_of_range_or_missing_are_an_error(scores):
-    with pytest.raises(RerankingError, match="score"):
-        ranked_copies(documents("x"), scores)

@@ -9,11 +9,12 @@ import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.contracts.cache_salt import current_salt, salted
-from rag_posfix.errors import ConfigError, RerankingTimeoutError
+from rag_posfix.errors import ConfigError
 from rag_posfix.reranking import GuardedReranker, LikelihoodReranker, ListwiseReranker
 from rag_posfix.reranking.base import ranked_copies
-from rag_posfix.reranking.deadline import check_time, in_thread, watched
+from rag_posfix.reranking.deadline import run_in_thread
 from tests.support.reader import ScriptedReader, order
+from tests.support.waiting import wait_until
 
 GIVEN = [
     Document(page_content="a", metadata={"relevance_score": 0.3, "tags": ["t"]}),
@@ -32,7 +33,7 @@ class Acting(BaseDocumentCompressor):
         return ranked_copies(documents, [place / 10 for place in range(len(documents))])
 
     async def acompress_documents(self, documents, query, callbacks=None):
-        return await in_thread(lambda: self.compress_documents(documents, query, callbacks))
+        return await run_in_thread(lambda: self.compress_documents(documents, query, callbacks))
 
 
 def guard(act, seconds=5.0):
@@ -106,65 +107,59 @@ def test_the_salt_reaches_the_thread():
 
 
 def late_reader():
-    """A reader whose first reading takes longer than the deadline of its guard, and which counts the readings."""
-    reader = ScriptedReader(dict.fromkeys("abc", -1.0), written="[1] > [2] > [3]")
-    reader.release = threading.Event()
-    reader.before_each = lambda: reader.release.wait(20)
-    return reader
+    """A reader that waits before each reading until its event is set, and that event."""
+    release = threading.Event()
+    values = dict.fromkeys("abc", -1.0)
+    return ScriptedReader(values, written="[1] > [2] > [3]", before_each=lambda: release.wait(20)), release
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "most"), [(LikelihoodReranker, {"batch_size": 1}, 1), (ListwiseReranker, {}, 1)]
-)
-def test_a_late_ranking_lets_go_of_the_model_at_its_next_step(kind, options, most):
-    reader = late_reader()
+def reranking_threads():
+    """The threads of all guarded rerankers that have not ended."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("rag-posfix-reranking")}
+
+
+@pytest.mark.parametrize(("kind", "options"), [(LikelihoodReranker, {"batch_size": 1}), (ListwiseReranker, {})])
+def test_a_late_ranking_releases_the_model_at_its_next_step(kind, options):
+    before = reranking_threads()
+    reader, release = late_reader()
     inner = kind(generator=reader, **options)
     guarded = GuardedReranker(reranker=inner, deadline_seconds=0.05)
     assert order(guarded.compress_documents(GIVEN, "why?")) == ["a", "b", "c"]
     assert guarded.timeouts == 1
-    reader.release.set()
+    release.set()
     guarded.close()
-    assert guarded._runner.running == 0
-    assert len(reader.seen) == most, "three batches were to be read"
-    assert order(inner.compress_documents(GIVEN, "why?")) == ["a", "b", "c"], "its turn was given back"
-
-
-async def test_a_cancelled_ranking_lets_go_of_the_model_at_its_next_step():
-    reader = late_reader()
-    inner = LikelihoodReranker(generator=reader, batch_size=1)
-    task = asyncio.create_task(inner.acompress_documents(GIVEN, "why?"))
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    reader.release.set()
-    for _ in range(200):
-        if not inner._turns.locked():
-            break
-        await asyncio.sleep(0.01)
-    assert len(reader.seen) == 1
+    assert reranking_threads() <= before
+    assert len(reader.seen) == 1, "it stopped after the first of three batches, or after the first token"
+    assert order(inner.compress_documents(GIVEN, "why?")) == ["a", "b", "c"], "the model is free again"
 
 
 def test_waiting_for_another_ranking_counts_against_the_deadline():
-    reader = ScriptedReader(dict.fromkeys("abc", -1.0))
+    before = reranking_threads()
+    reader, release = late_reader()
     inner = LikelihoodReranker(generator=reader)
     guarded = GuardedReranker(reranker=inner, deadline_seconds=0.1)
-    with inner._turns:
-        assert order(guarded.compress_documents(GIVEN, "why?")) == ["a", "b", "c"]
-        guarded.close()
-        assert guarded._runner.running == 0
-    assert reader.seen == []
+    first = threading.Thread(target=inner.compress_documents, args=(GIVEN, "why?"))
+    first.start()
+    wait_until(lambda: reader.waiting == 1)
+    assert order(guarded.compress_documents(GIVEN, "why?")) == ["a", "b", "c"]
+    assert guarded.timeouts == 1
+    guarded.close()
+    assert reranking_threads() <= before
+    assert reader.seen == [], "neither has read anything"
+    release.set()
+    first.join()
+    assert len(reader.seen) == 1, "the second never began"
 
 
-def test_a_watch_tells_why():
-    check_time()
-    with watched(60), watched(0.0):
-        time.sleep(0.001)
-        with pytest.raises(RerankingTimeoutError, match="longer than its deadline"):
-            check_time()
-    with watched(None) as watch:
-        check_time()
-        watch.cancelled = True
-        with pytest.raises(RerankingTimeoutError, match="nobody waits"):
-            check_time()
-    check_time()
+async def test_a_cancelled_ranking_releases_the_model_at_its_next_step():
+    reader, release = late_reader()
+    inner = LikelihoodReranker(generator=reader, batch_size=1)
+    task = asyncio.create_task(inner.acompress_documents(GIVEN, "why?"))
+    await asyncio.to_thread(wait_until, lambda: reader.waiting == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    release.set()
+    result = await inner.acompress_documents(GIVEN, "why?")  # waits for the cancelled one
+    assert order(result) == ["a", "b", "c"]
+    assert len(reader.seen) == 1 + 3, "one batch of the cancelled ranking, three of the other"

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from langchain_core.documents import Document
 
 from rag_posfix.reranking import ListwiseReranker
-from rag_posfix.reranking.listwise import repaired
+from rag_posfix.reranking.listwise import parse_ranking
 from tests.support.reader import ScriptedReader, order, raw, scores
 
 
@@ -24,13 +24,13 @@ def documents(*texts):
         ("[" + "9" * 5000 + "] > [2]", [1, 0, 2]),
     ],
 )
-def test_a_written_ranking_is_read_and_repaired(text, expected):
-    assert repaired(text, 3) == expected
+def test_a_generated_ranking_is_parsed_and_completed(text, expected):
+    assert parse_ranking(text, 3) == expected
 
 
 @given(st.text(max_size=60), st.integers(1, 30))
-def test_a_repaired_ranking_is_complete(text, count):
-    assert sorted(repaired(text, count)) == list(range(count))
+def test_a_parsed_ranking_is_complete(text, count):
+    assert sorted(parse_ranking(text, count)) == list(range(count))
 
 
 def test_one_generation_ranks_the_numbered_passages():

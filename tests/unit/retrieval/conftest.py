@@ -1,7 +1,7 @@
 import pytest
 
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from tests.unit.retrieval.letters import LetterEmbeddings
+from tests.support.letter_embeddings import LetterEmbeddings
 
 
 @pytest.fixture

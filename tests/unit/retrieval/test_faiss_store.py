@@ -199,3 +199,28 @@ def test_vectors_that_do_not_fit_are_refused(embeddings, documents, vectors, pro
 def test_an_unknown_kind_is_refused_at_once(embeddings):
     with pytest.raises(ConfigError, match="choose one of auto, flat, hnsw"):
         FaissVectorStore(embeddings, kind="ivf")
+
+
+def test_listeners_are_told_which_documents_were_deleted_or_replaced(store):
+    told, told_too = [], []
+    store.add_delete_listener(lambda documents: told.append([document.page_content for document in documents]))
+    store.add_delete_listener(lambda documents: told_too.append(len(documents)))
+    store.add_texts(["new"], ids=["four"])
+    store.delete(["nobody"])
+    assert told == []
+    store.add_texts(["other", "more"], ids=["one", "five"])
+    store.add_vectors([Document(id="two", page_content="another")], [[1.0] + [0.0] * 25])
+    store.delete(["three", "four"])
+    assert told == [["aaa"], ["aab"], ["bbb", "new"]]
+    assert told_too == [1, 1, 2]
+
+
+def test_a_listener_may_use_the_store_and_its_failure_leaves_the_change(store):
+    def refuse(documents):
+        assert store.get_by_ids(["one"]) == []
+        raise RuntimeError("no cache today")
+
+    store.add_delete_listener(refuse)
+    with pytest.raises(RuntimeError, match="no cache today"):
+        store.delete(["one"])
+    assert len(store) == 2

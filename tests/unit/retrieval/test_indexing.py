@@ -1,9 +1,22 @@
+"""An index is built from files and brought up to date: only new texts are embedded, and searches find what they find
+in an index that is built from the same files."""
+
+import json
+import shutil
+
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rag_posfix.errors import RetrievalError
+from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.indexing import build_index
+from rag_posfix.retrieval.index.file_formats import BM25_ROLES
+from rag_posfix.retrieval.index.storage import read_manifest
+from rag_posfix.retrieval.indexing import build_index, update_index
+from rag_posfix.retrieval.ingest.ingest import read_documents
 from rag_posfix.retrieval.ingest.splitting import PassageSize
+from tests.support.letter_embeddings import LetterEmbeddings
 
 
 def test_files_become_an_index_with_progress(embeddings, tmp_path):
@@ -33,3 +46,199 @@ def test_an_index_stays_when_the_new_corpus_is_empty(store, embeddings, tmp_path
     with pytest.raises(RetrievalError, match="no documents"):
         build_index([tmp_path / "empty.md"], tmp_path / "index", embeddings)
     assert len(FaissVectorStore.load(tmp_path / "index", embeddings)) == 3
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    (folder / "more").mkdir(parents=True)
+    (folder / "a.txt").write_text("abc abd")
+    (folder / "b.md").write_text("bbb")
+    (folder / "more" / "c.jsonl").write_text(
+        '{"id": "one", "title": "T", "text": "ccc"}\n{"id": "two", "text": "cab"}\n'
+    )
+    return folder
+
+
+def counts(update):
+    return update.added, update.changed, update.unchanged, update.removed, update.embedded
+
+
+def everything(folder):
+    """What searches find in an index, by vectors and by words, with scores and metadata."""
+    store = FaissVectorStore.load(folder, LetterEmbeddings())
+    words = BM25Retriever.load(folder)
+    return [
+        (store.similarity_search_with_score(question, 50), words.retrieve(question, 50))
+        for question in ("abc", "cab", "ccc bbb", "d")
+    ]
+
+
+def test_a_first_time_everything_is_added_and_a_second_time_nothing_is_done(corpus, embeddings, tmp_path):
+    first = update_index([corpus], tmp_path / "index", embeddings)
+    assert counts(first) == (4, 0, 0, 0, 4)
+    names = sorted(path.name for path in (tmp_path / "index").iterdir())
+    embeddings.texts.clear()
+    second = update_index([corpus], tmp_path / "index", embeddings)
+    assert counts(second) == (0, 0, 4, 0, 0)
+    assert (second.gone, second.manifest) == ((), first.manifest)
+    assert embeddings.texts == []
+    assert sorted(path.name for path in (tmp_path / "index").iterdir()) == names
+
+
+def test_only_what_is_new_is_embedded_and_what_is_gone_is_told(corpus, embeddings, tmp_path):
+    update_index([corpus], tmp_path / "index", embeddings)
+    (corpus / "a.txt").unlink()
+    (corpus / "new.txt").write_text("ddd")
+    (corpus / "more" / "c.jsonl").write_text(
+        '{"id": "one", "title": "T", "text": "ccd"}\n{"id": "two", "text": "cab"}\n'
+    )
+    embeddings.texts.clear()
+    seen = []
+    update = update_index([corpus], tmp_path / "index", embeddings, progress=lambda *at: seen.append(at))
+    assert sorted(embeddings.texts) == ["T\nccd", "ddd"]
+    assert seen == [(2, 2)]
+    assert counts(update) == (1, 1, 2, 1, 2)
+    assert sorted(document.page_content for document in update.gone) == ["abc abd", "ccc"]
+    build_index([corpus], tmp_path / "fresh", embeddings)
+    assert everything(tmp_path / "index") == everything(tmp_path / "fresh")
+
+
+def test_what_came_from_other_paths_stays(corpus, embeddings, tmp_path):
+    update_index([corpus], tmp_path / "index", embeddings)
+    shutil.rmtree(corpus / "more")
+    (corpus / "more").mkdir()
+    (corpus / "more" / "d.txt").write_text("ddd")
+    (corpus / "a.txt").unlink()
+    update = update_index([corpus / "more"], tmp_path / "index", embeddings)
+    assert counts(update) == (1, 0, 2, 2, 1)
+    held = {document.page_content for document in FaissVectorStore.load(tmp_path / "index", embeddings).documents()}
+    assert held == {"abc abd", "bbb", "ddd"}, "a.txt was not asked about"
+
+
+def test_paths_may_be_written_in_another_way(corpus, embeddings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    update_index(["corpus"], "index", embeddings)
+    (corpus / "a.txt").unlink()
+    update = update_index([corpus / "more" / ".."], "index", embeddings)
+    assert (update.added, update.removed, update.embedded) == (0, 1, 0)
+
+
+def test_a_passage_in_two_files_stays_until_both_are_gone(corpus, embeddings, tmp_path):
+    (corpus / "copy.txt").write_text("abc abd")
+    update_index([corpus], tmp_path / "index", embeddings)
+    (corpus / "a.txt").unlink()
+    update = update_index([corpus], tmp_path / "index", embeddings)
+    assert (update.removed, update.embedded, update.gone) == (0, 0, ())
+    build_index([corpus], tmp_path / "fresh", embeddings)
+    assert everything(tmp_path / "index") == everything(tmp_path / "fresh"), "with copy.txt as the source"
+    (corpus / "copy.txt").unlink()
+    assert update_index([corpus], tmp_path / "index", embeddings).removed == 1
+
+
+def test_a_vector_is_taken_from_any_document_with_the_text(corpus, embeddings, tmp_path):
+    update_index([corpus], tmp_path / "index", embeddings)
+    (corpus / "more" / "c.jsonl").write_text('{"id": "1", "title": "T", "text": "ccc"}\n{"id": "2", "text": "cab"}\n')
+    update = update_index([corpus], tmp_path / "index", embeddings)
+    assert counts(update) == (2, 0, 2, 2, 0)
+    build_index([corpus], tmp_path / "fresh", embeddings)
+    assert everything(tmp_path / "index") == everything(tmp_path / "fresh")
+
+
+def test_new_metadata_of_an_old_text_is_kept_without_embedding(corpus, embeddings, tmp_path):
+    update_index([corpus], tmp_path / "index", embeddings)
+    (corpus / "more" / "c.jsonl").write_text(
+        '{"id": "one", "title": "T", "text": "ccc", "metadata": {"year": 1}}\n{"id": "two", "text": "cab"}\n'
+    )
+    update = update_index([corpus], tmp_path / "index", embeddings)
+    assert counts(update) == (0, 1, 3, 0, 0)
+    assert update.gone == ()
+    found = FaissVectorStore.load(tmp_path / "index", embeddings).similarity_search("ccc", 9, filter={"year": 1})
+    assert [document.id for document in found] == ["one"]
+
+
+def test_an_id_of_another_document_from_elsewhere_is_refused_and_the_index_stays(corpus, embeddings, tmp_path):
+    update_index([corpus], tmp_path / "index", embeddings)
+    (tmp_path / "other.jsonl").write_text('{"id": "two", "text": "another"}\n')
+    message = r"id 'two' belongs .*other\.jsonl and, from an earlier indexing, in .*c\.jsonl"
+    with pytest.raises(RetrievalError, match=message):
+        update_index([tmp_path / "other.jsonl"], tmp_path / "index", embeddings)
+    assert read_manifest(tmp_path / "index").count == 4
+
+
+def test_documents_that_came_from_no_file_stay(corpus, embeddings, tmp_path):
+    update_index([corpus], tmp_path / "index", embeddings)
+    store = FaissVectorStore.load(tmp_path / "index", embeddings)
+    store.add_texts(["by hand"], [{"source": str(corpus / "a.txt")}], ids=["mine"])
+    store.save(tmp_path / "index")
+    (corpus / "a.txt").unlink()
+    update = update_index([corpus], tmp_path / "index", embeddings)
+    assert (update.removed, update.unchanged) == (1, 4)
+    assert set(BM25_ROLES) <= set(update.manifest.files), "what a plain save leaves out"
+
+
+def test_the_last_document_does_not_go(corpus, embeddings, tmp_path):
+    update_index([corpus / "a.txt"], tmp_path / "index", embeddings)
+    (corpus / "a.txt").write_text(" ")
+    with pytest.raises(RetrievalError, match="no documents in"):
+        update_index([corpus / "a.txt"], tmp_path / "index", embeddings)
+    assert read_manifest(tmp_path / "index").count == 1
+
+
+def test_a_folder_that_was_emptied_takes_its_passages_with_it(corpus, embeddings, tmp_path):
+    update_index([corpus], tmp_path / "index", embeddings)
+    (corpus / "more" / "c.jsonl").unlink()
+    assert update_index([corpus / "more"], tmp_path / "index", embeddings).removed == 2
+
+
+def test_another_model_is_refused_and_a_rebuild_takes_it(corpus, embeddings, tmp_path):
+    update_index([corpus], tmp_path / "index", embeddings)
+    with pytest.raises(RetrievalError, match=r"built with embedding model 'letters:26', not 'new:26'.*--rebuild"):
+        update_index([corpus], tmp_path / "index", LetterEmbeddings("new:26"))
+    (corpus / "a.txt").write_text("abe")
+    update = update_index([corpus], tmp_path / "index", LetterEmbeddings("new:26"), rebuild=True)
+    assert counts(update) == (4, 0, 0, 1, 4)
+    assert [document.page_content for document in update.gone] == ["abc abd"]
+
+
+def test_a_rebuild_does_not_mind_a_damaged_index(corpus, embeddings, tmp_path):
+    update_index([corpus], tmp_path / "index", embeddings)
+    for path in (tmp_path / "index").glob("documents-*"):
+        path.write_bytes(b"")
+    with pytest.raises(RetrievalError, match="damaged"):
+        update_index([corpus], tmp_path / "index", embeddings)
+    assert update_index([corpus], tmp_path / "index", embeddings, rebuild=True).added == 4
+
+
+def test_an_index_of_the_first_version_is_updated_by_the_source_of_its_documents(corpus, embeddings, tmp_path):
+    store = FaissVectorStore(embeddings)
+    store.add_documents(read_documents([corpus]))
+    store.save(tmp_path / "index")
+    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
+    del manifest["files"]["table"], manifest["removed"]
+    (tmp_path / "index" / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
+    (corpus / "b.md").unlink()
+    embeddings.texts.clear()
+    update = update_index([corpus], tmp_path / "index", embeddings)
+    assert counts(update) == (0, 0, 3, 1, 0)
+    build_index([corpus], tmp_path / "fresh", embeddings)
+    assert everything(tmp_path / "index") == everything(tmp_path / "fresh")
+
+
+file_texts = st.text(alphabet="abcd \n", min_size=1, max_size=12).filter(str.strip)
+states = st.dictionaries(st.sampled_from(["a.txt", "b.txt", "c.md"]), file_texts, min_size=1)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(history=st.lists(states, min_size=1, max_size=4))
+def test_whatever_the_history_searches_find_what_they_find_in_a_fresh_index(tmp_path_factory, history):
+    root = tmp_path_factory.mktemp("history")
+    (root / "corpus").mkdir()
+    for number, state in enumerate(history):
+        for file in (root / "corpus").iterdir():
+            file.unlink()
+        for name, text in state.items():
+            (root / "corpus" / name).write_text(text)
+        update_index([root / "corpus"], root / "index", LetterEmbeddings())
+        build_index([root / "corpus"], root / f"fresh-{number}", LetterEmbeddings())
+        assert everything(root / "index") == everything(root / f"fresh-{number}")

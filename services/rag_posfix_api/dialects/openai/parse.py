@@ -8,7 +8,6 @@ from typing import Any
 
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.contracts.method_spec import parse_named
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix_api.dialects.documents import to_documents
 from rag_posfix_api.dialects.openai.schemas import ChatRequest, Message
@@ -65,7 +64,7 @@ def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Qu
         documents=None if body.documents is None else to_documents(body.documents, max_documents),
         history=history,
         mitigation=_mitigation(body),
-        order=_order(body),
+        order=body.order,
         seed=body.seed or 0,
         k=body.k,
         sampling=_sampling(body, defaults),
@@ -107,36 +106,11 @@ def _chat_message(message: Message, index: int) -> ChatMessage:
     return {"role": role, "content": "\n".join(part.text or "" for part in parts)}
 
 
-def _order(body: ChatRequest) -> str | None:
-    if body.order is not None and "file" in parse_named(body.order, "order", "slots=[0.4,0.2,0.4]")[1]:
-        raise InvalidRequestError(
-            "order: give the slots themselves here; a path would be one of the server's own files", param="order"
-        )
-    return body.order
-
-
 def _mitigation(body: ChatRequest) -> MitigationChoice | None:
     given = body.mitigation
     if given is None or isinstance(given, str):
         return None if given is None else MitigationChoice(given)
-    if _names_a_file(given.parameters):
-        raise InvalidRequestError(
-            "mitigation: profile must be given by its values here; a path would be one of the server's own files",
-            param="mitigation",
-        )
     return MitigationChoice(given.name, given.parameters)
-
-
-def _names_a_file(parameters: Any) -> bool:
-    """Return whether a parameter, or one of a method inside of a stack, is the path of a profile."""
-    if isinstance(parameters, str):
-        return "profile" in parameters  # a method of a stack may be JSON text
-    if isinstance(parameters, Mapping):
-        return any(
-            (key == "profile" and isinstance(value, str)) or (isinstance(value, list | dict) and _names_a_file(value))
-            for key, value in parameters.items()
-        )
-    return any(_names_a_file(part) for part in parameters) if isinstance(parameters, list) else False
 
 
 def _sampling(body: ChatRequest, defaults: Sampling) -> Sampling:

@@ -1,20 +1,19 @@
 import multiprocessing
 import os
 import sqlite3
-import subprocess
-import sys
-import textwrap
-import threading
 import time
 from contextlib import closing, contextmanager
 
 import pytest
 
 from rag_posfix.caching.answers.disk import DiskCache
+from rag_posfix.caching.answers.tier import ByteCache
 from rag_posfix.caching.breaker import CircuitBreaker
-from rag_posfix.caching.tier import ByteCache
+from rag_posfix.caching.sqlite_file import SqliteFile
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
+from tests.support.subprocesses import run_python
+from tests.support.threads import in_threads
 
 MIB = 1024**2
 
@@ -242,27 +241,22 @@ def test_it_recovers_when_the_folder_can_be_made(tmp_path):
         assert cache.get("key") == b"answer"
 
 
-def test_a_full_disk_refuses_writes_and_serves_reads(cache, caplog):
+def test_a_full_disk_refuses_writes_and_serves_reads(cache, caplog, monkeypatch):
+    connect = sqlite3.connect
+
+    def connect_to_a_small_disk(*arguments, **options):
+        connection = connect(*arguments, **options)
+        connection.execute("PRAGMA max_page_count = 20")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", connect_to_a_small_disk)
     cache.set("key", b"answer", 60)
-    cache._file.connection().execute("PRAGMA max_page_count = 20")
     for number in range(20):
         cache.set(f"big{number}", b"x" * 50_000, 60)
     assert cache.get("key") == b"answer"
     assert cache.stats().errors >= 15
     assert cache.stats().available
     assert sum("is failing" in record.message for record in caplog.records) == 1
-
-
-def run_python(script, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_a_file_that_the_system_does_not_let_grow_is_a_miss(tmp_path):
@@ -345,9 +339,10 @@ def test_one_process_sees_what_another_dropped_or_rebuilt(tmp_path):
         assert two.get("key") == b"answer"
         assert two.delete_tags(["tag"]) == 1
         assert one.get("key") is None
-        two._file.rebuild()
-        two.set("key", b"fresh", 60)
-        assert one.get("key") == b"fresh"
+        SqliteFile(tmp_path / "answers-v1.sqlite3", 5).rebuild()
+        with closing(DiskCache(tmp_path)) as three:
+            three.set("key", b"fresh", 60)
+        assert one.get("key") == two.get("key") == b"fresh"
 
 
 def test_threads_share_it(cache):
@@ -356,11 +351,7 @@ def test_threads_share_it(cache):
             cache.set(f"key{number}-{index}", b"x", 60, ["tag"])
             cache.get(f"key{(number + 1) % 8}-{index}")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(8))
     assert cache.stats().entries == 240
     assert cache.stats().errors == 0
 

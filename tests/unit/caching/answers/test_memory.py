@@ -1,11 +1,10 @@
-import threading
-
 import pytest
 
 from rag_posfix.caching.answers.memory import MemoryCache
-from rag_posfix.caching.tier import ByteCache
+from rag_posfix.caching.answers.tier import ByteCache
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
+from tests.support.threads import in_threads
 
 
 def test_the_tier_follows_the_protocol():
@@ -67,16 +66,13 @@ def test_entries_are_dropped_by_tag():
     assert [cache.get(key) for key in ("one", "two", "three")] == [None, None, b"3"]
 
 
-def test_the_index_of_tags_does_not_outgrow_the_entries():
+def test_an_expired_entry_leaves_its_tags():
     clock = Clock()
-    cache = MemoryCache(max_entries=3, clock=clock)
-    for number in range(50):
-        cache.set(f"key{number % 7}", b"x", 60, [f"tag{number}"])
-    assert len(cache._entries.by_tag) == 3
+    cache = MemoryCache(clock=clock)
+    cache.set("key", b"old", 60, ["tag"])
     clock.advance(60)
-    for number in range(7):
-        cache.get(f"key{number}")
-    assert not cache._entries.by_tag
+    assert cache.get("key") is None
+    assert cache.delete_tags(["tag"]) == 0
 
 
 def test_clear():
@@ -88,6 +84,14 @@ def test_clear():
     assert cache.stats().bytes == 0
 
 
+def test_a_closed_cache_only_misses():
+    cache = MemoryCache()
+    cache.set("key", b"answer", 60)
+    cache.close()
+    cache.set("other", b"answer", 60)
+    assert (cache.get("key"), cache.get("other")) == (None, None)
+
+
 def test_threads_may_share_it():
     cache = MemoryCache(max_entries=5)
 
@@ -97,14 +101,8 @@ def test_threads_may_share_it():
             cache.get(f"key{number % 11}")
             cache.delete_tags([f"tag{number % 2}"])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2, 3, 5, 7, 8, 9, 10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, [1, 2, 3, 5, 7, 8, 9, 10])
     assert cache.stats().entries <= 5
-    cache.clear()
-    assert not cache._entries.by_tag
 
 
 @pytest.mark.parametrize("bounds", [{"max_entries": 0}, {"max_bytes": 10}])

@@ -1,4 +1,3 @@
-import threading
 import time
 from contextlib import suppress
 
@@ -8,25 +7,29 @@ from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.single_flight import SingleFlight
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.errors import CacheError
+from tests.support.threads import in_threads
+
+SECONDS = 5  # enough on a busy machine, and far below the 60 s after which a thread stops waiting
 
 
-def in_threads(count, target):
-    barrier = threading.Barrier(count)
+@pytest.fixture
+def flight():
+    return SingleFlight()
 
-    def run(number):
-        barrier.wait()
-        target(number)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def hold(flight, key):
+    """Hold ``key`` in another thread and release it; fail if it is not free within ``SECONDS``."""
+
+    def work(_):
+        with flight.hold(key):
+            return True
+
+    return in_threads(work, [None], SECONDS) == [True]
 
 
 def test_equal_questions_at_the_same_time_are_computed_once():
     cache = TieredAnswerCache([MemoryCache()])
-    computed, answers = [], []
+    computed = []
 
     def ask(number):
         with cache.single_flight("key"):
@@ -36,46 +39,44 @@ def test_equal_questions_at_the_same_time_are_computed_once():
                 time.sleep(0.02)
                 answer = {"text": "Paris"}
                 cache.put("key", answer)
-            answers.append(answer)
+            return answer
 
-    in_threads(8, ask)
+    assert in_threads(ask, range(8), SECONDS) == [{"text": "Paris"}] * 8
     assert len(computed) == 1
-    assert answers == [{"text": "Paris"}] * 8
 
 
-def test_different_keys_do_not_wait_for_each_other():
-    flight = SingleFlight()
+def test_different_keys_do_not_wait_for_each_other(flight):
     with flight.hold("one"):
-        in_threads(2, lambda number: flight.hold(f"key{number}").__enter__())
+        assert hold(flight, "two")
 
 
-def test_nothing_is_kept_of_finished_keys():
-    flight = SingleFlight()
+def test_a_released_key_can_be_held_again(flight):
+    for _ in range(3):
+        assert hold(flight, "key")
 
-    def hold(number):
+
+def test_nothing_is_kept_of_finished_keys(flight):
+    def work(_):
         for index in range(50):
             with flight.hold(f"key{index % 3}"):
                 pass
 
-    in_threads(8, hold)
+    in_threads(work, range(8), SECONDS)
     assert len(flight) == 0
 
 
-def test_an_error_frees_the_key():
-    flight = SingleFlight()
+def test_an_error_frees_the_key(flight):
     with suppress(ValueError), flight.hold("key"):
         raise ValueError
-    with flight.hold("key"):
-        assert len(flight) == 1
+    assert hold(flight, "key")
     assert len(flight) == 0
 
 
 def test_the_wait_is_bounded():
     flight = SingleFlight(max_wait_seconds=0.02)
-    entered = []
     with flight.hold("key"):
-        in_threads(2, lambda number: entered.append(flight.hold("key").__enter__()))
-    assert len(entered) == 2
+        assert hold(flight, "key")
+        assert len(flight) == 1
 
 
 def test_a_negative_wait_is_refused():

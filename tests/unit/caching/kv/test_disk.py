@@ -2,9 +2,6 @@ import dataclasses
 import errno
 import multiprocessing
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 from contextlib import closing
 
@@ -12,16 +9,17 @@ import pytest
 import torch
 
 from rag_posfix.caching.breaker import CircuitBreaker
-from rag_posfix.caching.kv.base import PassageTier
 from rag_posfix.caching.kv.disk import DiskPassages
-from rag_posfix.caching.kv.entry import write
-from rag_posfix.caching.kv.files import EntryFolder
+from rag_posfix.caching.kv.entry import serialize
+from rag_posfix.caching.kv.entry_folder import EntryFolder
+from rag_posfix.caching.kv.tier import PassageTier
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
 from tests.support.passages import SHAPE, entry, same
+from tests.support.subprocesses import run_python
 
 MIB = 1024**2
-ONE = len(write("key0", entry()))
+ONE = len(serialize("key0", entry()))
 LARGE = dataclasses.replace(SHAPE, n_tokens=128)  # 4 KiB
 
 
@@ -125,9 +123,9 @@ DAMAGES = {
     "garbage": lambda data: os.urandom(len(data)),
     "longer": lambda data: data + b"\0",
     "huge": lambda data: data + bytes(2 * MIB),
-    "of another key": lambda data: write("other", entry()),
-    "of another model": lambda data: write("key", entry(0, dataclasses.replace(SHAPE, layers=3))),
-    "of another type": lambda data: write("key", entry(0, dataclasses.replace(SHAPE, dtype=torch.float16))),
+    "of another key": lambda data: serialize("other", entry()),
+    "of another model": lambda data: serialize("key", entry(0, dataclasses.replace(SHAPE, layers=3))),
+    "of another type": lambda data: serialize("key", entry(0, dataclasses.replace(SHAPE, dtype=torch.float16))),
 }
 
 
@@ -238,7 +236,7 @@ def full(*_):
 
 def test_a_full_disk_refuses_writes_serves_reads_and_leaves_nothing_behind(tier, folder, monkeypatch, caplog):
     tier.put_many({"key": entry(1)})
-    monkeypatch.setattr("rag_posfix.caching.kv.files.os.replace", full)
+    monkeypatch.setattr("rag_posfix.caching.kv.entry_folder.os.replace", full)
     for number in range(3):
         tier.put_many({f"new{number}": entry(2)})
     assert get(tier, "new0") is None
@@ -256,7 +254,7 @@ def test_it_writes_again_once_there_is_room(folder, monkeypatch, caplog):
     breaker = CircuitBreaker(clock=clock)
     with closing(DiskPassages(folder, max_bytes=MIB, breaker=breaker)) as tier:
         with monkeypatch.context() as patch:
-            patch.setattr("rag_posfix.caching.kv.files.os.replace", full)
+            patch.setattr("rag_posfix.caching.kv.entry_folder.os.replace", full)
             tier.put_many({"key": entry()})
         tier.put_many({"key": entry()})
         assert get(tier, "key") is None
@@ -290,18 +288,6 @@ def test_a_folder_that_cannot_be_made_is_a_miss(tmp_path, where):
         assert tier.delete_tags(["tag"]) == tier.clear() == 0
         assert tier.stats().errors >= 2
         assert tier.stats().entries is None
-
-
-def run_python(script, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_a_file_that_the_system_does_not_let_grow_is_a_miss(folder):

@@ -1,4 +1,5 @@
 import dataclasses
+import hashlib
 import json
 
 import pytest
@@ -7,16 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rag_posfix.caching.kv.entry import (
-    _MAGIC,
-    _SEAL_BYTES,
     PassageKV,
-    _checksum,
-    buffer,
-    head_bytes,
-    pieces,
-    read,
-    read_tags,
-    write,
+    allocate,
+    deserialize,
+    header_end,
+    parse_tags,
+    serialize,
+    serialize_parts,
 )
 from rag_posfix.errors import CacheError
 from tests.support.passages import SHAPE, entry, same
@@ -24,8 +22,14 @@ from tests.support.passages import SHAPE, entry, same
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
+MAGIC = b"RPKV0001"
+SEAL_BYTES = 40  # magic number and SHA-256
+
+
 def sealed(key, content):
-    return _MAGIC + _checksum(key, content) + content
+    """Seal ``content`` as stored entries are: SHA-256 over the length of the key, the key and the content."""
+    name = key.encode()
+    return MAGIC + hashlib.sha256(len(name).to_bytes(8, "big") + name + content).digest() + content
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -33,14 +37,14 @@ def sealed(key, content):
 def test_every_bit_and_the_tags_come_back(dtype, n_tokens):
     shape = dataclasses.replace(SHAPE, dtype=dtype, n_tokens=n_tokens)
     kept = entry(1, shape, tags=("a", "é\n"))
-    assert same(read("key", write("key", kept), shape), kept)
+    assert same(deserialize("key", serialize("key", kept), shape), kept)
 
 
 def test_it_knows_its_sizes():
     kept = entry()
     assert (kept.n_tokens, kept.n_bytes, kept.shape) == (3, 2 * 2 * 1 * 3 * 4 * 2, SHAPE)
     assert SHAPE.n_bytes == kept.n_bytes
-    assert len(write("key", entry(tags=("tag",) * 9))) <= SHAPE.most_bytes
+    assert len(serialize("key", entry(tags=("tag",) * 9))) <= SHAPE.max_serialized_bytes
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,7 @@ def test_on_a_device_it_holds_no_more_memory_than_it_needs():
 
 
 def test_what_was_read_keeps_no_more_memory_than_it_needs():
-    found = read("key", write("key", entry()), SHAPE)
+    found = deserialize("key", serialize("key", entry()), SHAPE)
     assert found.on("cpu") is found
 
 
@@ -76,24 +80,24 @@ def test_tags_are_added_once():
 
 @given(place=st.integers(0), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_found_wherever_it_is(place, bit):
-    data = bytearray(write("key", entry(tags=("a",))))
+    data = bytearray(serialize("key", entry(tags=("a",))))
     data[place % len(data)] ^= 1 << bit
-    assert read("key", bytes(data), SHAPE) is None
+    assert deserialize("key", bytes(data), SHAPE) is None
 
 
 @given(length=st.integers(0))
 def test_a_truncated_entry_is_a_miss(length):
-    data = write("key", entry())
-    assert read("key", data[: length % len(data)], SHAPE) is None
+    data = serialize("key", entry())
+    assert deserialize("key", data[: length % len(data)], SHAPE) is None
 
 
 def test_more_than_the_entry_is_a_miss():
-    assert read("key", write("key", entry()) + b"\0", SHAPE) is None
+    assert deserialize("key", serialize("key", entry()) + b"\0", SHAPE) is None
 
 
-@pytest.mark.parametrize("data", [None, b"", b"nonsense", _MAGIC, "text", 5, ["list"], b"\0" * 500, memoryview(b"")])
+@pytest.mark.parametrize("data", [None, b"", b"nonsense", MAGIC, "text", 5, ["list"], b"\0" * 500, memoryview(b"")])
 def test_what_is_no_entry_is_a_miss(data):
-    assert read("key", data, SHAPE) is None
+    assert deserialize("key", data, SHAPE) is None
 
 
 @pytest.mark.parametrize(
@@ -101,17 +105,17 @@ def test_what_is_no_entry_is_a_miss(data):
     [{"dtype": torch.float16}, {"dtype": torch.int16}, {"layers": 1}, {"heads": 2}, {"head_dim": 2}, {"n_tokens": 4}],
 )
 def test_an_entry_of_another_shape_or_type_is_a_miss(change):
-    assert read("key", write("key", entry()), dataclasses.replace(SHAPE, **change)) is None
+    assert deserialize("key", serialize("key", entry()), dataclasses.replace(SHAPE, **change)) is None
 
 
 def test_an_entry_of_the_same_size_and_another_form_is_a_miss():
     swapped = dataclasses.replace(SHAPE, heads=SHAPE.n_tokens, n_tokens=SHAPE.heads)
     assert swapped.n_bytes == SHAPE.n_bytes
-    assert read("key", write("key", entry()), swapped) is None
+    assert deserialize("key", serialize("key", entry()), swapped) is None
 
 
 def test_the_entry_of_another_key_is_a_miss():
-    assert read("other", write("key", entry()), SHAPE) is None
+    assert deserialize("other", serialize("key", entry()), SHAPE) is None
 
 
 def foreign(tensors, metadata):
@@ -141,57 +145,64 @@ TAGS = {"tags": "[]"}
     ],
 )
 def test_content_that_is_sealed_and_yet_no_entry_is_a_miss(content):
-    assert read("key", sealed("key", content), SHAPE) is None
+    assert deserialize("key", sealed("key", content), SHAPE) is None
 
 
 def test_the_content_is_what_the_safetensors_package_writes_and_reads():
     from safetensors.torch import load
 
     written = foreign({"kv": STATES}, {"tags": json.dumps(["a"])})
-    assert same(read("key", sealed("key", written), SHAPE), entry(tags=("a",)))
-    states = load(write("key", entry())[_SEAL_BYTES:])["kv"]
+    assert same(deserialize("key", sealed("key", written), SHAPE), entry(tags=("a",)))
+    states = load(serialize("key", entry())[SEAL_BYTES:])["kv"]
     assert same(PassageKV(states), entry())
 
 
 def test_an_entry_shares_the_memory_it_was_read_into_and_copies_what_cannot_change():
-    data = write("key", entry(1))
-    memory = buffer(len(data))
+    data = serialize("key", entry(1))
+    memory = allocate(len(data))
     memory[:] = data
-    found = read("key", memory, SHAPE)
+    found = deserialize("key", memory, SHAPE)
     memory[:] = bytes(len(data))
     assert not found.states.any()
-    copied = read("key", data, SHAPE)
+    copied = deserialize("key", data, SHAPE)
     copied.states.zero_()
-    assert same(read("key", data, SHAPE), entry(1))
+    assert same(deserialize("key", data, SHAPE), entry(1))
 
 
 def test_the_tensor_is_aligned():
     for count in range(9):
-        data = write("key", entry(tags=("x" * count,)))
+        data = serialize("key", entry(tags=("x" * count,)))
         assert (len(data) - SHAPE.n_bytes) % 8 == 0
 
 
-def test_writing_copies_the_tensor_once_at_most():
+def test_serialising_in_parts_does_not_copy_the_tensor():
     kept = entry()
-    _, content = pieces("key", kept)
+    _, content = serialize_parts("key", kept)
     before = bytes(content)
     kept.states.zero_()
     assert bytes(content) != before
 
 
-def test_tags_are_read_from_the_head_alone():
-    data = write("key", entry(tags=("a", "b")))
-    head = data[: head_bytes(data[:64])]
+def test_tags_are_read_from_the_header_alone():
+    data = serialize("key", entry(tags=("a", "b")))
+    head = data[: header_end(data[:64])]
     assert len(head) < len(data)
-    assert read_tags(head) == ("a", "b")
-    assert read_tags(head[:-1]) is None
+    assert parse_tags(head) == ("a", "b")
+    assert parse_tags(head[:-1]) is None
 
 
-@pytest.mark.parametrize("head", [b"", b"nonsense" * 20, _MAGIC, _MAGIC + b"\xff" * 60, _MAGIC + b"\0" * 60])
-def test_damaged_heads_have_no_tags(head):
-    assert read_tags(head) is None
+@pytest.mark.parametrize("head", [b"", b"nonsense" * 20, MAGIC, MAGIC + b"\xff" * 60, MAGIC + b"\0" * 60])
+def test_damaged_headers_have_no_tags(head):
+    assert parse_tags(head) is None
 
 
-def test_the_checksum_covers_key_and_content_unambiguously():
-    assert _checksum("ab", b"c") != _checksum("a", b"bc")
-    assert len(sealed("key", b"")) == _SEAL_BYTES
+def test_key_and_content_are_separated_unambiguously():
+    content = serialize("ab", entry())[SEAL_BYTES:]
+    assert same(deserialize("ab", sealed("ab", content), SHAPE), entry())
+    shifted = MAGIC + hashlib.sha256((1).to_bytes(8, "big") + b"a" + b"b" + content).digest() + content
+    assert deserialize("ab", shifted, SHAPE) is None
+
+
+def test_the_seal_is_the_one_of_stored_entries():
+    data = serialize("key", entry(tags=("a",)))
+    assert data == sealed("key", data[SEAL_BYTES:])

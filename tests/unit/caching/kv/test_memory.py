@@ -1,12 +1,12 @@
 import dataclasses
-import threading
 
 import pytest
 
-from rag_posfix.caching.kv.base import PassageTier
 from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.tier import PassageTier
 from rag_posfix.errors import CacheError
 from tests.support.passages import SHAPE, entry, same
+from tests.support.threads import in_threads
 
 ONE = 1024 + SHAPE.n_bytes  # what an entry counts as
 
@@ -94,15 +94,11 @@ def test_threads_may_share_it():
             wrong.extend(k for k, kept in found.items() if kept is not entries[k])
             tier.delete_tags([f"tag{number % 2}"])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2, 3, 5, 7, 8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, [1, 2, 3, 5, 7, 8])
     assert not wrong
     assert tier.stats().entries <= 5
-    tier.clear()
-    assert not tier._entries.by_tag
+    tier.delete_tags(["tag0", "tag1", "tag2"])
+    assert (tier.stats().entries, tier.stats().bytes) == (0, 0)
 
 
 def test_a_bound_that_holds_nothing_is_refused():

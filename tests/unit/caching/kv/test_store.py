@@ -1,7 +1,6 @@
 import dataclasses
 import logging
 import threading
-import time
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.tier import TierStats
 from rag_posfix.errors import CacheError
 from tests.support.passages import SHAPE, entry, same
+from tests.support.threads import in_threads
 
 SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well
 
@@ -28,10 +28,11 @@ class Slow(MemoryPassages):
         self.writes, self.searches = threading.Event(), threading.Event()
         self.writes.set()
         self.searches.set()
-        self.asked = threading.Event()
+        self.asked, self.writing = threading.Event(), threading.Event()
         self.written_by = set()
 
     def put_many(self, entries):
+        self.writing.set()
         assert self.writes.wait(SECONDS)
         self.written_by.add(threading.current_thread().name)
         super().put_many(entries)
@@ -126,9 +127,7 @@ def test_writes_that_the_queue_has_no_room_for_are_dropped_and_counted(memory, s
     store = PassageStore([memory, slow], queue_bytes=SHAPE.n_bytes)
     slow.writes.clear()
     store.put_many({"first": entry()})
-    deadline = time.monotonic() + SECONDS
-    while store._behind._waiting and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert slow.writing.wait(SECONDS), "the first entry must leave the queue"
     store.put_many({f"key{number}": entry() for number in range(4)})
     assert store.stats()["dropped_writes"] == 3
     assert memory.stats().entries == 5
@@ -272,11 +271,7 @@ def test_threads_put_get_and_drop_and_every_hit_is_what_was_put(memory, slow):
             if number % 25 == 0:
                 store.clear()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 5, 7, 11)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, [1, 5, 7, 11])
     assert not wrong
     assert store.flush(SECONDS)
     assert store.drop(["tag0", "tag1", "tag2", "tag3"]) <= 12
@@ -287,10 +282,11 @@ def test_threads_put_get_and_drop_and_every_hit_is_what_was_put(memory, slow):
 def test_tensors_of_inference_mode_are_kept_and_written_like_others(tmp_path):
     with torch.inference_mode():
         states = torch.arange(2 * SHAPE.n_bytes // 2, dtype=SHAPE.dtype).reshape(2, *SHAPE.sizes)[1]
-    store = PassageStore([MemoryPassages(), DiskPassages(tmp_path, max_bytes=10**6)])
+    memory = MemoryPassages()
+    store = PassageStore([memory, DiskPassages(tmp_path, max_bytes=10**6)])
     store.put_many({"key": PassageKV(states)})
     assert store.flush(SECONDS)
     for _ in range(2):
         assert torch.equal(get(store, "key")["key"].states, states)
-        store._tiers[0].call(lambda tier: tier.clear(), None)
+        memory.clear()
     store.close()

@@ -15,10 +15,15 @@ class Slow:
         self.began = threading.Event()
         self.written = []
 
-    def __call__(self, entries, below):
+    def __call__(self, entries, n_tiers):
         self.began.set()
         assert self.gate.wait(SECONDS)
-        self.written.extend((key, below) for key in entries)
+        self.written.extend((key, n_tiers) for key in entries)
+
+
+def writers():
+    """Return the threads that write behind."""
+    return {thread for thread in threading.enumerate() if thread.name == "rag-posfix-passages"}
 
 
 def test_adding_does_not_wait_and_flush_does():
@@ -36,9 +41,10 @@ def test_adding_does_not_wait_and_flush_does():
 
 
 def test_no_thread_runs_before_the_first_entry():
+    before = writers()
     behind = WriteBehind(lambda *_: None, max_bytes=1)
     behind.add({}, 1)
-    assert behind._thread is None
+    assert writers() == before
     assert behind.flush(0)
     behind.close(0)
 
@@ -65,27 +71,27 @@ def test_an_entry_larger_than_the_queue_is_written_when_nothing_waits():
     assert slow.written == [("key", 1)]
 
 
-def test_what_is_forgotten_is_not_written():
+def test_what_is_cancelled_is_not_written():
     slow = Slow()
     behind = WriteBehind(slow, max_bytes=10_000)
     behind.add({"first": entry()}, 1)
     assert slow.began.wait(SECONDS)
     behind.add({"a": entry(tags=("x",)), "b": entry(tags=("y",)), "c": entry(tags=("x", "y"))}, 1)
     threading.Timer(0.05, slow.gate.set).start()
-    behind.forget(["x"])
-    assert ("first", 1) in slow.written, "forget must wait for the write under way"
+    behind.cancel(["x"])
+    assert ("first", 1) in slow.written, "cancel must wait for the write under way"
     assert behind.flush(SECONDS)
     assert slow.written == [("first", 1), ("b", 1)]
 
 
-def test_everything_can_be_forgotten():
+def test_everything_can_be_cancelled():
     slow = Slow()
     behind = WriteBehind(slow, max_bytes=10_000)
     behind.add({"first": entry()}, 1)
     assert slow.began.wait(SECONDS)
     behind.add({"a": entry(), "b": entry()}, 1)
     threading.Timer(0.05, slow.gate.set).start()
-    behind.forget()
+    behind.cancel()
     assert slow.written == [("first", 1)]
     assert behind.pending == 0
 
@@ -94,11 +100,11 @@ def test_close_writes_what_waits_and_refuses_the_rest():
     slow = Slow()
     slow.gate.set()
     behind = WriteBehind(slow, max_bytes=10_000)
+    before = writers()
     behind.add({"key": entry()}, 1)
-    thread = behind._thread
     behind.close(SECONDS)
     assert slow.written == [("key", 1)]
-    assert not thread.is_alive()
+    assert writers() <= before, "the thread must have ended"
     assert behind.add({"other": entry()}, 1) == 1
 
 

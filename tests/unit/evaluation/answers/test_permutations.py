@@ -1,10 +1,17 @@
+import math
+
 import pytest
 import torch
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.answers.permutations import OrderOutcome, summarize_orders, sweep_orders
+from rag_posfix.evaluation.answers.permutations import (
+    PermutationRow,
+    answer_in_orders,
+    draw_orders,
+    summarize_permutations,
+)
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
 
 
@@ -15,7 +22,7 @@ def engine():
 
 def sweep(engine, names=("none", "context_experts"), examples=EXAMPLES, **options):
     settings = {"n_orders": 3, "n_documents": 3, "reranker": Alphabetical(), "max_new_tokens": 2}
-    return sweep_orders(engine, examples, [MitigationChoice(name) for name in names], **{**settings, **options})
+    return answer_in_orders(engine, examples, [MitigationChoice(name) for name in names], **{**settings, **options})
 
 
 class TestSweep:
@@ -102,7 +109,7 @@ class TestSweep:
 
 
 def row(question, number, changed, accuracy, difference, condition="none"):
-    return OrderOutcome(
+    return PermutationRow(
         question=question, condition=condition, order=(number, 0), gold_position=0, changed=changed,
         logit_difference=difference, answer="x", accuracy=accuracy, accuracy_full_text=1.0, log_probability=-accuracy,
         seconds=2.0,
@@ -120,7 +127,7 @@ ROWS = [
 
 class TestSummary:
     def test_flips_are_counted_by_order_and_by_question(self):
-        summary = summarize_orders(ROWS)
+        summary = summarize_permutations(ROWS)
         none = summary["mitigations"]["none"]
         # 2 of the 3 other orders of question a and 0 of those of b: 2 of 6; 1 of 2 questions has a change.
         assert none["flip_rate"] == pytest.approx(1 / 3)
@@ -131,7 +138,7 @@ class TestSummary:
         assert (summary["n"], summary["orders"]) == (2, 4)
 
     def test_accuracy_is_the_mean_over_orders_and_the_difference_the_largest(self):
-        none = summarize_orders(ROWS)["mitigations"]["none"]
+        none = summarize_permutations(ROWS)["mitigations"]["none"]
         # Question a has 2 of 4 right, b 4 of 4.
         assert none["accuracy"] == 0.75
         assert none["accuracy_ci95"] == [0.5, 1.0]
@@ -140,6 +147,35 @@ class TestSummary:
         assert none["seconds"] == 2.0
 
     def test_a_method_whose_answers_never_change_has_no_flips(self):
-        free = summarize_orders(ROWS)["mitigations"]["free"]
+        free = summarize_permutations(ROWS)["mitigations"]["free"]
         assert (free["flip_rate"], free["any_flip"], free["max_logit_difference"]) == (0.0, 0.0, 0.0)
         assert free["flip_rate_ci95"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("count", "n_orders"), [(2, 2), (3, 6), (4, 24), (10, 5), (120, 3)])
+def test_orders_are_distinct_and_start_with_the_given_one(count, n_orders):
+    orders = draw_orders(count, n_orders, 0, "question")
+    assert len(set(orders)) == n_orders
+    assert orders[0] == tuple(range(count))
+    assert all(sorted(order) == list(range(count)) for order in orders)
+
+
+def test_seed_and_name_decide_which_orders_are_drawn():
+    assert draw_orders(9, 5, 0, "a") == draw_orders(9, 5, 0, "a")
+    assert len({tuple(draw_orders(9, 5, seed, name)) for seed in (0, 1) for name in "ab"}) == 4
+    assert draw_orders(9, 5, 0, "a") == draw_orders(9, 7, 0, "a")[:5]
+
+
+def test_every_passage_comes_to_every_position():
+    # 600 draws of 5 passages: each stands at each place 120 times on average, with a deviation of about 10.
+    orders = [order for n in range(120) for order in draw_orders(5, 6, 0, str(n))[1:]]
+    for position in range(5):
+        for passage in range(5):
+            share = sum(order[position] == passage for order in orders) / len(orders)
+            assert share == pytest.approx(0.2, abs=5 * math.sqrt(0.2 * 0.8 / len(orders)))
+
+
+@pytest.mark.parametrize(("count", "n_orders", "most"), [(3, 7, 6), (1, 2, 1), (3, 1, 6)])
+def test_more_orders_than_there_are_are_refused(count, n_orders, most):
+    with pytest.raises(EvaluationError, match=f"orders={n_orders} must be between 2 and {most}, the number of orders"):
+        draw_orders(count, n_orders, 0, "")

@@ -1,11 +1,18 @@
+import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.answers.answer_journal import Journal
-from rag_posfix.evaluation.answers.positions import sweep_positions
+from rag_posfix.evaluation.answers.answering import AnswerJournal
+from rag_posfix.evaluation.answers.positions import (
+    PositionRow,
+    answer_at_positions,
+    evaluate_positions,
+    summarize_positions,
+)
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
 
 
@@ -16,7 +23,7 @@ def engine():
 
 def sweep(engine, examples=EXAMPLES[:2], names=("none", "context_experts"), **options):
     settings = {"gold_positions": [0, 2], "n_documents": 3, "reranker": Alphabetical(), "max_new_tokens": 2}
-    return sweep_positions(engine, examples, [MitigationChoice(name) for name in names], **{**settings, **options})
+    return answer_at_positions(engine, examples, [MitigationChoice(name) for name in names], **{**settings, **options})
 
 
 class TestSweep:
@@ -35,7 +42,7 @@ class TestSweep:
         assert reported == [(done, 12) for done in range(1, 13)]
         assert all(o.log_probability < 0 and o.seconds > 0 for o in outcomes)
 
-    def test_an_order_invariant_method_is_the_same_at_every_place_and_the_baseline_is_not(self, engine):
+    def test_an_order_invariant_method_is_the_same_at_every_position_and_the_baseline_is_not(self, engine):
         outcomes = sweep(engine, check_orders=True)
         assert not any(o.reused for o in outcomes)
 
@@ -90,21 +97,54 @@ class TestReuse:
             assert ours.log_probability == pytest.approx(theirs.log_probability, abs=1e-5)
 
 
+class TestExperiment:
+    def evaluate(self, engine, **options):
+        given = {"gold_positions": [0, 2], "documents": 3, "max_tokens": 2, "reranker": Alphabetical()}
+        return evaluate_positions(EXAMPLES[:2], [MitigationChoice("none")], engine=engine, **{**given, **options})
+
+    def test_the_record_has_the_summary_of_its_rows_and_says_what_ran(self, engine):
+        record = self.evaluate(engine)
+        rows = [PositionRow(**row) for row in record.rows]
+        assert record.summary == summarize_positions(rows)
+        assert (record.head["kind"], record.head["model"], record.head["dtype"]) == ("positions", "tiny", "float32")
+        assert list(record.head["mitigations"]) == ["none"]
+        assert record.head["settings"] == {
+            "documents": 3, "gold_positions": [0, 2], "limit": None, "skip": 0, "max_tokens": 2,
+            "relevance": "Alphabetical", "decoding": "greedy", "check_orders": False, "reuse": False,
+            "answers_of_earlier_runs_by": [],
+        }  # fmt: skip
+
+    def test_passages_are_reused_by_a_copy_and_the_given_engine_stays_as_it_was(self, engine):
+        with CountedForwards(engine) as plain:
+            expected = self.evaluate(engine)
+        with CountedForwards(engine) as warm:
+            found = self.evaluate(engine, reuse=True)
+        read = [sum(rows * tokens for rows, tokens in forwards.shapes) for forwards in (plain, warm)]
+        assert read[1] < read[0]
+        assert engine.passages is None
+        assert [row["answer"] for row in found.rows] == [row["answer"] for row in expected.rows]
+
+    def test_progress_is_told_by_step(self, engine):
+        seen = []
+        self.evaluate(engine, progress=lambda step: nullcontext(lambda done, total: seen.append((step, done, total))))
+        assert seen == [("answering", done, 8) for done in range(1, 9)]
+
+
 class TestJournal:
     def test_a_second_run_computes_nothing_and_finds_the_same(self, engine, tmp_path):
         path = tmp_path / "out" / "journal.jsonl"
-        first = sweep(engine, journal=Journal(path))
+        first = sweep(engine, journal=AnswerJournal(path))
         reported = []
         with CountedForwards(engine) as forwards:
-            second = sweep(engine, journal=Journal(path), progress=lambda *at: reported.append(at))
+            second = sweep(engine, journal=AnswerJournal(path), progress=lambda *at: reported.append(at))
         assert forwards.shapes == []
         assert second == [replace(outcome, reused=True) for outcome in first]
         assert reported == [(done, 12) for done in range(1, 13)]
 
-    def test_more_questions_places_and_methods_compute_only_those(self, engine, tmp_path):
+    def test_more_questions_positions_and_methods_compute_only_those(self, engine, tmp_path):
         path = tmp_path / "journal.jsonl"
-        sweep(engine, EXAMPLES[:1], names=("none",), gold_positions=[0], journal=Journal(path))
-        wider = sweep(engine, journal=Journal(path))
+        sweep(engine, EXAMPLES[:1], names=("none",), gold_positions=[0], journal=AnswerJournal(path))
+        wider = sweep(engine, journal=AnswerJournal(path))
         assert [(o.condition, o.gold_position) for o in wider[:6] if o.reused] == [
             ("closed_book", None), ("gold_only", None), ("none", 0), ("context_experts", 2),
         ]  # fmt: skip
@@ -118,8 +158,8 @@ class TestJournal:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            sweep(engine, check_orders=True, journal=Journal(path), progress=interrupt)
-        resumed = sweep(engine, check_orders=True, journal=Journal(path))
+            sweep(engine, check_orders=True, journal=AnswerJournal(path), progress=interrupt)
+        resumed = sweep(engine, check_orders=True, journal=AnswerJournal(path))
         assert sum(o.reused for o in resumed) == 7
         whole = sweep(engine, check_orders=True)
         assert [(o.question, o.condition, o.gold_position, o.answer) for o in resumed] == [
@@ -128,7 +168,106 @@ class TestJournal:
 
     def test_checking_orders_does_not_take_an_answer_for_another_order(self, engine, tmp_path):
         path = tmp_path / "journal.jsonl"
-        sweep(engine, journal=Journal(path))
-        checked = sweep(engine, check_orders=True, journal=Journal(path))
+        sweep(engine, journal=AnswerJournal(path))
+        checked = sweep(engine, check_orders=True, journal=AnswerJournal(path))
         assert {o.condition for o in checked if not o.reused} == {"context_experts"}
         assert sum(not o.reused for o in checked) == 4
+
+
+def outcome(question, condition, position, accuracy, log_probability, answer="same"):
+    return PositionRow(
+        question=question,
+        condition=condition,
+        gold_position=position,
+        answer=answer,
+        accuracy=accuracy,
+        accuracy_full_text=1.0,
+        log_probability=log_probability,
+        seconds=2.0,
+    )
+
+
+OUTCOMES = [
+    outcome("a", "closed_book", None, 0.0, -4.0),
+    outcome("b", "closed_book", None, 1.0, -2.0),
+    outcome("a", "gold_only", None, 1.0, -0.5),
+    outcome("b", "gold_only", None, 1.0, -0.25),
+    # none: position 0 has accuracy 1 and log-probability -1, position 9 has 0 and -3.
+    outcome("a", "none", 9, 0.0, -4.0, "wrong"),
+    outcome("b", "none", 9, 0.0, -2.0, "fixed"),
+    outcome("a", "none", 0, 1.0, -1.0, "right"),
+    outcome("b", "none", 0, 1.0, -1.0, "fixed"),
+    # method: 0.5 and -1.5 at position 0, 0.5 and -0.5 at position 9.
+    outcome("a", "method", 0, 1.0, -1.0),
+    outcome("b", "method", 0, 0.0, -2.0),
+    outcome("a", "method", 9, 1.0, -0.5),
+    outcome("b", "method", 9, 0.0, -0.5),
+]
+
+
+class TestSummary:
+    def test_each_position_has_its_means_in_the_order_of_the_positions(self):
+        positions = summarize_positions(OUTCOMES)["mitigations"]["none"]["positions"]
+        assert list(positions) == ["0", "9"]
+        assert positions["0"] == {
+            "accuracy": 1.0, "accuracy_full_text": 1.0, "log_probability": -1.0, "seconds": 2.0
+        }  # fmt: skip
+        assert (positions["9"]["accuracy"], positions["9"]["log_probability"]) == (0.0, -3.0)
+
+    def test_worst_mean_and_spread_are_those_of_the_positions(self):
+        none = summarize_positions(OUTCOMES)["mitigations"]["none"]
+        assert (none["worst"], none["mean"], none["spread"]) == (0.0, 0.5, 1.0)
+        assert none["worst_log_probability"] == -3.0
+        assert none["mean_log_probability"] == -2.0
+        assert none["spread_log_probability"] == 2.0
+        method = summarize_positions(OUTCOMES)["mitigations"]["method"]
+        assert (method["worst"], method["mean"], method["spread"]) == (0.5, 0.5, 0.0)
+        assert method["spread_log_probability"] == 1.0
+
+    def test_answers_that_change_are_counted_by_question(self):
+        found = summarize_positions(OUTCOMES)["mitigations"]
+        assert (found["none"]["answers_that_change"], found["method"]["answers_that_change"]) == (0.5, 0.0)
+
+    def test_the_interval_is_that_of_the_mean_over_positions(self):
+        found = summarize_positions(OUTCOMES)["mitigations"]
+        # none: every question has mean accuracy 0.5; method: one has 1 and the other 0.
+        assert found["none"]["ci95"] == [0.5, 0.5]
+        assert found["method"]["ci95"] == [0.0, 1.0]
+
+    def test_a_methods_worst_position_is_compared_with_the_best_of_the_baseline(self):
+        found = summarize_positions(OUTCOMES)["mitigations"]
+        # method's worst is -1.5 (position 0), the best of none -1 (position 0).
+        versus = found["method"]["versus_none"]
+        assert versus["worst_minus_best_log_probability"] == -0.5
+        # Question a alone: -1 - (-1) = 0; question b alone: -2 - (-1) = -1; both: -0.5.
+        assert versus["ci95"] == [-1.0, 0.0]
+        assert "versus_none" not in found["none"]
+
+    def test_accuracy_is_compared_with_the_worst_and_the_best_position_of_the_baseline(self):
+        versus = summarize_positions(OUTCOMES)["mitigations"]["method"]["versus_none"]
+        # method has 0.5 at both positions, none 1 at position 0 and 0 at position 9.
+        assert versus["worst_minus_worst_accuracy"] == 0.5
+        assert versus["worst_minus_best_accuracy"] == -0.5
+        # Question a alone: 1 - 0 and 1 - 1; question b alone: 0 - 0 and 0 - 1; both: 0.5 and -0.5.
+        assert versus["worst_minus_worst_accuracy_ci95"] == [0.0, 1.0]
+        assert versus["worst_minus_best_accuracy_ci95"] == [-1.0, 0.0]
+
+    def test_rows_that_were_known_are_counted(self):
+        assert summarize_positions(OUTCOMES)["reused"] == 0
+        assert summarize_positions([*OUTCOMES[:-1], replace(OUTCOMES[-1], reused=True)])["reused"] == 1
+
+    def test_floor_ceiling_and_count_are_reported(self):
+        summary = summarize_positions(OUTCOMES)
+        assert (summary["closed_book"]["accuracy"], summary["closed_book"]["log_probability"]) == (0.5, -3.0)
+        assert (summary["gold_only"]["accuracy"], summary["gold_only"]["log_probability"]) == (1.0, -0.375)
+        assert summary["n"] == 2
+
+    def test_without_the_baseline_nothing_is_compared(self):
+        summary = summarize_positions([o for o in OUTCOMES if o.condition != "none"])
+        assert list(summary["mitigations"]) == ["method"]
+        assert "versus_none" not in summary["mitigations"]["method"]
+
+    def test_the_order_of_the_outcomes_does_not_matter_to_the_means(self):
+        for some in itertools.islice(itertools.permutations(OUTCOMES[4:8]), 6):
+            none = summarize_positions([*OUTCOMES[:4], *some])["mitigations"]["none"]
+            assert (none["worst"], none["mean"], none["mean_log_probability"]) == (0.0, 0.5, -2.0)

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.beir import BeirFiles, beir_files, read_corpus, read_queries
+from rag_posfix.evaluation.data.beir import BeirFiles, beir_files, read_collection_documents, read_queries
 from rag_posfix.evaluation.data.collection import load_collection, load_topics
 from tests.support.outside_data import outside_data
 from tests.support.rerank_data import write_collection
@@ -17,7 +17,7 @@ def write(tmp_path, text, name="file"):
 
 
 def read(path):
-    return tuple((d.id, d.metadata.get("title"), d.page_content) for _, d in read_corpus(path))
+    return tuple((d.id, d.metadata.get("title"), d.page_content) for _, d in read_collection_documents(path))
 
 
 class TestCorpus:

@@ -1,11 +1,14 @@
+import dataclasses
 import gzip
+import hashlib
 import json
 
 import pytest
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.datasets import load_examples
+from rag_posfix.evaluation.data.datasets import data_facts, load_examples, take_examples
 from tests.support.outside_data import outside_data
+from tests.support.tiny_evaluation import EXAMPLES
 
 ROW = {
     "question": "who got the first nobel prize in physics",
@@ -277,3 +280,21 @@ class TestOutsideData:
         examples = load_examples(outside_data("litm/nq-open-20docs-gold-first.jsonl.gz"))
         assert [e.id for e in examples] == [str(n) for n in range(220)]
         assert {len(e.distractors) for e in examples} == {19}
+
+
+def test_given_questions_are_taken_as_those_of_a_file_are():
+    assert take_examples(EXAMPLES, None, 0) == EXAMPLES
+    assert take_examples(EXAMPLES, 1, 1) == EXAMPLES[1:2]
+    with pytest.raises(EvaluationError, match="3 questions leave none with limit=2 and skip=3"):
+        take_examples(EXAMPLES, 2, 3)
+
+
+def test_data_is_named_by_its_file_or_by_what_the_questions_hold(tmp_path):
+    (tmp_path / "rows").write_bytes(b"abc")
+    assert data_facts(tmp_path / "rows") == {"name": "rows", "sha256": hashlib.sha256(b"abc").hexdigest()}
+    facts = [data_facts(examples) for examples in (EXAMPLES, list(EXAMPLES), EXAMPLES[:2], EXAMPLES[::-1])]
+    assert facts[0] == facts[1]
+    assert facts[0]["name"] is None
+    assert len({one["sha256"] for one in facts}) == 3
+    other = dataclasses.replace(EXAMPLES[0], answers=("no",))
+    assert data_facts([other, *EXAMPLES[1:]])["sha256"] != facts[0]["sha256"]

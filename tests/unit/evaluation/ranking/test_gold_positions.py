@@ -2,35 +2,36 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.ranking.candidates import OpenedReranker
-from rag_posfix.evaluation.ranking.gold_positions import GoldRank, rank_gold_places, summarize_gold_places
+from rag_posfix.evaluation.ranking.gold_positions import GoldRank, rank_gold_positions, summarize_gold_ranks
 from rag_posfix.evaluation.ranking.rankings import RankJournal
-from rag_posfix.evaluation.ranking.rerank import local_ranker
+from rag_posfix.evaluation.ranking.rerankers import OpenedReranker, local_ranker
 from tests.support.rerank_data import ByLength
 from tests.support.tiny_evaluation import EXAMPLES
 
 
 class AsItCame(ByLength):
-    """Scores by the place in the list: as biased as a scorer can be."""
+    """Scores by the position in the list: as biased as a scorer can be."""
 
     def compress_documents(self, documents, query, callbacks=None):
         self.asked.append([d.id for d in documents])
         return [
-            Document(id=d.id, page_content=d.page_content, metadata={"relevance_score": 1 / (1 + place)})
-            for place, d in enumerate(documents)
+            Document(id=d.id, page_content=d.page_content, metadata={"relevance_score": 1 / (1 + position)})
+            for position, d in enumerate(documents)
         ]
 
 
-def ranks(reranker, places=(0, 1, 3), journal=None):
+def ranks(reranker, positions=(0, 1, 3), journal=None):
     ranker = local_ranker(OpenedReranker(type(reranker).__name__, type(reranker).__name__, reranker))
-    return rank_gold_places(ranker, EXAMPLES, gold_positions=places, n_documents=4, journal=journal or RankJournal())
+    return rank_gold_positions(
+        ranker, EXAMPLES, gold_positions=positions, n_documents=4, journal=journal or RankJournal()
+    )
 
 
-def row(question, place, rank, label="a"):
-    return GoldRank(question, label, place, rank, 0.5, None, 0, 0, False)
+def row(question, position, rank, label="a"):
+    return GoldRank(question, label, position, rank, 0.5, None, 0, 0, False)
 
 
-def test_the_gold_passage_stands_at_each_place_and_the_others_keep_their_order():
+def test_the_gold_passage_stands_at_each_position_and_the_others_keep_their_order():
     reranker = AsItCame()
     found = ranks(reranker)
     assert reranker.asked[:3] == [
@@ -54,11 +55,11 @@ def test_passages_come_without_scores():
 
 def test_an_unbiased_scorer_has_the_same_recall_everywhere_and_a_biased_one_has_not():
     # "gold 0" is shorter than "other 00": the gold passage is always first.
-    unbiased = summarize_gold_places(ranks(ByLength()))["rerankers"]["ByLength"]
+    unbiased = summarize_gold_ranks(ranks(ByLength()))["rerankers"]["ByLength"]
     assert [one["recall@1"] for one in unbiased["places"].values()] == [1.0, 1.0, 1.0]
     assert unbiased["recall@1"]["spread"] == unbiased["rankings_that_change"] == 0.0
     assert unbiased["recall@1"]["first_minus_last"]["p"] == 1.0
-    found = summarize_gold_places(ranks(AsItCame()))
+    found = summarize_gold_ranks(ranks(AsItCame()))
     biased = found["rerankers"]["AsItCame"]
     assert [one["recall@1"] for one in biased["places"].values()] == [1.0, 0.0, 0.0]
     assert [one["recall@3"] for one in biased["places"].values()] == [1.0, 1.0, 0.0]
@@ -73,8 +74,8 @@ def test_an_unbiased_scorer_has_the_same_recall_everywhere_and_a_biased_one_has_
 
 
 def test_intervals_are_by_question():
-    rows = [row(str(q), place, rank) for q in range(40) for place, rank in ((0, q % 2), (4, 0))]
-    found = summarize_gold_places(rows)["rerankers"]["a"]
+    rows = [row(str(q), position, rank) for q in range(40) for position, rank in ((0, q % 2), (4, 0))]
+    found = summarize_gold_ranks(rows)["rerankers"]["a"]
     low, high = found["places"]["0"]["ci95"]["recall@1"]
     assert low < 0.5 < high
     assert found["places"]["4"]["ci95"]["recall@1"] == [1.0, 1.0]
@@ -83,20 +84,20 @@ def test_intervals_are_by_question():
 
 
 def test_a_gold_passage_that_was_left_out_is_not_found():
-    found = summarize_gold_places([row("0", 0, None), row("1", 0, 2)])["rerankers"]["a"]["places"]["0"]
+    found = summarize_gold_ranks([row("0", 0, None), row("1", 0, 2)])["rerankers"]["a"]["places"]["0"]
     assert (found["recall@1"], found["recall@3"]) == (0.0, 0.5)
 
 
 def test_each_list_is_ranked_once_however_often_it_is_asked_for(tmp_path):
     path = tmp_path / "journal.jsonl"
-    ranks(AsItCame(), places=(0, 1), journal=RankJournal(path))
+    ranks(AsItCame(), positions=(0, 1), journal=RankJournal(path))
     again = AsItCame()
-    found = ranks(again, places=(0, 1, 3), journal=RankJournal(path))
+    found = ranks(again, positions=(0, 1, 3), journal=RankJournal(path))
     assert len(again.asked) == 3
     assert [one.reused for one in found] == [True, True, False] * 3
-    assert summarize_gold_places(found)["reused"] == 6
+    assert summarize_gold_ranks(found)["reused"] == 6
 
 
-def test_a_place_outside_of_the_list_is_refused():
+def test_a_position_outside_of_the_list_is_refused():
     with pytest.raises(EvaluationError, match="gold position 4 must be between 0 and 3"):
-        ranks(AsItCame(), places=(4,))
+        ranks(AsItCame(), positions=(4,))

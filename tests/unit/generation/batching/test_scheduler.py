@@ -17,9 +17,9 @@ import torch
 from rag_posfix.contracts.generator import Generator, WatchedGenerator
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, GenerationCancelled, GenerationError, PromptTooLongError, UnknownNameError
-from rag_posfix.generation.batching.request_handle import Delivery, Running
+from rag_posfix.generation.batching.decode_step import decode_step
+from rag_posfix.generation.batching.request_handle import RequestHandle, RunningRequest
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
-from rag_posfix.generation.batching.step import step
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
@@ -119,8 +119,8 @@ class TestAnswers:
         jobs = [(drawn(rng), rng.choice([None, None, None, 1, 3]), rng.random() / 100) for _ in range(100)]
         generator = BatchingGenerator(tiny, max_running)
 
-        def work(job):
-            request, leaves_after, pause = job
+        def work(config):
+            request, leaves_after, pause = config
             time.sleep(pause)
             stream = generator.stream(request)
             if leaves_after is None:
@@ -177,20 +177,25 @@ class TestAnswers:
         settings = Settings(cache=CacheSettings(enabled=False), cache_dir=tmp_path)
         generator = BatchingGenerator(engine)
         pipeline = build_pipeline(settings, generator=generator)
-        assert pipeline.generator is generator
+        served = pipeline.generator
+        assert isinstance(served, BatchingGenerator)
+        assert served.engine.passages is pipeline.passages is not None
         assert generator.engine is engine
-        assert engine.passages is pipeline.passages is not None
+        assert engine.passages is None, "the caller's engine is left as it is"
         request = GenerationRequest(toy_layout(), MitigationChoice("context_experts"), Sampling(max_tokens=2))
-        assert [generator.generate(request).usage.cached_tokens > 0 for _ in range(2)] == [False, True]
-        generator.close()
+        assert [served.generate(request).usage.cached_tokens > 0 for _ in range(2)] == [False, True]
         pipeline.close()
+        with pytest.raises(GenerationError, match="the generator is closed"):
+            served.generate(request)
+        assert generator.generate(request).usage.cached_tokens == 0
+        generator.close()
 
     def test_a_seed_gives_the_same_answer_alone_and_in_company(self, tiny, pool):
         seeded = GenerationRequest(toy_layout(), sampling=Sampling(max_tokens=12, temperature=2.0, seed=7))
-        company = [GenerationRequest(toy_layout(seed=i), sampling=Sampling(temperature=2.0)) for i in range(6)]
+        workers = [GenerationRequest(toy_layout(seed=i), sampling=Sampling(temperature=2.0)) for i in range(6)]
         generator = BatchingGenerator(tiny)
         alone = generator.generate(seeded)
-        others = [pool.submit(generator.generate, request) for request in company]
+        others = [pool.submit(generator.generate, request) for request in workers]
         assert generator.generate(seeded).token_ids == alone.token_ids
         for other in others:
             other.result()
@@ -418,10 +423,10 @@ class TestFailures:
     def test_a_step_returns_those_that_go_on_in_order(self, monkeypatch):
         engine = RecordingEngine(alone="be").install(monkeypatch)
         engine.failures["step b"] = ZeroDivisionError("broken")
-        running = [Running(engine, Delivery(ask(name, 2 if name == "c" else 5))) for name in "abcde"]
+        running = [RunningRequest(engine, RequestHandle(ask(name, 2 if name == "c" else 5))) for name in "abcde"]
         for one in running:
             one.write()
-        assert [one.session.name for one in step(running)] == ["a", "d", "e"]
+        assert [one.session.name for one in decode_step(running)] == ["a", "d", "e"]
 
     def test_a_step_that_fails_for_all_fails_those_in_it_and_the_worker_goes_on(self, make, pool, caplog):
         engine, generator = make(by_turns=True, alone="c")

@@ -34,7 +34,7 @@ def plan(choose=None, max_tokens=4, independent=True):
 def drafts_of(loaded, text=None, max_tokens=4, independent=True):
     groups = prefill(loaded, LAYOUT, plan(independent=independent))
     log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)
-    rows = [group.rows for group in groups]
+    rows = [group.batch for group in groups]
     return draft_answers(rows, log_probs, torch.zeros(len(SEEN)), max_tokens, text or AnswerText())
 
 
@@ -141,7 +141,7 @@ def test_rows_that_no_answer_speaks_for_are_not_read_any_further(loaded):
     ours = Session(loaded, LAYOUT, plan(lambda drafts: chosen))
     alone = [Session(loaded, LAYOUT, Plan(rows=(RowPlan(passages=SEEN[row]),))) for row in (1, 3)]
     for token in (5, 9, 11):
-        assert sum(group.n_rows for group in ours.groups) == 2
+        assert sum(group.n_rows for group in ours.batches) == 2
         expected = (torch.stack([one.next_log_probs() for one in alone]) + chosen[[1, 3]].log()[:, None]).logsumexp(0)
         assert torch.allclose(ours.next_log_probs(), expected, atol=1e-5)
         for one in (ours, *alone):

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.generation.batching.batch import generate_together
 from rag_posfix.generation.decode import token_attribution as token_trace
-from rag_posfix.generation.decode.token_attribution import watched_layers
+from rag_posfix.generation.decode.token_attribution import attribution_layers
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.patching.call import Observer
+from rag_posfix.patching.forward_context import Observer
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
+from tests.support.together import generate_together
 
 LAYOUT = toy_layout(relevance=(0.9, 0.2, 0.5, 0.4))
 TOKENS = 5
@@ -43,9 +43,9 @@ def test_every_method_says_where_each_token_comes_from_and_answers_as_without(en
 def test_the_first_token_comes_from_where_the_prompt_looked(engine):
     for name in ("none", "parallel_encoding", "context_experts"):
         session = engine.open(LAYOUT, request(name).mitigation, TOKENS)
-        session.trace()
+        session.attribute_tokens()
         session.next_log_probs()
-        (first,) = session.traced()
+        (first,) = session.token_shares()
         total = sum(first)
         assert tuple(share / total for share in first) == pytest.approx(session.attention())
 
@@ -58,7 +58,7 @@ def test_the_shares_are_those_of_the_plain_attention(engine):
     ids = torch.tensor([[*LAYOUT.token_ids, *generation.token_ids[:-1]]])
     with torch.inference_mode():
         attentions = model(ids, output_attentions=True).attentions
-    layers = sorted(watched_layers(len(attentions)))
+    layers = sorted(attribution_layers(len(attentions)))
     for number, source in enumerate(generation.sources[1:], start=1):
         at = len(LAYOUT.token_ids) - 1 + number
         row = torch.stack([attentions[layer][0, :, at].mean(dim=0) for layer in layers]).mean(dim=0)
@@ -102,4 +102,4 @@ def test_a_model_whose_layers_forget_tells_only_what_needs_no_attention():
     [(30, {15, 18, 22, 26}), (32, {16, 20, 24, 28}), (3, {1, 2}), (1, {0}), (8, {4, 5, 6, 7})],
 )
 def test_four_layers_of_the_upper_half_are_watched(n_layers, expected):
-    assert watched_layers(n_layers) == expected
+    assert attribution_layers(n_layers) == expected

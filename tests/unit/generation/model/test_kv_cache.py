@@ -1,6 +1,6 @@
 import torch
 
-from rag_posfix.generation.model.kv_cache import ROOM, GrowingCache, JointCache
+from rag_posfix.generation.model.kv_cache import SPARE_TOKENS, ConcatenatedCache, GrowingCache
 
 
 def new(count, rows=2, seed=0):
@@ -27,7 +27,7 @@ def test_a_token_that_has_room_moves_nothing():
     cache = GrowingCache(1)
     cache.update(*new(5), 0)
     where = held(cache)[0].data_ptr()
-    for _ in range(ROOM):
+    for _ in range(SPARE_TOKENS):
         cache.update(*new(1), 0)
         assert held(cache)[0].data_ptr() == where
     cache.update(*new(1), 0)
@@ -38,7 +38,7 @@ def test_looking_ahead_leaves_the_cache_as_it_is_and_copies_nothing():
     cache = GrowingCache(1)
     cache.update(*new(5), 0)
     before = [part.clone() for part in held(cache)]
-    first, second = cache.look_ahead(), cache.look_ahead()
+    first, second = cache.branch(), cache.branch()
     first.update(*new(3, seed=1), 0)
     assert held(first)[0].data_ptr() == held(cache)[0].data_ptr()
     second.update(*new(300, seed=2), 0)  # beyond the room: its own buffer from here on
@@ -62,7 +62,7 @@ def test_each_group_of_a_joint_pass_keeps_its_own_tokens():
     one.update(*new(5, rows=1), 0)
     two.update(*new(9, rows=2, seed=1), 0)
     keys, values = new(1, rows=3, seed=2)
-    returned = JointCache([one, two], [1, 2]).update(keys, values, 0)
+    returned = ConcatenatedCache([one, two], [1, 2]).update(keys, values, 0)
     assert returned[0] is keys
     assert torch.equal(held(one)[0][:, :, 5:], keys[:1])
     assert torch.equal(held(two)[1][:, :, 9:], values[1:])

@@ -8,8 +8,8 @@ from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, GenerationError, PlanConflictError, PromptTooLongError
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.tensor_parallel.leader import LockstepGenerator, follow
-from rag_posfix.generation.tensor_parallel.messages import Advance, End, Free, Read, decode, encode
+from rag_posfix.generation.tensor_parallel.leader import TensorParallelGenerator, follow
+from rag_posfix.generation.tensor_parallel.messages import Advance, End, Free, Prefill, decode, encode
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
 
@@ -63,7 +63,7 @@ def engine():
 class Rank0:
     def __init__(self, engine):
         self.channel, self.others, self.engine = Recorder(), Others(), engine
-        self.generator = LockstepGenerator(engine, self.channel, self.others)
+        self.generator = TensorParallelGenerator(engine, self.channel, self.others)
 
     @property
     def kinds(self):
@@ -88,7 +88,7 @@ class TestCommands:
     def test_a_prompt_arrives_as_it_was_sent(self, lengths, parameters, relevance):
         scores = tuple(0.1 + 0.8 / (i + 3) for i in range(len(lengths))) if relevance else None
         layout = toy_layout(lengths, relevance=scores)
-        sent = Read(7, layout, MitigationChoice("none", parameters), 12)
+        sent = Prefill(7, layout, MitigationChoice("none", parameters), 12)
         assert decode(encode(sent)) == sent
 
     @pytest.mark.parametrize("command", [Advance(3, 131_071), Free(2**40), End()])
@@ -96,7 +96,7 @@ class TestCommands:
         assert decode(encode(command)) == command
 
     def test_a_parameter_that_json_lacks_is_refused_by_the_name_of_its_method(self):
-        sent = Read(0, toy_layout(), MitigationChoice("stack", {"a": object()}), 1)
+        sent = Prefill(0, toy_layout(), MitigationChoice("stack", {"a": object()}), 1)
         with pytest.raises(ConfigError, match=r"parameters of stack cannot be sent .* give numbers, text, lists"):
             encode(sent)
 
@@ -119,7 +119,7 @@ class TestTheFirstRank:
         next(stream)
         next(stream)
         stream.close()
-        assert first.kinds == ["Read", "Advance", "Free"]
+        assert first.kinds == ["Prefill", "Advance", "Free"]
 
     def test_a_stream_that_nobody_reads_is_not_even_opened(self, first):
         first.generator.stream(request())
@@ -134,7 +134,7 @@ class TestTheFirstRank:
                 seen.append(next(stream))
         for one, seen in zip(asked, chunks, strict=True):
             assert seen[-1].generation.token_ids == engine.generate(one).token_ids
-        assert first.kinds[:4] == ["Read", "Read", "Advance", "Advance"]
+        assert first.kinds[:4] == ["Prefill", "Prefill", "Advance", "Advance"]
 
     def test_a_stream_that_ends_inside_of_a_turn_does_not_wait_for_it(self, first, engine):
         """As when the memory of an abandoned stream is collected in the middle of a forward pass."""
@@ -145,7 +145,7 @@ class TestTheFirstRank:
             first.generator.generate(request(max_tokens=2))
         finally:
             handle.remove()
-        assert first.kinds == ["Read", "Read", "Free", "Advance", "Free"]
+        assert first.kinds == ["Prefill", "Prefill", "Free", "Advance", "Free"]
 
     @pytest.mark.parametrize(
         ("asked", "error"),
@@ -162,7 +162,7 @@ class TestTheFirstRank:
         assert first.generator.generate(request(max_tokens=2)).token_ids
 
     def test_an_error_that_every_rank_raises_ends_the_request_only(self, first, engine, monkeypatch):
-        monkeypatch.setattr(engine, "read", raising(PlanConflictError("two rows")))
+        monkeypatch.setattr(engine, "prefill", raising(PlanConflictError("two rows")))
         with pytest.raises(PlanConflictError):
             first.generator.generate(request())
         monkeypatch.undo()
@@ -170,17 +170,17 @@ class TestTheFirstRank:
         assert first.others.did == []
 
     def test_any_other_error_in_a_step_ends_the_others_and_all_later_requests(self, first, engine, monkeypatch):
-        monkeypatch.setattr(engine, "read", raising(RuntimeError("out of\nmemory")))
+        monkeypatch.setattr(engine, "prefill", raising(RuntimeError("out of\nmemory")))
         with pytest.raises(GenerationError, match="a step failed: out of memory; start it again"):
             first.generator.generate(request())
         monkeypatch.undo()
         assert first.others.did == ["kill"]
         with pytest.raises(GenerationError, match="out of memory"):
             first.generator.generate(request())
-        assert first.kinds == ["Read"]
+        assert first.kinds == ["Prefill"]
 
     def test_an_interrupted_step_ends_the_others_too(self, first, engine, monkeypatch):
-        monkeypatch.setattr(engine, "read", raising(KeyboardInterrupt()))
+        monkeypatch.setattr(engine, "prefill", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             first.generator.generate(request())
         assert first.others.did == ["kill"]
@@ -232,8 +232,9 @@ class TestTheOtherRanks:
 
     def test_an_error_in_reading_leaves_them_following(self, engine, monkeypatch):
         choice = MitigationChoice()
-        commands = [Read(0, toy_layout(), choice, 1), Free(0), Read(1, toy_layout(), choice, 1), Advance(1, 5), End()]
-        real, calls = engine.read, []
+        first, second = Prefill(0, toy_layout(), choice, 1), Prefill(1, toy_layout(), choice, 1)
+        commands = [first, Free(0), second, Advance(1, 5), End()]
+        real, calls = engine.prefill, []
 
         def read(layout, plan):
             calls.append(plan)
@@ -241,7 +242,7 @@ class TestTheOtherRanks:
                 raise PlanConflictError("two rows")
             return real(layout, plan)
 
-        monkeypatch.setattr(engine, "read", read)
+        monkeypatch.setattr(engine, "prefill", read)
         follow(engine, Recorder(commands))
         assert len(calls) == 2
 

@@ -8,7 +8,7 @@ from rag_posfix import RagPosfixStore
 from rag_posfix.caching.answers.disk import DiskCache
 from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.redis import RedisCache
-from rag_posfix.caching.tier import ListedCache
+from rag_posfix.caching.answers.tier import ListedCache
 from rag_posfix.errors import ConfigError
 
 VALUES = (b"\x00\xff", b"", "\u00e9".encode())

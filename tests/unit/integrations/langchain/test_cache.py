@@ -114,13 +114,15 @@ def test_prompt_and_model_are_the_key(cache):
     ],
 )
 def test_a_damaged_entry_is_a_miss(generations):
-    tiers = TieredAnswerCache([MemoryCache()])
-    cache = RagPosfixCache(tiers)
-    stored = []
-    tiers.put = lambda key, value, document_ids=(): stored.append(key)
+    class Damaging(TieredAnswerCache):
+        """Stores damaged generations in place of those that it is given."""
+
+        def put(self, key, value, document_ids=()):
+            super().put(key, {"generations": generations}, document_ids)
+            assert self.get(key) == {"generations": generations}
+
+    cache = RagPosfixCache(Damaging([MemoryCache()]))
     cache.update("prompt", "model", [Generation(text="x")])
-    TieredAnswerCache.put(tiers, stored[0], {"generations": generations})
-    assert tiers.get(stored[0]) is not None
     assert cache.lookup("prompt", "model") is None
 
 

@@ -5,13 +5,13 @@ from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.index.documents import DocumentTable, Record
-from tests.unit.retrieval.letters import LetterEmbeddings
+from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry
+from tests.support.letter_embeddings import LetterEmbeddings
 
 
 def table_of(*metadata):
     table = DocumentTable()
-    table.put(Record(Document(id=str(n), page_content="x", metadata=each)) for n, each in enumerate(metadata))
+    table.add(IndexEntry(Document(id=str(n), page_content="x", metadata=each)) for n, each in enumerate(metadata))
     return table
 
 
@@ -45,9 +45,9 @@ def test_a_filter_lets_through_what_it_says(chosen, expected):
 def test_a_filter_follows_changes_of_the_documents():
     table = table_of({"a": 1}, {"a": 2})
     assert table.matching({"a": 1}).tolist() == [0]
-    table.put([Record(Document(id="new", page_content="", metadata={"a": 1}))])
+    table.add([IndexEntry(Document(id="new", page_content="", metadata={"a": 1}))])
     table.remove(["0"])
-    table.refresh([Record(Document(id="1", page_content="", metadata={"a": 1}))])
+    table.replace([IndexEntry(Document(id="1", page_content="", metadata={"a": 1}))])
     assert table.matching({"a": 1}).tolist() == [1, 2]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.errors import RetrievalError
-from rag_posfix.retrieval.ingest.ingest import read_corpus, read_documents
+from rag_posfix.retrieval.ingest.ingest import read_documents, read_entries_of_files
 from rag_posfix.retrieval.ingest.splitting import PassageSize
 
 
@@ -190,11 +190,11 @@ def test_a_folder_with_a_corpus_and_no_questions_is_an_ordinary_one(tmp_path):
     assert len(read_documents([tmp_path])) == 2
 
 
-def test_the_corpus_tells_in_which_files_each_document_is_and_how_far_it_is(tmp_path):
+def test_entries_name_all_files_that_contain_the_document_and_progress_counts_files(tmp_path):
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.txt").write_text("same" if name != "b" else "other")
     seen = []
-    found = read_corpus([tmp_path], progress=lambda done, total: seen.append((done, total)))
-    assert [[Path(file).name for file in record.files] for record in found] == [["a.txt", "c.txt"], ["b.txt"]]
+    found = read_entries_of_files([tmp_path], progress=lambda done, total: seen.append((done, total)))
+    assert [[Path(file).name for file in entry.files] for entry in found] == [["a.txt", "c.txt"], ["b.txt"]]
     assert found[0].document.metadata["source"].endswith("a.txt")
     assert seen == [(1, 3), (2, 3), (3, 3)]

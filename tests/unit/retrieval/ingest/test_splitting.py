@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.retrieval.ingest.splitting import PassageSize, Span, split_passages
+from rag_posfix.retrieval.ingest.splitting import CharSpan, PassageSize, split_passages
 
 prose = st.lists(
     st.sampled_from(
@@ -43,7 +43,7 @@ def test_a_long_paragraph_is_broken_at_sentences():
 
 
 def test_a_word_longer_than_a_passage_is_cut():
-    assert split_passages("abcdefg", PassageSize(characters=3)) == [Span(0, 3), Span(3, 6), Span(6, 7)]
+    assert split_passages("abcdefg", PassageSize(characters=3)) == [CharSpan(0, 3), CharSpan(3, 6), CharSpan(6, 7)]
 
 
 @pytest.mark.parametrize("text", ["", " \n\t\n "])

@@ -1,0 +1,335 @@
+"""Markdown tables of records: ``python -m benchmarks.tables RECORD... [as LAYOUT]``. ``make docs`` fills pages so.
+
+A table is made from heads alone. Records of one kind, one data set and one number of questions may be given together;
+of a method that several hold, the first counts. Bench records are the exception: each has rows of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.record import read_head
+
+Head = Mapping[str, Any]
+Row = list[str]
+
+PROFILE = re.compile(r"profile=\[.*?\]")
+MEASURES = ("nDCG@10", "RR@10", "R@10", "P@1")
+CUTS = (1, 3)
+WORK = ("seconds", "tokens read", "passes", "calls")
+TIMES_FASTER = {
+    "ttft_cold_ratio": "cold",
+    "ttft_warm_memory_ratio": "warm, memory",
+    "ttft_warm_disk_ratio": "warm, disk",
+    "ttft_warm_redis_ratio": "warm, Redis",
+}
+PLAIN_RATIOS = {"decode_ratio": "decode", "together_ratio": "together", "memory_ratio": "peak memory"}
+RULES = {
+    "5 question": "question likelihood, weight 5",
+    "5 given": "given relevance, weight 5",
+    "2.5 both": "both, weight 2.5",
+    "2.5 both + share": "**both, weight 2.5, and share** (default)",
+    "2.5 given + log-probability": "given relevance, weight 2.5, and probability of the answer",
+    "2.5 both + lift per token": "both, weight 2.5, and lift per token",
+    "lift": "lift alone",
+    "likeliest answer of the mixture": "likeliest answer of the mixture",
+}
+SETS = {"litm": "Lost in the Middle", "xquad": "XQuAD"}
+LOADS = {
+    "memory": "in memory",
+    "mapped": "mapped",
+    "mapped, hashes not compared": "mapped, `verify=False`",
+}
+
+
+def label(name: str) -> str:
+    """Return a method's label as code, without the numbers of a measured profile."""
+    return f"`{PROFILE.sub('profile=PROFILE', name)}`"
+
+
+def short(text: str) -> str:
+    """Return a number without the zero before its point: .681."""
+    return re.sub(r"(?<!\d)0\.", ".", text)
+
+
+def scores(log_probability: float, accuracy: float) -> str:
+    """Return a log-probability and an accuracy: -3.21 (.20)."""
+    return f"{log_probability:.2f} ({accuracy:.2f})".replace("(0.", "(.").replace("(1.00", "(1.0")
+
+
+def methods_of(heads: Sequence[Head], key: str = "mitigations") -> dict[str, Any]:
+    """Return what the records say of each method.
+
+    Raises:
+        EvaluationError: the records are not of one experiment.
+    """
+    if any(experiment(head) != experiment(heads[0]) for head in heads):
+        raise EvaluationError("records differ in kind, data, questions or positions; give those of one experiment")
+    found: dict[str, Any] = {}
+    for head in heads:
+        for name, one in head["summary"][key].items():
+            found.setdefault(name, one)
+    return found
+
+
+def experiment(head: Head) -> tuple[Any, ...]:
+    """Return what was asked about what: the same in all records of a table."""
+    return head.get("kind"), head.get("data"), head["summary"].get("n"), head.get("settings", {}).get("gold_positions")
+
+
+def positions(heads: Sequence[Head], columns: Sequence[str]) -> Iterator[Row]:
+    """Yield a row per method: log-probability and accuracy at each gold position, then the columns."""
+    methods = methods_of(heads)
+    gold = list(next(iter(methods.values()))["positions"])
+    yield ["method", *(f"gold at {position}" for position in gold), *columns]
+    for name, found in methods.items():
+        cells = [scores(one["log_probability"], one["accuracy"]) for one in found["positions"].values()]
+        if len(set(cells)) == 1 and found["answers_that_change"] == 0:
+            cells = [cells[0], *["same"] * (len(cells) - 1)]
+        yield [label(name), *cells, *(POSITION_COLUMNS[column](found) for column in columns)]
+
+
+def worst_minus_best(found: Mapping[str, Any]) -> str:
+    """Return a method's worst position minus the best of the unmodified model, with its interval."""
+    if "versus_none" not in found:
+        return "-"
+    low, high = found["versus_none"]["ci95"]
+    return f"{found['versus_none']['worst_minus_best_log_probability']:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+POSITION_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "worst": lambda found: scores(found["worst_log_probability"], found["worst"]),
+    "mean": lambda found: scores(found["mean_log_probability"], found["mean"]),
+    "spread": lambda found: scores(found["spread_log_probability"], found["spread"]),
+    "worst - best of `none`": worst_minus_best,
+    "answers that change": lambda found: percent(found["answers_that_change"]),
+}
+
+
+def floor_and_ceiling(heads: Sequence[Head]) -> str:
+    """Return the number of questions, and the scores with the gold passage alone and without passages."""
+    summary = heads[0]["summary"]
+    alone, none = (
+        scores(summary[name]["log_probability"], summary[name]["accuracy"]) for name in ("gold_only", "closed_book")
+    )
+    return f"{summary['n']} questions. The right passage alone: {alone}; no passages: {none}."
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
+
+
+def permutations(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per method: answers that change with the order, and how good they are."""
+    scored = "log-probability (accuracy), 95 % of the accuracy"
+    yield ["method", "answers that change", "largest difference of logits", scored]
+    for name, found in methods_of(heads).items():
+        low, high = (short(f"{bound:.2f}") for bound in found["accuracy_ci95"])
+        moved = found["max_logit_difference"]
+        quality = f"{scores(found['log_probability'], found['accuracy'])} [{low}, {high}]"
+        yield [label(name), percent(found["flip_rate"]), f"{moved:.2f}" if moved else "0", quality]
+
+
+def demo(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per method of the demo: right answers by gold position, and answers that change."""
+    methods, count = heads[0]["summary"]["mitigations"], heads[0]["summary"]["n"]
+    where = {"first": "right first", "middle": "right in the middle", "last": "right last"}
+    yield ["method", *where.values(), "answers that change"]
+    for name, found in methods.items():
+        cells = (found["positions"][position] for position in where)
+        right = [f"{one['right']} of {count} ({one['log_probability']:.2f})" for one in cells]
+        yield [label(name), *right, f"{found['answers_that_change']} of {count}"]
+
+
+def rules(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per rule that chooses a passage: accuracy, gold believed; log-probability chosen, and mixed."""
+    sets = heads[0]["summary"]
+
+    def cell(found: Mapping[str, float], mixed: bool = True) -> str:
+        right, believed = found["accuracy_chosen"], found["believes_gold"]
+        mixture = f"{found['log_probability_mixture']:.2f}" if mixed else "-"
+        shares = ", ".join("1.0" if share == 1 else short(f"{share:.2f}") for share in (right, believed))
+        return f"{shares}; {found['log_probability_chosen']:.2f}, {mixture}"
+
+    yield ["rule", *(SETS.get(name, name) for name in sets)]
+    yield ["the right passage alone", *(cell(found["gold_only"], mixed=False) for found in sets.values())]
+    for rule, text in RULES.items():
+        yield [text, *(cell(found["rules"][rule]) for found in sets.values())]
+
+
+def rerank(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row for the first stage and for each reranker, with its distance from the first stage."""
+    runs = methods_of(heads, "runs")
+    yield ["run", *MEASURES, "95 % of nDCG@10", "minus first stage", *WORK]
+    first_stages = {head["summary"]["first_stage"]["name"]: head["summary"]["first_stage"] for head in heads}
+    for name, found in first_stages.items():
+        yield [f"first stage (`{name}`)", *measured(found), "-", *work(found)]
+    for name, found in runs.items():
+        versus = next(filter(None, (against_first_stage(head, name) for head in heads)), "-")
+        yield [label(name), *measured(found), versus, *work(found)]
+
+
+def measured(found: Mapping[str, Any]) -> Row:
+    """Return what a run reaches, and the interval of its nDCG@10."""
+    values = [short(f"{found[name]:.3f}") for name in MEASURES]
+    return [*values, f"[{', '.join(short(f'{bound:.3f}') for bound in found['ci95']['nDCG@10'])}]"]
+
+
+def against_first_stage(head: Head, name: str) -> str:
+    """Return how far a run's nDCG@10 is from the first stage's; nothing if the record does not say."""
+    for pair in head["summary"]["significance"]:
+        if (pair["measure"], pair["a"], pair["b"]) == ("nDCG@10", name, "first_stage"):
+            low, high = pair["ci95"]
+            return f"{pair['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return ""
+
+
+def work(found: Mapping[str, Any]) -> Row:
+    """Return what a query cost, a dash for what was not counted."""
+    seconds = found.get("seconds_median", found["seconds"])
+    spent = [found["tokens_read"], found["forward_passes"], found["calls"]]
+    time = f"{seconds:.1f}" if seconds >= 0.1 else f"{seconds:.4f}"
+    return [time, *("-" if value is None else f"{value:,.0f}" for value in spent)]
+
+
+def rerank_positions(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per reranker: recall of the gold passage at each gold position."""
+    rerankers = methods_of(heads, "rerankers")
+    gold = list(next(iter(rerankers.values()))["places"])
+    yield ["reranker", *(f"recall@{cut}, gold at {' / '.join(gold)}" for cut in CUTS), "rankings that change", *WORK]
+    for name, found in rerankers.items():
+        recalls = [
+            " / ".join(short(f"{found['places'][position][f'recall@{cut}']:.3f}") for position in gold) for cut in CUTS
+        ]
+        yield [label(name), *recalls, percent(found["rankings_that_change"]), *work(found)]
+
+
+def speed(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per method and record: times to the first token as times faster, other ratios as they are."""
+    rows = [(head["summary"], name, found) for head in heads for name, found in head["summary"]["methods"].items()]
+    used = {key for _, _, found in rows for key, value in found.items() if value is not None}
+    titles = {key: title for key, title in {**TIMES_FASTER, **PLAIN_RATIOS}.items() if key in used}
+    yield ["method", "passages", *titles.values()]
+    for summary, name, found in rows:
+        size = f"{summary['documents']} x {summary['tokens_per_document']}"
+        yield [label(name), size, *(ratio_cell(key, found.get(key)) for key in titles)]
+
+
+def ratio_cell(key: str, ratio: float | None) -> str:
+    """Return a ratio as it is read: 1/25 of the time is 25x."""
+    if ratio is None:
+        return "-"
+    if key not in TIMES_FASTER:
+        return f"{ratio:.2f}"
+    faster = 1 / ratio
+    return f"{faster:.0f}x" if faster >= 10 else f"{faster:.2f}x" if faster < 2 else f"{faster:.1f}x"
+
+
+def ratios(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per method: cold time to the first token, decoding and memory over the unmodified model's."""
+    found: dict[str, Mapping[str, float]] = {}
+    for head in heads:
+        for name, one in head["summary"]["methods"].items():
+            found.setdefault(name, one)
+    yield ["method", "cold time to first token", "decode tokens/s", "peak memory"]
+    for name, one in found.items():
+        yield [label(name), *(f"{one[key]:.2f}" for key in ("ttft_cold_ratio", "decode_ratio", "memory_ratio"))]
+
+
+def llama_cpp(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per number of threads and engine: seconds to the first token, then tokens per second."""
+    yield ["threads", "", "cold", "the same prompt again", "passages reordered", "tokens/s"]
+    for threads, engines in heads[0]["summary"].items():
+        for name, found in engines.items():
+            times = [seconds_cell(found[f"ttft_{time}_s"]) for time in ("cold", "again", "reordered")]
+            shown = name if name in ("llama.cpp", "transformers") else label(name)
+            yield [threads, shown, *times, f"{found['decode_tokens_per_s']:.1f}"]
+
+
+def seconds_cell(seconds: float) -> str:
+    """Return seconds with two digits at least: 28.96 is 29.0, .221 is .22, .0276 is .028."""
+    if seconds >= 1:
+        return f"{seconds:.1f}"
+    return short(f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.3f}")
+
+
+def vector_search(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per measurement of the vector store, a column per way of loading it."""
+    found = [heads[0]["summary"]["search"][load] for load in LOADS]
+    searches = {
+        "filter: none": "search for 10, p50 (p95)",
+        "filter: a thousandth": "with a filter that 1 of 1000 passes",
+        "filter: a half": "with a filter that half pass",
+    }
+    yield ["", *LOADS.values()]
+    yield ["load", *(short(f"{one['load_s']:.1f} s, {one['load_memory_bytes'] / 1e9:.2f} GB") for one in found)]
+    for key, text in searches.items():
+        yield [text, *(f"{one[key]['p50_ms']:.1f} ms ({one[key]['p95_ms']:.1f})" for one in found)]
+    yield ["recall of the ten nearest", *(short(f"{one['recall_at_10']:.3f}") for one in found)]
+
+
+Layout = Callable[[Sequence[Head]], Iterator[Row]]
+
+LAYOUTS: dict[str, Layout] = {
+    "positions": partial(positions, columns=("worst", "mean", "spread", "worst - best of `none`")),
+    "stability": partial(positions, columns=("worst", "spread", "answers that change")),
+    "settings": partial(positions, columns=()),
+    "permutations": permutations,
+    "rerank": rerank,
+    "rerank-positions": rerank_positions,
+    "bench": speed,
+    "ratios": ratios,
+    "demo": demo,
+    "expert-choice": rules,
+    "llama-cpp": llama_cpp,
+    "vector-search": vector_search,
+}
+"""By name; the layout of a record is that of its kind unless another is named."""
+
+WITH_FLOORS = ("positions", "stability", "settings")
+
+
+def table(heads: Sequence[Head], layout: str | None = None) -> str:
+    """Return the Markdown table of records.
+
+    Args:
+        heads: Heads of records of one experiment, or of several benches.
+        layout: A name in ``LAYOUTS``; that of the kind if None.
+
+    Raises:
+        EvaluationError: there is no such layout, or the records are not of one experiment.
+    """
+    name = layout or str(heads[0].get("kind"))
+    if name not in LAYOUTS:
+        raise EvaluationError(f"no table has the layout {name!r}; there are: {', '.join(LAYOUTS)}")
+    first, *rows = LAYOUTS[name](heads)
+    lines = [f"| {' | '.join(row)} |" for row in (first, ["---"] * len(first), *rows)]
+    if name in WITH_FLOORS:
+        lines += ["", floor_and_ceiling(heads)]
+    return "\n".join(lines)
+
+
+def table_of(words: Sequence[str], folder: Path | None = None) -> str:
+    """Return the table that words ask for: names of records, and optionally ``as LAYOUT``.
+
+    Args:
+        words: For example ``["bench-5x150", "bench-10x150", "as", "ratios"]``.
+        folder: Where records lie; None takes the words as paths.
+
+    Raises:
+        EvaluationError: a record cannot be read, or the table cannot be made.
+    """
+    names, layout = (words[:-2], words[-1]) if words[-2:-1] == ["as"] else (words, None)
+    if not names:
+        raise EvaluationError("no record is named; give paths of records, as in benchmarks/results/*.json")
+    return table([read_head(Path(name) if folder is None else folder / f"{name}.json") for name in names], layout)
+
+
+if __name__ == "__main__":
+    print(table_of(sys.argv[1:]))

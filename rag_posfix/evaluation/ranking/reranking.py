@@ -1,0 +1,265 @@
+"""Rerankers on a test collection: files in; runs, measures, paired tests, a record, a picture and a page out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rag_posfix.contracts.method_spec import parse_method
+from rag_posfix.errors import ConfigError, UnknownNameError
+from rag_posfix.evaluation.data.beir import BeirFiles, beir_files
+from rag_posfix.evaluation.data.collection import Collection, Topic, load_collection, load_topics
+from rag_posfix.evaluation.data.files import write_text
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.ranking.first_stage import (
+    FIRST_STAGE,
+    FIRST_STAGES,
+    FirstStage,
+    candidates_of,
+    open_first_stage,
+    retrieve,
+    run_as_first_stage,
+)
+from rag_posfix.evaluation.ranking.measures import (
+    EvaluatedRun,
+    compare_runs,
+    evaluate_run,
+    parse_measures,
+    per_query,
+    run_files,
+    summarize_run,
+)
+from rag_posfix.evaluation.ranking.rankings import RankJournal
+from rag_posfix.evaluation.ranking.report import check_matplotlib, draw_runs, render_page
+from rag_posfix.evaluation.ranking.rerankers import (
+    Ranker,
+    RerankerChoice,
+    check_distinct,
+    check_reranker_choice,
+    local_ranker,
+    open_reranker,
+    rerank,
+)
+from rag_posfix.evaluation.record import ExperimentRecord, environment, file_digest
+from rag_posfix.settings import Settings
+
+if TYPE_CHECKING:
+    from langchain_core.embeddings import Embeddings
+
+    from rag_posfix.reranking.build import RerankerModels
+
+__all__ = ["JOURNAL", "RerankingRecord", "evaluate_reranking", "summarize_runs"]
+
+JOURNAL = "rerank-journal.jsonl"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RerankingRecord(ExperimentRecord):
+    """What ``evaluate_reranking`` returns; ``files`` also has the page and the plot."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary with the paths of runs, counts, and the paths of record, page and plot."""
+        folder = self.files["record"].parent if "record" in self.files else None
+
+        def located(found: Mapping[str, Any]) -> dict[str, Any]:
+            return {**found, "run_file": None if folder is None else str(folder / found["run_file"])}
+
+        return {
+            **self.summary,
+            "runs": {label: located(found) for label, found in self.summary["runs"].items()},
+            "first_stage": located(self.summary["first_stage"]),
+            "counts": dict(self.head["counts"]),
+            **{name: str(path) for name, path in self.files.items()},
+        }
+
+
+def evaluate_reranking(
+    data: Path | BeirFiles,
+    rerankers: Sequence[RerankerChoice],
+    *,
+    first_stage: str | Path = "bm25",
+    depth: int = 20,
+    measures: str = "",
+    limit: int | None = None,
+    skip: int = 0,
+    binary: bool = False,
+    titles: bool = True,
+    fresh: bool = False,
+    ray: bool = False,
+    ray_actors: int = 2,
+    settings: Settings | None = None,
+    out: Path | None = None,
+    progress: Progress = silent,
+) -> RerankingRecord:
+    """Rerank a first stage's candidates with each reranker and measure the rankings.
+
+    The first stage is asked once per topic and every reranker is given the same candidates. The record has one row per
+    run and query; its summary has ``runs``, ``first_stage`` (both as ``summarize_run`` describes), ``significance``
+    (``compare_runs``) and ``n``. With ``out``, runs, a picture and a page are written there too, and every ranking
+    goes to ``rerank-journal.jsonl`` as soon as it is made: the same call, or one with more topics or rerankers,
+    computes only what is missing. What is wrong with a name, a parameter, a measure or a file is told before a model
+    is loaded.
+
+    Args:
+        data: A BEIR folder, or the files of a collection.
+        rerankers: All are given the same candidates; none measures the first stage alone.
+        first_stage: ``bm25``, ``dense`` or ``hybrid``, with parameters as in ``bm25:k1=1.2``; or the path of a TREC
+            run.
+        depth: Candidates per topic.
+        measures: Measures besides nDCG@10, RR@10, R@10 and P@1, as ir-measures names them, separated by commas.
+        limit: Judged topics at most.
+        skip: Judged topics to leave out at the start.
+        binary: Count every grade above 0 as 1.
+        titles: Keep titles of documents; without, documents are their text alone.
+        fresh: Compute anew what the journal holds.
+        ray: Rank on a Ray cluster.
+        ray_actors: Processes there that hold a reranker.
+        settings: Models; read from the environment if None.
+        out: Folder for everything that is written; None writes nothing.
+        progress: Shows how far it is.
+
+    Raises:
+        ConfigError: a reranker, a measure or the first stage is at fault, or the extra ``eval`` is not installed.
+        EvaluationError: a file is missing or malformed, or a reranker failed on a query.
+    """
+    chosen = settings or Settings()
+    parameters = _check(rerankers, first_stage, depth, out)
+    wanted = parse_measures(measures)
+    files = beir_files(data, None, None) if isinstance(data, Path) else data
+    topics, topic_counts = load_topics(files, limit=limit, skip=skip, binary=binary)
+    journal = RankJournal(None if out is None else out / JOURNAL, fresh=fresh)
+
+    @functools.cache
+    def models() -> RerankerModels:  # loads the model libraries, which BM25 alone does not need
+        from rag_posfix.pipeline.build import build_reranker_models
+
+        return build_reranker_models(chosen)
+
+    stage, collection = _open_stage(first_stage, files, topics, titles, lambda: models().embeddings(), out, progress)
+    found = retrieve(stage, topics, depth, journal, progress)
+    candidates = candidates_of(topics, found, collection)
+    paths = {} if out is None else run_files(out, [FIRST_STAGE, *(choice.label for choice in rerankers)])
+    runs = [evaluate_run(found, topics, wanted, paths.get(FIRST_STAGE))]
+    with _rankers(chosen, models, ray_actors if ray else 0) as open_ranker:
+        for choice in rerankers:
+            ranked = rerank(open_ranker(choice), candidates, journal, progress)
+            runs.append(evaluate_run(ranked, topics, wanted, paths.get(choice.label)))
+    used = {
+        "first_stage": stage.name, "first_stage_parameters": parameters, "depth": depth, "limit": limit, "skip": skip,
+        "binary": binary, "titles": titles, "ray": ray, "model": chosen.model,
+        "embedding_model": chosen.embedding_model, "dtype": chosen.dtype, "device": chosen.device,
+        "rankings_of_earlier_runs_by": journal.sources,
+    }  # fmt: skip
+    head = {
+        "kind": "rerank",
+        **environment(),
+        "data": _data_facts(files, first_stage),
+        "rerankers": {choice.label: dict(choice.parameters) for choice in rerankers},
+        "settings": used,
+        "counts": {**collection.counts, **topic_counts},
+        "summary": summarize_runs(runs, stage.name, len(topics)),
+    }
+    return _written(RerankingRecord(head, list(per_query(runs, topics))), out)
+
+
+def _check(
+    rerankers: Sequence[RerankerChoice], first_stage: str | Path, depth: int, out: Path | None
+) -> dict[str, Any]:
+    """Check names and parameters; return those of the first stage.
+
+    Raises:
+        ConfigError: one is at fault, or matplotlib is not installed where a picture is to be written.
+    """
+    if depth < 1:
+        raise ConfigError(f"depth={depth} must be at least 1: candidates per topic")
+    parameters: dict[str, Any] = {}
+    if not isinstance(first_stage, Path):
+        spec = parse_method(first_stage, "first stage", "k1=1.2")
+        if spec.name not in FIRST_STAGES:
+            names = ", ".join(FIRST_STAGES.names())
+            raise UnknownNameError(f"first stage {spec.name!r} must be one of {names}, or the path of a TREC run")
+        FIRST_STAGES.check(spec)
+        parameters = dict(spec.parameters)
+    check_distinct(rerankers)
+    for choice in rerankers:
+        check_reranker_choice(choice)
+    if out is not None:
+        check_matplotlib()
+    return parameters
+
+
+def _open_stage(
+    first_stage: str | Path,
+    files: BeirFiles,
+    topics: list[Topic],
+    titles: bool,
+    embeddings: Callable[[], Embeddings],
+    out: Path | None,
+    progress: Progress,
+) -> tuple[FirstStage, Collection]:
+    if isinstance(first_stage, Path):
+        stage, names = run_as_first_stage(first_stage)
+        return stage, load_collection(files.corpus, topics, titles=titles, only=names)
+    collection = load_collection(files.corpus, topics, titles=titles)
+    spec = parse_method(first_stage, "first stage", "k1=1.2")
+    return open_first_stage(spec, collection, embeddings, out, progress), collection
+
+
+@contextmanager
+def _rankers(
+    settings: Settings, models: Callable[[], RerankerModels], ray_actors: int
+) -> Iterator[Callable[[RerankerChoice], Ranker]]:
+    """Yield what makes rankers: in this process, or on a Ray cluster that is left at the end."""
+    if ray_actors:
+        from rag_posfix.evaluation.ranking.ray_backend import ray_rankers
+
+        with ray_rankers(settings, ray_actors) as open_ranker:
+            yield open_ranker
+        return
+
+    yield lambda choice: local_ranker(open_reranker(choice, models()))
+
+
+def _data_facts(files: BeirFiles, first_stage: str | Path) -> dict[str, dict[str, str]]:
+    """Return names and digests of the files; names without the folders of this machine."""
+    parts = {"corpus": files.corpus, "queries": files.queries, "qrels": files.qrels}
+    if isinstance(first_stage, Path):
+        parts["run"] = first_stage
+    return {
+        part: {"name": f"{path.absolute().parent.name}/{path.name}", "sha256": file_digest(path)}
+        for part, path in parts.items()
+    }
+
+
+def summarize_runs(runs: Sequence[EvaluatedRun], first_stage: str, n_topics: int) -> dict[str, Any]:
+    """Return ``runs``, ``first_stage``, ``significance`` (every run against each before it) and ``n``.
+
+    Args:
+        runs: The first stage and the rerankers, over the same topics.
+        first_stage: Name of the first stage.
+        n_topics: How many topics were asked.
+    """
+    summaries = {run.ranked.label: summarize_run(run) for run in runs}
+    return {
+        "runs": {label: found for label, found in summaries.items() if label != FIRST_STAGE},
+        "first_stage": {**summaries[FIRST_STAGE], "name": first_stage},
+        "significance": compare_runs(runs),
+        "n": n_topics,
+    }
+
+
+def _written(record: RerankingRecord, out: Path | None) -> RerankingRecord:
+    """Return the record with its files: head, rows, picture and page."""
+    if out is None:
+        return record
+    plot, page = out / "rerank.png", out / "rerank.html"
+    summaries = {FIRST_STAGE: record.summary["first_stage"], **record.summary["runs"]}
+    image = draw_runs(summaries)
+    write_text(plot, [image])
+    write_text(page, [render_page(record.head, record.rows, image)])
+    written = record.write(out)
+    return replace(written, files={**written.files, "page": page, "plot": plot})

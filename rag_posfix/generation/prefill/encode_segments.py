@@ -1,0 +1,124 @@
+"""Encoding token segments independently of each other, and concatenating their keys and values in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rag_posfix.generation.model.kv_cache import SPARE_TOKENS, GrowingCache
+from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch
+from rag_posfix.patching.forward_context import Overrides
+
+__all__ = ["Segment", "concatenate_kv", "copy_kv", "encode_segments"]
+
+BATCH_TOKENS = 8192
+"""Segments are encoded together up to this many padded tokens: enough to fill the processor, little memory."""
+
+TILE = 16
+"""Query rows that attention kernels compute at once. Those of an incomplete tile are computed in another way, in
+bfloat16 with other last bits. Padded to whole tiles, the encoding of a segment does not depend on the longest of its
+batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Tokens to be read, and their positions, (T,) float32."""
+
+    token_ids: tuple[int, ...]
+    positions: Tensor
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def encode_segments(
+    loaded: LoadedModel, segments: Sequence[Segment], prefix: tuple[Segment, Tensor] | None, overrides: Overrides
+) -> list[Tensor]:
+    """Return the keys and values of each segment read after ``prefix`` alone; segments do not see each other.
+
+    Segments of similar length share a batch. Padding stands at the end, where causality hides it.
+
+    Shapes:
+        prefix: its tokens, and their keys and values.
+        returns: (2, L, Hkv, T, D) each: keys and values of all layers. No segment may be empty.
+    """
+    result: dict[int, Tensor] = {}
+    by_length = sorted(range(len(segments)), key=lambda i: len(segments[i]))
+    while by_length:
+        longest = -(-len(segments[by_length[-1]]) // TILE) * TILE
+        count = max(1, BATCH_TOKENS // longest)
+        some, by_length = by_length[-count:], by_length[:-count]
+        batch = _after_prefix(loaded, prefix, len(some), longest, overrides)
+        before = batch.length
+        tokens = torch.zeros((len(some), longest), dtype=torch.long)
+        at = torch.zeros((len(some), longest), device=loaded.device)
+        for row, i in enumerate(some):
+            tokens[row, : len(segments[i])] = torch.tensor(segments[i].token_ids)
+            at[row, : len(segments[i])] = segments[i].positions
+            at[row, len(segments[i]) :] = segments[i].positions[-1]
+        batch.forward(tokens.to(loaded.device), at, keep=1)
+        for row, i in enumerate(some):
+            result[i] = copy_kv(batch, before, before + len(segments[i]), row)
+    return [result[i] for i in range(len(segments))]
+
+
+def copy_kv(batch: SequenceBatch, start: int, stop: int, row: int = 0) -> Tensor:
+    """Return a copy of the keys and values of some tokens of a row. Shape (2, L, Hkv, stop - start, D)."""
+    layers = batch.cache.layers
+    keys = torch.stack([layer.keys[row, :, start:stop] for layer in layers])
+    values = torch.stack([layer.values[row, :, start:stop] for layer in layers])
+    return torch.stack((keys, values))
+
+
+def concatenate_kv(
+    loaded: LoadedModel,
+    rows: Sequence[Sequence[Tensor]],
+    positions: Sequence[Tensor],
+    more_tokens: int,
+    overrides: Overrides,
+) -> SequenceBatch:
+    """Return a batch whose rows hold segments end to end; shorter rows are padded in front.
+
+    Args:
+        loaded: The model.
+        rows: The keys and values of each row's segments, (2, L, Hkv, T, D) each.
+        positions: (1, T) of each row, all its segments together.
+        more_tokens: Tokens that will follow at least: the cache gets capacity for them.
+        overrides: What the rows change in the model from here on.
+    """
+    lengths = [p.shape[1] for p in positions]
+    longest = max(lengths)
+    some = next((segment for row in rows for segment in row), None)
+    if some is None:  # nothing was read yet in any row
+        return SequenceBatch.empty(loaded, len(rows), overrides)
+    both, n_layers, n_heads, _, channels = some.shape
+    buffers = some.new_empty((both, n_layers, len(rows), n_heads, longest + more_tokens + SPARE_TOKENS, channels))
+    for row, segments in enumerate(rows):
+        at = longest - lengths[row]
+        buffers[:, :, row, :, :at] = 0  # nothing reads it, but a NaN there would spread through 0 * NaN
+        for segment in segments:
+            buffers[:, :, row, :, at : at + segment.shape[3]] = segment
+            at += segment.shape[3]
+    filled = torch.cat([torch.nn.functional.pad(p, (longest - p.shape[1], 0)) for p in positions])
+    starts = tuple(longest - length for length in lengths)
+    return SequenceBatch(
+        loaded,
+        GrowingCache.over(buffers, longest),
+        filled,
+        starts=starts if any(starts) else (),
+        overrides=overrides,
+        length=longest,
+    )
+
+
+def _after_prefix(
+    loaded: LoadedModel, prefix: tuple[Segment, Tensor] | None, n_rows: int, more_tokens: int, overrides: Overrides
+) -> SequenceBatch:
+    """Return a batch whose every row holds the prefix."""
+    if prefix is None:
+        return SequenceBatch.empty(loaded, n_rows, overrides)
+    segment, states = prefix
+    return concatenate_kv(loaded, [[states]] * n_rows, [segment.positions[None]] * n_rows, more_tokens, overrides)

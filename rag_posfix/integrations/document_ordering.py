@@ -1,0 +1,204 @@
+"""Reranks documents, keeps the best and orders them, for the adapters. Knows no framework.
+
+Adapters convert their documents to ``FrameworkDocument``; the result refers to them by index, so that an adapter
+returns its framework's own documents with nothing but new scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from langchain_core.documents import BaseDocumentCompressor, Document
+
+from rag_posfix.assembly.documents import checked_document, distinct_indices, ranked_indices
+from rag_posfix.assembly.orders import OrderFacts, apply_order, create_order
+from rag_posfix.contracts.indexed_reranking import RankedDocument, arerank_indexed, rerank_indexed
+from rag_posfix.errors import ConfigError
+
+__all__ = [
+    "DocumentOrderer",
+    "FrameworkDocument",
+    "OrderedDocument",
+    "checked_count",
+    "checked_order",
+    "create_reranker",
+    "ordered_documents",
+]
+
+
+class FrameworkDocument(NamedTuple):
+    """The fields of a framework's document."""
+
+    id: str
+    text: str
+    title: object = None
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedDocument:
+    """A document of the result.
+
+    Attributes:
+        index: Its index in the given list.
+        score: The reranker's score; without a reranker, its own score.
+    """
+
+    index: int
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentOrderer:
+    """Reranks documents, keeps the best and orders them.
+
+    Attributes:
+        order: A name in ``ORDERS``, or ``name:parameter=value``.
+        reranker: Scores the documents for the question; None keeps their scores.
+        k: Number of documents to keep, all if None.
+        seed: For random orders.
+        distinct: Whether to leave out documents without text, and all but the best of those with the same text.
+    """
+
+    order: str = "relevance"
+    reranker: BaseDocumentCompressor | None = None
+    k: int | None = None
+    seed: int = 0
+    distinct: bool = True
+
+    def run(self, documents: Sequence[FrameworkDocument], query: str | None = None) -> list[OrderedDocument]:
+        """Return the documents in order.
+
+        Args:
+            documents: The documents, in any order.
+            query: The question; required with a reranker.
+
+        Raises:
+            ConfigError: a document or the order is malformed, or the question is missing.
+        """
+        converted = self._converted(documents, query)
+        if self.reranker is None:
+            return self._ordered([RankedDocument(index, one) for index, one in enumerate(converted)])
+        return self._ordered(rerank_indexed(self.reranker, query or "", converted))
+
+    async def arun(self, documents: Sequence[FrameworkDocument], query: str | None = None) -> list[OrderedDocument]:
+        """Do what ``run`` does with the reranker's asynchronous method.
+
+        Args:
+            documents: The documents, in any order.
+            query: The question; required with a reranker.
+        """
+        if self.reranker is None:
+            return self.run(documents, query)
+        return self._ordered(await arerank_indexed(self.reranker, query or "", self._converted(documents, query)))
+
+    def _converted(self, documents: Sequence[FrameworkDocument], query: str | None) -> list[Document]:
+        if self.reranker is not None and documents and not (query and query.strip()):
+            raise ConfigError("a reranker needs the question; pass it as the query, or leave the reranker out")
+        return [_converted(document) for document in documents]
+
+    def _ordered(self, ranked: Sequence[RankedDocument]) -> list[OrderedDocument]:
+        given = sorted(ranked, key=lambda one: one.index)  # ties and missing scores keep the given order
+        documents = [one.document for one in given]
+        found = _ordered_indices(documents, self.order, self.k, self.seed, self.distinct)
+        return [OrderedDocument(given[i].index, documents[i].metadata.get("relevance_score")) for i in found]
+
+
+def ordered_documents(
+    documents: Sequence[Document], order: str, *, k: int | None = None, seed: int = 0, distinct: bool = True
+) -> list[Document]:
+    """Return the ``k`` best documents, not copied, in the order called ``order``.
+
+    The best are those with the highest ``metadata["relevance_score"]``; the first ones if none has a score.
+
+    Args:
+        documents: The documents, in any order.
+        order: A name in ``ORDERS``, or ``name:parameter=value``.
+        k: Number of documents to return, all if None.
+        seed: For random orders.
+        distinct: Whether to leave out documents without text, and all but the best of those with the same text.
+
+    Raises:
+        ConfigError: the order is unknown, or a document is malformed (no Document, no text, a score that is no finite
+            number).
+    """
+    return [documents[index] for index in _ordered_indices(documents, order, k, seed, distinct)]
+
+
+def checked_count(name: str, count: object, *, optional: bool = True) -> None:
+    """Raise for a number of documents below 1.
+
+    Args:
+        name: Name of the parameter, for the message.
+        count: The number.
+        optional: Whether None is allowed.
+
+    Raises:
+        ConfigError: it is no integer >= 1.
+    """
+    if count is None and optional:
+        return
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"{name}={count!r} must be an integer >= 1{', or None for all' if optional else ''}")
+
+
+def checked_order(order: str) -> str:
+    """Return ``order`` if it is the name of an order with valid parameters.
+
+    Args:
+        order: A name in ``ORDERS``, or ``name:parameter=value``.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    create_order(order)
+    return order
+
+
+def create_reranker(
+    reranker: str | BaseDocumentCompressor | None, embedding_model: str, model: str
+) -> BaseDocumentCompressor | None:
+    """Return a reranker that is given as an object or by name; this loads its models.
+
+    Args:
+        reranker: A reranker; a name (``rag-posfix methods``), or ``name:parameter=value``; or None.
+        embedding_model: For rerankers that use embeddings.
+        model: For rerankers that use a language model.
+
+    Raises:
+        ConfigError: no reranker has this name or these parameters.
+    """
+    if not isinstance(reranker, str):
+        return reranker
+    from rag_posfix.pipeline.build import build_reranker_models
+    from rag_posfix.reranking.build import build_reranker, parse_reranker
+    from rag_posfix.settings import Settings
+
+    spec = parse_reranker(reranker)
+    return build_reranker(spec, build_reranker_models(Settings(embedding_model=embedding_model, model=model)))
+
+
+def _ordered_indices(documents: Sequence[Document], order: str, k: int | None, seed: int, distinct: bool) -> list[int]:
+    """Return the indices of the ``k`` best documents, in the order called ``order``."""
+    created = create_order(order)
+    checked = [checked_document(document, index) for index, document in enumerate(documents)]
+    candidates = distinct_indices(checked)[0] if distinct else tuple(range(len(checked)))
+    ranking = ranked_indices([checked[index] for index in candidates])
+    best = sorted(candidates[i] for i in ranking[:k])
+    facts = OrderFacts(
+        relevance=tuple(checked[index].relevance for index in best),
+        seed=seed,
+        keys=tuple(checked[index].key for index in best),
+    )
+    return [best[i] for i in apply_order(created, facts)]
+
+
+def _converted(document: FrameworkDocument) -> Document:
+    if not isinstance(document.text, str):
+        kind = "no text" if document.text is None else f"{type(document.text).__name__}, must be text"
+        raise ConfigError(f"document {document.id!r} has {kind}; convert it or leave it out")
+    metadata = {"title": document.title, "relevance_score": document.score}
+    known = {name: value for name, value in metadata.items() if value is not None}
+    return Document(page_content=document.text, metadata=known, id=document.id or None)

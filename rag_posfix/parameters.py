@@ -1,0 +1,330 @@
+"""Parameters of methods: what they are called, their types and ranges, and how a value is checked.
+
+A method is a class whose parameters are its fields: a frozen dataclass, checked here, or a pydantic model, which
+checks itself. A dataclass field says what it takes by its type and, for numbers, by one of the ranges below:
+
+    fraction: Annotated[float, Number(0, 1)] = 0.15
+    experts: Annotated[int | None, Whole(1)] = None
+    choose: Literal["deviation", "first"] = "deviation"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rag_posfix.errors import ConfigError
+
+__all__ = [
+    "Number",
+    "Numbers",
+    "Parameter",
+    "Refused",
+    "Whole",
+    "check_fields",
+    "check_parameters",
+    "parameters_of",
+    "refused_by_pydantic",
+    "shown",
+]
+
+SHOWN_CHARACTERS = 200
+"""A value is quoted in messages up to this length."""
+
+
+class Refused(ValueError):
+    """A value is not one of those that a parameter takes.
+
+    Args:
+        where: Which part of the value is at fault, "" for the whole; ``[2]`` is the third entry of a list.
+        value: That part.
+        allowed: What is allowed there.
+    """
+
+    def __init__(self, where: str = "", value: Any = None, allowed: str = "") -> None:
+        super().__init__(f"{where}={shown(value)} must be {allowed}")
+        self.where, self.value, self.allowed = where, value, allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A finite number from ``low`` to ``high``.
+
+    Attributes:
+        low: The smallest number.
+        high: The largest number.
+        above: Whether ``low`` itself is refused.
+    """
+
+    low: float
+    high: float
+    above: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """What is allowed, for messages."""
+        if self.above:
+            return f"a number above {self.low:g} and at most {self.high:g}"
+        return f"a number between {self.low:g} and {self.high:g}"
+
+    def check(self, value: Any) -> float:
+        """Return ``value`` as a float, or raise."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
+            raise Refused
+        if self.above and value == self.low:
+            raise Refused
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole number of ``low`` or more.
+
+    Attributes:
+        low: The smallest number.
+    """
+
+    low: int
+
+    @property
+    def allowed(self) -> str:
+        """What is allowed, for messages."""
+        return f"a whole number >= {self.low}"
+
+    def check(self, value: Any) -> int:
+        """Return ``value``, or raise."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < self.low:
+            raise Refused
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A list of numbers, kept as a tuple; JSON has lists only.
+
+    Attributes:
+        low: The smallest number.
+        high: The largest number.
+        fewest: The fewest numbers.
+        most: The most numbers.
+        nonzero: Whether at least one of them must differ from 0.
+    """
+
+    low: float
+    high: float
+    fewest: int
+    most: int
+    nonzero: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """What is allowed, for messages."""
+        rest = ", not all of them 0" if self.nonzero else ""
+        if math.isinf(self.low) and math.isinf(self.high):
+            return f"a list of {self.fewest} to {self.most} finite numbers{rest}"
+        return f"a list of {self.fewest} to {self.most} numbers between {self.low:g} and {self.high:g}{rest}"
+
+    def check(self, value: Any) -> tuple[float, ...]:
+        """Return ``value`` as a tuple of floats, or raise."""
+        if not isinstance(value, list | tuple) or not self.fewest <= len(value) <= self.most:
+            raise Refused
+        numbers = tuple(self._one(number, f"[{index}]") for index, number in enumerate(value))
+        if self.nonzero and not any(numbers):
+            raise Refused
+        return numbers
+
+    def _one(self, value: Any, where: str) -> float:
+        one = Number(self.low, self.high)
+        try:
+            number = one.check(value)
+        except Refused:
+            raise Refused(where, value, one.allowed) from None
+        if not math.isfinite(number):
+            raise Refused(where, value, "a finite number")
+        return number
+
+
+Range = Number | Whole | Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of a method.
+
+    Attributes:
+        name: What it is called.
+        type: Its type, in words of Python.
+        default: Its value where none is given; ``inspect.Parameter.empty`` where one must be given.
+        allowed: What it takes, in words; "" where the class checks it.
+        check: Returns a value as the method keeps it, or raises; None where the class checks it.
+    """
+
+    name: str
+    type: str
+    default: Any
+    allowed: str = ""
+    check: Callable[[Any], Any] | None = None
+
+
+def parameters_of(cls: Any) -> Mapping[str, Parameter]:
+    """Return the parameters of a method by name, in the order of its fields.
+
+    Args:
+        cls: A dataclass, or a pydantic model.
+    """
+    return _parameters_of(cls)
+
+
+@functools.cache
+def _parameters_of(cls: Any) -> Mapping[str, Parameter]:
+    if dataclasses.is_dataclass(cls):
+        hints = typing.get_type_hints(cls, include_extras=True)
+        own = [field for field in dataclasses.fields(cls) if field.init]
+        return {field.name: _parameter(field.name, hints[field.name], _default(field)) for field in own}
+    fields: Mapping[str, Any] = getattr(cls, "model_fields", {})
+    return {
+        name: Parameter(name, _type_text(field.annotation), _pydantic_default(field)) for name, field in fields.items()
+    }
+
+
+def check_parameters(method: Any, label: str) -> None:
+    """Check the parameters of a method that is a dataclass, and keep each in its own form; for ``__post_init__``.
+
+    Args:
+        method: The method.
+        label: Its name, for messages.
+
+    Raises:
+        ConfigError: a value has another type than the parameter, or is outside of its range.
+    """
+    for name, parameter in parameters_of(type(method)).items():
+        given = getattr(method, name)
+        if parameter.check is None:
+            continue
+        try:
+            kept = parameter.check(given)
+        except Refused as error:
+            value, allowed = (error.value, error.allowed) if error.where else (given, parameter.allowed)
+            raise ConfigError(f"{label}: {name}{error.where}={shown(value)} must be {allowed}") from None
+        object.__setattr__(method, name, kept)
+
+
+def check_fields(model: Any, values: Mapping[str, Any]) -> None:
+    """Check values against the fields of a pydantic model, without making one.
+
+    Types and ranges are checked; what the model's own validators check is left to them.
+
+    Raises:
+        ValidationError: a value has another type than the field, or is outside of its range.
+    """
+    from pydantic import create_model  # only models of pydantic come here
+
+    fields: dict[str, Any] = {
+        name: (info.annotation, info) for name, info in model.model_fields.items() if name in values
+    }
+    create_model("Parameters", __config__=model.model_config, **fields)(**values)
+
+
+@contextmanager
+def refused_by_pydantic(label: str) -> Iterator[None]:
+    """Turn a validation error of pydantic into a ``ConfigError`` of one line, on the first thing that is wrong."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        errors = getattr(error, "errors", None)
+        if not callable(errors):
+            raise
+        first = errors(include_url=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{label}: {where}={shown(first.get('input'))}: {first['msg']}") from error
+
+
+def shown(value: Any) -> str:
+    """Return ``value`` as a message quotes it."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def _parameter(name: str, hint: Any, default: Any) -> Parameter:
+    ranges = tuple(extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Number | Whole | Numbers))
+    plain = hint.__origin__ if typing.get_origin(hint) is typing.Annotated else hint
+    union = isinstance(plain, types.UnionType) or typing.get_origin(plain) is typing.Union
+    members = typing.get_args(plain) if union else (plain,)
+    checks: list[Callable[[Any], Any]] = []
+    allowed: list[str] = []
+    optional = False
+    for member in members:
+        if member is type(None):
+            optional = True
+        elif typing.get_origin(member) is Literal:
+            names = typing.get_args(member)
+            checks.append(functools.partial(_one_of, names))
+            allowed.append(_alternatives(names))
+        elif ranges:
+            checks.append(ranges[0].check)
+            allowed.append(ranges[0].allowed)
+        elif member is bool:
+            checks.append(functools.partial(_one_of, (True, False)))
+            allowed.append("true or false")
+        else:  # no range: the class checks it
+            return Parameter(name, _type_text(plain), default)
+    if optional:
+        checks.append(functools.partial(_one_of, (None,)))
+        allowed.append("None")
+    return Parameter(name, _type_text(plain), default, ", or ".join(allowed), functools.partial(_first, checks))
+
+
+def _alternatives(names: tuple[Any, ...]) -> str:
+    quoted = [repr(name) for name in names]
+    return f"one of {', '.join(quoted)}" if len(quoted) > 2 else " or ".join(quoted)
+
+
+def _first(checks: list[Callable[[Any], Any]], value: Any) -> Any:
+    """Return what the first check returns that does not refuse ``value``."""
+    refusal = Refused()
+    for check in checks:
+        try:
+            return check(value)
+        except Refused as error:
+            refusal = error if error.where else refusal
+    raise refusal
+
+
+def _one_of(values: tuple[Any, ...], value: Any) -> Any:
+    for one in values:
+        if type(one) is type(value) and one == value:
+            return one
+    raise Refused
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty
+
+
+def _pydantic_default(field: Any) -> Any:
+    return inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _type_text(hint: Any) -> str:
+    """Return a type as it is written."""
+    if isinstance(hint, type) and not isinstance(hint, types.GenericAlias):
+        return hint.__name__ if hint is not type(None) else "None"
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " | ".join(_type_text(member) for member in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Annotated:
+        return _type_text(hint.__origin__)
+    return str(hint).replace("typing.", "")

@@ -1,0 +1,234 @@
+"""The attention hook: one attention function, one mask function and one module hook that apply the forward context.
+
+Without a context all three are exactly transformers' own. A context is switched on in a ``ContextVar``, inside the
+thread that runs the model, so threads with different plans share one model. Nothing is stored on a module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rag_posfix.attention.causal import attend_causal_rows
+from rag_posfix.attention.weights import last_query_attention
+from rag_posfix.errors import GenerationError
+from rag_posfix.patching.forward_context import ForwardContext, Observer, current
+from rag_posfix.patching.hidden import attend_with_scaled_channel
+from rag_posfix.patching.rotation import LayerRotation, layer_rotation
+from rag_posfix.patching.spec import ModelSpec
+from rag_posfix.plan.attention_override import AttentionInput, Rotated
+from rag_posfix.plan.plan import HeadScale
+
+__all__ = ["before_attention", "hooked_attention", "hooked_mask"]
+
+
+def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Pre-hook of every attention module: hands it the rotary angles that the context asks for.
+
+    Angles that rotate nothing (cos 1, sin 0) where ``hooked_attention`` rotates queries and keys.
+    """
+    context = current()
+    if context is None:
+        return None
+    states = given["hidden_states"]
+    if context.on_hidden_states is not None:
+        context.on_hidden_states(module.layer_idx, states)
+    contexts = [(part.rows, part.context) for part in context.slices] or [(slice(None), context)]
+    if not any(one.overrides.rotates_in_hook or one.overrides.changes_angles for _, one in contexts):
+        return None
+    own = given["position_embeddings"]
+    found = [_angles(one, module, states[rows], (own[0][rows], own[1][rows])) for rows, one in contexts]
+    return arguments, {**given, "position_embeddings": tuple(torch.cat(part) for part in zip(*found, strict=True))}
+
+
+def _angles(context: ForwardContext, module: Any, states: Tensor, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return cos and sin that a context asks for, (B, Tq, rotated); the model's own where it asks for nothing."""
+    overrides = context.overrides
+    if not (overrides.rotates_in_hook or overrides.changes_angles):
+        return own
+    spec, positions = _needed(context)
+    hidden = overrides.hidden_scale
+    if hidden is not None and module.layer_idx in hidden.layers:
+        context.layer_state.channel[module.layer_idx] = states[..., hidden.channel]
+    if overrides.rotates_in_hook:
+        return torch.ones_like(own[0]), torch.zeros_like(own[1])
+    return layer_rotation(overrides, spec, module).angles(states, positions[:, -states.shape[1] :])
+
+
+def hooked_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Mask function: transformers' own, or the active context's complete mask. Shape (B, 1, Tq, Tk), bool."""
+    context = current()
+    if context is not None:
+        attend = context.overrides.attend
+        if attend is not None and attend.layers is None and not attend.needs_mask:
+            return None
+        if context.overrides.mask is not None:
+            device = torch.device(kwargs.get("device", "cpu"))
+            key = torch.arange(kv_length, device=device)[None, :]
+            query = torch.arange(kv_length - q_length, kv_length, device=device)[:, None]
+            return context.overrides.mask(query, key).expand(batch_size, 1, q_length, kv_length)
+        if context.starts is not None or context.slices:
+            return None
+    result: Tensor | None = sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
+    return result
+
+
+def hooked_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attention function: transformers' own SDPA, or what the active context asks for.
+
+    Shapes:
+        query: (B, Hq, Tq, D). key, value: (B, Hkv, Tk, D). returns: (B, Tq, Hq, D).
+    """
+    context = current()
+    if context is None:
+        stock: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return stock
+    return _Layer(module, context, attention_mask, kwargs).run(query, key, value), None
+
+
+class _Layer:
+    """One layer's attention under a context."""
+
+    def __init__(self, module: Any, context: ForwardContext, mask: Tensor | None, options: dict[str, Any]) -> None:
+        self.module, self.context, self.mask, self.options = module, context, mask, options
+        self.layer: int = module.layer_idx
+        scaling = options.get("scaling")
+        self.scaling: float = module.head_dim**-0.5 if scaling is None else scaling
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.context.slices:
+            return self._apart(query)
+        overrides = self.context.overrides
+        if overrides.rotates_in_hook:
+            return self._rotating(query, key, value)
+        if overrides.attend is not None and self._in_layers():
+            return self._attend(
+                query, key, value, layer_rotation(self.context.overrides, _needed(self.context)[0], self.module)
+            )
+        self._observe(query, key)
+        return self._plain(query, key, value)
+
+    def _rotating(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Rotate here; keys in place, so that the cache holds them as the next pass needs them."""
+        overrides, positions, n_query = self.context.overrides, _needed(self.context)[1], query.shape[2]
+        rotation = self._rotation(query, key)
+        if overrides.hidden_scale is not None and self.layer in overrides.hidden_scale.layers:
+            out, turned = attend_with_scaled_channel(
+                self.module, self.context, overrides.hidden_scale, rotation, query, key, positions,
+                lambda q, k: self._plain(q, k, value),
+            )  # fmt: skip
+            self._observe(turned, key)
+            return out
+        attend = overrides.attend if self._in_layers() else None
+        rotated = Rotated.BOTH if attend is None else attend.rotated
+        if rotated is Rotated.NEITHER:
+            return self._attend(query, key, value, rotation)
+        fresh = key[:, :, -n_query:]
+        fresh.copy_(rotation(fresh, positions[:, -n_query:]))  # `key` is the cache's own tensor
+        query = rotation(query, positions[:, -n_query:])
+        if attend is not None:
+            return self._attend(query, key, value, rotation)
+        self._observe(query, key)
+        return self._plain(query, key, value)
+
+    def _rotation(self, query: Tensor, key: Tensor) -> LayerRotation:
+        """Return the layer's rotation; the divisors of its heads are decided in the pass that reads the prompt."""
+        spec, _ = _needed(self.context)
+        rotation = layer_rotation(self.context.overrides, spec, self.module)
+        decide, ratios = self.context.overrides.head_scale, self.context.layer_state.head_divisors
+        if decide is None:
+            return rotation
+        if self.layer not in ratios:
+            ratios[self.layer] = self._divisors(decide, query[:, :, -1:], key)
+        return replace(rotation, ratios=ratios[self.layer])
+
+    def _divisors(self, decide: HeadScale, query: Tensor, key: Tensor) -> Tensor | None:
+        """Return the divisors of the key heads that are here; they are decided by how all heads compare."""
+        spec, _ = _needed(self.context)
+        shape, ranks = spec.shape, spec.ranks
+        found = decide(self.layer, ranks.gather(query, shape.n_heads, 1), ranks.gather(key, shape.n_kv_heads, 1))
+        return None if found is None else ranks.own_heads(found, key.shape[1])
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, rotate: LayerRotation) -> Tensor:
+        """Run the plan's own attention."""
+        attend, positions = self.context.overrides.attend, _needed(self.context)[1]
+        if attend is None:
+            raise GenerationError(
+                "the attention hook was called for an attention override that the context lacks; please report this"
+            )
+
+        def ordinary() -> tuple[Tensor, Tensor]:
+            if attend.rotated is Rotated.BOTH:
+                return query, key
+            return rotate(query, positions[:, -query.shape[2] :]), rotate(key, positions)
+
+        def plain() -> Tensor:
+            return self._plain(*ordinary(), value).transpose(1, 2)
+
+        observer = self._observer()
+        given = AttentionInput(
+            query, key, value, positions, self.scaling, self.layer, rotate, plain, observed=observer is not None
+        )
+        out, newest = attend(given)  # (B, Hq, Tq, D)
+        if observer is not None and newest is None:
+            self._observe(*ordinary())
+        elif observer is not None and newest is not None:
+            observer.add(newest)
+        return out.transpose(1, 2)
+
+    def _in_layers(self) -> bool:
+        attend = self.context.overrides.attend
+        return attend is not None and (attend.layers is None or self.layer in attend.layers)
+
+    def _apart(self, query: Tensor) -> Tensor:
+        """AttentionOverride in each part to its own keys, as it would alone. Returns (B, Tq, Hq, D)."""
+        outs = []
+        for part in self.context.slices:
+            alone = _Layer(self.module, part.context, None, self.options)
+            outs.append(alone.run(query[part.rows], *part.keys(self.layer)))
+        return torch.cat(outs)
+
+    def _plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = self.mask
+        if mask is None and self.context.starts is not None:
+            return attend_causal_rows(query, key, value, self.scaling, self.context.starts).transpose(1, 2)
+        if mask is not None and query.shape[2] < mask.shape[2]:
+            mask = mask[:, :, -query.shape[2] :]
+        out: Tensor = sdpa_attention_forward(self.module, query, key, value, mask, **self.options)[0]
+        return out
+
+    def _observer(self) -> Observer | None:
+        """Return the observer that wants this layer's attention, if there is one."""
+        observer = self.context.observer
+        return observer if observer is not None and observer.asks(self.layer) else None
+
+    def _observe(self, query: Tensor, key: Tensor) -> None:
+        """Hand the attention of the newest queries to the observer."""
+        observer = self._observer()
+        if observer is None:
+            return
+        softcap, count, starts = (
+            self.options.get("softcap"),
+            min(observer.queries, query.shape[2]),
+            self.context.starts,
+        )
+        observer.add(
+            last_query_attention(query, key, self.mask, self.scaling, softcap, starts, count, rough=observer.rough)
+        )
+
+
+def _needed(context: ForwardContext) -> tuple[ModelSpec, Tensor]:
+    if context.spec is None or context.positions is None:
+        raise GenerationError(
+            "the attention hook was asked to rotate without angles and positions; please report this"
+        )
+    return context.spec, context.positions

@@ -1,0 +1,156 @@
+"""The forward context: what one forward pass does differently, switched on per thread. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rag_posfix.patching.spec import ModelSpec
+from rag_posfix.plan.attention_override import AttentionOverride, Rotated
+from rag_posfix.plan.plan import HeadScale, HiddenScale, MaskFunction
+
+__all__ = ["BatchSlice", "ForwardContext", "LayerState", "Observer", "Overrides", "active", "current"]
+
+
+@dataclass(slots=True)
+class Observer:
+    """Collects the attention of the newest queries, averaged over them, over layers and the heads that are here.
+
+    Attributes:
+        total: (B, Tk) float32, summed over layers.
+        n_layers: Layers that have reported.
+        queries: How many of the newest queries count. With a plan that replaces attention: one.
+        layers: Which layers are asked; None asks all.
+        rough: Whether shares are request, and their last digits are not.
+    """
+
+    total: Tensor | None = None
+    n_layers: int = 0
+    queries: int = 1
+    layers: frozenset[int] | None = None
+    rough: bool = False
+
+    def asks(self, layer: int) -> bool:
+        """Return whether a layer's attention is request."""
+        return self.layers is None or layer in self.layers
+
+    def add(self, attention: Tensor) -> None:
+        """Add one layer's (B, Tk)."""
+        self.total = attention if self.total is None else self.total + attention
+        self.n_layers += 1
+
+    def mean(self) -> Tensor | None:
+        """Return the mean over layers, (B, Tk), or None if no layer reported."""
+        return None if self.total is None else self.total / self.n_layers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Overrides:
+    """What a row's plan changes in the model's attention. All fields at their defaults: the stock path runs.
+
+    Attributes: those of ``RowPlan``.
+    """
+
+    mask: MaskFunction | None = None
+    rope_base_factor: float | None = None
+    layer_scale: tuple[float, ...] | None = None
+    head_scale: HeadScale | None = None
+    hidden_scale: HiddenScale | None = None
+    attend: AttentionOverride | None = None
+
+    @property
+    def rotates_in_hook(self) -> bool:
+        """Whether the attention hook rotates queries and keys instead of the model."""
+        return (
+            self.head_scale is not None
+            or self.hidden_scale is not None
+            or (self.attend is not None and self.attend.rotated is not Rotated.BOTH)
+        )
+
+    @property
+    def changes_angles(self) -> bool:
+        """Whether the model rotates by other angles than its own."""
+        return self.rope_base_factor is not None or self.layer_scale is not None
+
+
+@dataclass(slots=True, eq=False)
+class LayerState:
+    """What the layers of one batch remember between forward passes, and hand on within one.
+
+    Attributes:
+        head_divisors: Layer -> position divisor of each key/value head, decided once.
+        channel: Layer -> the scaled hidden channel of the tokens of this pass, (B, Tq).
+    """
+
+    head_divisors: dict[int, Tensor | None] = field(default_factory=dict)
+    channel: dict[int, Tensor] = field(default_factory=dict)
+
+    def copy(self) -> LayerState:
+        """Return an independent copy."""
+        return LayerState(dict(self.head_divisors), {})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardContext:
+    """What one forward pass does differently.
+
+    Attributes:
+        overrides: What the plan asks for.
+        positions: (B | 1, Tk) positions of every token so far; the queries are the last of them. Needed with overrides
+            that rotate or change angles.
+        spec: The model's; needed with ``positions``.
+        layer_state: Of this batch.
+        prompt_length: Tokens that the prompt holds; queries from the last of them on are newest tokens.
+        observer: Receives the attention of the newest queries.
+        on_hidden_states: Receives each layer's number and what its attention reads, (B, Tq, hidden).
+        starts: The first token of each row among the keys; those before it are padding. If given, causality and
+            padding follow from it, and a mask is made only where the plan has one. None: the model's own mask counts.
+        slices: Parts of the batch with caches of their own, in the order of the batch; then nothing above is used.
+    """
+
+    overrides: Overrides = field(default_factory=Overrides)
+    positions: Tensor | None = None
+    spec: ModelSpec | None = None
+    layer_state: LayerState = field(default_factory=LayerState)
+    prompt_length: int = 1
+    observer: Observer | None = None
+    on_hidden_states: Callable[[int, Tensor], None] | None = None
+    starts: tuple[int, ...] | None = None
+    slices: tuple[BatchSlice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchSlice:
+    """Some rows of a batch that have a cache of their own.
+
+    Attributes:
+        rows: Which rows of the batch.
+        context: That of a pass over these rows alone; it has ``starts`` and no mask.
+        keys: Layer -> (keys, values), each (R, Hkv, Tk, D), of all tokens so far: the cache's own tensors.
+    """
+
+    rows: slice
+    context: ForwardContext
+    keys: Callable[[int], tuple[Tensor, Tensor]]
+
+
+_ACTIVE: ContextVar[ForwardContext | None] = ContextVar("rag_posfix_forward_context", default=None)
+
+
+def current() -> ForwardContext | None:
+    """Return the context that is switched on in this thread; None leaves the model as it was trained."""
+    return _ACTIVE.get()
+
+
+@contextmanager
+def active(context: ForwardContext) -> Iterator[None]:
+    """Switch ``context`` on for the forward passes of this thread inside the block."""
+    token = _ACTIVE.set(context)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)

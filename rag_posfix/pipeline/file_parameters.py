@@ -1,0 +1,78 @@
+"""Parameters that the command line and the settings take from files. The only place where a method's file is read.
+
+Methods take values. ``name:profile=PATH`` is read here and becomes ``name`` with the values of the file, before the
+method is made. Requests to the service never come this way: a client cannot make the server read a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rag_posfix.assembly.orders import ORDERS
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method
+from rag_posfix.errors import ConfigError
+from rag_posfix.registry import Registry
+
+__all__ = ["order_with_values", "with_file_parameters"]
+
+
+def with_file_parameters(spec: MethodSpec, registry: Registry[Any]) -> MethodSpec:
+    """Return ``spec`` under its registry name, with the values of the files that it names, also in methods it holds.
+
+    Args:
+        spec: A method as a user wrote it.
+        registry: The registry of its kind; its classes name the parameters that may be files.
+
+    Raises:
+        UnknownNameError: no such name.
+        ConfigError: a file cannot be read, or gives a parameter that is given too.
+    """
+    name = registry.resolve(spec.name)
+    entry = registry.get(name)
+    parameters = _with_values(name, spec.parameters, getattr(entry, "file_parameters", {}))
+    held = getattr(entry, "holds_methods", "")
+    if held and isinstance(parameters.get(held), list | tuple):
+        parameters[held] = [_member(member, registry) for member in parameters[held]]
+    return MethodSpec(name, parameters)
+
+
+def order_with_values(order: str) -> str:
+    """Return an order as text, with the values of the files that it names in the place of their paths.
+
+    Raises:
+        UnknownNameError: no order has this name.
+        ConfigError: a file cannot be read.
+    """
+    spec = with_file_parameters(parse_method(order, "order", "slots=[0.4,0.2,0.4]"), ORDERS)
+    return ":".join([spec.name, *(f"{name}={json.dumps(value)}" for name, value in spec.parameters.items())])
+
+
+def _with_values(name: str, given: Mapping[str, Any], readers: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = dict(given)
+    for key, read in readers.items():
+        if not isinstance(parameters.get(key), str):  # the values themselves, or nothing
+            continue
+        path = parameters.pop(key)
+        found = read(path)
+        both = [one for one in found if one in parameters]
+        if both:
+            raise ConfigError(f"{name}: {key}={path!r} gives {', '.join(both)} already; leave out one of the two")
+        parameters.update(found)
+    return parameters
+
+
+def _member(member: Any, registry: Registry[Any]) -> Any:
+    """Return a method of a list with the values of its files; what is no method is left for the list's owner."""
+    fields = member
+    if isinstance(member, str) and member.startswith("{"):
+        try:
+            fields = json.loads(member)
+        except ValueError:
+            return member
+    if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
+        return member
+    own = MethodSpec(fields["name"], {key: value for key, value in fields.items() if key != "name"})
+    read = with_file_parameters(own, registry)
+    return {"name": read.name, **read.parameters}

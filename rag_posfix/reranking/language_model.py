@@ -1,0 +1,261 @@
+"""Base classes of rerankers that use the served language model: exclusive use, tokenised documents, windows."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from rag_posfix.assembly.budget import truncate
+from rag_posfix.assembly.documents import CheckedDocument
+from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_passage
+from rag_posfix.contracts.generator import Generator, PassageReader
+from rag_posfix.errors import PromptTooLongError
+from rag_posfix.reranking.base import DocumentScore, ScoringReranker
+from rag_posfix.reranking.deadline import check_deadline
+
+__all__ = [
+    "FEWEST_TOKENS",
+    "FittedPassage",
+    "LanguageModelReranker",
+    "PassageReadingReranker",
+    "WindowedReranker",
+    "common_length_limit",
+]
+
+FEWEST_TOKENS = 16
+"""A document is never cut to fewer tokens than this, heading and separator included."""
+
+_LOCK_SECONDS = 0.05
+"""Interval at which a reranking that waits for another one checks its deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedPassage:
+    """A tokenised document that fits a token limit.
+
+    Attributes:
+        passage: The tokens, heading and separator included.
+        truncated: Whether the end of the document was cut off.
+    """
+
+    passage: TokenizedPassage
+    truncated: bool = False
+
+    def __len__(self) -> int:
+        return len(self.passage)
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Metadata of the reranked document."""
+        return {"long_document": "truncated"} if self.truncated else {}
+
+
+class LanguageModelReranker(ScoringReranker):
+    """Base of rerankers that use the served model. Rerankings use it one at a time; the others wait.
+
+    A reranking that is cancelled stops within one step. ``metadata["reranking"]["long_document"]`` is ``"truncated"``
+    for a document whose end was not read.
+
+    Attributes:
+        generator: The served model.
+        top_n: Number of passages to return, all if None.
+    """
+
+    generator: Generator
+    _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+
+    @property
+    def _template(self) -> PromptTemplate:
+        """The template of answers: passages have the same tokens, so cached keys and values serve both."""
+        return PromptTemplate()
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        while not self._lock.acquire(timeout=_LOCK_SECONDS):
+            check_deadline()
+        try:
+            check_deadline()
+            yield
+        finally:
+            self._lock.release()
+
+    def _fitted(self, document: CheckedDocument, limit: int) -> FittedPassage:
+        """Return a document in tokens, at most ``limit``."""
+        encoder = self.generator.encoder
+        passage = tokenize_passage(encoder, self._template, document.text, title=document.title)
+        return self._truncated(FittedPassage(passage), limit)
+
+    def _truncated(self, fitted: FittedPassage, limit: int) -> FittedPassage:
+        """Return a passage of at most ``limit`` tokens. The content key stays that of the complete document."""
+        if len(fitted) <= limit:
+            return fitted
+        if limit < FEWEST_TOKENS:
+            raise PromptTooLongError(
+                f"{max(limit, 0)} tokens are left for each document, and at least {FEWEST_TOKENS} are needed; rank "
+                "fewer documents at a time (window), or shorten the question"
+            )
+        passage = fitted.passage
+        heading = passage.heading[: limit // 2]
+        text = truncate(passage.text, limit - len(heading) - len(passage.separator), self.generator.encoder.decode)
+        return FittedPassage(replace(passage, heading=heading, text=text), truncated=True)
+
+
+class PassageReadingReranker(LanguageModelReranker):
+    """Base of rerankers that use attention or log-probabilities of the model while it reads; nothing is generated.
+
+    Attributes:
+        generator: The served model; an ``Engine``, or a ``BatchingGenerator`` around one.
+        top_n: Number of passages to return, all if None.
+    """
+
+    generator: PassageReader
+
+    @field_validator("generator", mode="before")
+    @classmethod
+    def _reads_passages(cls, value: Any) -> Any:
+        if not isinstance(value, PassageReader):
+            raise PydanticCustomError(
+                "passage_reader",
+                "{kind} cannot read passages for a reranker; use an Engine (load_engine, tp=1), or the embedding, "
+                "cross_encoder or listwise reranker",
+                {"kind": type(value).__name__},
+            )
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _WindowScore:
+    """The raw score of a document in a window."""
+
+    raw: float
+    fitted: FittedPassage
+
+
+class WindowedReranker(LanguageModelReranker):
+    """Base of rerankers whose prompt contains several documents.
+
+    If there are more candidates than ``window``, the first ``window`` are read in one prompt; the others rank below
+    them in the given order, with score 0 and ``"read": False``. Candidates are given best first, and the authors of
+    in-context reranking found one window better than several. With ``stride`` all candidates are read, in overlapping
+    windows from the last candidate to the first; each window moves its best documents to its front. Scores are then
+    (n - rank) / n, because raw scores of different windows are not comparable.
+
+    Documents that together exceed the context window are cut, the longest first, until they fit.
+
+    Attributes:
+        generator: The served model.
+        top_n: Number of passages to return, all if None.
+        window: Maximum number of documents in one prompt.
+        stride: Number of candidates by which the next window is closer to the first; None reads one window.
+        max_document_tokens: Token limit of a document; a longer one is cut.
+        order: Order of the documents of a window in the prompt. ``canonical``: by content hash, so that the scores do
+            not depend on the given order. ``given``: the given order.
+    """
+
+    window: int = Field(default=20, ge=2)
+    stride: int | None = Field(default=None, ge=1)
+    max_document_tokens: int = Field(default=512, ge=16)
+    order: Literal["canonical", "given"] = "canonical"
+
+    @model_validator(mode="after")
+    def _windows_overlap(self) -> Self:
+        if self.stride is not None and self.stride >= self.window:
+            raise PydanticCustomError(
+                "stride",
+                "stride={stride} must be below window={window}: windows have to overlap",
+                {"stride": self.stride, "window": self.window},
+            )
+        return self
+
+    @abstractmethod
+    def _prompts(self, question: str, count: int) -> Sequence[TokenizedPrompt]:
+        """Return the prompts, without passages, that are read about a window of ``count`` documents."""
+
+    @abstractmethod
+    def _raw_scores(self, prompts: Sequence[TokenizedPrompt], passages: Sequence[TokenizedPassage]) -> Sequence[float]:
+        """Return the raw score of each passage of a window, in prompt order; higher is better."""
+
+    @abstractmethod
+    def _normalized(self, raw: Sequence[float]) -> Sequence[float]:
+        """Return the scores in [0, 1] for the raw scores of one window."""
+
+    def _labelled(self, passages: Sequence[TokenizedPassage]) -> Sequence[TokenizedPassage]:
+        """Return the passages with labels, such as numbers; unchanged by default."""
+        return passages
+
+    def _passage_room(self, prompts: Sequence[TokenizedPrompt], count: int) -> int:
+        """Return the number of tokens that all passages of a window may have together."""
+        return self.generator.context_window - max(len(prompt) for prompt in prompts)
+
+    def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
+        if self.stride is None or len(documents) <= self.window:
+            read = self._read(question, documents[: self.window])
+            unread = [DocumentScore(0.0)] * (len(documents) - len(read))
+            scores = self._normalized([one.raw for one in read])
+            return [*(_scored(one, score) for one, score in zip(read, scores, strict=True)), *unread]
+        ranking = list(range(len(documents)))
+        found: dict[int, _WindowScore] = {}
+        for start, stop in self._windows(len(documents), self.stride):
+            window = ranking[start:stop]
+            read = self._read(question, [documents[index] for index in window])
+            found.update(zip(window, read, strict=True))
+            ranking[start:stop] = sorted(window, key=lambda index: -found[index].raw)
+        n = len(documents)
+        rank_of = {index: rank for rank, index in enumerate(ranking)}
+        return [_scored(found[index], (n - rank_of[index]) / n) for index in range(n)]
+
+    def _windows(self, count: int, stride: int) -> Iterator[tuple[int, int]]:
+        """Yield start and end (exclusive) of each window, from the last to the first."""
+        start = count - self.window
+        while start > 0:
+            yield start, start + self.window
+            start -= stride
+        yield 0, self.window
+
+    def _read(self, question: str, documents: Sequence[CheckedDocument]) -> list[_WindowScore]:
+        """Read one window; return the scores in the order of ``documents``."""
+        check_deadline()
+        prompts = self._prompts(question, len(documents))
+        fitted = self._fitted_together(documents, self._passage_room(prompts, len(documents)))
+        order = list(range(len(documents)))
+        if self.order == "canonical":
+            order.sort(key=lambda index: documents[index].key)
+        passages = self._labelled([fitted[index].passage for index in order])
+        raw = dict(zip(order, self._raw_scores(prompts, passages), strict=True))
+        return [_WindowScore(raw[index], one) for index, one in enumerate(fitted)]
+
+    def _fitted_together(self, documents: Sequence[CheckedDocument], room: int) -> list[FittedPassage]:
+        fitted = [self._fitted(document, self.max_document_tokens) for document in documents]
+        limit = common_length_limit([len(one) for one in fitted], room)
+        return [self._truncated(one, limit) for one in fitted]
+
+
+def common_length_limit(sizes: Sequence[int], room: int) -> int:
+    """Return the largest common limit at which all sizes together do not exceed ``room``: only the longest are cut.
+
+    Formula: the largest m with sum_k min(size_k, m) <= room.
+
+    Args:
+        sizes: Number of tokens of each document.
+        room: Number of tokens of all documents together.
+    """
+    left = room
+    ascending = sorted(sizes)
+    for done, size in enumerate(ascending):
+        equal_part = left // (len(ascending) - done)
+        if size > equal_part:
+            return equal_part
+        left -= size
+    return max(sizes, default=0)
+
+
+def _scored(one: _WindowScore, score: float) -> DocumentScore:
+    return DocumentScore(score, one.raw, one.fitted.details)

@@ -1,0 +1,205 @@
+"""The file formats of an index: vectors, documents and word statistics, each with a writer and a reader.
+
+A reader raises ``ValueError`` for a malformed file, whatever the reason; ``storage`` turns it into the error that the
+user sees. Knows nothing of manifests and folders; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.documents import Document
+
+from rag_posfix.errors import RetrievalError
+from rag_posfix.retrieval.index.bm25_index import BM25Index
+from rag_posfix.retrieval.index.documents import IndexEntry
+from rag_posfix.retrieval.index.vector_index import import_faiss
+from rag_posfix.text import parse_json
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = [
+    "BM25_ROLES",
+    "map_documents",
+    "read_bm25_files",
+    "read_document_lines",
+    "read_offsets",
+    "read_vectors",
+    "write_bm25_files",
+    "write_document_lines",
+    "write_vectors",
+]
+
+BM25_ROLES = ("bm25_words", "bm25_shares", "bm25_texts", "bm25_starts")
+"""Roles of the files of word statistics: words and parameters as JSON, then three arrays of ``BM25Index`` (.npy)."""
+
+
+def write_vectors(vectors: Any, path: Path) -> None:
+    """Write a faiss index.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        import_faiss().write_index(vectors, str(path))
+    except RuntimeError as error:
+        raise OSError(f"faiss could not write the vectors: {str(error).splitlines()[0]}") from error
+
+
+def read_vectors(path: Path, *, mapped: bool) -> Any:
+    """Return an ``IndexIDMap2`` over a flat index or a graph; with ``mapped``, its numbers stay in the file."""
+    faiss = import_faiss()
+    try:
+        vectors = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC if mapped else 0)
+    except RuntimeError as error:
+        raise ValueError(f"faiss cannot read {path.name}") from error
+    if not isinstance(vectors, faiss.IndexIDMap2):
+        raise ValueError(f"{path.name} holds a {type(vectors).__name__}, expected an IndexIDMap2")
+    inner = faiss.downcast_index(vectors.index)
+    kinds = (faiss.IndexFlat, faiss.IndexHNSWFlat)
+    if not isinstance(inner, kinds) or inner.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise ValueError(f"{path.name} holds a {type(inner).__name__}, expected inner products, flat or as a graph")
+    return vectors
+
+
+def write_document_lines(entries: Mapping[int, IndexEntry], path: Path, offsets: Path) -> None:
+    """Write documents as JSON lines to ``path``, and the key and byte offset of each line to ``offsets``.
+
+    Raises:
+        RetrievalError: the metadata of a document cannot be written as JSON.
+    """
+    import numpy as np
+
+    rows: list[tuple[int, int]] = []
+    offset = 0
+    with path.open("wb") as handle:
+        for key, entry in entries.items():
+            rows.append((key, offset))
+            offset += handle.write(_document_line(key, entry).encode() + b"\n")
+    np.save(offsets, np.asarray(rows, dtype="<i8").reshape(-1, 2), allow_pickle=False)
+
+
+def read_document_lines(path: Path) -> dict[int, IndexEntry]:
+    """Return all documents by key, in the order of the file."""
+    try:
+        with path.open("rb") as handle:
+            return dict(_parse_document(line) for line in handle)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path.name} holds a line that is not a document") from error
+
+
+def read_offsets(path: Path) -> NDArray[np.int64]:
+    """Return key and byte offset of each document, one row per document; both columns ascend."""
+    offsets = _load_array(path, mapped=False)
+    shaped = offsets.ndim == 2 and offsets.shape[1] == 2 and offsets.dtype.str == "<i8"
+    if not shaped or (offsets[1:] <= offsets[:-1]).any():
+        raise ValueError(f"{path.name} holds no table of keys and byte offsets")
+    return offsets
+
+
+def map_documents(path: Path, offsets: NDArray[np.int64]) -> Mapping[int, IndexEntry]:
+    """Return documents by key that stay in the memory-mapped file and are parsed on access.
+
+    Args:
+        path: A file written by ``write_document_lines``.
+        offsets: Its offsets, from ``read_offsets``.
+    """
+    return _MappedDocuments(path, offsets)
+
+
+class _MappedDocuments(Mapping[int, IndexEntry]):
+    def __init__(self, path: Path, offsets: NDArray[np.int64]) -> None:
+        self._name = path.name
+        self._keys, self._offsets = offsets[:, 0].copy(), offsets[:, 1].copy()
+        with path.open("rb") as handle:  # an empty file cannot be mapped
+            self._lines: Any = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if len(offsets) else b""
+
+    def __getitem__(self, key: int) -> IndexEntry:
+        row = int(self._keys.searchsorted(key))
+        if row == len(self._keys) or self._keys[row] != key:
+            raise KeyError(key)
+        end = int(self._offsets[row + 1]) if row + 1 < len(self._offsets) else len(self._lines)
+        found, entry = _parse_document(self._lines[int(self._offsets[row]) : end])
+        if found != key:
+            raise ValueError(f"{self._name} holds document {found} at the offset of document {key}")
+        return entry
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._keys.tolist())
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def write_bm25_files(index: BM25Index, paths: Mapping[str, Path]) -> None:
+    """Write word statistics, one file for each of ``BM25_ROLES``."""
+    import numpy as np
+
+    words = {"k1": index.k1, "b": index.b, "count": len(index), "words": list(index.words)}
+    paths["bm25_words"].write_text(json.dumps(words, ensure_ascii=False), encoding="utf-8")
+    arrays = (("bm25_shares", index.term_scores), ("bm25_texts", index.texts), ("bm25_starts", index.starts))
+    for role, array in arrays:
+        np.save(paths[role], array, allow_pickle=False)
+
+
+def read_bm25_files(paths: Mapping[str, Path], *, mapped: bool) -> BM25Index:
+    """Return word statistics that ``write_bm25_files`` wrote; with ``mapped``, the arrays stay in the files."""
+    try:
+        kept = json.loads(paths["bm25_words"].read_text(encoding="utf-8"))
+        words = {str(word): row for row, word in enumerate(kept["words"])}
+        k1, b, count = float(kept["k1"]), float(kept["b"]), int(kept["count"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{paths['bm25_words'].name} holds no words") from error
+    term_scores, texts, starts = (_load_array(paths[role], mapped=mapped) for role in BM25_ROLES[1:])
+    if not (
+        [array.dtype.str for array in (term_scores, texts, starts)] == ["<f4", "<i4", "<i8"]
+        and (term_scores.ndim, texts.shape, starts.shape) == (1, term_scores.shape, (len(words) + 1,))
+        and starts[0] == 0
+        and starts[-1] == len(term_scores)
+        and (starts[1:] >= starts[:-1]).all()
+        # Not checked for mapped arrays, because it would read all of them.
+        and (mapped or not len(texts) or (texts.min() >= 0 and texts.max() < count))
+    ):
+        raise ValueError("its word statistics contradict each other")
+    return BM25Index(words, term_scores, texts, starts, count, k1=k1, b=b)
+
+
+def _load_array(path: Path, *, mapped: bool) -> NDArray[Any]:
+    import numpy as np
+
+    try:
+        found: NDArray[Any] = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path.name} holds no array") from error
+    return found
+
+
+def _document_line(key: int, entry: IndexEntry) -> str:
+    document = entry.document
+    fields: dict[str, Any] = {
+        "key": key, "id": document.id, "text": document.page_content, "metadata": document.metadata,
+    }  # fmt: skip
+    if entry.files:
+        fields["files"] = list(entry.files)
+    try:
+        return json.dumps(fields, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RetrievalError(
+            f"document {document.id!r} has metadata that JSON cannot hold ({error}); "
+            "keep to strings, finite numbers, booleans, None, lists and dictionaries"
+        ) from error
+
+
+def _parse_document(line: bytes) -> tuple[int, IndexEntry]:
+    fields = parse_json(line.decode())
+    key, files = fields["key"], fields.get("files", [])
+    if not isinstance(key, int) or not isinstance(files, list):
+        raise TypeError("key or files")
+    document = Document(id=fields["id"], page_content=fields["text"], metadata=fields["metadata"])
+    return key, IndexEntry(document, tuple(str(file) for file in files))

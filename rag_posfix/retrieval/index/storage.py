@@ -1,0 +1,398 @@
+"""An index on disk: a folder with a manifest and data files, replaced atomically and checked when it is read.
+
+``manifest.json`` names the data files with their sizes and hashes. Each save writes data files under new names and
+replaces the manifest last, so the folder is one complete index at every moment, whenever the process is stopped. Word
+statistics are optional. Knows nothing of embedding models or searching; ``file_formats`` knows what is in each file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rag_posfix.errors import RetrievalError
+from rag_posfix.retrieval.index.bm25_index import BM25Index
+from rag_posfix.retrieval.index.documents import IndexEntry
+from rag_posfix.retrieval.index.file_formats import (
+    BM25_ROLES,
+    map_documents,
+    read_bm25_files,
+    read_document_lines,
+    read_offsets,
+    read_vectors,
+    write_bm25_files,
+    write_document_lines,
+    write_vectors,
+)
+from rag_posfix.retrieval.index.vector_index import import_faiss
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = [
+    "IndexContents",
+    "IndexFile",
+    "IndexManifest",
+    "check_writable",
+    "describe_file",
+    "read_bm25",
+    "read_entries",
+    "read_index",
+    "read_manifest",
+    "write_index",
+]
+
+_FORMAT: Final = "rag-posfix-index"
+_VERSION = 2
+_READABLE = (1, 2)
+"""Version 1 had neither byte offsets of documents ("table") nor vectors of removed documents in a graph."""
+_MANIFEST = "manifest.json"
+_DATA_FILE = re.compile(r"\w+-[0-9a-f]{12}\.(faiss|jsonl|json|npy)")
+_REBUILD: Final = "build the index again with: rag-posfix index PATH... --out DIR --rebuild"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class IndexFile(_Frozen):
+    """Name, size and hash of one data file of an index."""
+
+    name: str = Field(pattern=r"^\w[\w.-]*$")
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class IndexManifest(_Frozen):
+    """The manifest of an index.
+
+    Attributes:
+        format: Always ``rag-posfix-index``.
+        version: Version of the format.
+        embedding: Identity of the embedding model that the index was built with.
+        dimension: Length of a vector.
+        count: Number of documents.
+        removed: Number of vectors in a graph whose documents were removed.
+        files: Data files by role: ``vectors``, ``documents``, ``table`` (byte offsets of the documents), and
+            ``BM25_ROLES`` if there are word statistics.
+    """
+
+    format: Literal["rag-posfix-index"] = _FORMAT
+    version: int = _VERSION
+    embedding: str
+    dimension: int = Field(ge=1)
+    count: int = Field(ge=0)
+    removed: int = Field(default=0, ge=0)
+    files: dict[str, IndexFile]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexContents:
+    """The data of an index.
+
+    Attributes:
+        vectors: A faiss index with the keys of ``entries``, and possibly keys of removed documents.
+        entries: Documents by key, ascending.
+        embedding: Identity of the embedding model.
+        bm25: Word statistics, one row per document, or None.
+    """
+
+    vectors: Any
+    entries: Mapping[int, IndexEntry]
+    embedding: str
+    bm25: BM25Index | None = None
+
+    def removed(self) -> set[int]:
+        """Return the keys of vectors whose documents were removed."""
+        import numpy as np
+
+        stored = import_faiss().vector_to_array(self.vectors.id_map)
+        kept = np.fromiter(self.entries, dtype=np.int64, count=len(self.entries))
+        return set(np.setdiff1d(stored, kept, assume_unique=True).tolist())
+
+
+def write_index(folder: Path, contents: IndexContents) -> IndexManifest:
+    """Write an index, atomically replacing an existing one.
+
+    Args:
+        folder: New, empty, or an existing index.
+        contents: What to write.
+
+    Raises:
+        RetrievalError: the folder holds something else, metadata cannot be written as JSON, or writing failed.
+    """
+    folder = Path(os.path.realpath(folder))
+    check_writable(folder)
+    token = uuid.uuid4().hex[:12]
+    staging = folder.parent / f".{folder.name}.{token}.partial"
+    try:
+        staging.mkdir(parents=True)
+        manifest = _stage(staging, contents, token)
+        _publish(staging, folder)
+    except OSError as error:
+        raise RetrievalError(f"cannot write the index {str(folder)!r}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return manifest
+
+
+def read_manifest(folder: Path) -> IndexManifest:
+    """Return the manifest of the index in ``folder``.
+
+    Raises:
+        RetrievalError: it is missing, damaged, or of another program or version.
+    """
+    try:
+        text = (folder / _MANIFEST).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise RetrievalError(f"no index in {str(folder)!r} ({_MANIFEST} is missing); {_REBUILD}") from None
+    except UnicodeDecodeError:
+        raise _damaged(folder, f"{_MANIFEST} is not text") from None
+    except OSError as error:
+        raise RetrievalError(f"cannot read the index {str(folder)!r}: {error.strerror or error}") from error
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _damaged(folder, f"{_MANIFEST} is not JSON") from None
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise RetrievalError(f"{str(folder)!r} is not an index of rag-posfix; give the folder of one, or {_REBUILD}")
+    if data.get("version") not in _READABLE:
+        known = " and ".join(map(str, _READABLE))
+        raise RetrievalError(
+            f"index {str(folder)!r} has format version {data.get('version')!r}, this release reads {known}; "
+            f"install the release that wrote it, or {_REBUILD}"
+        )
+    try:
+        return IndexManifest.model_validate(data)
+    except ValidationError as error:
+        fields = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
+        raise _damaged(folder, f"{_MANIFEST} has missing or wrong fields: {fields}") from None
+
+
+def read_index(folder: Path, embedding: str, *, mmap: bool = False, verify: bool = True) -> IndexContents:
+    """Read vectors and documents after checking that they are complete and were built with the model ``embedding``.
+
+    Args:
+        folder: Folder of the index.
+        embedding: Identity of the embedding model.
+        mmap: Memory-map vectors and documents instead of reading them; the entries are then no dict. An index of
+            version 1 is always read into memory.
+        verify: Compare the hashes of all files, not only their sizes.
+
+    Raises:
+        RetrievalError: it is missing, damaged, of another program or version, or of another embedding model.
+    """
+    manifest = read_manifest(folder)
+    if manifest.embedding != embedding:
+        raise RetrievalError(
+            f"index {str(folder)!r} was built with embedding model {manifest.embedding!r}, not {embedding!r}; "
+            f"use that model, or {_REBUILD}"
+        )
+    for role in manifest.files:  # also those that are not read here: a damaged index is not used at all
+        _checked_file(folder, manifest, role, verify)
+    path = _checked_file(folder, manifest, "vectors", False)
+    entries = _read_documents(folder, manifest, mmap, False)
+    with _reported_as_damage(folder):
+        # Vectors are mapped only with the documents: faiss aborts the process if mapped vectors are added to.
+        vectors = read_vectors(path, mapped=mmap and not isinstance(entries, dict))
+    found = IndexContents(vectors, entries, manifest.embedding)
+    count, removed = len(entries), found.removed()
+    if manifest.count != count or manifest.dimension != vectors.d or manifest.removed + count != vectors.ntotal:
+        raise _damaged(
+            folder,
+            f"it holds {vectors.ntotal} vectors of dimension {vectors.d} and {count} documents, the manifest says "
+            f"{manifest.count + manifest.removed} of dimension {manifest.dimension} and {manifest.count}",
+        )
+    if len(removed) != manifest.removed:
+        raise _damaged(folder, "its vectors and its documents have different keys")
+    return found
+
+
+def read_entries(folder: Path, *, mmap: bool = False, verify: bool = True) -> Mapping[int, IndexEntry]:
+    """Read the documents only; this needs no embedding model.
+
+    Args:
+        folder: Folder of the index.
+        mmap: As for ``read_index``.
+        verify: As for ``read_index``.
+
+    Raises:
+        RetrievalError: the index is missing, damaged, or of another program or version.
+    """
+    manifest = read_manifest(folder)
+    entries = _read_documents(folder, manifest, mmap, verify)
+    if len(entries) != manifest.count:
+        raise _damaged(folder, f"it holds {len(entries)} documents, the manifest says {manifest.count}")
+    return entries
+
+
+def read_bm25(folder: Path, *, mmap: bool = False, verify: bool = True) -> tuple[NDArray[np.int64], BM25Index] | None:
+    """Read the word statistics and the keys of their documents; None if the index has none.
+
+    Args:
+        folder: Folder of the index.
+        mmap: As for ``read_index``.
+        verify: As for ``read_index``.
+
+    Raises:
+        RetrievalError: the index is missing, damaged, or of another program or version.
+    """
+    manifest = read_manifest(folder)
+    if not any(role in manifest.files for role in BM25_ROLES):
+        return None
+    paths = {role: _checked_file(folder, manifest, role, verify) for role in BM25_ROLES}
+    offsets = _checked_file(folder, manifest, "table", verify)
+    with _reported_as_damage(folder):
+        keys, index = read_offsets(offsets)[:, 0], read_bm25_files(paths, mapped=mmap)
+    if not len(keys) == len(index) == manifest.count:
+        raise _damaged(folder, f"its word statistics are of {len(index)} documents, it holds {manifest.count}")
+    return keys, index
+
+
+def check_writable(folder: Path) -> None:
+    """Raise for a target that holds something other than an index, before any work is done for it.
+
+    Raises:
+        RetrievalError: ``folder`` is a file, or a folder with other content.
+    """
+    try:
+        # An interrupted save into an empty folder leaves data files without a manifest.
+        if not folder.exists() or (
+            folder.is_dir() and all(_DATA_FILE.fullmatch(path.name) for path in folder.iterdir())
+        ):
+            return
+    except OSError as error:
+        raise RetrievalError(f"cannot write the index {str(folder)!r}: {error.strerror or error}") from error
+    try:
+        read_manifest(folder)
+    except RetrievalError as error:
+        raise RetrievalError(
+            f"{str(folder)!r} exists and is not an index that can be replaced; choose another folder, or remove it"
+        ) from error
+
+
+def _stage(staging: Path, contents: IndexContents, token: str) -> IndexManifest:
+    paths = {
+        "vectors": staging / f"vectors-{token}.faiss",
+        "documents": staging / f"documents-{token}.jsonl",
+        "table": staging / f"table-{token}.npy",
+    }
+    write_vectors(contents.vectors, paths["vectors"])
+    write_document_lines(contents.entries, paths["documents"], paths["table"])
+    if contents.bm25 is not None:
+        statistics = {role: staging / f"{role}-{token}.npy" for role in BM25_ROLES}
+        statistics["bm25_words"] = staging / f"bm25_words-{token}.json"
+        write_bm25_files(contents.bm25, statistics)
+        paths |= statistics
+    manifest = IndexManifest(
+        embedding=contents.embedding,
+        dimension=contents.vectors.d,
+        count=len(contents.entries),
+        removed=contents.vectors.ntotal - len(contents.entries),
+        files={role: describe_file(path) for role, path in paths.items()},
+    )
+    (staging / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    for path in (*paths.values(), staging / _MANIFEST, staging):
+        _sync(path)
+    return manifest
+
+
+def _publish(staging: Path, folder: Path) -> None:
+    if not folder.exists():
+        staging.replace(folder)
+        _sync(folder.parent)
+        return
+    before = _live_files(folder)
+    manifest = staging / _MANIFEST
+    data = [path for path in staging.iterdir() if path != manifest]
+    try:
+        # The manifest is replaced last: before, the folder is the old index; afterwards, the new one.
+        for path in data:
+            path.replace(folder / path.name)
+        _sync(folder)
+        manifest.replace(folder / _MANIFEST)
+        _sync(folder)
+    finally:
+        # Delete the old or the new data files, whichever the manifest does not name. Any other file may belong to a
+        # concurrent save.
+        for name in (before | {path.name for path in data}) - _live_files(folder):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _live_files(folder: Path) -> set[str]:
+    if not (folder / _MANIFEST).exists():
+        return set()
+    return {file.name for file in read_manifest(folder).files.values()}
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows cannot open a folder
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def describe_file(path: Path) -> IndexFile:
+    """Return name, size and hash of a file."""
+    with path.open("rb") as handle:
+        digest = hashlib.file_digest(handle, "sha256").hexdigest()
+    return IndexFile(name=path.name, bytes=path.stat().st_size, sha256=digest)
+
+
+def _checked_file(folder: Path, manifest: IndexManifest, role: str, verify: bool) -> Path:
+    expected = manifest.files.get(role)
+    if expected is None:
+        raise _damaged(folder, f"the manifest names no {role} file")
+    path = folder / expected.name
+    try:
+        size = path.stat().st_size
+        digest = describe_file(path).sha256 if verify and size == expected.bytes else None
+    except FileNotFoundError:
+        raise _damaged(folder, f"{expected.name} is missing") from None
+    except OSError as error:
+        raise RetrievalError(f"cannot read {expected.name} of {str(folder)!r}: {error.strerror or error}") from error
+    if size != expected.bytes:
+        raise _damaged(folder, f"{expected.name} has {size} bytes, expected {expected.bytes}")
+    if verify and digest != expected.sha256:
+        raise _damaged(folder, f"{expected.name} has changed (its sha256 does not match the manifest)")
+    return path
+
+
+def _read_documents(folder: Path, manifest: IndexManifest, mapped: bool, verify: bool) -> Mapping[int, IndexEntry]:
+    path = _checked_file(folder, manifest, "documents", verify)
+    with _reported_as_damage(folder):
+        if mapped and "table" in manifest.files:
+            return map_documents(path, read_offsets(_checked_file(folder, manifest, "table", verify)))
+        return read_document_lines(path)
+
+
+@contextmanager
+def _reported_as_damage(folder: Path) -> Iterator[None]:
+    """Turn the errors of ``file_formats`` into errors that name the index."""
+    try:
+        yield
+    except ValueError as error:
+        raise _damaged(folder, str(error)) from error
+    except OSError as error:
+        raise RetrievalError(f"cannot read the index {str(folder)!r}: {error.strerror or error}") from error
+
+
+def _damaged(folder: Path, detail: str) -> RetrievalError:
+    """Return the error for an index that contradicts its manifest."""
+    return RetrievalError(f"index {str(folder)!r} is damaged: {detail}; {_REBUILD}")

@@ -1,0 +1,101 @@
+"""The six "Add a ..." pages: followed in a copy of the repository, they give what they promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import examples, files, write_files
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What each page makes: new files and edited ones, and the contract tests that the new files must pass.
+PAGES = {
+    "add-a-mitigation.md": (2, 1, ("tests/contract/test_mitigations.py", "best_last")),
+    "add-a-reranker.md": (2, 1, ("tests/contract/test_rerankers.py", "word_overlap")),
+    "add-an-order.md": (2, 1, ("tests/contract/test_orders.py", "best_at or every_order_is")),
+    "add-a-cache-backend.md": (2, 2, None),
+    "add-a-dialect.md": (3, 2, None),
+    "add-a-generator.md": (1, 0, None),
+}
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the repository without what was built or measured."""
+    for folder in ("rag_posfix", "services", "tests", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    return tmp_path
+
+
+def run(copy, *arguments):
+    """Run Python in the copy; return what it wrote."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), str(copy / "services")])}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pytest_in(copy, *arguments):
+    """Run tests of the copy; return what pytest wrote."""
+    return run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+
+
+def test_every_page_is_followed_and_named_in_the_architecture():
+    assert set(PAGES) == {path.name for path in (ROOT / "docs").glob("add-a*.md")}
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    assert all(page in text for page in PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_gives_what_it_promises(copy, page):
+    new, edited, contract = PAGES[page]
+    existing = {name: (copy / name).exists() for name in files(page)}
+    assert (list(existing.values()).count(False), list(existing.values()).count(True)) == (new, edited)
+    written = write_files(page, copy)
+    sources = [name for name in written if name.endswith(".py")]
+    run(copy, "-m", "ruff", "check", "--select", "I", "--fix", "-q", *sources)
+    run(copy, "-m", "ruff", "check", *sources)
+    run(copy, "-m", "ruff", "format", "--check", *sources)
+    for test in (name for name in sources if name.startswith("tests/")):
+        assert "1 passed" in pytest_in(copy, test)
+    if contract is not None:
+        where, names = contract
+        assert re.search(r"\d+ passed", pytest_in(copy, where, "-k", names))
+    pytest_in(copy, "tests/test_architecture.py")
+    run_examples(copy, page)
+
+
+def run_examples(copy, page):
+    """Run the examples of ``page`` as one program; it prints what the page says."""
+    found = examples(page)
+    assert run(copy, "-c", "".join(code for code, _ in found)) == "".join(said or "" for _, said in found)
+
+
+@pytest.mark.parametrize("page", ["add-a-cache-backend.md", "add-a-dialect.md", "add-a-mitigation.md"])
+def test_the_edited_lines_are_needed(copy, page):
+    """Otherwise a page asks for a step that nobody needs."""
+    for name in write_files(page, copy):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy / name)
+    with pytest.raises(AssertionError):
+        run_examples(copy, page)
+
+
+def test_a_new_reranker_gets_its_page_and_is_listed(copy):
+    written = write_files("add-a-reranker.md", copy)
+    assert len(written) == 3
+    assert "word_overlap" in json.loads(run(copy, "-m", "rag_posfix.cli.main", "methods", "--json"))["rerankers"]
+    run(copy, "-m", "docs.generate")
+    assert "## word_overlap\n\nCount the words" in (copy / "docs" / "reranking.md").read_text("utf-8")

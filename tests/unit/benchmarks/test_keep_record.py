@@ -1,0 +1,65 @@
+"""Records that are kept verify under their new name; the records of this repository do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from benchmarks.keep_record import RESULTS, keep
+from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.record import read_head, read_record, save_record
+
+HEAD = {"kind": "positions", "summary": {"n": 2}}
+ROWS = [{"question": "a"}, {"question": "b"}]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_record_of_the_repository_verifies(path):
+    record, head = read_record(path), read_head(path)
+    assert len(record.rows) == head.get("rows", {"count": 0})["count"]
+
+
+def test_every_file_of_rows_belongs_to_a_head():
+    named = {read_head(path)["rows"]["file"] for path in RESULTS.glob("*.json") if "rows" in read_head(path)}
+    assert {path.name for path in RESULTS.glob("*.jsonl.gz")} == named
+
+
+def test_a_record_is_kept_under_another_name(tmp_path):
+    save_record(tmp_path / "positions-2026.json", HEAD, ROWS)
+    keep(tmp_path / "positions-2026.json", tmp_path / "kept.json")
+    kept = read_record(tmp_path / "kept.json")
+    assert (kept.head, list(kept.rows)) == (HEAD, ROWS)
+    assert read_head(tmp_path / "kept.json")["rows"]["file"] == "kept.jsonl.gz"
+
+
+def test_a_record_whose_rows_were_changed_is_not_kept(tmp_path):
+    save_record(tmp_path / "one.json", HEAD, ROWS)
+    (tmp_path / "one.jsonl.gz").write_bytes(gzip.compress(b'{"question":"a"}\n'))
+    with pytest.raises(EvaluationError, match="holds other rows"):
+        keep(tmp_path / "one.json", tmp_path / "kept.json")
+    assert not (tmp_path / "kept.json").exists()
+
+
+def test_what_the_demo_printed_becomes_a_record_with_a_summary(tmp_path):
+    def row(gold, answer, right, log_probability):
+        return {"question": "q", "mitigation": "none", "gold": gold, "answer": answer, "right": right,
+                "log_probability": log_probability}  # fmt: skip
+
+    rows = [row("first", "a", True, -1.0), row("last", "b", False, -3.0)]
+    (tmp_path / "demo.json").write_text(json.dumps({"model": "m", "rows": rows}))
+    keep(tmp_path / "demo.json", tmp_path / "kept.json")
+    kept = read_record(tmp_path / "kept.json")
+    assert (kept.head["kind"], kept.head["model"], list(kept.rows)) == ("demo", "m", rows)
+    assert kept.summary == {
+        "mitigations": {
+            "none": {
+                "positions": {
+                    "first": {"right": 1, "log_probability": -1.0}, "last": {"right": 0, "log_probability": -3.0}
+                },
+                "answers_that_change": 1,
+            }
+        },
+        "n": 1,
+    }  # fmt: skip

@@ -1,0 +1,56 @@
+import pytest
+
+from rag_posfix.caching.redis_client import redis_target
+from rag_posfix.errors import CacheError
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "hush@host:6379",
+        "http://:hush@host",
+        "redis://",
+        "redis://:hush@",
+        "redis://:hush@host:port",
+        "redis://:hu/sh@host:1",
+        "redis://:hush@host/database",
+        "redis://:hush@host?colour=hush",
+        "redis-cluster://:hush@",
+        "redis-cluster://:hush@host:1/3",
+        "redis-sentinel://:hush@host:1",
+        "redis-sentinel://:hush@host:x/service",
+        "hush",
+        "",
+    ],
+)
+def test_an_invalid_url_is_refused_without_its_password(url):
+    with pytest.raises(CacheError, match=r"is not valid; allowed: redis://") as caught:
+        redis_target(url, 1)
+    assert "hush" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("url", "label"),
+    [
+        ("redis://user:hush@host:7000/3", "redis://host:7000/3"),
+        ("rediss://:hush@host", "rediss://host:6379/0"),
+        ("unix://:hush@/run/redis.sock", "unix:///run/redis.sock"),
+        ("redis-cluster://user:hush@one:1,two:2", "redis-cluster://one:1,two:2"),
+        ("redis-sentinel://:hush@one:1,two/service/3", "redis-sentinel://one:1,two/service/3"),
+    ],
+)
+def test_the_label_is_the_address_without_the_password(url, label):
+    target = redis_target(url, 1)
+    assert target.label == label
+    assert "hush" not in repr(target)
+
+
+def test_the_options_of_a_url_cannot_undo_the_timeouts_and_the_single_attempt():
+    url = "redis://host?socket_timeout=60&socket_connect_timeout=60&retry_on_timeout=true&health_check_interval=1"
+    client = redis_target(url, 2).connect()  # makes the client; it connects when it is first used
+    options = client.connection_pool.connection_kwargs
+    assert (options["socket_timeout"], options["socket_connect_timeout"]) == (2, 2)
+    assert options["retry"].get_retries() == 0
+    assert not {"retry_on_timeout", "health_check_interval"} & set(options)
+    client.close()

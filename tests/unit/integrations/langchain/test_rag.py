@@ -1,0 +1,298 @@
+import asyncio
+import time
+
+import pytest
+from langchain_core.callbacks import get_usage_metadata_callback
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
+
+from rag_posfix import PosfixRAG
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.caching.answers.memory import MemoryCache
+from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.request import Sampling
+from rag_posfix.errors import ConfigError, GenerationError
+from rag_posfix.generation.fake import FakeGenerator
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline
+from tests.support.runs import Runs
+from tests.support.toy_encoder import ToyEncoder
+
+ROME = Document(page_content="Rome lies on the Tiber. It is old.", id="rome")
+PARIS = Document(page_content="Paris lies on the Seine. It is big.", id="paris")
+BREAD = Document(page_content="Bread is baked in ovens.", id="bread")
+QUESTION = "Which river does Rome have, the Tiber?"
+TEXT = "Rome lies on the Tiber"
+
+
+class Slow(FakeGenerator):
+    """Waits before every word and counts those that were asked for."""
+
+    given = 0
+    closed = False
+    broken = False
+
+    def stream(self, request):
+        try:
+            for chunk in super().stream(request):
+                time.sleep(0.01)
+                self.given += 1
+                yield chunk
+                if self.broken:
+                    raise GenerationError("no words today")
+        finally:
+            self.closed = True
+
+
+class Shelf:
+    def retrieve(self, question, k):
+        found = [ROME, PARIS, BREAD][:k]
+        return [d.model_copy(update={"metadata": {"relevance_score": 0.9 - i / 5}}) for i, d in enumerate(found)]
+
+
+class Even:
+    def compress_documents(self, documents, query, callbacks=None):
+        return [d.model_copy(update={"metadata": {**d.metadata, "relevance_score": 0.5}}) for d in documents]
+
+
+def rag(*, cache=None, **options):
+    generator = Slow(ToyEncoder(), order_invariant=False)
+    pipeline = Pipeline(
+        generator,
+        Assembler(generator.encoder, generator.context_window),
+        retriever=Shelf(),
+        reranker=Even(),
+        cache=cache,
+        defaults=Defaults(k=3, sampling=Sampling(max_tokens=16)),
+    )
+    return PosfixRAG(pipeline=pipeline, **options)
+
+
+def ids(answer):
+    return [document["id"] for document in answer["documents"]]
+
+
+def without_time(answer):
+    return {name: value for name, value in answer.items() if name != "timings"}
+
+
+class TestInvoke:
+    def test_a_question_is_answered_with_its_sources(self):
+        answer = rag().invoke(QUESTION)
+        assert (answer["answer"], ids(answer)) == (TEXT, ["rome", "paris", "bread"])
+        assert list(answer["citations"][0]["document_ids"]) == ["rome"]
+
+    def test_a_question_may_bring_documents_and_history(self):
+        asked = {"question": QUESTION, "documents": [BREAD, ROME]}
+        answer = rag().invoke(asked)
+        assert (answer["answer"], ids(answer)) == (TEXT, ["bread", "rome"])
+        history = [HumanMessage("Hello"), AIMessage("Hi"), {"role": "user", "content": "Well?"}]
+        longer = rag().invoke({**asked, "history": history})
+        assert longer["usage"]["prompt_tokens"] > answer["usage"]["prompt_tokens"]
+
+    def test_a_question_object_is_asked_as_it_is(self):
+        answer = rag().invoke(Question(QUESTION, [BREAD, ROME], order="reverse"))
+        assert ids(answer) == ["rome", "bread"]
+
+    def test_the_output_may_be_text_or_an_answer(self):
+        assert rag(output="text").invoke(QUESTION) == TEXT
+        assert isinstance(rag(output="answer").invoke(QUESTION), Answer)
+
+    def test_what_is_chosen_nearest_to_the_question_counts(self):
+        made = rag(k=2, order="reverse", mitigation="none")
+        answer = made.invoke(QUESTION)
+        assert (ids(answer), answer["mitigation"]) == (["paris", "rome"], "none")
+        chosen = {"configurable": {"k": 3, "order": "relevance"}}
+        assert ids(made.invoke(QUESTION, chosen)) == ["rome", "paris", "bread"]
+        assert ids(made.bind(k=1).invoke(QUESTION, chosen)) == ["rome"]
+        asked = {"question": QUESTION, "k": 2, "mitigation": "context_experts:experts=2"}
+        answer = made.bind(k=1).invoke(asked, chosen)
+        assert (ids(answer), answer["mitigation"]) == (["rome", "paris"], "context_experts")
+
+    def test_it_says_what_can_be_configured(self):
+        assert [spec.id for spec in rag().config_specs] == ["k", "order", "mitigation", "tenant"]
+
+    @pytest.mark.parametrize(
+        ("asked", "message"),
+        [
+            (5, "was asked with int; give the question as text"),
+            ({"query": "x"}, "was asked with dict; give the question as text"),
+            ({"question": "x", "top_k": 3}, "was asked with 'top_k'; a question may hold question, documents"),
+            ({"question": "x", "mitigation": "nothing"}, "unknown mitigation 'nothing'"),
+            ({"question": "x", "order": "best"}, "unknown order 'best'"),
+            ({"question": " "}, "the question is empty"),
+        ],
+    )
+    def test_what_cannot_be_asked_is_refused(self, asked, message):
+        with pytest.raises(ConfigError, match=message):
+            rag().invoke(asked)
+
+    def test_an_argument_that_it_does_not_know_is_refused(self):
+        with pytest.raises(ConfigError, match="takes no argument 'top_k'; it takes k, order"):
+            rag().bind(top_k=3).invoke(QUESTION)
+
+
+class TestTwins:
+    async def test_every_way_to_ask_gives_the_same_answer(self):
+        made = rag()
+        expected = without_time(made.invoke(QUESTION))
+        assert without_time(await made.ainvoke(QUESTION)) == expected
+        assert [without_time(one) for one in made.batch([QUESTION, QUESTION])] == [expected] * 2
+        assert [without_time(one) for one in await made.abatch([QUESTION] * 2)] == [expected] * 2
+        assert without_time(sum_of(list(made.stream(QUESTION)))) == expected
+        assert without_time(sum_of([piece async for piece in made.astream(QUESTION)])) == expected
+
+    def test_pieces_come_as_they_are_written(self):
+        pieces = list(rag().stream(QUESTION))
+        assert [piece["answer"] for piece in pieces[:-1]] == ["Rome ", "lies ", "on ", "the ", "Tiber"]
+        assert [set(piece) for piece in pieces[:2]] == [{"answer"}, {"answer"}]
+        assert list(rag(output="text").stream(QUESTION)) == ["Rome ", "lies ", "on ", "the ", "Tiber"]
+        chunks = list(rag(output="answer").stream(QUESTION))
+        assert isinstance(chunks[0], AnswerChunk)
+        assert chunks[-1].answer.text == TEXT
+
+    def test_an_iterator_that_is_closed_stops_the_words(self):
+        made = rag()
+        pieces = made.stream(QUESTION)
+        next(pieces)
+        pieces.close()
+        del pieces
+        assert (made.pipeline.generator.given, made.pipeline.generator.closed) == (1, True)
+
+    async def test_an_asynchronous_iterator_that_is_closed_stops_the_words(self):
+        made = rag()
+        pieces = made.astream(QUESTION)
+        await anext(pieces)
+        await pieces.aclose()
+        assert (made.pipeline.generator.given, made.pipeline.generator.closed) == (1, True)
+
+    async def test_the_event_loop_runs_on_while_words_are_written(self):
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.002)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        async for _ in rag().astream(QUESTION):
+            pass
+        await rag().ainvoke(QUESTION)
+        ticking.cancel()
+        assert ticks > 5
+
+    async def test_a_reader_that_is_cancelled_stops_the_words(self):
+        made = rag()
+
+        async def read():
+            async for _ in made.astream(QUESTION):
+                pass
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.02)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await asyncio.sleep(0.1)
+        assert made.pipeline.generator.closed
+        assert made.pipeline.generator.given < 6
+
+
+class TestComposition:
+    def test_it_is_a_step_of_a_chain(self):
+        chain = RunnablePassthrough() | rag() | RunnableLambda(lambda answer: answer["answer"].upper())
+        assert isinstance(chain, Runnable)
+        assert chain.invoke(QUESTION) == TEXT.upper()
+        ask = {"question": RunnablePassthrough(), "documents": lambda _: [BREAD, ROME]} | rag(output="text")
+        assert ask.invoke(QUESTION) == TEXT
+
+    def test_it_streams_through_a_chain(self):
+        chain = RunnableLambda(lambda asked: asked + " Please.") | rag(output="text")
+        assert list(chain.stream(QUESTION)) == ["Rome ", "lies ", "on ", "the ", "Tiber"]
+
+    def test_it_waits_for_a_question_that_comes_in_pieces(self):
+        whole = list(rag(output="text").transform(iter([QUESTION[:10], QUESTION[10:]])))
+        assert "".join(whole) == TEXT
+        with pytest.raises(ConfigError, match="was asked nothing"):
+            list(rag().transform(iter([])))
+
+
+EXPECTED = [
+    ("PosfixRAG", "chain", None),
+    ("retriever", "retriever", "PosfixRAG"),
+    ("generator", "chat_model", "PosfixRAG"),
+]
+
+
+class TestTraces:
+    async def test_stages_are_runs_under_the_run_of_the_question(self):
+        for ask in (rag().invoke, lambda *given: list(rag().stream(*given))):
+            runs = Runs()
+            ask(QUESTION, {"callbacks": [runs]})
+            assert runs.tree() == EXPECTED
+            assert [d.id for d in runs.named("retriever").outcome] == ["rome", "paris", "bread"]
+            message = runs.named("generator").outcome.generations[0][0].message
+            assert (message.content, message.response_metadata["model_name"]) == (TEXT, "fake")
+            assert message.usage_metadata["output_tokens"] == 5
+        runs = Runs()
+        await rag().ainvoke(QUESTION, {"callbacks": [runs]})
+        assert runs.tree() == EXPECTED
+        runs = Runs()
+        assert [piece async for piece in rag().astream(QUESTION, {"callbacks": [runs]})]
+        assert runs.tree() == EXPECTED
+
+    def test_documents_that_come_along_are_reranked_in_a_run(self):
+        runs = Runs()
+        rag(name="My RAG").invoke({"question": QUESTION, "documents": [BREAD, ROME]}, {"callbacks": [runs]})
+        assert runs.tree() == [
+            ("My RAG", "chain", None), ("reranker", "chain", "My RAG"), ("generator", "chat_model", "My RAG"),
+        ]  # fmt: skip
+        assert [d.metadata["relevance_score"] for d in runs.named("reranker").outcome["documents"]] == [0.5, 0.5]
+
+    def test_words_are_told_as_they_come(self):
+        runs = Runs()
+        list(rag().stream(QUESTION, {"callbacks": [runs]}))
+        assert runs.named("generator").tokens == ["Rome ", "lies ", "on ", "the ", "Tiber"]
+
+    def test_tokens_are_counted_by_langchain(self):
+        with get_usage_metadata_callback() as usage:
+            rag().invoke(QUESTION)
+        assert usage.usage_metadata["fake"]["output_tokens"] == 5
+
+    async def test_events_of_the_generator_are_streamed(self):
+        events = [event async for event in rag().astream_events(QUESTION, version="v2")]
+        words = [event["data"]["chunk"].content for event in events if event["event"] == "on_chat_model_stream"]
+        assert words == ["Rome ", "lies ", "on ", "the ", "Tiber"]
+
+    def test_an_answer_from_the_cache_has_no_generator(self):
+        made = rag(cache=TieredAnswerCache([MemoryCache()]))
+        made.invoke(QUESTION)
+        runs = Runs()
+        made.invoke(QUESTION, {"callbacks": [runs]})
+        assert runs.tree() == EXPECTED[:2]
+
+    def test_a_failure_is_that_of_its_stage_and_of_the_whole(self):
+        made = rag()
+        made.pipeline.generator.broken = True
+        runs = Runs()
+        with pytest.raises(GenerationError, match="no words today"):
+            list(made.stream(QUESTION, {"callbacks": [runs]}))
+        assert [str(runs.named(name).error) for name in ("generator", "PosfixRAG")] == ["no words today"] * 2
+
+    def test_a_stream_that_is_closed_ends_its_runs_with_what_was_written(self):
+        runs, made = Runs(), rag()
+        pieces = made.stream(QUESTION, {"callbacks": [runs]})
+        next(pieces)
+        pieces.close()
+        del pieces
+        run = runs.named("generator")
+        assert (run.error, run.outcome.generations[0][0].message.content) == (None, "Rome ")
+
+
+def sum_of(pieces):
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total = total + piece
+    return total

@@ -1,0 +1,31 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rag_posfix.plan.bias_profile import scaled, stretched
+
+
+def test_a_profile_is_stretched_and_scaled_by_hand():
+    # 4, 2, 6 over five slots is 4, 3, 2, 4, 6 with mean 3.8; measured mean 7.6: twice as much.
+    measured = [7.6] * 5
+    assert scaled([4.0, 2.0, 6.0], measured) == pytest.approx((8.0, 6.0, 4.0, 8.0, 12.0))
+    assert scaled([4.0, 2.0], [1.0, 5.0]) == pytest.approx((4.0, 2.0))
+
+
+@given(
+    st.lists(st.floats(0, 1e6), min_size=2, max_size=12).filter(any),
+    st.lists(st.floats(0, 1e3), min_size=1, max_size=12),
+)
+def test_a_scaled_profile_has_the_mean_of_what_was_measured(profile, measured):
+    found = scaled(profile, measured)
+    assert len(found) == len(measured)
+    if any(found):
+        assert sum(found) == pytest.approx(sum(measured), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(("slots", "count"), [(2, 5), (3, 3), (7, 4), (4, 2)])
+def test_stretching_is_linear_interpolation_with_aligned_ends(slots, count):
+    profile = torch.rand(slots, generator=torch.Generator().manual_seed(slots))
+    expected = torch.nn.functional.interpolate(profile[None, None], size=count, mode="linear", align_corners=True)
+    assert stretched(profile.tolist(), count) == pytest.approx(expected[0, 0].tolist(), rel=1e-5)

@@ -1,0 +1,44 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rag_posfix.reranking.score_normalization import sigmoid, sigmoid_of_z_scores, sum_normalized
+
+
+def test_sigmoid_by_hand_and_without_overflow():
+    assert sigmoid(0.0) == 0.5
+    assert sigmoid(math.log(3)) == pytest.approx(0.75)
+    assert (sigmoid(-1000.0), sigmoid(1000.0)) == (0.0, 1.0)
+    assert math.isnan(sigmoid(math.nan))
+
+
+def test_sigmoid_of_z_scores_by_hand():
+    # mean 2, population deviation sqrt((1 + 0 + 1) / 3)
+    z = 1 / math.sqrt(2 / 3)
+    assert sigmoid_of_z_scores([1.0, 2.0, 3.0]) == pytest.approx([1 / (1 + math.exp(z)), 0.5, 1 / (1 + math.exp(-z))])
+    assert sigmoid_of_z_scores([4.0]) == [0.5]
+    assert sigmoid_of_z_scores([-4.0, -4.0]) == [0.5, 0.5]
+    assert sigmoid_of_z_scores([]) == []
+
+
+def test_sum_normalized_by_hand():
+    assert sum_normalized([1.0, 3.0]) == [0.25, 0.75]
+    assert sum_normalized([0.0, 0.0]) == [0.5, 0.5]
+    assert sum_normalized([]) == []
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=30), st.sampled_from([sigmoid_of_z_scores, sum_normalized]))
+def test_normalized_scores_keep_the_order_and_stay_in_range(raw, normalize):
+    found = normalize(raw)
+    assert all(0.0 <= score <= 1.0 for score in found)
+    ascending = sorted(zip(raw, found, strict=True))
+    assert [score for _, score in ascending] == sorted(found)
+    assert len({score for value, score in ascending if value == ascending[0][0]}) == (1 if raw else 0)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=30))
+def test_negative_scores_keep_their_order(raw):
+    ascending = sorted(zip(raw, sigmoid_of_z_scores(raw), strict=True))
+    assert [score for _, score in ascending] == sorted(score for _, score in ascending)

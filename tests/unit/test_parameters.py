@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.parameters import Number, Numbers, Whole, check_parameters, parameters_of
+
+
+@dataclass(frozen=True)
+class Method:
+    """One field of every kind."""
+
+    kind: ClassVar[str] = "no parameter"
+
+    share: Annotated[float, Number(0, 1)] = 0.5
+    sharp: Annotated[float, Number(0, 100, above=True)] = 1.0
+    count: Annotated[int | None, Whole(1)] = None
+    weights: Annotated[tuple[float, ...], Numbers(-1, 1, fewest=1, most=3)] = (1.0,)
+    choose: Literal["first", "best"] = "first"
+    contrast: Annotated[float | Literal["divergence"], Number(0, 2)] = 0.0
+    flag: bool = False
+    free: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_parameters(self, "method")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"share": 1.5}, "method: share=1.5 must be a number between 0 and 1"),
+        ({"share": True}, "method: share=True must be a number between 0 and 1"),
+        ({"share": math.nan}, "method: share=nan must be a number between 0 and 1"),
+        ({"share": None}, "method: share=None must be a number between 0 and 1"),
+        ({"sharp": 0}, "method: sharp=0 must be a number above 0 and at most 100"),
+        ({"count": 0}, "method: count=0 must be a whole number >= 1, or None"),
+        ({"count": 1.0}, "method: count=1.0 must be a whole number >= 1, or None"),
+        ({"count": True}, "method: count=True must be a whole number >= 1, or None"),
+        ({"weights": []}, r"method: weights=\[\] must be a list of 1 to 3 numbers between -1 and 1"),
+        ({"weights": [0, 2]}, r"method: weights\[1\]=2 must be a number between -1 and 1"),
+        ({"weights": "0.5"}, "method: weights='0.5' must be a list of 1 to 3 numbers"),
+        ({"choose": "worst"}, "method: choose='worst' must be 'first' or 'best'"),
+        ({"contrast": "jsd"}, "method: contrast='jsd' must be a number between 0 and 2, or 'divergence'"),
+        ({"flag": 1}, "method: flag=1 must be true or false"),
+    ],
+)
+def test_a_value_of_another_type_or_outside_of_its_range_is_refused(parameters, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        Method(**parameters)
+
+
+def test_values_are_kept_in_one_form():
+    made = Method(share=1, weights=[1, 0], count=3, contrast="divergence", free=("x",))
+    assert made == Method(share=1.0, weights=(1.0, 0.0), count=3, contrast="divergence", free=("x",))
+    assert [type(value) for value in (made.share, made.weights, made.weights[0])] == [float, tuple, float]
+
+
+def test_a_long_value_is_not_quoted_in_full():
+    with pytest.raises(ConfigError) as caught:
+        Method(weights="x" * 1_000_000)
+    assert len(str(caught.value)) < 400
+
+
+def test_parameters_are_described_by_name_type_default_and_range():
+    found = parameters_of(Method)
+    assert list(found) == ["share", "sharp", "count", "weights", "choose", "contrast", "flag", "free"]
+    assert (found["count"].type, found["count"].default) == ("int | None", None)
+    assert found["weights"].allowed == "a list of 1 to 3 numbers between -1 and 1"
+    assert (found["free"].allowed, found["free"].check) == ("", None)
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_a_number_is_taken_if_and_only_if_it_is_in_the_range(value):
+    if 0 <= value <= 1:
+        assert Method(share=value).share == value
+    else:
+        with pytest.raises(ConfigError):
+            Method(share=value)
+
+
+@pytest.mark.parametrize("name", MITIGATIONS.names())
+def test_every_parameter_of_a_mitigation_has_a_type_that_is_checked(name):
+    for parameter in parameters_of(MITIGATIONS.get(name)).values():
+        assert parameter.default is not inspect.Parameter.empty
+        assert parameter.check is not None or (name, parameter.name) == ("stack", "methods")
