@@ -38,16 +38,3 @@ def engine():
     from rag_posfix.generation.load import load_engine
 
     return load_engine()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Measure the coverage of a test function with its first parameters only, which halves what measuring costs.
-
-    Up to Python 3.13 coverage traces every line, and the same test of another model takes mostly the same lines.
-    """
-    measured = set()
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        if function in measured:
-            item.add_marker("no_cover")
-        measured.add(function)

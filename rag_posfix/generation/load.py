@@ -15,8 +15,8 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.fingerprint import (
     REMEMBERED_IN,
     FileDigests,
+    files_of,
     model_fingerprint,
-    snapshot_folder,
 )
 from rag_posfix.generation.model.packaged import PACKAGED, PackagedModel
 from rag_posfix.generation.model.sequence_batch import LoadedModel
@@ -229,23 +229,23 @@ def convert(gguf: Path, target: Path) -> None:
     import torch
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    layer_state = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         model, tokenizer = load_pretrained(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **_dense())
         # True where the Hub is off; the files' content is the fingerprint, and stores are shared by fingerprint.
         tokenizer.init_kwargs["local_files_only"] = False
         with quiet_loading():
-            model.save_pretrained(layer_state)
-            tokenizer.save_pretrained(layer_state)
-        (layer_state / "complete").write_text("ok\n")
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+        (unfinished / "complete").write_text("ok\n")
         shutil.rmtree(target, ignore_errors=True)
         try:
-            layer_state.replace(target)
+            unfinished.replace(target)
         except OSError:
             if not (target / "complete").exists():  # else another process was quicker
                 raise
     finally:
-        shutil.rmtree(layer_state, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _dense() -> dict[str, Any]:
@@ -258,5 +258,5 @@ def _dense() -> dict[str, Any]:
 
 
 def _fingerprint(source: str, dtype: Any, cache_dir: Path) -> str:
-    folder = Path(source) if Path(source).is_dir() else snapshot_folder(source)
-    return model_fingerprint(folder, str(dtype), FileDigests(cache_dir / REMEMBERED_IN))
+    folder, adapters = files_of(source)
+    return model_fingerprint(folder, str(dtype), FileDigests(cache_dir / REMEMBERED_IN), adapters)

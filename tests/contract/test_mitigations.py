@@ -14,10 +14,10 @@ import torch
 from rag_posfix.attention.masks import materialize
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation.decode.session import Session
-from rag_posfix.generation.prefill.calibration_pass import read
-from rag_posfix.generation.prefill.encode import cut_out
+from rag_posfix.generation.prefill.calibration_pass import prefill_calibrated
+from rag_posfix.generation.prefill.encode_segments import copy_kv
 from rag_posfix.generation.prefill.per_passage import encode_passages
-from rag_posfix.generation.prefill.resolved_row import spell_out
+from rag_posfix.generation.prefill.resolved_row import resolve
 from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.plan.model_shape import Capability
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
@@ -118,15 +118,14 @@ def test_passages_are_declared_independent_if_and_only_if_reading_them_apart_cha
     loaded, prompt = loaded_model(family), layout()
     plan = example(name).checked_plan(prompt, loaded.spec.shape)
     with torch.inference_mode():
-        decided, groups = read(loaded, prompt, dataclasses.replace(plan, independent_passages=False))
-        whole = [(group.rows, row) for group in groups for row in range(group.rows.n_rows)]
+        decided, groups = prefill_calibrated(loaded, prompt, dataclasses.replace(plan, independent_passages=False))
+        whole = [(group.batch, row) for group in groups for row in range(group.batch.n_rows)]
         differences = []
-        for row_plan, (rows, row) in zip(decided.rows, whole, strict=True):
-            spelled = spell_out(row_plan, prompt, loaded.device)
-            apart, _ = encode_passages(loaded, prompt, [spelled], None)
-            for passage, start, stop in rows.placed[row]:
-                states = apart[passage, float(rows.positions[row, start])]
-                differences.append(float((cut_out(rows, start, stop, row) - states).abs().max()))
+        for row_plan, (batch, row) in zip(decided.rows, whole, strict=True):
+            apart, _ = encode_passages(loaded, prompt, [resolve(row_plan, prompt, loaded.device)], None)
+            for passage, start, stop in batch.passage_spans[row]:
+                states = apart[passage, float(batch.positions[row, start])]
+                differences.append(float((copy_kv(batch, start, stop, row) - states).abs().max()))
     assert plan.independent_passages == (max(differences) < FLOAT32), differences
 
 

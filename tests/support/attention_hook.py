@@ -6,6 +6,6 @@ def attention_of(model) -> str:
     return model.config._attn_implementation
 
 
-def has_hooks(module) -> bool:
-    """Return whether something is called before this module or one inside of it."""
-    return any(each._forward_pre_hooks for each in module.modules())
+def count_hooks(module) -> int:
+    """Return how many functions are called before this module and those inside of it."""
+    return sum(len(each._forward_pre_hooks) for each in module.modules())

@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["FileDigests", "model_fingerprint", "sha256_of", "snapshot_folder"]
+__all__ = ["FileDigests", "files_of", "model_fingerprint", "sha256_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf"})
 """Suffixes of files that ``from_pretrained`` takes weights from."""
 TOKENIZER_NAMES = frozenset({"tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja"})
 """Files of a tokenizer that are not JSON."""
+ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model"
 """Stem of the file that holds the weights of a PEFT adapter."""
 REMEMBERED_IN = "weight-digests.json"
@@ -67,14 +69,36 @@ def model_fingerprint(folder: Path, dtype: str, digests: FileDigests, adapters: 
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
-def snapshot_folder(model_id: str) -> Path:
+def files_of(source: str) -> tuple[Path, tuple[Path, ...]]:
+    """Return the folder of a model that was loaded, and those of its adapters that lie elsewhere.
+
+    An adapter in a local folder is applied to the model beside it. A repository of the Hub that holds an adapter is
+    applied to the model that the adapter's configuration names, if PEFT is installed; without it no adapter is read.
+
+    Args:
+        source: The folder or the Hub id that the model was loaded from.
+
+    Raises:
+        ConfigError: the model is in neither a folder nor the cache of the Hub.
+    """
+    if Path(source).is_dir():
+        return Path(source), ()
+    folder = _snapshot_folder(source)
+    adapter = folder / ADAPTER_CONFIG
+    if find_spec("peft") is None or not adapter.is_file():
+        return folder, ()
+    try:
+        base = str(json.loads(adapter.read_bytes())["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{adapter} does not name the model of its adapter: {error!r}") from error
+    return (Path(base) if Path(base).is_dir() else _snapshot_folder(base)), (folder,)
+
+
+def _snapshot_folder(model_id: str) -> Path:
     """Return the folder in which the Hub's cache keeps the files of a model that was loaded by its id.
 
     It is that of the commit which the model's main branch points to, as far as the cache knows: loading asks the Hub
     and writes it down. The configuration of a loaded model does not say from which commit it is.
-
-    Raises:
-        ConfigError: the cache does not have the model.
     """
     from huggingface_hub import try_to_load_from_cache
 

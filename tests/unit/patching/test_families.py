@@ -14,7 +14,7 @@ from rag_posfix.mitigations.base import Mitigation
 from rag_posfix.patching.families import FAMILIES, REFUSED, family_of, shape_of
 from rag_posfix.patching.install import install
 from rag_posfix.plan.model_shape import Capability
-from tests.support.attention_hook import attention_of, has_hooks
+from tests.support.attention_hook import attention_of, count_hooks
 from tests.support.tiny import COMMON
 
 GPT2_SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50}
@@ -77,7 +77,7 @@ def test_a_family_that_cannot_be_served_is_refused_with_the_reason_and_left_alon
     assert str(caught.value).startswith(start)
     assert "; supported: cohere, gemma, gemma3_text, " in str(caught.value)
     assert attention_of(model) == before
-    assert not has_hooks(model)
+    assert count_hooks(model) == 0
 
 
 def test_a_family_that_nobody_has_checked_is_refused_by_name():
