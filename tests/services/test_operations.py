@@ -228,7 +228,7 @@ def test_an_error_that_nothing_foresaw_is_a_500_without_its_text(caplog: pytest.
     assert response.headers["x-request-id"]
     lines = "\n".join(JsonFormatter().format(record) for record in caplog.records)
     assert "ZeroDivisionError" in lines
-    assert "support.py" in lines
+    assert "serving.py" in lines
     assert QUESTION not in lines
 
 

@@ -113,6 +113,9 @@ class DictCache:
     def single_flight(self, key: str) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def close(self) -> None:
+        """It holds nothing open."""
+
 
 class GatedGenerator(FakeGenerator):
     """Counts steps and waits before each one until the gate is open."""
