@@ -42,8 +42,12 @@ help: ## Show this list
 demo: $(DEMO_STAMP) ## Set up what is needed and run the demo on the shipped corpus
 	@$(BIN)/rag-posfix demo $(ARGS)
 
+# Coverage has a floor for the whole suite. ARGS that choose some of the tests turn it off: paths, and these options.
+CHOICE = $(filter-out -%,$(ARGS)) $(filter -k% -m% --lf --last-failed --sw --stepwise --deselect% --ignore% --co --collect-only,$(ARGS))
+COVERAGE = $(if $(strip $(CHOICE)),,--cov --cov-report=)
+
 test: $(DEV_STAMP) ## Set up what is needed and run the tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(COVERAGE) $(ARGS)
 
 lint: $(DEV_STAMP) ## Check style and formatting
 	@$(BIN)/ruff check .

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-__all__ = ["emit_json", "err", "experiment_step", "out", "progress_bar", "progress_bars", "status"]
+__all__ = ["RateColumn", "emit_json", "err", "experiment_step", "out", "progress_bar", "progress_bars", "status"]
 
 
 def out() -> Console:
@@ -40,7 +40,7 @@ def emit_json(data: Mapping[str, Any]) -> None:
     sys.stdout.buffer.flush()
 
 
-class _Rate(ProgressColumn):
+class RateColumn(ProgressColumn):
     """How much is done per second, or how many seconds one takes where that is below one."""
 
     def render(self, task: Task) -> Text:
@@ -85,8 +85,8 @@ def progress_bars(*descriptions: str) -> Iterator[list[Callable[[int, int], None
     """Yield a function (done, total) for each bar; silent off a terminal. All but the first show once they move."""
     console = err()
     columns = (
-        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _Rate(),
-        TimeRemainingColumn(),
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+        RateColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
 

@@ -68,16 +68,6 @@ class FakeGenerator:
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Return the whole answer."""
-        return self._answer(request)
-
-    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
-        """Yield the answer word by word."""
-        generation = self._answer(request)
-        for word in _WORDS.findall(generation.text):
-            yield Chunk(word)
-        yield Chunk("", generation)
-
-    def _answer(self, request: GenerationRequest) -> Generation:
         layout, sampling = request.layout, request.sampling
         if len(layout.token_ids) + sampling.max_tokens > self._window:
             raise PromptTooLongError(
@@ -105,3 +95,10 @@ class FakeGenerator:
             attention=tuple((count if sum(shared) else 1) / total for count in shared),
             timings={"prefill": 0.0, "decode": 0.0},
         )
+
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        """Yield the answer of ``generate`` word by word."""
+        generation = self.generate(request)
+        for word in _WORDS.findall(generation.text):
+            yield Chunk(word)
+        yield Chunk("", generation)

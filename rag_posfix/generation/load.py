@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 import tempfile
@@ -13,6 +12,12 @@ from typing import Any
 
 from rag_posfix.errors import ConfigError, RagPosfixError, missing_extra
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.fingerprint import (
+    REMEMBERED_IN,
+    FileDigests,
+    files_of,
+    model_fingerprint,
+)
 from rag_posfix.generation.model.packaged import PACKAGED, PackagedModel
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
@@ -23,7 +28,15 @@ from rag_posfix.patching.verify import verify
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.settings import default_cache_dir
 
-__all__ = ["load_engine", "quiet_loading", "read_shape", "source_of", "usable_device"]
+__all__ = [
+    "convert",
+    "load_engine",
+    "load_pretrained",
+    "quiet_loading",
+    "read_shape",
+    "source_of",
+    "usable_device",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +57,8 @@ def load_engine(
         model: ``smollm2`` or ``gemma3-270m`` (weights that come as packages), a model id, or a folder.
         dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``. ``auto`` is bfloat16 where it is fast.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ...
-        cache_dir: Where the packaged weights are kept once converted; default ``~/.cache/rag_posfix``.
+        cache_dir: Where the packaged weights are kept once converted, and the digests of files; default
+            ``~/.cache/rag_posfix``.
         ranks: The processes that the model is split over, each of which calls this; None loads it whole. See
             ``generation.parallel``, which starts them.
 
@@ -59,12 +73,11 @@ def load_engine(
     if packaged is not None:
         source, loaded, tokenizer = _load_packaged(packaged, cache_dir or default_cache_dir(), kind, place, **options)
     else:
-        source, (loaded, tokenizer) = model, _load(model, kind, place, **options)
+        source, (loaded, tokenizer) = model, load_pretrained(model, kind, place, **options)
+    fingerprint = _fingerprint(source, kind, cache_dir or default_cache_dir())
     spec = install(loaded, ranks)
     spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
     verify(loaded, spec)
-    identity = _identity(source, loaded)
-    fingerprint = hashlib.blake2b(f"{identity}:{kind}".encode(), digest_size=16).hexdigest()
     name = packaged.title if packaged else Path(model).name if Path(model).exists() else model
     _log.info("loaded %s as %s on %s", name, kind, place)
     return Engine(LoadedModel(loaded, spec), Tokenizer(tokenizer), name, fingerprint)
@@ -134,7 +147,13 @@ def quiet_loading() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _load(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, Any]:
+def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, Any]:
+    """Return the stock model and the tokenizer of a folder or an id, as transformers loads them.
+
+    Raises:
+        ConfigError: they cannot be found or read.
+        UnsupportedModelError: the family is not supported; told before the weights are read.
+    """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
@@ -180,11 +199,11 @@ def _load_packaged(
     """Return where the model was loaded from, and it; converted weights that are damaged are converted again, once."""
     source = str(_converted(packaged, cache_dir))
     try:
-        loaded, tokenizer = _load(source, dtype, device, **options)
+        loaded, tokenizer = load_pretrained(source, dtype, device, **options)
     except ConfigError as error:
         _log.warning("the converted weights are damaged and are made again: %s", error)
         source = str(_converted(packaged, cache_dir, again=True))
-        loaded, tokenizer = _load(source, dtype, device, **options)
+        loaded, tokenizer = load_pretrained(source, dtype, device, **options)
     return source, loaded, tokenizer
 
 
@@ -196,7 +215,7 @@ def _converted(packaged: PackagedModel, cache_dir: Path, *, again: bool = False)
         _log.info("converting %s once, to %s", packaged.gguf, target)
         try:
             with packaged.whole_file(target.parent) as gguf:
-                _convert(gguf, target)
+                convert(gguf, target)
         except OSError as error:
             raise ConfigError(
                 f"the model cannot be kept in {target}: {error.strerror or error}; set RAG_POSFIX_CACHE_DIR to a "
@@ -205,28 +224,28 @@ def _converted(packaged: PackagedModel, cache_dir: Path, *, again: bool = False)
     return target
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def convert(gguf: Path, target: Path) -> None:
     """Write the dequantised model beside ``target`` and move it there whole; the last writer of several wins."""
     import torch
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    layer_state = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        model, tokenizer = _load(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **_dense())
+        model, tokenizer = load_pretrained(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **_dense())
         # True where the Hub is off; the files' content is the fingerprint, and stores are shared by fingerprint.
         tokenizer.init_kwargs["local_files_only"] = False
         with quiet_loading():
-            model.save_pretrained(layer_state)
-            tokenizer.save_pretrained(layer_state)
-        (layer_state / "complete").write_text("ok\n")
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+        (unfinished / "complete").write_text("ok\n")
         shutil.rmtree(target, ignore_errors=True)
         try:
-            layer_state.replace(target)
+            unfinished.replace(target)
         except OSError:
             if not (target / "complete").exists():  # else another process was quicker
                 raise
     finally:
-        shutil.rmtree(layer_state, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _dense() -> dict[str, Any]:
@@ -238,16 +257,6 @@ def _dense() -> dict[str, Any]:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
-def _identity(source: str, model: Any) -> str:
-    """Return what tells these weights from others: the revision of an id, the content of a folder's small files."""
-    folder = Path(source)
-    if not folder.is_dir():
-        return f"{source}@{getattr(model.config, '_commit_hash', None) or 'unknown'}"
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(folder.glob("*")):
-        if file.suffix == ".json":
-            digest.update(file.read_bytes())
-        elif file.suffix == ".safetensors":
-            with file.open("rb") as opened:  # header and first weights: enough to tell, cheap for any size
-                digest.update(f"{file.name}:{file.stat().st_size}".encode() + opened.read(1 << 20))
-    return digest.hexdigest()
+def _fingerprint(source: str, dtype: Any, cache_dir: Path) -> str:
+    folder, adapters = files_of(source)
+    return model_fingerprint(folder, str(dtype), FileDigests(cache_dir / REMEMBERED_IN), adapters)

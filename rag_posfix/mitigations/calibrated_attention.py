@@ -21,7 +21,7 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import CalibrationPass, Plan, RowPlan
 
-__all__ = ["CalibratedAttention", "passage_weights", "redistribute"]
+__all__ = ["CalibratedAttention", "RedistributedAttention", "passage_weights", "redistribute"]
 
 EQUAL = 1e-5
 """Differences below this share of what is measured are rounding."""
@@ -62,7 +62,7 @@ def redistribute(probabilities: Tensor, segments: Tensor, share: Tensor, strengt
     return probabilities * factor[..., segments]
 
 
-class _Calibrated(AttentionOverride):
+class RedistributedAttention(AttentionOverride):
     """The prompt's last token and every generated one share their attention out among passages anew."""
 
     needs_mask = True
@@ -77,6 +77,7 @@ class _Calibrated(AttentionOverride):
         self.strength = strength
 
     def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and the newest token's attention averaged over heads; None if none is calibrated."""
         n_query = given.query.shape[2]
         before = min(max(self.last - given.start, 0), n_query)  # tokens of the prompt, but for the last
         outs = [given.plain()[:, :, :before]] if before else []
@@ -174,6 +175,6 @@ class CalibratedAttention(Mitigation):
                 bias = measured[1:].diagonal()
             alpha = passage_weights(found, bias, self.temperature)
             layers = range(model.n_layers // 2, model.n_layers)
-            return Plan(rows=(RowPlan(attend=_Calibrated(layout, layers, alpha, self.strength)),))
+            return Plan(rows=(RowPlan(attend=RedistributedAttention(layout, layers, alpha, self.strength)),))
 
         return Plan(calibration=CalibrationPass(layouts=(layout, *dummies), decide=decide, continue_from=0))

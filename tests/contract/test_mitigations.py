@@ -14,6 +14,10 @@ import torch
 from rag_posfix.attention.masks import materialize
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.prefill.calibration_pass import prefill_calibrated
+from rag_posfix.generation.prefill.encode_segments import copy_kv
+from rag_posfix.generation.prefill.per_passage import encode_passages
+from rag_posfix.generation.prefill.resolved_row import resolve
 from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.plan.model_shape import Capability
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
@@ -54,6 +58,9 @@ def neutral(loaded, name, prompt):
     return session(loaded, name, prompt, MITIGATIONS.get(name).neutral)
 
 
+INDEPENDENT = [
+    name for name in METHODS if example(name).plan(layout(), loaded_model().spec.shape).independent_passages
+]
 SERVED = [(name, family) for name in METHODS for family in served(name)]
 
 
@@ -106,6 +113,23 @@ def test_the_unmodified_model_does_depend_on_order(llama):
 
 
 @pytest.mark.parametrize(("name", "family"), SERVED)
+def test_passages_are_declared_independent_if_and_only_if_reading_them_apart_changes_nothing(name, family):
+    """Compares keys and values of each passage in rows read whole with those of the passage read after the prefix."""
+    loaded, prompt = loaded_model(family), layout()
+    plan = example(name).checked_plan(prompt, loaded.spec.shape)
+    with torch.inference_mode():
+        decided, groups = prefill_calibrated(loaded, prompt, dataclasses.replace(plan, independent_passages=False))
+        whole = [(group.batch, row) for group in groups for row in range(group.batch.n_rows)]
+        differences = []
+        for row_plan, (batch, row) in zip(decided.rows, whole, strict=True):
+            apart, _ = encode_passages(loaded, prompt, [resolve(row_plan, prompt, loaded.device)], None)
+            for passage, start, stop in batch.passage_spans[row]:
+                states = apart[passage, float(batch.positions[row, start])]
+                differences.append(float((copy_kv(batch, start, stop, row) - states).abs().max()))
+    assert plan.independent_passages == (max(differences) < FLOAT32), differences
+
+
+@pytest.mark.parametrize(("name", "family"), [pair for pair in SERVED if pair[0] in INDEPENDENT])
 def test_passage_by_passage_equals_reading_each_row_whole(name, family):
     loaded = loaded_model(family)
     fast = session(loaded, name)
@@ -276,8 +300,11 @@ def test_without_parameters_it_can_be_made_and_plans_or_says_what_it_needs(name,
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_it_was_given_is_not_changed_by_the_caller_later(name):
-    for value in dataclasses.asdict(example(name)).values():
-        hash(value)  # a list could be appended to after the fingerprint was taken
+    def is_frozen(value):  # a list could be appended to after the fingerprint was taken
+        return all(map(is_frozen, value)) if isinstance(value, tuple) else isinstance(value, bool | int | float | str)
+
+    for field, value in dataclasses.asdict(example(name)).items():
+        assert value is None or is_frozen(value), f"{field} is {value!r}"
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -172,7 +172,7 @@ def test_the_progress_bar_shows_how_many_are_done_each_second_or_how_long_one_ta
     def task(done, seconds):
         made = Task(0, "", total=100, completed=done, _get_time=lambda: seconds)
         made.start_time, made.finished_speed = 0.0, done / seconds if seconds else None
-        return output._Rate().render(made).plain
+        return output.RateColumn().render(made).plain
 
     assert task(50, 10) == "5.0/s"
     assert task(5, 10) == "2.0 s each"

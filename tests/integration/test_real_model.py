@@ -14,6 +14,7 @@ from rag_posfix.evaluation.answers.answering import answer_and_score
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.install import ATTENTION_NAME
 from rag_posfix.patching.verify import verify
+from tests.support.attention_hook import attention_of
 
 pytestmark = pytest.mark.weights
 
@@ -38,7 +39,7 @@ def answer(engine, prompt, name):
 def test_the_hook_changes_nothing_on_the_real_weights(engine):
     found = verify(engine.loaded.model, engine.loaded.spec)
     assert found.max_logit_difference == 0.0
-    assert engine.loaded.model.config._attn_implementation == ATTENTION_NAME
+    assert attention_of(engine.loaded.model) == ATTENTION_NAME
 
 
 def test_none_answers_as_the_stock_generate_does(engine):

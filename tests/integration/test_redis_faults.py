@@ -14,7 +14,7 @@ from rag_posfix.settings import CacheSettings
 from tests.support import faulty_server as faulty
 from tests.support.clock import Clock
 from tests.support.redis_server import RedisServer
-from tests.support.stepped import wait_until
+from tests.support.waiting import wait_until
 
 BOUND_SECONDS = 0.050
 PAIRS = 5

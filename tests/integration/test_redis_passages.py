@@ -7,6 +7,7 @@ import time
 from contextlib import closing
 
 import pytest
+import redis
 import torch
 
 from rag_posfix.caching.answers.redis import RedisCache
@@ -22,8 +23,8 @@ from tests.support import faulty_server as faulty
 from tests.support.clock import Clock
 from tests.support.passages import SHAPE, entry, same
 from tests.support.redis_server import RedisServer
-from tests.support.stepped import wait_until
 from tests.support.subprocesses import run_python
+from tests.support.waiting import wait_until
 
 SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well
 LARGE = dataclasses.replace(SHAPE, n_tokens=128)  # 4 KiB
@@ -57,7 +58,6 @@ def updates_of_the_index(server):
 
 
 def set_bytes(server, name, value):
-    import redis
 
     client = redis.Redis(port=server.port)
     client.set(name, value)

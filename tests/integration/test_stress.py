@@ -19,8 +19,8 @@ from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
+from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
-from tests.unit.generation.test_engine import Letters
 
 SEED = 7
 THREADS = 8
@@ -58,7 +58,7 @@ def requests_of(chance):
 
 def answer_alone(loaded, request):
     """Return the tokens of the answer and the least lead of one of them over the next best."""
-    session = Engine(loaded, Letters(), "tiny", "print").open(request.layout, request.mitigation, NEW_TOKENS)
+    session = Engine(loaded, NumberEncoder(), "tiny", "print").open(request.layout, request.mitigation, NEW_TOKENS)
     tokens, leads = [], []
     for _ in range(NEW_TOKENS):
         best = session.next_log_probs().topk(2)
@@ -191,7 +191,7 @@ def test_answers_do_not_depend_on_a_store_that_is_damaged_meanwhile(loaded, redi
         RedisPassages(redis_server.url, timeout_seconds=30, max_bytes=256 * 1024),
     ]
     with closing(PassageStore(tiers)) as store:
-        engine = Engine(loaded, Letters(), "tiny", "print", passages=store)
+        engine = Engine(loaded, NumberEncoder(), "tiny", "print", passages=store)
         with vandalised(store, tmp_path / "passages", redis_server.port) as vandal:
             answers = answer_together(engine, [different[index] for index in asked], vandal)
         used = store.stats()

@@ -28,11 +28,23 @@ from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
 from rag_posfix_api.runtime.admission import Admission, Ticket
 from rag_posfix_api.runtime.admitted import TICKET, AdmittedGenerator
-from tests.services.support import BRIDGE, HARBOUR, WordReranker, chat, limits, make_pipeline, serving, wait_until
-from tests.services.test_concurrency import CHAT, gauge, in_flight, post
+from tests.support.serving import (
+    BRIDGE,
+    CHAT,
+    HARBOUR,
+    WordReranker,
+    chat,
+    gauge,
+    in_flight,
+    limits,
+    make_pipeline,
+    post,
+    serving,
+)
 from tests.support.stepped import RecordingEngine, answer, ask
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
+from tests.support.waiting import wait_until
 
 METHODS = ["none", "context_experts", "parallel_windows", "inter_document", "multi_base", "passage_answers"]
 
@@ -254,7 +266,7 @@ class TestPermits:
             waiting = pool.submit(self.with_ticket, ticket, lambda: admitted.generate(ask("a", 50)))
             engine.turns(2)
             admission.cancel(ticket)
-            engine._turns.release()
+            engine.let(1)
             assert isinstance(waiting.exception(timeout=10), GenerationCancelled)
         wait_until(lambda: engine.events == ["open a", "step a", "step a"])
         engine.run_free()

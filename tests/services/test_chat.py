@@ -10,7 +10,7 @@ from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
-from tests.services.support import (
+from tests.support.serving import (
     ANSWER,
     BRIDGE,
     HARBOUR,

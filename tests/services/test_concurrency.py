@@ -17,34 +17,22 @@ from rag_posfix_api.app import create_app
 from rag_posfix_api.http.errors import RequestTimeoutError
 from rag_posfix_api.runtime.admission import Admission, Ticket
 from rag_posfix_api.runtime.admitted import TICKET, AdmittedGenerator
-from tests.services.support import (
+from tests.support.serving import (
     BRIDGE,
+    CHAT,
     DictCache,
     EndlessGenerator,
     FailingGenerator,
     GatedGenerator,
     chat,
+    gauge,
+    in_flight,
     limits,
     make_pipeline,
+    post,
     serving,
-    wait_until,
 )
-
-CHAT = "/v1/chat/completions"
-
-
-def post(url: str, **fields: Any) -> httpx2.Response:
-    return httpx2.post(url + CHAT, json=chat(documents=[BRIDGE], **fields), timeout=20)
-
-
-def in_flight(url: str) -> float:
-    return gauge(url, "rag_posfix_in_flight_requests")
-
-
-def gauge(url: str, name: str) -> float:
-    text = httpx2.get(url + "/metrics").text
-    (line,) = [line for line in text.splitlines() if line.startswith(name + " ")]
-    return float(line.split()[-1])
+from tests.support.waiting import wait_until
 
 
 def test_no_more_answers_than_allowed_work_on_the_model_and_others_wait():
@@ -228,7 +216,7 @@ def test_permits_are_given_first_come_first_served():
         thread = threading.Thread(target=work, args=(number,))
         thread.start()
         threads.append(thread)
-        wait_until(lambda: len(admission._waiting) == len(threads))
+        wait_until(lambda: admission.waiting == len(threads))
     admission.release(holder)
     for thread in threads:
         thread.join(10)

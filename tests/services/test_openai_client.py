@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from rag_posfix.errors import GenerationError
-from tests.services.support import (
+from tests.support.serving import (
     ANSWER,
     BRIDGE,
     HARBOUR,
@@ -38,13 +38,14 @@ def client() -> Iterator[openai.OpenAI]:
 
 
 def test_a_plain_question_is_answered_from_the_index(client: openai.OpenAI):
-    completion = client.chat.completions.create(model="fake", messages=MESSAGES)
+    response = client.chat.completions.with_raw_response.create(model="fake", messages=MESSAGES)
+    assert response.request_id
+    completion = response.parse()
     assert completion.choices[0].message.content == ANSWER
     assert completion.choices[0].finish_reason == "stop"
     assert completion.usage is not None
     assert completion.usage.prompt_tokens_details is not None
     assert completion.usage.prompt_tokens_details.cached_tokens == 0
-    assert completion._request_id
 
 
 def test_documents_and_our_fields_travel_in_extra_body(client: openai.OpenAI):

@@ -10,7 +10,6 @@ from fastapi.testclient import TestClient
 from langchain_core.documents import BaseDocumentCompressor
 from pydantic import ValidationError
 
-import rag_posfix_api.runtime.service as service_module
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Pipeline
@@ -18,8 +17,9 @@ from rag_posfix.reranking import GuardedReranker
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.app import create_app
 from rag_posfix_api.http.observability import JsonFormatter
-from tests.services.support import (
+from tests.support.serving import (
     BRIDGE,
+    CHAT,
     HARBOUR,
     QUESTION,
     BrokenReranker,
@@ -29,11 +29,11 @@ from tests.services.support import (
     chat,
     limits,
     make_pipeline,
-    wait_until,
 )
 from tests.support.toy_encoder import ToyEncoder
+from tests.support.waiting import wait_until
 
-CHAT = "/v1/chat/completions"
+BUILD_PIPELINE = "rag_posfix.pipeline.build.build_pipeline"
 
 
 def client_for(pipeline: Pipeline | None = None, **fields: Any) -> TestClient:
@@ -64,7 +64,7 @@ def test_while_the_model_loads_the_service_is_live_and_not_ready(monkeypatch: py
         assert gate.wait(20)
         return make_pipeline()
 
-    monkeypatch.setattr(service_module, "_build", build)
+    monkeypatch.setattr(BUILD_PIPELINE, build)
     with TestClient(create_app(Settings(), service=limits())) as client:
         assert client.get("/livez").status_code == 200
         for method, path in (("GET", "/readyz"), ("GET", "/health"), ("GET", "/v1/models"), ("POST", CHAT)):
@@ -110,7 +110,7 @@ def test_a_model_that_cannot_be_loaded_leaves_a_live_service_with_a_reason(
     def build(settings: Settings) -> Pipeline:
         raise error
 
-    monkeypatch.setattr(service_module, "_build", build)
+    monkeypatch.setattr(BUILD_PIPELINE, build)
     with caplog.at_level(logging.ERROR), TestClient(create_app(Settings(), service=limits())) as client:
         wait_until(lambda: told in error_of(client.get("/readyz"))["message"])
         assert "\n" not in error_of(client.get("/readyz"))["message"]
@@ -120,7 +120,7 @@ def test_a_model_that_cannot_be_loaded_leaves_a_live_service_with_a_reason(
 
 def test_shutting_down_does_not_wait_for_a_model_that_loads(monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
-    monkeypatch.setattr(service_module, "_build", lambda settings: gate.wait(20))
+    monkeypatch.setattr(BUILD_PIPELINE, lambda settings: make_pipeline() if gate.wait(20) else None)
     with TestClient(create_app(Settings(), service=limits())) as client:
         assert client.get("/livez").status_code == 200
     assert not gate.is_set()
@@ -132,17 +132,11 @@ def test_loading_warms_the_model(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
     ask = pipeline.ask
     monkeypatch.setattr(pipeline, "ask", lambda question: (asked.append(question.text), ask(question))[1])
-    monkeypatch.setitem(
-        __import__("sys").modules, "rag_posfix.pipeline.build", _Module(build_pipeline=lambda s: pipeline)
-    )
-    assert service_module._build(Settings()) is pipeline
-    assert len(asked) == 1
+    monkeypatch.setattr(BUILD_PIPELINE, lambda settings: pipeline)
+    with TestClient(create_app(Settings(), service=limits())) as client:
+        wait_until(lambda: client.get("/readyz").status_code == 200)
+    assert asked == ["Is the service warm?"]
     assert pipeline.cache.entries == {}  # type: ignore[union-attr]
-
-
-class _Module:
-    def __init__(self, **names: Any) -> None:
-        self.__dict__.update(names)
 
 
 def test_models_are_listed_and_described():
@@ -234,7 +228,7 @@ def test_an_error_that_nothing_foresaw_is_a_500_without_its_text(caplog: pytest.
     assert response.headers["x-request-id"]
     lines = "\n".join(JsonFormatter().format(record) for record in caplog.records)
     assert "ZeroDivisionError" in lines
-    assert "support.py" in lines
+    assert "serving.py" in lines
     assert QUESTION not in lines
 
 

@@ -15,14 +15,14 @@ import rag_posfix_api.server as server
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
 from rag_posfix_api.openapi import document, main
-from tests.services.support import limits, make_pipeline
+from tests.support.serving import limits, make_pipeline
 
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 from rag_posfix.settings import Settings
 from rag_posfix_api.server import run
-from tests.services.support import make_pipeline
+from tests.support.serving import make_pipeline
 run(Settings(), "127.0.0.1", 0, pipeline=make_pipeline())
 """
 

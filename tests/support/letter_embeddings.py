@@ -1,3 +1,5 @@
+"""Embeddings without a model."""
+
 from langchain_core.embeddings import Embeddings
 
 

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import torch
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, MitigationInfo, Sampling
+from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import toy_layout
+from tests.support.waiting import wait_until
 
 FIRST = 10
 VOCABULARY = 100
-
-
-class Letters:
-    """Writes token n as "n,"; ``eos_ids`` end an answer."""
-
-    def __init__(self, eos_ids=()):
-        self.eos_ids = frozenset(eos_ids)
-
-    def decode_answer(self, token_ids):
-        return "".join(f"{token}," for token in token_ids if token not in self.eos_ids)
 
 
 def ask(name="a", max_tokens=5, **sampling):
@@ -64,7 +55,7 @@ class RecordingEngine:
     model_id, fingerprint, context_window = "recording", "print", 512
 
     def __init__(self, by_turns=False, alone=""):
-        self.encoder = Letters()
+        self.encoder = NumberEncoder()
         self.events = []
         self.failures = {}
         self.salts = []
@@ -90,16 +81,20 @@ class RecordingEngine:
         self.salts.append(salt)
         return RecordingSession(self, mitigation.name)
 
+    def let(self, count):
+        """Let ``count`` prompts or steps run."""
+        self._turns.release(count)
+
     def turns(self, count):
         """Let ``count`` prompts or steps run, and wait until the one after them is decided."""
         before = len(self.events)
-        self._turns.release(count)
+        self.let(count)
         wait_until(lambda: len(self.events) == before + count and self.next_up)
 
     def run_free(self):
         """Wait for turns no longer."""
         self._by_turns = False
-        self._turns.release(1)
+        self.let(1)
 
     def may_fail(self, what, names):
         error = self.failures.get(f"{what} {names}")
@@ -119,10 +114,3 @@ class RecordingEngine:
             self.next_up = None
         self.events.append(f"{what} {names}")
         self.may_fail(what, names)
-
-
-def wait_until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition never became true"
-        time.sleep(0.002)

@@ -156,5 +156,8 @@ def test_names_types_and_ranges_are_checked(methods, act, spec, message):
         methods.check(spec) if act == "check" else methods.create(spec, {"model": lambda: "m"})
 
 
-def test_a_check_makes_no_part(methods):
-    methods.check(MethodSpec("loaded", {"count": 2}))
+def test_a_check_needs_no_part_and_creating_does(methods):
+    spec = MethodSpec("loaded", {"count": 2})
+    methods.check(spec)
+    with pytest.raises(ConfigError, match="Field required"):
+        methods.create(spec, {})

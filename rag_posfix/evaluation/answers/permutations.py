@@ -39,6 +39,7 @@ __all__ = [
     "answer_in_orders",
     "draw_orders",
     "evaluate_permutations",
+    "largest_difference",
     "summarize_permutations",
 ]
 
@@ -242,7 +243,7 @@ def _in_each_order(
                 order=orders[index],
                 gold_position=orders[index].index(0),
                 changed=answer.answer != first[index][0],
-                logit_difference=_largest_difference(log_probs, first[index][1]),
+                logit_difference=largest_difference(log_probs, first[index][1]),
                 **asdict(answer),
             )
 
@@ -252,7 +253,7 @@ def _ordered(passages: Sequence[Document | None], order: Sequence[int]) -> tuple
     return tuple(one for one in (passages[index] for index in order) if one is not None)
 
 
-def _largest_difference(one: Tensor, other: Tensor) -> float:
+def largest_difference(one: Tensor, other: Tensor) -> float:
     """Return the largest absolute difference; two infinities of one sign do not differ."""
     return float((one - other).abs().where(one != other, 0.0).max())
 

@@ -50,8 +50,8 @@ FIRST_STAGE = "first_stage"
 FIRST_STAGES: Registry[type] = Registry("first stage")
 """The retrievers that can be a first stage, by name; their classes hold the parameters."""
 
-_DOCUMENTS_PER_BATCH = 128
-_BATCHES_PER_SAVE = 16
+DOCUMENTS_PER_BATCH = 128
+BATCHES_PER_SAVE = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,12 +258,12 @@ def _dense(documents: Sequence[Document], embeddings: Embeddings, index: Path | 
         (document for document in documents if str(document.id) not in known),
         key=lambda document: (len(document.page_content), str(document.id)),
     )
-    batches = range(0, len(missing), _DOCUMENTS_PER_BATCH)
+    batches = range(0, len(missing), DOCUMENTS_PER_BATCH)
     with progress("embedding") as report:
         for number, start in enumerate(batches, start=1):
-            store.add_documents(missing[start : start + _DOCUMENTS_PER_BATCH])
+            store.add_documents(missing[start : start + DOCUMENTS_PER_BATCH])
             report(len(store), len(documents))
-            if index is not None and (number % _BATCHES_PER_SAVE == 0 or number == len(batches)):
+            if index is not None and (number % BATCHES_PER_SAVE == 0 or number == len(batches)):
                 index.parent.mkdir(parents=True, exist_ok=True)
                 store.save(index)
     return PassageRetriever(store=store)

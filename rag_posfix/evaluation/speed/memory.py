@@ -13,7 +13,7 @@ import torch
 __all__ = ["PeakMemory", "peak_memory"]
 
 _STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
+CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 """What Linux wants written to ``clear_refs`` to set VmHWM, the most a process ever held, to what it holds now."""
 
@@ -48,7 +48,7 @@ def peak_memory(action: Callable[[], object], device: torch.device) -> PeakMemor
         return PeakMemory(peak, peak - before)
     _give_back_free_memory()
     try:
-        _CLEAR.write_text(RESET_PEAK)
+        CLEAR_REFS.write_text(RESET_PEAK)
         before = _status_bytes("VmRSS")
     except (OSError, ValueError):  # not Linux, or a sandbox without these files
         action()

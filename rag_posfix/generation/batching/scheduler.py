@@ -51,6 +51,16 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         """The model."""
         return self._inner
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait; the one whose prompt is being read is still among them."""
+        return self._worker.waiting
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed: further requests are refused."""
+        return self._worker.closed
+
     def with_engine(self, engine: SteppedGenerator) -> BatchingGenerator:
         """Return a generator of the same size over another engine; this one stays as it is."""
         return BatchingGenerator(engine, self._max_running)

@@ -35,6 +35,16 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait; the one whose prompt is being read is still among them."""
+        return len(self._waiting)
+
+    @property
+    def closed(self) -> bool:
+        """Whether requests are refused."""
+        return self._closed
+
     def submit(self, handle: RequestHandle) -> None:
         """Take a request in.
 

@@ -61,8 +61,8 @@ class PackagedModel:
         return tuple(found)
 
     @contextmanager
-    def whole_file(self, layer_state: Path) -> Iterator[Path]:
-        """Yield the whole file; parts are joined in a folder inside ``layer_state``, which is removed afterwards.
+    def whole_file(self, parent: Path) -> Iterator[Path]:
+        """Yield the whole file; parts are joined in a folder inside ``parent``, which is removed afterwards.
 
         Raises:
             ConfigError: a part is missing, or the joined file is not the one that was published.
@@ -71,8 +71,8 @@ class PackagedModel:
         if len(files) == 1:
             yield files[0]
             return
-        layer_state.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".joined-", dir=layer_state))
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".joined-", dir=parent))
         try:
             yield self._join(files, folder / self.gguf)
         finally:

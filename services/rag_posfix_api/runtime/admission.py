@@ -84,6 +84,11 @@ class Admission:
         """Permits that are out."""
         return len(self._working)
 
+    @property
+    def waiting(self) -> int:
+        """Tickets that wait for a permit."""
+        return len(self._waiting)
+
     @contextmanager
     def admit(self, timeout: float) -> Iterator[Ticket]:
         """Hold a ticket; leaving gives its permit back as well.

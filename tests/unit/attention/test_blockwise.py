@@ -92,7 +92,7 @@ def test_reference_attention_by_hand():
 
 def test_rotations_compose_whatever_the_scaling_of_cos_and_sin():
     # YaRN multiplies cos and sin by a: rotating by the pure angles afterwards gives a R(m + n), not a^2 R(m + n).
-    states, a = torch.randn(1, 1, 3, SIZE), 1.37
+    states, a = torch.randn(1, 1, 3, SIZE, generator=torch.Generator().manual_seed(0)), 1.37
 
     def angles(position):
         angle = (position * FREQUENCIES).repeat(2)

@@ -12,6 +12,11 @@ from rag_posfix.attention.rope import ComplexPairs, rotate_half_split
 from rag_posfix.attention.weights import last_query_attention
 
 
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
 def test_rotating_a_quarter_turn_by_hand():
     # D = 4 pairs channels (0, 2) and (1, 3). A quarter turn takes (x1, x2) to (-x2, x1).
     states = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
@@ -19,22 +24,22 @@ def test_rotating_a_quarter_turn_by_hand():
     assert turned.flatten().tolist() == [-3.0, -4.0, 1.0, 2.0]
 
 
-def test_it_is_the_rotation_of_llama():
-    query, key = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
-    angle = torch.rand(2, 5, 4).repeat(1, 1, 2)
+def test_it_is_the_rotation_of_llama(generator):
+    query, key = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (3, 1))
+    angle = torch.rand(2, 5, 4, generator=generator).repeat(1, 1, 2)
     expected, _ = apply_rotary_pos_emb(query, key, angle.cos(), angle.sin())
     assert torch.equal(rotate_half_split(query, angle.cos()[:, None], angle.sin()[:, None]), expected)
 
 
-def test_channels_beyond_the_rotated_ones_pass():
-    states = torch.randn(1, 1, 2, 8)
+def test_channels_beyond_the_rotated_ones_pass(generator):
+    states = torch.randn(1, 1, 2, 8, generator=generator)
     turned = rotate_half_split(states, torch.zeros(4), torch.ones(4))
     assert torch.equal(turned[..., 4:], states[..., 4:])
 
 
-def test_complex_pairs_give_the_scores_of_the_rotation_and_angles_add_up():
-    query, key = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
-    first, second = torch.rand(5, 3), torch.rand(5, 3)  # 6 of 8 channels rotate
+def test_complex_pairs_give_the_scores_of_the_rotation_and_angles_add_up(generator):
+    query, key = (torch.randn(2, 3, 5, 8, generator=generator) for _ in range(2))
+    first, second = (torch.rand(5, 3, generator=generator) for _ in range(2))  # 6 of 8 channels rotate
     whole = (first + second).repeat(1, 2)
     turned = rotate_half_split(query, whole.cos(), whole.sin())
     paired = ComplexPairs.of(query, 3).rotated(torch.polar(torch.ones(5, 3), first))
@@ -51,8 +56,8 @@ def test_attention_of_the_last_query_by_hand():
 
 
 @pytest.mark.parametrize("additive", [False, True])
-def test_a_masked_key_gets_no_attention(additive):
-    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
+def test_a_masked_key_gets_no_attention(additive, generator):
+    query, key = torch.randn(1, 4, 3, 8, generator=generator), torch.randn(1, 2, 5, 8, generator=generator)
     mask = torch.ones(1, 1, 3, 5, dtype=torch.bool)
     mask[..., 1] = False
     given = torch.zeros(1, 1, 3, 5).masked_fill(~mask, float("-inf")) if additive else mask

@@ -6,19 +6,10 @@ from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sa
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError, UnsupportedModelError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
+from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, stock_model, toy_layout
 
 RELEVANCE = (0.9, 0.2, 0.5, 0.4)
-
-
-class Letters:
-    """Writes token n as "n,"; ``eos_ids`` end an answer."""
-
-    def __init__(self, eos_ids=()):
-        self.eos_ids = frozenset(eos_ids)
-
-    def decode_answer(self, token_ids):
-        return "".join(f"{token}," for token in token_ids if token not in self.eos_ids)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +29,7 @@ def forwards(loaded):
 
 
 def engine_of(loaded, **options):
-    return Engine(loaded, Letters(**options), "tiny", "print")
+    return Engine(loaded, NumberEncoder(**options), "tiny", "print")
 
 
 def request(mitigation="none", layout=None, parameters=None, **sampling):
@@ -104,7 +95,7 @@ def test_a_stop_string_over_two_tokens_ends_an_answer(loaded):
 
 
 def test_a_stop_string_that_shows_only_at_the_end_is_a_stop(loaded):
-    class Halves(Letters):
+    class Halves(NumberEncoder):
         def decode_answer(self, token_ids):
             return "".join("a.\ufffd" for _ in token_ids)
 

@@ -8,6 +8,7 @@ import torch
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation import load as models
 from rag_posfix.generation.load import load_engine
+from rag_posfix.generation.model import fingerprint
 from rag_posfix.generation.model.packaged import PACKAGED
 from tests.support.tiny import VOCABULARY, save_tiny, toy_layout
 
@@ -35,7 +36,7 @@ def conversions(monkeypatch):
         save_tiny(target)
         (target / "complete").write_text("ok\n")
 
-    monkeypatch.setattr(models, "_convert", convert)
+    monkeypatch.setattr(models, "convert", convert)
     return done
 
 
@@ -53,6 +54,44 @@ def test_the_fingerprint_changes_with_weights_and_dtype(tiny, tmp_path):
     assert load_engine(str(tiny), dtype="bfloat16").fingerprint != first
     other = save_tiny(tmp_path / "other", num_hidden_layers=2)
     assert load_engine(str(other), dtype="float32").fingerprint != first
+
+
+def test_the_second_start_reads_no_bytes_for_the_fingerprint(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(fingerprint, "SETTLED_NS", -(10**12))  # else files that were just written are digested again
+    first = load_engine(str(tiny), dtype="float32", cache_dir=tmp_path / "cache").fingerprint
+    monkeypatch.setattr(fingerprint, "sha256_of", None)
+    assert load_engine(str(tiny), dtype="float32", cache_dir=tmp_path / "cache").fingerprint == first
+    with pytest.raises(TypeError):
+        load_engine(str(tiny), dtype="float32", cache_dir=tmp_path / "another")
+
+
+class TestByItsId:
+    @pytest.fixture
+    def hub(self, tmp_path, monkeypatch):
+        """Adds a commit of somebody/tiny to the cache of the Hub, which main then points to."""
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        repository = tmp_path / "hub" / "models--somebody--tiny"
+
+        def add(commit, folder):
+            (repository / "refs").mkdir(parents=True, exist_ok=True)
+            (repository / "refs" / "main").write_text(commit)
+            (repository / "snapshots" / commit).mkdir(parents=True)
+            for file in folder.iterdir():
+                (repository / "snapshots" / commit / file.name).symlink_to(file)
+
+        return add
+
+    def test_a_model_has_the_fingerprint_of_its_files(self, tiny, hub):
+        hub("1" * 40, tiny)
+        engine = load_engine("somebody/tiny", dtype="float32")
+        assert engine.model_id == "somebody/tiny"
+        assert engine.fingerprint == load_engine(str(tiny), dtype="float32").fingerprint
+
+    def test_another_commit_has_another_fingerprint(self, tiny, hub, tmp_path):
+        hub("1" * 40, tiny)
+        first = load_engine("somebody/tiny", dtype="float32").fingerprint
+        hub("2" * 40, save_tiny(tmp_path / "second", num_hidden_layers=2))
+        assert load_engine("somebody/tiny", dtype="float32").fingerprint != first
 
 
 @pytest.mark.parametrize("name", ["", "nobody/has-this", "/no/such/folder", "a\0b", "..", "x" * 300])
@@ -144,13 +183,13 @@ def test_damaged_converted_weights_are_converted_again(conversions, tmp_path, fi
 
 
 def test_weights_that_stay_damaged_are_converted_again_once_and_then_an_error(conversions, tmp_path, monkeypatch):
-    convert = models._convert
+    convert = models.convert
 
     def badly(gguf, target):
         convert(gguf, target)
         truncate(target / "model.safetensors")
 
-    monkeypatch.setattr(models, "_convert", badly)
+    monkeypatch.setattr(models, "convert", badly)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_engine(cache_dir=tmp_path)
     assert len(conversions) == 2
@@ -168,12 +207,14 @@ class TestConversion:
 
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch, tiny):
-        real = models._load
-        monkeypatch.setattr(models, "_load", lambda source, dtype, device, **options: real(str(tiny), dtype, device))
+        real = models.load_pretrained
+        monkeypatch.setattr(
+            models, "load_pretrained", lambda source, dtype, device, **options: real(str(tiny), dtype, device)
+        )
 
     def test_nothing_but_the_whole_model_is_left(self, tmp_path):
         target = tmp_path / "models" / "converted"
-        models._convert(tmp_path / "x.gguf", target)
+        models.convert(tmp_path / "x.gguf", target)
         assert [path.name for path in target.parent.iterdir()] == ["converted"]
         assert {"complete", "config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in target.iterdir()}
 
@@ -183,7 +224,7 @@ class TestConversion:
         for off in (False, True):
             monkeypatch.setattr("transformers.tokenization_utils_base.is_offline_mode", lambda off=off: off)
             target = tmp_path / f"hub-off-{off}"
-            models._convert(tmp_path / "x.gguf", target)
+            models.convert(tmp_path / "x.gguf", target)
             written.append({path.name: path.read_bytes() for path in target.iterdir()})
         assert written[0] == written[1]
 
@@ -191,16 +232,16 @@ class TestConversion:
         target = tmp_path / "models" / "converted"
         target.mkdir(parents=True)
         (target / "old").touch()
-        models._convert(tmp_path / "x.gguf", target)
+        models.convert(tmp_path / "x.gguf", target)
         assert not (target / "old").exists()
 
     def test_a_failure_leaves_nothing_behind(self, tmp_path, monkeypatch):
         def fail(*_arguments, **_options):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(models, "_load", fail)
+        monkeypatch.setattr(models, "load_pretrained", fail)
         with pytest.raises(KeyboardInterrupt):
-            models._convert(tmp_path / "x.gguf", tmp_path / "models" / "converted")
+            models.convert(tmp_path / "x.gguf", tmp_path / "models" / "converted")
         assert list((tmp_path / "models").iterdir()) == []
 
     def test_a_cache_folder_that_cannot_be_written_is_one_line(self, tmp_path):

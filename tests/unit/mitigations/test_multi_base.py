@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -42,12 +44,21 @@ def test_rows_alike_stay_what_they_are():
 def test_weights_are_those_of_the_step_not_of_the_first_token(llama):
     layout = toy_layout()
     plan = create("multi_base").plan(layout, llama.spec.shape)
-    running = Session(llama, layout, plan)
+    steps = []
+
+    def combine(scores):
+        mixed, weights = plan.combine(scores)
+        likeliest = scores.log_probs.exp().amax(dim=-1)
+        steps.append((weights.tolist(), (likeliest / likeliest.sum()).tolist()))
+        return mixed, weights
+
+    running = Session(llama, layout, dataclasses.replace(plan, combine=combine))
     for token in (5, 9):
-        _, weights = running._combine(running._log_probs, running._answer)
-        likeliest = running._log_probs.exp().amax(dim=-1)
-        assert weights.tolist() == pytest.approx((likeliest / likeliest.sum()).tolist())
+        running.next_log_probs()
         running.advance(token)
+    running.next_log_probs()
+    assert all(weights == pytest.approx(expected) for weights, expected in steps)
+    assert len({tuple(weights) for weights, _ in steps}) == 3
 
 
 def test_there_is_one_row_per_factor_and_factor_one_is_the_model_as_it_is(llama):

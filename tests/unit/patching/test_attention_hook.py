@@ -17,6 +17,7 @@ from rag_posfix.patching.install import ATTENTION_NAME, install, stock_copy
 from rag_posfix.patching.verify import verify
 from rag_posfix.plan.model_shape import Capability
 from rag_posfix.plan.plan import Plan, RowPlan
+from tests.support.attention_hook import attention_of, count_hooks
 from tests.support.tiny import COMMON, FAMILIES, loaded_model, stock_model, toy_layout
 
 IDS = torch.tensor([toy_layout().token_ids])
@@ -145,9 +146,9 @@ def test_installing_twice_is_refused():
 def test_a_stock_copy_shares_the_weights_and_has_neither_hooks_nor_attention_hook(family):
     loaded = loaded_model(family)
     twin = stock_copy(loaded.model, loaded.spec)
-    assert (twin.config._attn_implementation, loaded.model.config._attn_implementation) == ("sdpa", ATTENTION_NAME)
-    assert not any(module._forward_pre_hooks for module in twin.modules())
-    assert all(layer.self_attn._forward_pre_hooks for layer in loaded.model.model.layers)
+    assert (attention_of(twin), attention_of(loaded.model)) == ("sdpa", ATTENTION_NAME)
+    assert count_hooks(twin) == 0
+    assert all(count_hooks(layer.self_attn) for layer in loaded.model.model.layers)
     own = {parameter.data_ptr() for parameter in loaded.model.parameters()}
     assert {parameter.data_ptr() for parameter in twin.parameters()} == own
     with torch.inference_mode():

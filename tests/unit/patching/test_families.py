@@ -14,6 +14,7 @@ from rag_posfix.mitigations.base import Mitigation
 from rag_posfix.patching.families import FAMILIES, REFUSED, family_of, shape_of
 from rag_posfix.patching.install import install
 from rag_posfix.plan.model_shape import Capability
+from tests.support.attention_hook import attention_of, count_hooks
 from tests.support.tiny import COMMON
 
 GPT2_SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50}
@@ -69,14 +70,14 @@ class Needy(Mitigation):
 )  # fmt: skip
 def test_a_family_that_cannot_be_served_is_refused_with_the_reason_and_left_alone(name, settings, reason):
     model = small(name, **settings)
-    before = model.config._attn_implementation
+    before = attention_of(model)
     with pytest.raises(UnsupportedModelError) as caught:
         install(model)
     start = f"model type {model.config.model_type!r} is not supported: {reason}"
     assert str(caught.value).startswith(start)
     assert "; supported: cohere, gemma, gemma3_text, " in str(caught.value)
-    assert model.config._attn_implementation == before
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert attention_of(model) == before
+    assert count_hooks(model) == 0
 
 
 def test_a_family_that_nobody_has_checked_is_refused_by_name():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 
 import pytest
@@ -23,7 +24,7 @@ from rag_posfix.reranking import EmbeddingReranker, LikelihoodReranker
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.tiny import loaded_model
+from tests.support.tiny import loaded_model, save_tiny
 from tests.support.toy_encoder import ToyEncoder
 
 DOCUMENTS = [
@@ -114,15 +115,32 @@ def test_a_reranker_that_does_not_exist_is_told_before_anything_is_loaded(monkey
 
 def test_a_reranker_that_the_generator_cannot_serve_closes_what_was_loaded(tmp_path, monkeypatch):
     closed = []
-
-    def load(_settings, undo):
-        undo.callback(closed.append, True)
-        return FakeGenerator(ToyEncoder())
-
-    monkeypatch.setattr(module, "_load", load)
+    split = FakeGenerator(ToyEncoder())
+    split.close = lambda: closed.append(True)
+    monkeypatch.setattr(module, "load_parallel", lambda *_arguments, **_options: split)
     with pytest.raises(ConfigError, match="FakeGenerator cannot read passages"):
-        build_pipeline(Settings(reranker="in_context", cache_dir=tmp_path))
+        build_pipeline(Settings(reranker="in_context", cache_dir=tmp_path, tp=2))
     assert closed == [True]
+
+
+def test_a_model_that_differs_in_its_last_byte_answers_for_itself(tmp_path, monkeypatch):
+    """Its first MiB is that of the other: only a digest of the whole file tells them apart."""
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: LetterEmbeddings())
+    model = save_tiny(tmp_path / "model", num_hidden_layers=12)
+
+    def ask_the_model():
+        settings = Settings(model=str(model), dtype="float32", cache_dir=tmp_path / "cache", max_tokens=2)
+        with closing(build_pipeline(settings)) as pipeline:
+            return ask(pipeline, ["rome"])
+
+    assert [ask_the_model().cached for _ in range(2)] == [False, True]
+    with (model / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, os.SEEK_END)
+        (last,) = weights.read(1)
+        assert weights.tell() > 1 << 20
+        weights.seek(-1, os.SEEK_END)
+        weights.write(bytes([last ^ 0x80]))  # the sign of the last tensor's last value
+    assert [ask_the_model().cached for _ in range(2)] == [False, True]
 
 
 def found(pipeline, names):

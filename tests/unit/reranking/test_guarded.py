@@ -14,7 +14,7 @@ from rag_posfix.reranking import GuardedReranker, LikelihoodReranker, ListwiseRe
 from rag_posfix.reranking.base import ranked_copies
 from rag_posfix.reranking.deadline import run_in_thread
 from tests.support.reader import ScriptedReader, order
-from tests.support.stepped import wait_until
+from tests.support.waiting import wait_until
 
 GIVEN = [
     Document(page_content="a", metadata={"relevance_score": 0.3, "tags": ["t"]}),

@@ -10,6 +10,7 @@ from rag_posfix.evaluation.answers.permutations import (
     PermutationRow,
     answer_in_orders,
     draw_orders,
+    largest_difference,
     summarize_permutations,
 )
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
@@ -88,12 +89,10 @@ class TestSweep:
         assert len(more.shapes) == 3 * len(one.shapes)
 
     def test_infinite_scores_that_agree_do_not_differ(self):
-        from rag_posfix.evaluation.answers.permutations import _largest_difference
-
         one = torch.tensor([-float("inf"), -1.0, -2.0])
-        assert _largest_difference(one, one) == 0.0
-        assert _largest_difference(one, torch.tensor([-float("inf"), -1.5, -2.25])) == 0.5
-        assert _largest_difference(one, torch.tensor([-3.0, -1.0, -2.0])) == float("inf")
+        assert largest_difference(one, one) == 0.0
+        assert largest_difference(one, torch.tensor([-float("inf"), -1.5, -2.25])) == 0.5
+        assert largest_difference(one, torch.tensor([-3.0, -1.0, -2.0])) == float("inf")
 
     @pytest.mark.parametrize(
         ("options", "message"),

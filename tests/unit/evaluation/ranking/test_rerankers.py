@@ -15,6 +15,7 @@ from rag_posfix.evaluation.ranking.rerankers import (
     rerank_one,
 )
 from rag_posfix.reranking.build import RerankerModels
+from tests.support.attention_hook import count_hooks
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import ByLength
 from tests.support.tiny_evaluation import tiny_engine
@@ -86,12 +87,12 @@ class TestWork:
         import torch
 
         engine = tiny_engine()
-        hooks = len(engine.loaded.model._forward_pre_hooks)
+        hooks = count_hooks(engine.loaded.model)
         with count_work(engine) as work, torch.no_grad():
             for width in (3, 5):
                 engine.loaded.model(input_ids=torch.ones((2, width), dtype=torch.long))
         assert (work.forward_passes, work.tokens) == (2, 16)
-        assert len(engine.loaded.model._forward_pre_hooks) == hooks
+        assert count_hooks(engine.loaded.model) == hooks
 
     def test_of_nothing_nothing_is_count_work(self):
         with count_work(None) as work:

@@ -135,8 +135,8 @@ def test_other_documents_are_another_first_stage_and_other_candidates(evaluate):
 
 
 def test_embedding_the_documents_goes_on_where_it_was_interrupted(evaluate, embeddings, monkeypatch):
-    monkeypatch.setattr("rag_posfix.evaluation.ranking.first_stage._DOCUMENTS_PER_BATCH", 1)
-    monkeypatch.setattr("rag_posfix.evaluation.ranking.first_stage._BATCHES_PER_SAVE", 1)
+    monkeypatch.setattr("rag_posfix.evaluation.ranking.first_stage.DOCUMENTS_PER_BATCH", 1)
+    monkeypatch.setattr("rag_posfix.evaluation.ranking.first_stage.BATCHES_PER_SAVE", 1)
     embed = LetterEmbeddings.embed_documents
 
     def interrupted(self, texts):

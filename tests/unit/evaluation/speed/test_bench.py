@@ -20,6 +20,7 @@ from rag_posfix.evaluation.speed.bench import (
 from rag_posfix.evaluation.speed.memory import PeakMemory
 from rag_posfix.generation.engine import Engine
 from rag_posfix.patching.install import ATTENTION_NAME
+from tests.support.attention_hook import attention_of
 from tests.support.tiny import loaded_model, toy_layout
 from tests.support.word_encoder import WordEncoder
 
@@ -52,7 +53,7 @@ class TestMeasure:
             type(engine.loaded.model),
             "forward",
             lambda self, *args, **options: (
-                used.append(self.config._attn_implementation),
+                used.append(attention_of(self)),
                 forward(self, *args, **options),
             )[1],
         )

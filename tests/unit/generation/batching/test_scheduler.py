@@ -25,9 +25,11 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.settings import CacheSettings, Settings
-from tests.support.stepped import Letters, RecordingEngine, answer, ask, wait_until
+from tests.support.number_encoder import NumberEncoder
+from tests.support.stepped import RecordingEngine, answer, ask
 from tests.support.tiny import loaded_model, toy_layout
 from tests.support.toy_encoder import ToyEncoder
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[4]
 RELEVANCE = (0.9, 0.2, 0.5, 0.4)
@@ -44,7 +46,7 @@ def _one_thread_per_operation():
 
 @pytest.fixture(scope="module")
 def tiny():
-    return Engine(loaded_model(), Letters(eos_ids={2}), "tiny", "print")
+    return Engine(loaded_model(), NumberEncoder(eos_ids={2}), "tiny", "print")
 
 
 @pytest.fixture
@@ -70,18 +72,18 @@ def make(monkeypatch):
         generator.close()
 
 
-def in_line(generator):
-    """How many requests wait; the one whose prompt is being read is still among them."""
-    return len(generator._worker._waiting)
+def threads():
+    """The threads that run models."""
+    return {thread for thread in threading.enumerate() if thread.name == "rag-posfix-generation"}
 
 
 def start_all(pool, generator, requests):
     """Ask for answers one after another, each in a thread of its own."""
     futures = []
     for request in requests:
-        before = in_line(generator)
+        before = generator.waiting
         futures.append(pool.submit(generator.generate, request))
-        wait_until(lambda before=before: in_line(generator) == before + 1)
+        wait_until(lambda before=before: generator.waiting == before + 1)
     return futures
 
 
@@ -241,18 +243,20 @@ class TestTurns:
     def test_the_first_piece_comes_before_the_first_step(self, make):
         engine, generator = make(by_turns=True)
         stream = generator.stream(ask())
-        engine._turns.release()
+        engine.let(1)
         assert next(stream).text == "10,"
         assert engine.events == ["open a"]
 
     def test_nothing_happens_before_the_first_piece_is_asked_for(self, make):
+        before = threads()
         engine, generator = make()
         stream = generator.stream(ask())
         time.sleep(0.02)
         assert engine.events == []
-        assert generator._worker._thread is None
+        assert threads() == before
         assert next(stream).text == "10,"
-        assert generator._worker._thread.daemon
+        (started,) = threads() - before
+        assert started.daemon
 
     def test_the_last_token_is_not_read(self, make):
         engine, generator = make()
@@ -280,9 +284,9 @@ class TestLeaving:
     def test_closing_takes_an_answer_out_before_the_next_step(self, make):
         engine, generator = make(by_turns=True)
         left, stays = generator.stream(ask("a", 50)), generator.stream(ask("b", 50))
-        engine._turns.release()
+        engine.let(1)
         next(left)
-        engine._turns.release(2)
+        engine.let(2)
         next(stays)
         wait_until(lambda: engine.next_up == "step ab")
         left.close()  # in the middle of a step
@@ -306,7 +310,7 @@ class TestLeaving:
                 box.put(error)
 
         second = pool.submit(wait)
-        wait_until(lambda: in_line(generator) == 2)
+        wait_until(lambda: generator.waiting == 2)
         (third,) = start_all(pool, generator, [ask("c", 2)])
         gone.set()
         engine.turns(1)
@@ -339,7 +343,7 @@ class TestLeaving:
                 raise TimeoutError("late")
 
         watched = generator.stream_watched(ask("a", 50), check, lambda: released.append(len(engine.events)))
-        engine._turns.release(2)
+        engine.let(2)
         assert next(watched).text == "10,"
         (other,) = start_all(pool, generator, [ask("b", 8)])
         engine.run_free()
@@ -451,9 +455,10 @@ class TestFailures:
     def test_after_the_thread_has_died_the_next_request_gets_another(self, make, pool):
         engine, generator = make(by_turns=True)
         engine.failures["step a"] = SystemExit()
+        before = threads()
         first, second = start_all(pool, generator, [ask("a"), ask("b")])
-        thread = generator._worker._thread
-        engine._turns.release(2)
+        (thread,) = threads() - before
+        engine.let(2)
         for future in (first, second):
             with pytest.raises(GenerationError, match="the generator stopped before the answer was complete"):
                 future.result()
@@ -465,11 +470,12 @@ class TestFailures:
 class TestClosing:
     def test_open_answers_fail_and_the_thread_ends(self, make, pool):
         engine, generator = make(max_running=1, by_turns=True)
+        before = threads()
         running, waiting = start_all(pool, generator, [ask("a"), ask("b")])
         engine.turns(1)
-        thread = generator._worker._thread
+        (thread,) = threads() - before
         closing = pool.submit(generator.close)
-        wait_until(lambda: generator._worker._closed)
+        wait_until(lambda: generator.closed)
         engine.run_free()
         closing.result()
         assert not thread.is_alive()
@@ -488,15 +494,18 @@ class TestClosing:
             next(stream)
 
     def test_one_that_was_never_asked_has_nothing_to_close(self, make):
+        before = threads()
         _, generator = make()
         generator.close()
-        assert generator._worker._thread is None
+        assert generator.closed
+        assert threads() == before
 
     def test_a_generator_that_is_forgotten_ends_its_thread(self):
         engine = RecordingEngine()
+        before = threads()
         generator = BatchingGenerator(engine)
         generator.generate(ask(max_tokens=1))
-        thread = generator._worker._thread
+        (thread,) = threads() - before
         del generator
         gc.collect()
         thread.join(10)

@@ -16,9 +16,9 @@ from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.plan.plan import Plan, RowPlan
+from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
 from tests.support.together import generate_together
-from tests.unit.generation.test_engine import Letters
 
 LENGTHS = [(7, 4, 9, 6), (3,), (), (12, 2, 5), (7, 4, 9, 6, 11, 8)]
 MIX = ["none", "parallel_windows", "context_experts", "none", "none"]
@@ -32,7 +32,7 @@ def loaded():
 
 
 def engine_of(loaded, **options):
-    return Engine(loaded, Letters(**options), "tiny", "print")
+    return Engine(loaded, NumberEncoder(**options), "tiny", "print")
 
 
 def layouts():

@@ -18,9 +18,9 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.patching.ranks import Ranks
 from rag_posfix.plan.layout import Span
+from tests.support.number_encoder import NumberEncoder
 from tests.support.stepped import RecordingEngine
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
-from tests.unit.generation.test_engine import Letters
 
 LAYOUT = toy_layout()
 T, AT = len(LAYOUT.token_ids), LAYOUT.suffix.start
@@ -51,7 +51,7 @@ def eager(family, layout, layers=slice(None), **overrides):
 
 
 def engine_of(loaded, store=None):
-    return Engine(loaded, Letters(), "tiny", "print", passages=store)
+    return Engine(loaded, NumberEncoder(), "tiny", "print", passages=store)
 
 
 @pytest.fixture(scope="module")

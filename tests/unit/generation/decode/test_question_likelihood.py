@@ -8,8 +8,8 @@ from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.decode.question_likelihood import question_likelihood
 from rag_posfix.generation.engine import Engine
+from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
-from tests.unit.generation.test_engine import Letters
 
 LAYOUT = toy_layout()
 
@@ -43,7 +43,7 @@ def test_no_passages_have_no_likelihood():
 
 def test_passages_are_shared_with_answers_whose_methods_read_them_apart():
     loaded = loaded_model()
-    engine = Engine(loaded, Letters(), "tiny", "print", passages=PassageStore([MemoryPassages()]))
+    engine = Engine(loaded, NumberEncoder(), "tiny", "print", passages=PassageStore([MemoryPassages()]))
     cold = engine.question_likelihood(LAYOUT)
     seen = []
     handle = loaded.model.register_forward_pre_hook(

@@ -9,9 +9,9 @@ from rag_posfix.generation.decode.token_attribution import attribution_layers
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.forward_context import Observer
+from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
 from tests.support.together import generate_together
-from tests.unit.generation.test_engine import Letters
 
 LAYOUT = toy_layout(relevance=(0.9, 0.2, 0.5, 0.4))
 TOKENS = 5
@@ -19,7 +19,7 @@ TOKENS = 5
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(loaded_model(), Letters(), "tiny", "print")
+    return Engine(loaded_model(), NumberEncoder(), "tiny", "print")
 
 
 def request(name, traced=True, layout=LAYOUT):
@@ -91,7 +91,7 @@ def test_a_prompt_without_passages_has_nothing_to_tell(engine):
 
 def test_a_model_whose_layers_forget_tells_only_what_needs_no_attention():
     forgetful = loaded_model("mistral", sliding_window=16)
-    engine = Engine(forgetful, Letters(), "tiny", "print")
+    engine = Engine(forgetful, NumberEncoder(), "tiny", "print")
     assert not forgetful.keeps_all_keys
     assert engine.generate(request("none")).sources == ()
     assert len(engine.generate(request("context_experts")).sources) == TOKENS

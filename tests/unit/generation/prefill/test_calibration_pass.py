@@ -101,11 +101,15 @@ def test_a_survey_of_nothing_is_refused():
         CalibrationPass((), lambda measured: Plan())
 
 
-def test_a_surveyed_prompt_must_fit_the_context_window(loaded):
+def test_a_surveyed_prompt_must_fit_the_context_window(loaded, monkeypatch):
     class Encoder:
         eos_ids = frozenset()
 
-    long = toy_layout((600,))
+    class CalibratesOnALongPrompt:
+        def checked_plan(self, layout, shape):
+            return Plan(calibration=CalibrationPass((toy_layout((600,)),), lambda measured: Plan()))
+
+    monkeypatch.setattr("rag_posfix.generation.engine.create", lambda name, parameters: CalibratesOnALongPrompt())
     engine = Engine(loaded, Encoder(), "tiny", "print")
     with pytest.raises(PromptTooLongError, match="takes 613 tokens"):
-        engine._check_length(LAYOUT, Plan(calibration=CalibrationPass((long,), lambda measured: Plan())), 1)
+        engine.open(LAYOUT)

@@ -12,8 +12,8 @@ from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS, create
+from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
-from tests.unit.generation.test_engine import Letters
 
 APART = ["parallel_windows", "set_prompting", "parallel_encoding", "context_experts", "passage_answers"]
 LEADING = ["none", "calibrated_attention", "layer_scaling", "multi_base", "sorted_inter_document"]
@@ -25,7 +25,7 @@ def loaded():
 
 
 def engine_of(loaded, store=None, print="print"):
-    return Engine(loaded, Letters(), "tiny", print, passages=store)
+    return Engine(loaded, NumberEncoder(), "tiny", print, passages=store)
 
 
 def store_of():

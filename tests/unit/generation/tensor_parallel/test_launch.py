@@ -1,9 +1,10 @@
 """What is refused before a process is started, and what becomes of processes; splitting is an integration test."""
 
-import signal
+import contextlib
+import subprocess
 import sys
-import time
 
+import psutil
 import pytest
 
 from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
@@ -12,8 +13,18 @@ from rag_posfix.generation.tensor_parallel.launch import follow_torchrun, load_p
 from rag_posfix.generation.tensor_parallel.processes import Processes
 from rag_posfix.settings import Settings
 from tests.support.tiny import save_tiny
+from tests.support.waiting import wait_until
 
 WAIT = ["-c", "import os, sys\nwhile os.read(0, 1): pass"]
+
+
+def waiting():
+    """How many of the processes that this one has started run ``WAIT``."""
+    found = 0
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            found += child.cmdline()[-2:] == WAIT
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +125,13 @@ class TestProcesses:
     def test_they_run_until_they_are_closed_and_leave_nothing_behind(self):
         folder = Processes.shared_folder()
         processes = Processes([WAIT, WAIT], folder)
-        running = [process.pid for process in processes._running]
         assert processes.failure(0.2) is None
+        assert waiting() == 2
         processes.kill()
         processes.close()
         assert processes.failure() is None  # they were ended; that is no failure
         assert not folder.exists()
-        assert len(running) == 2
-        assert all(process.returncode == -signal.SIGKILL for process in processes._running)
+        assert waiting() == 0
 
     def test_only_the_user_can_read_what_they_share(self):
         folder = Processes.shared_folder()
@@ -136,20 +146,26 @@ class TestProcesses:
         processes = self.start(WAIT, dies, on_failure=lambda: told.append(True))
         try:
             assert processes.failure(30) == "the process of rank 2 of 3 ended with exit code 1 (no room)"
-            assert processes._running[0].wait(10) == -signal.SIGKILL
-            deadline = time.monotonic() + 5
-            while not told and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: told and not waiting())
             assert told == [True]
         finally:
             processes.close()
 
-    def test_they_end_with_this_process(self):
-        """The pipe that they read is closed, however this process ends."""
-        processes = self.start(WAIT)
-        processes._running[0].stdin.close()
-        assert processes._running[0].wait(30) == 0
-        processes.close()
+    def test_they_end_with_the_process_that_started_them_however_it_ends(self, tmp_path):
+        """The pipe that they read is closed then."""
+        code = f"""
+import pathlib, time
+from rag_posfix.generation.tensor_parallel.processes import Processes
+processes = Processes([{WAIT!r}], pathlib.Path({str(tmp_path)!r}))
+print("started", flush=True)
+time.sleep(60)
+"""
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as starter:
+            assert starter.stdout.readline() == "started\n"
+            (started,) = psutil.Process(starter.pid).children()
+            starter.kill()
+        started.wait(30)
+        assert not started.is_running()
 
     def test_they_find_the_modules_of_this_process_and_know_their_rank(self, monkeypatch, tmp_path):
         (tmp_path / "only_here.py").write_text("")

@@ -10,8 +10,8 @@ from rag_posfix.errors import ConfigError, GenerationError, PlanConflictError, P
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.tensor_parallel.leader import TensorParallelGenerator, follow
 from rag_posfix.generation.tensor_parallel.messages import Advance, End, Free, Prefill, decode, encode
+from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
-from tests.unit.generation.test_engine import Letters
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
@@ -57,7 +57,7 @@ class Others:
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(loaded_model(), Letters(), "tiny", "print")
+    return Engine(loaded_model(), NumberEncoder(), "tiny", "print")
 
 
 class Rank0:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import httpx2
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
@@ -18,7 +19,9 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.server import bind, make_server
 from tests.support.toy_encoder import ToyEncoder
+from tests.support.waiting import wait_until
 
+CHAT = "/v1/chat/completions"
 BRIDGE = "The bridge of Arvo was built in 1911. It is made of steel."
 HARBOUR = "The harbour froze in 1963. Ships waited for weeks."
 QUESTION = "When was the bridge of Arvo built?"
@@ -28,6 +31,23 @@ ANSWER = "The bridge of Arvo was built in 1911"
 def chat(question: str = QUESTION, **fields: Any) -> dict[str, Any]:
     """A request body."""
     return {"model": "fake", "messages": [{"role": "user", "content": question}], **fields}
+
+
+def post(url: str, **fields: Any) -> httpx2.Response:
+    """Ask the service at ``url`` with one document."""
+    return httpx2.post(url + CHAT, json=chat(documents=[BRIDGE], **fields), timeout=20)
+
+
+def in_flight(url: str) -> float:
+    """How many requests the service at ``url`` says that it is answering."""
+    return gauge(url, "rag_posfix_in_flight_requests")
+
+
+def gauge(url: str, name: str) -> float:
+    """What the service at ``url`` says of a metric without labels."""
+    text = httpx2.get(url + "/metrics").text
+    (line,) = [line for line in text.splitlines() if line.startswith(name + " ")]
+    return float(line.split()[-1])
 
 
 def make_pipeline(generator: FakeGenerator | None = None, window: int = 8192, **parts: Any) -> Pipeline:
@@ -92,6 +112,9 @@ class DictCache:
 
     def single_flight(self, key: str) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def close(self) -> None:
+        """It holds nothing open."""
 
 
 class GatedGenerator(FakeGenerator):
@@ -166,10 +189,3 @@ def serving(pipeline: Pipeline | None, **fields: Any) -> Iterator[str]:
         thread.join(15)
         listener.close()
         assert not thread.is_alive()
-
-
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition never became true"
-        time.sleep(0.01)

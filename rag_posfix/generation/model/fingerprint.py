@@ -1,0 +1,253 @@
+"""The fingerprint of a model: equal for equal files wherever they lie, different when any byte of them differs.
+
+Every byte of the weights is digested, once per file: the digest of a file is remembered in the cache directory with
+what ``stat`` says of the file, so that a later start reads no weights. Knows files; loads nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from rag_posfix.errors import ConfigError
+
+__all__ = ["FileDigests", "files_of", "model_fingerprint", "sha256_of"]
+
+_log = logging.getLogger(__name__)
+
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf"})
+"""Suffixes of files that ``from_pretrained`` takes weights from."""
+TOKENIZER_NAMES = frozenset({"tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja"})
+"""Files of a tokenizer that are not JSON."""
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model"
+"""Stem of the file that holds the weights of a PEFT adapter."""
+REMEMBERED_IN = "weight-digests.json"
+"""Name of the file with the remembered digests, in the cache directory."""
+FORMAT = 1
+"""Of the remembered digests and of the fingerprint; a change of either raises it."""
+SETTLED_NS = 2_000_000_000
+"""A file that changed this shortly before it was digested may change again within one tick of its file system's clock
+and keep its times: its digest is not remembered. Git treats such entries of its index as changed for this reason."""
+THREADS = 4
+
+
+def model_fingerprint(folder: Path, dtype: str, digests: FileDigests, adapters: Sequence[Path] = ()) -> str:
+    """Return the identity of a model: of its weights, its configuration, its tokenizer, its adapters and its dtype.
+
+    It depends on the names and the content of files, not on the path of their folder: copies of a model on several
+    machines agree. Links are followed.
+
+    Args:
+        folder: Holds the model, and possibly an adapter.
+        dtype: What the weights are converted to.
+        digests: Of the files.
+        adapters: Folders of adapters that lie elsewhere, in the order in which they are applied.
+
+    Raises:
+        ConfigError: a folder holds no weights, or a file cannot be read.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    folders = [(folder, _files_in(folder, "model")), *((each, _files_in(each, "adapter")) for each in adapters)]
+    found = iter(digests.of([file for _, files in folders for file in files]))
+    content = [FORMAT, dtype, [[[file.name, next(found)] for file in files] for _, files in folders]]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
+def files_of(source: str) -> tuple[Path, tuple[Path, ...]]:
+    """Return the folder of a model that was loaded, and those of its adapters that lie elsewhere.
+
+    An adapter in a local folder is applied to the model beside it. A repository of the Hub that holds an adapter is
+    applied to the model that the adapter's configuration names, if PEFT is installed; without it no adapter is read.
+
+    Args:
+        source: The folder or the Hub id that the model was loaded from.
+
+    Raises:
+        ConfigError: the model is in neither a folder nor the cache of the Hub.
+    """
+    if Path(source).is_dir():
+        return Path(source), ()
+    folder = _snapshot_folder(source)
+    adapter = folder / ADAPTER_CONFIG
+    if find_spec("peft") is None or not adapter.is_file():
+        return folder, ()
+    try:
+        base = str(json.loads(adapter.read_bytes())["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{adapter} does not name the model of its adapter: {error!r}") from error
+    return (Path(base) if Path(base).is_dir() else _snapshot_folder(base)), (folder,)
+
+
+def _snapshot_folder(model_id: str) -> Path:
+    """Return the folder in which the Hub's cache keeps the files of a model that was loaded by its id.
+
+    It is that of the commit which the model's main branch points to, as far as the cache knows: loading asks the Hub
+    and writes it down. The configuration of a loaded model does not say from which commit it is.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model_id, "config.json")
+    if not isinstance(config, str):
+        raise ConfigError(
+            f"the files of model {model_id!r} are not in the cache of the Hub, so its fingerprint cannot be taken; "
+            "download the model and give its folder"
+        )
+    return Path(config).parent
+
+
+class FileDigests:
+    """SHA-256 digests of files, remembered for as long as ``stat`` says that a file is the same.
+
+    A remembered digest is used only if path, size, modification time, change time, inode and device are those of the
+    file that was digested. A file that is rewritten in place, with its size and its modification time restored, still
+    has another change time, which no program can set. Not noticed: a change that leaves the change time alone, which
+    takes a clock that was set back, writing to the disk past the file system, or Windows, which has no such time.
+
+    The file of remembered digests may be lost, damaged or impossible to write, and several processes may write it at
+    the same time: the worst that comes of it is that a file is digested again. Who may write it decides which
+    fingerprint a model gets; it is made readable and writable for its owner alone.
+
+    Args:
+        path: The file with the remembered digests; None remembers nothing.
+        now_ns: The clock of the file system, in nanoseconds since the epoch.
+    """
+
+    def __init__(self, path: Path | None, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._path = path
+        self._now_ns = now_ns
+
+    def of(self, files: Sequence[Path]) -> list[str]:
+        """Return the SHA-256 of each file, as hexadecimal digits; files that are not remembered are read whole.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        paths = list(dict.fromkeys(map(_real_path, files)))
+        known = self._recall(paths)
+        missing = [path for path in paths if path not in known]
+        if missing:
+            _log.info("taking the digest of %d files", len(missing))
+            with ThreadPoolExecutor(THREADS) as pool:
+                taken = dict(zip(missing, pool.map(self._digest, missing), strict=True))
+            self._remember(taken)
+            known.update({path: one.sha256 for path, one in taken.items()})
+        return [known[_real_path(file)] for file in files]
+
+    def _digest(self, path: str) -> _Taken:
+        started = self._now_ns()
+        try:
+            with open(path, "rb", buffering=0) as opened:
+                before = _Stamp.of(os.fstat(opened.fileno()))
+                sha256 = sha256_of(opened)
+                after = _Stamp.of(os.fstat(opened.fileno()))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read for the fingerprint of its model: {error.strerror}") from error
+        settled = max(before.mtime_ns, before.ctime_ns) < started - SETTLED_NS
+        return _Taken(sha256, before if before == after and settled else None)
+
+    def _recall(self, paths: Sequence[str]) -> dict[str, str]:
+        remembered, known = self._read(), {}
+        for path in paths:
+            entry = remembered.get(path)
+            if isinstance(entry, dict) and re.fullmatch("[0-9a-f]{64}", str(entry.get("sha256"))):
+                with contextlib.suppress(OSError):  # a file that is gone is told when it is opened
+                    if entry == {**asdict(_Stamp.of(os.stat(path))), "sha256": entry["sha256"]}:
+                        known[path] = entry["sha256"]
+        return known
+
+    def _read(self) -> Mapping[str, Any]:
+        if self._path is None:
+            return {}
+        try:
+            found = json.loads(self._path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        files = found.get("files") if isinstance(found, dict) and found.get("format") == FORMAT else None
+        return files if isinstance(files, dict) else {}
+
+    def _remember(self, taken: Mapping[str, _Taken]) -> None:
+        """Add to what is remembered, and forget files that are gone. The file is replaced whole."""
+        added = {path: {**asdict(one.stamp), "sha256": one.sha256} for path, one in taken.items() if one.stamp}
+        if self._path is None or not added:
+            return
+        kept = {path: entry for path, entry in self._read().items() if os.path.exists(path)}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor, scratch = tempfile.mkstemp(prefix=f".{self._path.name}-", dir=self._path.parent)  # mode 0600
+            try:
+                with open(descriptor, "w", encoding="utf-8") as opened:
+                    json.dump({"format": FORMAT, "files": {**kept, **added}}, opened, indent=1)
+                os.replace(scratch, self._path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(scratch)
+                raise
+        except OSError as error:
+            _log.info("digests are not remembered, each start takes them again: %s: %s", self._path, error.strerror)
+
+
+def sha256_of(opened: FileIO) -> str:
+    """Return the SHA-256 of a file that is open for reading. All reads of weights for a fingerprint are in here."""
+    return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamp:
+    """What ``stat`` says of a file and changes when the file does."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    device: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> _Stamp:
+        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A digest, and the stamp by which it may be remembered; None if it may not."""
+
+    sha256: str
+    stamp: _Stamp | None
+
+
+def _files_in(folder: Path, of_what: str) -> list[Path]:
+    """Return the files that make a model or an adapter what it is, by name; links are not resolved."""
+    try:
+        files = sorted(file for file in folder.iterdir() if _counts(file) and file.is_file())
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} of the {of_what} cannot be read: {error.strerror}") from error
+    weights = [file for file in files if file.suffix in WEIGHT_SUFFIXES]
+    if not any(of_what == "adapter" or file.stem != ADAPTER_WEIGHTS for file in weights):
+        raise ConfigError(
+            f"the folder {folder} holds no weights of the {of_what}, so its fingerprint cannot be taken; it needs a "
+            f"file that ends in one of {', '.join(sorted(WEIGHT_SUFFIXES))}"
+        )
+    return files
+
+
+def _counts(file: Path) -> bool:
+    return file.suffix in WEIGHT_SUFFIXES or file.suffix == ".json" or file.name in TOKENIZER_NAMES
+
+
+def _real_path(file: Path) -> str:
+    return os.path.realpath(file)
