@@ -112,7 +112,27 @@ class TestMethods:
         result = run("methods")
         assert result.code == 0
         assert "context_experts" in result.out
-        assert f"orders: {', '.join(ORDERS.names())}" in " ".join(result.out.split())
+        shown = (f"{name} (attnrank)" if name == "profile" else name for name in ORDERS.names())
+        assert f"orders: {', '.join(shown)}" in " ".join(result.out.split())
+
+    @pytest.mark.parametrize(
+        ("alias", "name"),
+        [("pine", "inter_document"), ("rotor", "sorted_inter_document"), ("pcw", "parallel_windows")],
+    )
+    def test_the_names_of_papers_are_listed_and_find_their_method(self, run, alias, name):
+        lines = [line.split("│")[1].strip() for line in run("methods").out.splitlines() if line.startswith("│")]
+        assert lines[lines.index(name) + 1] == f"({alias})"
+        (one,) = run("methods", alias, "--json").json["mitigations"]
+        assert (one["name"], one["aliases"]) == (name, [alias])
+
+    def test_rerankers_are_listed_with_the_names_of_papers(self, run):
+        assert "in_context (icr), likelihood (longllmlingua)," in " ".join(run("methods").out.split())
+
+    @pytest.mark.parametrize(
+        ("typed", "suggested"), [("PINE", "'pine' (inter_document)"), ("rotr", "'rotor' (sorted_inter_document)")]
+    )
+    def test_a_mistyped_name_of_a_paper_suggests_the_alias_with_its_method(self, run, typed, suggested):
+        assert f"unknown mitigation {typed!r}. Did you mean {suggested}" in run("methods", typed).err
 
     def test_one_method_is_shown_in_full(self, run):
         result = run("methods", "context_experts")
