@@ -24,7 +24,7 @@ from rag_posfix.plan.plan import Plan, RowPlan
 
 PREFIX, PASSAGES, SUFFIX = 2, (3, 4, 3), 3
 RELEVANCE = (0.6, 0.9, 0.3)
-MOST_ROWS = 4
+MAX_ROWS = 4
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; prefix, passages 1 to 3, suffix.
 COLOURS = ("#7f7f7f", "#e69f00", "#56b4e9", "#009e73", "#cc79a7")
@@ -91,7 +91,7 @@ def draw(name: str) -> str | None:
 
 def render(name: str, plan: Plan) -> str:
     """Return the picture of a plan of the toy prompt."""
-    panels = [_panel(row, i, len(plan.rows)) for i, row in enumerate(plan.rows[:MOST_ROWS])]
+    panels = [_panel(row, i, len(plan.rows)) for i, row in enumerate(plan.rows[:MAX_ROWS])]
     notes = list(_notes(plan))
     tallest = max(CELL * len(panel.segments) for panel in panels)
     highest = max(max(panel.positions) for panel in panels)
@@ -142,8 +142,8 @@ def _positions(row: RowPlan, length: int) -> tuple[float, ...]:
 
 def _notes(plan: Plan) -> Iterator[str]:
     """Yield what a matrix and dots cannot show, in words."""
-    if len(plan.rows) > MOST_ROWS:
-        yield f"The plan has {len(plan.rows)} rows; the first {MOST_ROWS} are drawn."
+    if len(plan.rows) > MAX_ROWS:
+        yield f"The plan has {len(plan.rows)} rows; the first {MAX_ROWS} are drawn."
     if plan.combine is not None:
         yield f"The next token is decided by all {len(plan.rows)} rows together."
     by_note: dict[str, list[int]] = {}

@@ -108,7 +108,7 @@ def last_row(query: Tensor, key: Tensor, scaling: float) -> Tensor:
 
 
 def scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
-    """Return QK^T scaling spelled out. For few queries.
+    """Return QK^T scaling, materialised. For few queries.
 
     Shapes:
         query: (B, Hq, Tq, D). key: (B, Hkv, Tk, D). returns: (B, Hq, Tq, Tk) float32.
@@ -119,7 +119,7 @@ def scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
 
 
 def weigh(probabilities: Tensor, value: Tensor) -> Tensor:
-    """Return the values weighted by attention that is spelled out. For few queries.
+    """Return the values weighted by materialised attention. For few queries.
 
     Shapes:
         probabilities: (B, Hq, Tq, Tk). value: (B, Hkv, Tk, D). returns: (B, Hq, Tq, D) in the dtype of ``value``.
@@ -134,16 +134,16 @@ def _by_key_head(states: Tensor, n_kv_heads: int) -> Tensor:
 
 
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the same as ``attend_with_lse``, spelled out."""
+    """Return the same as ``attend_with_lse``, with materialised logits."""
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).float() for states in (key, value))
     outs, lses = [], []
     for first in range(0, query.shape[2], QUERY_BLOCK):
         block = query[:, :, first : first + QUERY_BLOCK].float()
-        spelled = block @ key.transpose(-1, -2) * scaling  # (B, Hq, block, Tk)
+        logits = block @ key.transpose(-1, -2) * scaling  # (B, Hq, block, Tk)
         if causal:
             rows = torch.arange(first, first + block.shape[2], device=query.device)[:, None]
-            spelled = spelled.masked_fill(torch.arange(key.shape[2], device=query.device) > rows, float("-inf"))
-        lses.append(spelled.logsumexp(dim=-1))
-        outs.append(spelled.softmax(dim=-1) @ value)
+            logits = logits.masked_fill(torch.arange(key.shape[2], device=query.device) > rows, float("-inf"))
+        lses.append(logits.logsumexp(dim=-1))
+        outs.append(logits.softmax(dim=-1) @ value)
     return torch.cat(outs, dim=2).to(query.dtype), torch.cat(lses, dim=2)

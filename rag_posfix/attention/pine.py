@@ -11,7 +11,7 @@ from torch import Tensor
 from rag_posfix.attention.blockwise import attend_with_lse
 from rag_posfix.attention.causal import attend_causal_fast
 from rag_posfix.attention.pine_importance import distances, document_importance, shares, token_importance
-from rag_posfix.attention.rope import Paired
+from rag_posfix.attention.rope import ComplexPairs
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride, Rotated
 from rag_posfix.plan.layout import Layout
 
@@ -102,12 +102,12 @@ class _Pass:
         self.groups = given.query.shape[1] // given.key.shape[1]
         self.documents = slice(plan.spans[0].stop, self.end)
         offsets = torch.cat((plan.offsets, torch.arange(n_key - self.end))).to(device)
-        table = given.rotate.turns(torch.arange(int(offsets.max()) + 1, device=device).float()[None])[0]
-        self.home_turns = table[:, offsets]  # (1 | Hkv, Tk, pairs)
-        self.query = Paired.of(given.query[0], table.shape[-1])  # (Hq, Tq, D)
-        key = Paired.of(given.key[0], table.shape[-1])
+        table = given.rotate.phases(torch.arange(int(offsets.max()) + 1, device=device).float()[None])[0]
+        self.home_phases = table[:, offsets]  # (1 | Hkv, Tk, pairs)
+        self.query = ComplexPairs.of(given.query[0], table.shape[-1])  # (Hq, Tq, D)
+        key = ComplexPairs.of(given.key[0], table.shape[-1])
         self.plain_key = key.tokens(self.documents).vectors()  # (Hkv, S, D)
-        self.home_key = key.turned(self.home_turns)
+        self.home_key = key.rotated(self.home_phases)
 
     def read_prefix(self) -> Tensor:
         """Return the output of the prefix, (Hq, P, D): causal, where it stands."""
@@ -122,18 +122,18 @@ class _Pass:
 
         Queries stay at home; all other segments are moved to where they stand as seen from the document's beginning.
         """
-        given, turns, query, dtype = self.given, self._moves(), self._home_query(), self.given.query.dtype
+        given, phases, query, dtype = self.given, self._moves(), self._home_query(), self.given.query.dtype
         home = self.home_key.tokens(slice(0, self.end))
-        circle = Paired(twice(home.pairs), twice(home.rest)).grouped(1)  # (Hkv, 1, 2 (P + S), ...)
+        circle = ComplexPairs(twice(home.pairs), twice(home.rest)).grouped(1)  # (Hkv, 1, 2 (P + S), ...)
         segments = twice(self.segments, 0)
         # Moved keys differ between the heads of a group, and the kernels want as many heads of values.
         value = twice(given.value[:, :, : self.end].repeat_interleave(self.groups, dim=1))
-        room = turns.new_empty(*turns.shape[1:3], self.end, turns.shape[-1])
+        room = phases.new_empty(*phases.shape[1:3], self.end, phases.shape[-1])
         outs = []
         for own, span in enumerate(self.spans[1:]):
             seen = slice(span.stop, self.end + span.stop)  # those after, the prefix, those before, and itself
-            torch.index_select(turns[own], 2, segments[seen], out=room).mul_(circle.pairs[..., seen, :])
-            key = Paired(room, circle.rest[..., seen, :]).vectors(dtype).flatten(0, 1)[None]
+            torch.index_select(phases[own], 2, segments[seen], out=room).mul_(circle.pairs[..., seen, :])
+            key = ComplexPairs(room, circle.rest[..., seen, :]).vectors(dtype).flatten(0, 1)[None]
             mine = query.tokens(span).vectors(dtype)[None]
             outs.append(attend_causal_fast(mine, key, value[:, :, seen], given.scaling)[0])
         return outs
@@ -147,15 +147,15 @@ class _Pass:
         before.diagonal(dim1=0, dim2=2).zero_()
         prefix = (self.lengths - self.end).float()[:, None, None].expand(-1, before.shape[1], 1)
         at = torch.cat((prefix, before), dim=-1).transpose(0, 1)  # (Hq, N, 1 + N)
-        turns = torch.unflatten(self.given.rotate.turns(at.flatten(1)[None])[0], 1, at.shape[1:])
-        turns = turns / turns.abs()  # scaling is in the home rotation
-        return torch.unflatten(turns.transpose(0, 1), 1, (-1, self.groups))
+        phases = torch.unflatten(self.given.rotate.phases(at.flatten(1)[None])[0], 1, at.shape[1:])
+        phases = phases / phases.abs()  # scaling is in the home rotation
+        return torch.unflatten(phases.transpose(0, 1), 1, (-1, self.groups))
 
     def _between_documents(self) -> Tensor:
         """Return how much each document matters to each in each head, (N, Hq, N); -inf for itself."""
         given, n_documents = self.given, len(self.lengths)
         found = self.share.new_zeros(n_documents, given.query.shape[1], n_documents)
-        if n_documents > 2 and self.home_turns.shape[-1]:  # of two the other is nearest; without RoPE none is
+        if n_documents > 2 and self.home_phases.shape[-1]:  # of two the other is nearest; without RoPE none is
             query = torch.unflatten(given.query[0], 0, (-1, self.groups))  # (Hkv, G, Tq, D)
             key, share, begin = twice(given.key[0, :, self.documents]), twice(self.share), self.documents.start
             for own, span in enumerate(self.spans[1:]):
@@ -165,12 +165,12 @@ class _Pass:
         found.diagonal(dim1=0, dim2=2).fill_(float("-inf"))
         return found
 
-    def _home_query(self) -> Paired:
+    def _home_query(self) -> ComplexPairs:
         """Return the queries of prefix and documents at home; for passes that read the whole prompt."""
-        turns = self.home_turns[:, : self.end]
-        if turns.shape[0] > 1:
-            turns = turns.repeat_interleave(self.groups, dim=0)
-        return self.query.tokens(slice(0, self.end)).turned(turns)
+        phases = self.home_phases[:, : self.end]
+        if phases.shape[0] > 1:
+            phases = phases.repeat_interleave(self.groups, dim=0)
+        return self.query.tokens(slice(0, self.end)).rotated(phases)
 
     def read_after(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return the output of the tokens ``first`` to ``last``, (Hq, m, D), and the last one's attention, (1, Tk).
@@ -180,7 +180,7 @@ class _Pass:
         given = self.given
         query = self.query.tokens(slice(first - given.start, last - given.start))
         plain = torch.unflatten(query.vectors(), 0, (-1, self.groups))  # (Hkv, G, m, D)
-        moved = query.turned(self._turns_after(plain.flatten(1, 2), first)).vectors()  # (N + 2, Hq, m, D)
+        moved = query.rotated(self._turns_after(plain.flatten(1, 2), first)).vectors()  # (N + 2, Hq, m, D)
         moved = torch.unflatten(moved, 1, (-1, self.groups)).flatten(2, 3) * given.scaling  # (N + 2, Hkv, G m, D)
         home = self.home_key.tokens(slice(0, last)).vectors().transpose(1, 2)  # (Hkv, D, Tk)
         spans = (*self.spans, slice(self.end, last))
@@ -204,4 +204,4 @@ class _Pass:
         begin = begin.view(self.given.query.shape[1], -1, len(self.spans) + 1)  # (Hq, m, N + 2)
         index = torch.arange(first, first + begin.shape[1], device=begin.device)
         at = (index[:, None] - begin).transpose(1, 2)  # (Hq, N + 2, m)
-        return torch.unflatten(self.given.rotate.turns(at.flatten(1)[None])[0], 1, at.shape[1:]).transpose(0, 1)
+        return torch.unflatten(self.given.rotate.phases(at.flatten(1)[None])[0], 1, at.shape[1:]).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Attention the plain way: float32, every score spelled out. The oracle that every fast path is tested against."""
+"""Attention the plain way: float32, every score materialised. The oracle that every fast path is tested against."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Paired", "rotate_half_split", "turn"]
+__all__ = ["ComplexPairs", "add_rotation", "rotate_half_split"]
 
 
 def rotate_half_split(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -21,32 +21,32 @@ def rotate_half_split(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         states: (B, H, T, D). cos, sin: broadcast to (B, H, T, rotated), in the dtype of ``states``.
     """
     n_rotated = cos.shape[-1]
-    turned, kept = states[..., :n_rotated], states[..., n_rotated:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+    rotated, kept = states[..., :n_rotated], states[..., n_rotated:]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated, kept), dim=-1) if kept.shape[-1] else rotated
 
 
-def turn(states: Tensor, turns: Tensor) -> Tensor:
+def add_rotation(states: Tensor, phases: Tensor) -> Tensor:
     """Rotate vectors that are rotated already by some more, without scaling them again.
 
     Formula: R_b (a R_m x) = a R_(m + b) x: rotations add up; the factor a that YaRN gives cos and sin stays as it is.
 
     Shapes:
-        states: (B, H, T, D). turns: (B | 1, h, T | 1, pairs) complex, as ``Rotation.turns`` gives them, h one of 1,
+        states: (B, H, T, D). phases: (B | 1, h, T | 1, pairs) complex, as ``Rotation.phases`` gives them, h one of 1,
         Hkv, H; no pairs where nothing rotates. returns: (B, H, T, D) in the dtype of ``states``, computed in float32.
     """
-    if not turns.shape[-1]:
+    if not phases.shape[-1]:
         return states
-    turns = turns / turns.abs()
-    if 1 < turns.shape[1] < states.shape[1]:  # the query heads of a group turn like their key head
-        turns = turns.repeat_interleave(states.shape[1] // turns.shape[1], dim=1)
-    cos, sin = (torch.cat((part, part), dim=-1) for part in (turns.real, turns.imag))
+    phases = phases / phases.abs()
+    if 1 < phases.shape[1] < states.shape[1]:  # the query heads of a group add_rotation like their key head
+        phases = phases.repeat_interleave(states.shape[1] // phases.shape[1], dim=1)
+    cos, sin = (torch.cat((part, part), dim=-1) for part in (phases.real, phases.imag))
     return rotate_half_split(states.float(), cos, sin).to(states.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Paired:
+class ComplexPairs:
     """Vectors whose rotated channel pairs are complex numbers: rotating is multiplying, rotations add up.
 
     Formula: (x1, x2) -> z = x1 + i x2; rotated by the angle a: z e^(ia); by a and then b: z e^(ia) e^(ib).
@@ -59,23 +59,23 @@ class Paired:
     rest: Tensor
 
     @classmethod
-    def of(cls, states: Tensor, n_pairs: int) -> Paired:
+    def of(cls, states: Tensor, n_pairs: int) -> ComplexPairs:
         """Return (..., H, T, D) with its first 2 ``n_pairs`` channels paired as ``rotate_half_split`` pairs them."""
         states = states.float()
         first, second = states[..., :n_pairs], states[..., n_pairs : 2 * n_pairs]
         return cls(torch.complex(first, second), states[..., 2 * n_pairs :])
 
-    def turned(self, turns: Tensor) -> Paired:
-        """Return the vectors rotated; ``turns`` broadcasts with (..., H, T, pairs)."""
-        return Paired(self.pairs * turns, self.rest)
+    def rotated(self, phases: Tensor) -> ComplexPairs:
+        """Return the vectors rotated; ``phases`` broadcasts with (..., H, T, pairs)."""
+        return ComplexPairs(self.pairs * phases, self.rest)
 
-    def tokens(self, which: slice) -> Paired:
+    def tokens(self, which: slice) -> ComplexPairs:
         """Return some of the tokens."""
-        return Paired(self.pairs[..., which, :], self.rest[..., which, :])
+        return ComplexPairs(self.pairs[..., which, :], self.rest[..., which, :])
 
-    def grouped(self, groups: int) -> Paired:
+    def grouped(self, groups: int) -> ComplexPairs:
         """Return the vectors with the head axis split in two, (..., H / groups, groups, T, D)."""
-        return Paired(*(torch.unflatten(part, -3, (-1, groups)) for part in (self.pairs, self.rest)))
+        return ComplexPairs(*(torch.unflatten(part, -3, (-1, groups)) for part in (self.pairs, self.rest)))
 
     def vectors(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return (..., H, T, D) real, channels reordered, all vectors' alike: scalar products stay what they were."""

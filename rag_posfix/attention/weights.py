@@ -12,7 +12,7 @@ from rag_posfix.attention.blockwise import scores
 __all__ = ["last_query_attention"]
 
 ROWS = 64
-"""Queries at a time whose attention is spelled out."""
+"""Queries at a time whose attention is materialised."""
 
 
 def last_query_attention(
@@ -43,29 +43,29 @@ def last_query_attention(
     for at in range(n_query - count, n_query, ROWS):
         stop = min(at + ROWS, n_query)
         rows = query[:, :, at:stop]
-        spelled = _rough(rows, key, scaling) if rough else scores(rows, key, scaling)  # (B, Hq, stop - at, Tk)
+        logits = _rough(rows, key, scaling) if rough else scores(rows, key, scaling)  # (B, Hq, stop - at, Tk)
         if softcap is not None:
-            spelled = torch.tanh(spelled / softcap) * softcap
-        spelled = _masked(spelled, attention_mask, n_query - stop)
+            logits = torch.tanh(logits / softcap) * softcap
+        logits = _masked(logits, attention_mask, n_query - stop)
         if starts is not None and any(starts):
-            first = torch.tensor(starts, device=spelled.device)[:, None, None, None]
-            before = torch.arange(spelled.shape[-1], device=spelled.device) < first
-            spelled = spelled.masked_fill(before, float("-inf"))
-        total += spelled.softmax(dim=-1).mean(dim=(1, 2)) * ((stop - at) / count)
+            first = torch.tensor(starts, device=logits.device)[:, None, None, None]
+            before = torch.arange(logits.shape[-1], device=logits.device) < first
+            logits = logits.masked_fill(before, float("-inf"))
+        total += logits.softmax(dim=-1).mean(dim=(1, 2)) * ((stop - at) / count)
     return total
 
 
-def _masked(spelled: Tensor, mask: Tensor | None, after: int) -> Tensor:
+def _masked(logits: Tensor, mask: Tensor | None, after: int) -> Tensor:
     """Hide what the queries do not see; ``after`` more queries follow them."""
-    n_rows, n_key = spelled.shape[2:]
+    n_rows, n_key = logits.shape[2:]
     if mask is not None:
         stop = mask.shape[2] - after
         rows = mask[:, :, stop - n_rows : stop, :n_key]
-        return spelled.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else spelled + rows.float()
+        return logits.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else logits + rows.float()
     if n_rows + after == 1:  # the newest query sees every key
-        return spelled
-    newest = torch.arange(n_key - after - n_rows, n_key - after, device=spelled.device)[:, None]
-    return spelled.masked_fill(torch.arange(n_key, device=spelled.device) > newest, float("-inf"))
+        return logits
+    newest = torch.arange(n_key - after - n_rows, n_key - after, device=logits.device)[:, None]
+    return logits.masked_fill(torch.arange(n_key, device=logits.device) > newest, float("-inf"))
 
 
 def _rough(query: Tensor, key: Tensor, scaling: float) -> Tensor:

@@ -74,9 +74,9 @@ def index(
 
 def _described(update: IndexUpdate, settings: Settings) -> dict[str, Any]:
     """Drop cached answers and passages of removed documents, and return the numbers of the update."""
-    from rag_posfix.pipeline.invalidation import forget
+    from rag_posfix.pipeline.build import invalidate_stored
 
-    answers, passages = forget(update.gone, settings)
+    answers, passages = invalidate_stored(update.gone, settings)
     return {
         "passages": update.manifest.count,
         "dimension": update.manifest.dimension,
@@ -136,10 +136,7 @@ def _disk_on(settings: Settings) -> Iterator[None]:
 
 def _precompute(folder: Path, embeddings: Embeddings, choice: MitigationChoice, settings: Settings) -> dict[str, Any]:
     """Compute keys and values of the passages of an index into the stored tiers; return tokens, bytes and seconds."""
-    from rag_posfix.caching.answers.keys import tenant_salt
-    from rag_posfix.caching.kv.build import build_passage_store
-    from rag_posfix.pipeline.build import build_engine
-    from rag_posfix.pipeline.precompute import precompute
+    from rag_posfix.pipeline.build import build_engine, precompute_stored
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
     started = time.perf_counter()
@@ -147,19 +144,7 @@ def _precompute(folder: Path, embeddings: Embeddings, choice: MitigationChoice, 
         engine = build_engine(settings)
     documents = FaissVectorStore.load(folder, embeddings).documents()
     with _disk_on(settings), progress_bar("reading passages") as progress:
-        store = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
-        try:
-            tokens = precompute(
-                engine.with_passages(store),
-                documents,
-                choice,
-                salt=tenant_salt(settings.tenant, ""),
-                progress=progress,
-            )
-            held = 0 if store is None else max(tier.get("bytes") or 0 for tier in store.lasting_stats())
-        finally:
-            if store is not None:
-                store.close()
+        tokens, held = precompute_stored(engine, documents, choice, settings, progress)
     return {
         "mitigation": choice.name,
         "tokens": tokens,

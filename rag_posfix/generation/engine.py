@@ -96,6 +96,12 @@ class Engine:
         return self._loaded.spec.shape.context_window
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token, in all layers: 2 L Hkv D times the size of the dtype."""
+        shape = self._loaded.spec.shape
+        return 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * int(self._loaded.model.dtype.itemsize)
+
+    @property
     def encoder(self) -> Tokenizer:
         """The tokenizer that prompts must be counted and encoded with."""
         return self._encoder

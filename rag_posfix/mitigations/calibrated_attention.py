@@ -26,7 +26,7 @@ __all__ = ["CalibratedAttention", "passage_weights", "redistribute"]
 EQUAL = 1e-5
 """Differences below this share of what is measured are rounding."""
 ROWS = 64
-"""Queries at a time whose attention is spelled out."""
+"""Queries at a time whose attention is materialised."""
 
 
 def passage_weights(measured: Tensor, bias: Tensor, temperature: float) -> Tensor:
@@ -89,12 +89,12 @@ class _Calibrated(AttentionOverride):
 
     def _rows(self, given: AttentionInput, at: int, stop: int) -> Tensor:
         """Return the calibrated attention of queries ``at``..``stop`` - 1 of this pass, (B, Hq, stop - at, Tk)."""
-        spelled = scores(given.query[:, :, at:stop], given.key, given.scaling)
-        device = spelled.device
+        logits = scores(given.query[:, :, at:stop], given.key, given.scaling)
+        device = logits.device
         if stop - at > 1 or given.start + stop < given.key.shape[2]:
             rows = torch.arange(given.start + at, given.start + stop, device=device)[:, None]
-            spelled = spelled.masked_fill(torch.arange(given.key.shape[2], device=device) > rows, float("-inf"))
-        probabilities = spelled.softmax(dim=-1)
+            logits = logits.masked_fill(torch.arange(given.key.shape[2], device=device) > rows, float("-inf"))
+        probabilities = logits.softmax(dim=-1)
         probabilities[..., self.passages] = redistribute(
             probabilities[..., self.passages], self.segments.to(device), self.share.to(device), self.strength
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
-from rag_posfix.attention.rope import turn
+from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number, Whole
@@ -71,7 +71,7 @@ class _ShiftedFar(AttentionOverride):
         if before >= n_query:
             return self._near(near, given)[0], None
         nearer = given.positions.new_full((1, 1), float(self.window - self.threshold))
-        far = turn(near[:, :, before:], given.rotate.turns(nearer))
+        far = add_rotation(near[:, :, before:], given.rotate.phases(nearer))
         out, lse = self._near(near, given)
         n_far = n_key - self.threshold  # far keys of the last query; each query before it has one less
         beyond = attend_with_lse(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rag_posfix.attention.blockwise import attend_segments
 from rag_posfix.attention.causal import attend_causal_fast
-from rag_posfix.attention.rope import turn
+from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number
@@ -28,8 +28,8 @@ class CircularAttention(AttentionOverride):
     Formula: let the passages stand at positions P..E-1 and let passage i be tokens a..b-1 of them. In its arrangement
         the passages after it come first, then those before it, then itself: so those before it, and itself, are as far
         away as they are in the prompt; those after it are E - P further back than they stand, and the prefix is E - b
-        further back. Hence three segments of keys: P..g as they are, b..E-1 turned back by E - P, the prefix turned
-        back by E - b. Only keys are turned, by a constant each: they have the fewest heads.
+        further back. Hence three segments of keys: P..g as they are, b..E-1 rotated back by E - P, the prefix rotated
+        back by E - b. Only keys are rotated, by a constant each: they have the fewest heads.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -54,13 +54,13 @@ class CircularAttention(AttentionOverride):
         first, end = self._prefix, self._end
         own = slice(first, end)
         room = given.key.new_empty(*given.key.shape[:2], first, given.key.shape[3])
-        key = torch.cat((room, turned(given, given.key[:, :, own], float(first - end)), given.key[:, :, own]), dim=2)
+        key = torch.cat((room, rotated(given, given.key[:, :, own], float(first - end)), given.key[:, :, own]), dim=2)
         value = torch.cat((room, given.value[:, :, own], given.value[:, :, own]), dim=2)
         outs = []
         for span in self._passages:
             seen = slice(span.stop - first, span.stop - first + end)  # the prefix, those after, those before, itself
             before = slice(seen.start, seen.start + first)  # no passage from here on sees what stood there
-            key[:, :, before] = turned(given, given.key[:, :, :first], float(span.stop - end))
+            key[:, :, before] = rotated(given, given.key[:, :, :first], float(span.stop - end))
             value[:, :, before] = given.value[:, :, :first]
             mine = given.query[:, :, span.slice]
             outs.append(attend_causal_fast(mine, key[:, :, seen], value[:, :, seen], given.scaling))
@@ -75,9 +75,9 @@ class CircularAttention(AttentionOverride):
         return seen
 
 
-def turned(given: AttentionInput, key: Tensor, distance: float) -> Tensor:
+def rotated(given: AttentionInput, key: Tensor, distance: float) -> Tensor:
     """Return rotated keys as if they stood ``distance`` later. Shapes: (B, Hkv, T, D)."""
-    return turn(key, given.rotate.turns(given.positions.new_full((1, 1), distance)))
+    return add_rotation(key, given.rotate.phases(given.positions.new_full((1, 1), distance)))
 
 
 @MITIGATIONS.register("sorted_inter_document", aliases=("rotor",))
@@ -95,7 +95,7 @@ class SortedInterDocument(Mitigation):
         lexicographically smallest passage (by token ids) stands nearest to the question, as in the authors' code.
         Routing: the unmodified row speaks if its confidence + routing > that of the sorted row, confidence being the
         probability of the likeliest first token.
-    Differs from the paper: relevance is whatever scored the passages, not monoT5; keys are turned
+    Differs from the paper: relevance is whatever scored the passages, not monoT5; keys are rotated
         once for all passages, by what the arrangements have in common, instead of once for every passage.
     Helps: many passages in no meaningful order: Llama-3.1-8B 61.4-61.6, 59.6-61.4, 59.0-59.5 on 10, 20, 30
         Lost-in-the-Middle passages where the unmodified model has 50-55, 51-55, 44-57 (paper, table 2).
@@ -115,7 +115,7 @@ class SortedInterDocument(Mitigation):
     paper: ClassVar[str] = "Yoon et al. (2025), RoToR, https://arxiv.org/abs/2502.08662"
     deviations: ClassVar[tuple[str, ...]] = (
         "Relevance is what scored the passages instead of monoT5.",
-        "Keys are turned by what the arrangements have in common, once for all passages.",
+        "Keys are rotated by what the arrangements have in common, once for all passages.",
     )
     order_invariant: ClassVar[bool] = True
     requires: ClassVar[frozenset[Capability]] = frozenset(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.rope import turn
+from rag_posfix.attention.rope import add_rotation
 from rag_posfix.patching.rotation import LayerRotation, uses_rope
 from rag_posfix.patching.spec import ModelSpec
 
@@ -28,5 +28,5 @@ def rerotate(model: Any, spec: ModelSpec, keys: Tensor, offset: float) -> Tensor
     moved = torch.empty_like(keys)
     for number, layer in enumerate(model.model.layers):
         rotation = LayerRotation(spec, rotates=uses_rope(layer.self_attn))
-        moved[number] = turn(keys[number][None], rotation.turns(at))[0]
+        moved[number] = add_rotation(keys[number][None], rotation.phases(at))[0]
     return moved

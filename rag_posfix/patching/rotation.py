@@ -45,7 +45,7 @@ class LayerRotation:
         cos, sin = self._per_head(states, positions, states.shape[1])
         return rotate_half_split(states, cos, sin).to(states.dtype)
 
-    def turns(self, positions: Tensor) -> Tensor:
+    def phases(self, positions: Tensor) -> Tensor:
         """Return cos + i sin of each pair of channels, (B | 1, h, T, pairs) complex64."""
         at = positions if positions.dim() == 3 else positions[:, None]
         if not self.rotates:

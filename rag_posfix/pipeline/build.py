@@ -6,18 +6,21 @@ The one place where concrete parts are chosen.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.orders import ORDERS, create_order
 from rag_posfix.caching.answers.build import build_answer_cache
+from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.caching.kv.build import build_passage_store
+from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.generator import Generator, Retriever
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
@@ -27,7 +30,9 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading
 from rag_posfix.generation.tensor_parallel.launch import load_parallel
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
+from rag_posfix.pipeline.invalidation import invalidate
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
+from rag_posfix.pipeline.precompute import precompute
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.reranking.guarded import GuardedReranker
@@ -38,7 +43,14 @@ from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.hybrid import HybridRetriever
 from rag_posfix.settings import Settings
 
-__all__ = ["build_embeddings", "build_engine", "build_pipeline", "build_reranker_models"]
+__all__ = [
+    "build_embeddings",
+    "build_engine",
+    "build_pipeline",
+    "build_reranker_models",
+    "invalidate_stored",
+    "precompute_stored",
+]
 
 DEFAULT_RERANKER = "embedding"
 
@@ -89,7 +101,7 @@ def build_pipeline(
             candidates=chosen.candidates if chosen.reranker is not None else 0,
         )
     if store is not None:
-        store.add_delete_listener(pipeline.forget)
+        store.add_delete_listener(pipeline.invalidate)
     return pipeline
 
 
@@ -122,17 +134,21 @@ def _reranker_spec(settings: Settings) -> MethodSpec:
     return spec
 
 
-def build_engine(settings: Settings) -> Engine:
+def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
     """Load ``settings.model`` whole into this process, on the device and in the dtype that ``settings`` name.
 
     Args:
         settings: Model, dtype, device and the folder of converted weights.
+        passage_bytes: Memory for keys and values of passages, on the device of the model; 0 keeps none.
 
     Raises:
         ConfigError: the model cannot be found or read.
-        UnsupportedModelError: the model cannot carry the attention hook.
+        UnsupportedModelError: the model cannot take the attention hook.
     """
-    return load_engine(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
+    engine = load_engine(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
+    if not passage_bytes:
+        return engine
+    return engine.with_passages(PassageStore([MemoryPassages(passage_bytes)], device=engine.loaded.device))
 
 
 def build_embeddings(settings: Settings) -> SentenceEmbeddings:
@@ -163,6 +179,65 @@ def build_reranker_models(settings: Settings) -> RerankerModels:
         return build_engine(settings)
 
     return RerankerModels(embeddings=embeddings, generator=generator)
+
+
+def invalidate_stored(documents: Sequence[Document], settings: Settings) -> tuple[int, int]:
+    """Drop answers made from ``documents``, and their passages, from the tiers on disk and in Redis.
+
+    What running processes hold in memory stays until it expires or is evicted. A tier that fails is left as it is.
+
+    Args:
+        documents: What is gone.
+        settings: Where answers and passages are kept.
+
+    Returns:
+        How many answers and how many passages there were.
+    """
+    if not documents:
+        return 0, 0
+    with ExitStack() as opened:
+        answers = build_answer_cache(settings.cache, settings.cache_dir)
+        if answers is not None:
+            opened.callback(answers.close)
+        passages = None
+        if settings.passages.outlives_the_process(settings.cache_dir):
+            passages = build_passage_store(settings.passages, settings.cache_dir)
+        if passages is not None:
+            opened.callback(passages.close)
+        return invalidate(documents, answers, passages)
+
+
+def precompute_stored(
+    engine: Engine,
+    documents: Sequence[Document],
+    mitigation: MitigationChoice,
+    settings: Settings,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[int, int]:
+    """Read each document into the passage KV store of ``settings``, so that the first question about it is warm.
+
+    Args:
+        engine: The model.
+        documents: What is read.
+        mitigation: A method that reads passages independently of each other.
+        settings: Where passages are kept, and the tenant.
+        progress: Called with (documents read, documents in all).
+
+    Returns:
+        How many tokens were read, and how many bytes the tier on disk or in Redis holds now.
+
+    Raises:
+        ConfigError: the method does not read passages apart, or the store keeps nothing.
+        UnsupportedModelError: the model cannot be served by the method.
+    """
+    store = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
+    with ExitStack() as opened:
+        if store is not None:
+            opened.callback(store.close)
+        engine = engine.with_passages(store)
+        tokens = precompute(engine, documents, mitigation, salt=tenant_salt(settings.tenant, ""), progress=progress)
+        held = 0 if store is None else max(tier.get("bytes") or 0 for tier in store.lasting_stats())
+    return tokens, held
 
 
 def _reranker(

@@ -1,4 +1,4 @@
-"""Drops what other processes keep of documents that are gone from an index: answers, and keys and values."""
+"""Invalidation: answers, and keys and values, of documents that are gone from an index are dropped."""
 
 from __future__ import annotations
 
@@ -7,40 +7,24 @@ from collections.abc import Sequence
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import content_key, document_id
-from rag_posfix.caching.answers.build import build_answer_cache
-from rag_posfix.caching.kv.build import build_passage_store
-from rag_posfix.settings import Settings
+from rag_posfix.pipeline.protocols import AnswerCache, DroppablePassages
 
-__all__ = ["forget"]
+__all__ = ["invalidate"]
 
 
-def forget(documents: Sequence[Document], settings: Settings) -> tuple[int, int]:
-    """Drop answers made from ``documents``, and their passages, from the tiers on disk and in Redis.
-
-    What running processes hold in memory stays until it expires or is evicted. A tier that fails is left as it is.
+def invalidate(
+    documents: Sequence[Document], answers: AnswerCache | None, passages: DroppablePassages | None
+) -> tuple[int, int]:
+    """Drop the answers made from ``documents``, and the keys and values of their passages.
 
     Args:
         documents: What is gone.
-        settings: Where answers and passages are kept.
+        answers: The answer cache, or None.
+        passages: The passage KV store, or None.
 
     Returns:
         How many answers and how many passages there were.
     """
-    if not documents:
-        return 0, 0
-    answers = passages = 0
-    cache = build_answer_cache(settings.cache, settings.cache_dir)
-    if cache is not None:
-        try:
-            answers = cache.drop_documents([document_id(document) for document in documents])
-        finally:
-            cache.close()
-    kept = settings.passages
-    if kept.outlives_the_process(settings.cache_dir):
-        store = build_passage_store(kept, settings.cache_dir)
-        if store is not None:
-            try:
-                passages = store.drop([content_key(document) for document in documents])
-            finally:
-                store.close()
-    return answers, passages
+    n_answers = 0 if answers is None else answers.drop_documents([document_id(document) for document in documents])
+    n_passages = 0 if passages is None else passages.drop([content_key(document) for document in documents])
+    return n_answers, n_passages

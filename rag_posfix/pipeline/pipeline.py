@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.documents import content_key, document_id
+from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.recent_prompts import RecentPrompts
 from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.generator import Generator, Reranker, Retriever
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
 from rag_posfix.errors import ConfigError
+from rag_posfix.pipeline.invalidation import invalidate
 from rag_posfix.pipeline.protocols import (
     AnswerCache,
     DroppablePassages,
@@ -127,6 +128,25 @@ class Pipeline:
         self._on_close = on_close
         self.candidates = candidates
 
+    def with_generator(self, generator: Generator) -> Pipeline:
+        """Return a pipeline with the same parts and another generator; this one stays as it is.
+
+        Args:
+            generator: Has the tokenizer and the context window of the one in its place.
+        """
+        return Pipeline(
+            generator,
+            self.assembler,
+            retriever=self.retriever,
+            reranker=self.reranker,
+            cache=self.cache,
+            defaults=self.defaults,
+            passages=self.passages,
+            recent=self.recent,
+            on_close=self._on_close,
+            candidates=self.candidates,
+        )
+
     def close(self) -> None:
         """Close the caches; later questions are answered without them. Ends the processes of a model that is split."""
         for kept in (self.cache, self.passages):
@@ -135,17 +155,13 @@ class Pipeline:
         if self._on_close is not None:
             self._on_close()
 
-    def forget(self, documents: Sequence[Document]) -> None:
+    def invalidate(self, documents: Sequence[Document]) -> None:
         """Drop what was kept of documents that are gone: answers made from them, and their keys and values.
 
         Memory of other processes keeps its copies until they expire or are evicted.
         """
-        if self.cache is not None:
-            self.cache.drop_documents([document_id(document) for document in documents])
-        keys = [content_key(document) for document in documents]
-        self.recent.forget(keys)
-        if self.passages is not None:
-            self.passages.drop(keys)
+        invalidate(documents, self.cache, self.passages)
+        self.recent.forget([content_key(document) for document in documents])
 
     def ask(self, question: Question | str, watcher: StageWatcher | None = None) -> Answer:
         """Return the answer. Equal questions at the same time compute once.

@@ -11,25 +11,23 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.documents import CheckedDocument, checked_document
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_passage, tokenize_prompt
-from rag_posfix.caching.kv.entry import EntryShape
-from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.engine import Engine
+from rag_posfix.pipeline.protocols import PassagePrecomputer, WritablePassages
 
 __all__ = ["precompute"]
 
-TOGETHER = 16
+BATCH_PASSAGES = 16
 """Passages that are read in one batch, at most."""
 
-PATIENCE_SECONDS = 60.0
+WRITE_TIMEOUT_SECONDS = 60.0
 """How long a batch may take to be written."""
 
 _logger = logging.getLogger(__name__)
 
 
 def precompute(
-    engine: Engine,
+    engine: PassagePrecomputer,
     documents: Sequence[Document],
     mitigation: MitigationChoice,
     *,
@@ -61,7 +59,7 @@ def precompute(
     passages = [one for one in tokenized if len(prompt) + len(one) < engine.context_window]
     before = _lasting(engine.passages)
     tokens = done = 0
-    for some in _batches(passages, _most_tokens(engine, prompt)):
+    for some in _batches(passages, _max_tokens(engine, prompt)):
         read = engine.precompute(prompt.with_passages(some), mitigation, salt)
         _wait(engine.passages)
         if read and not tokens:  # the first that had to be written
@@ -87,20 +85,18 @@ def _distinct(documents: Sequence[Document]) -> list[CheckedDocument]:
     return list(distinct.values())
 
 
-def _most_tokens(engine: Engine, prompt: TokenizedPrompt) -> int:
+def _max_tokens(engine: PassagePrecomputer, prompt: TokenizedPrompt) -> int:
     """Return how many tokens of passages the queue of the store has room for: what does not fit would be lost."""
     if engine.passages is None:
         return 0
-    shape = engine.loaded.spec.shape
-    token = EntryShape(shape.n_layers, shape.n_kv_heads, shape.head_dim, engine.loaded.model.dtype, n_tokens=1)
-    return engine.passages.queue_bytes // token.n_bytes - len(prompt.prefix)
+    return engine.passages.queue_bytes // engine.kv_bytes_per_token - len(prompt.prefix)
 
 
-def _batches(passages: Sequence[TokenizedPassage], most_tokens: int) -> Iterator[list[TokenizedPassage]]:
-    """Yield ``passages`` in order, in lists of at most so many tokens and ``TOGETHER`` passages, at least one."""
+def _batches(passages: Sequence[TokenizedPassage], max_tokens: int) -> Iterator[list[TokenizedPassage]]:
+    """Yield ``passages`` in order, in lists of at most ``max_tokens`` tokens and ``BATCH_PASSAGES`` passages."""
     batch: list[TokenizedPassage] = []
     for passage in passages:
-        if batch and (len(batch) == TOGETHER or sum(map(len, batch)) + len(passage) > most_tokens):
+        if batch and (len(batch) == BATCH_PASSAGES or sum(map(len, batch)) + len(passage) > max_tokens):
             yield batch
             batch = []
         batch.append(passage)
@@ -108,16 +104,16 @@ def _batches(passages: Sequence[TokenizedPassage], most_tokens: int) -> Iterator
         yield batch
 
 
-def _wait(store: PassageStore | None) -> None:
+def _wait(store: WritablePassages | None) -> None:
     """Wait until what was read is written: entries that do not fit the queue of the store would be lost."""
-    if store is not None and not store.flush(PATIENCE_SECONDS):
+    if store is not None and not store.flush(WRITE_TIMEOUT_SECONDS):
         raise ConfigError(
-            f"the passage store did not write what was read within {PATIENCE_SECONDS:g} seconds; check the disk or "
-            "the Redis that it keeps passages in"
+            f"the passage store did not write what was read within {WRITE_TIMEOUT_SECONDS:g} seconds; check the disk "
+            "or the Redis that it keeps passages in"
         )
 
 
-def _lasting(store: PassageStore | None) -> list[dict[str, Any]]:
+def _lasting(store: WritablePassages | None) -> Sequence[dict[str, Any]]:
     return [] if store is None else store.lasting_stats()
 
 

@@ -10,9 +10,20 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembled
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
+from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.plan.layout import Layout
 
-__all__ = ["AnswerCache", "DroppablePassages", "PromptAssembler", "PromptMemory", "Stage", "StageWatcher"]
+__all__ = [
+    "AnswerCache",
+    "DroppablePassages",
+    "PassagePrecomputer",
+    "PromptAssembler",
+    "PromptMemory",
+    "Stage",
+    "StageWatcher",
+    "WritablePassages",
+]
 
 
 class PromptAssembler(Protocol):
@@ -115,4 +126,49 @@ class DroppablePassages(Protocol):
 
     def close(self) -> None:
         """Let go of files and connections; later calls are misses."""
+        ...
+
+
+class WritablePassages(Protocol):
+    """The passage KV store as precomputing uses it: to learn what was written."""
+
+    @property
+    def queue_bytes(self) -> int:
+        """Bytes that may wait to be written; what exceeds them is lost."""
+        ...
+
+    def flush(self, timeout_seconds: float = 30.0) -> bool:
+        """Wait until everything is written; return False if that takes longer."""
+        ...
+
+    def lasting_stats(self) -> Sequence[dict[str, Any]]:
+        """Return name, entries, bytes and errors of each tier that outlives the process; of all without such."""
+        ...
+
+
+class PassagePrecomputer(Protocol):
+    """A generator that reads passages into its passage KV store before any question is asked."""
+
+    @property
+    def encoder(self) -> TokenEncoder:
+        """The tokenizer."""
+        ...
+
+    @property
+    def context_window(self) -> int:
+        """Most tokens that prompt and answer may have together."""
+        ...
+
+    @property
+    def passages(self) -> WritablePassages | None:
+        """The passage KV store, or None."""
+        ...
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token, in all layers."""
+        ...
+
+    def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
+        """Read prefix and passages of a prompt into the store; return how many tokens had to be read."""
         ...

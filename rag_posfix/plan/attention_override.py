@@ -22,7 +22,7 @@ class Rotation(Protocol):
     def __call__(self, states: Tensor, positions: Tensor) -> Tensor:
         """Return states (B, H, T, D) rotated to positions."""
 
-    def turns(self, positions: Tensor) -> Tensor:
+    def phases(self, positions: Tensor) -> Tensor:
         """Return what each pair of channels is multiplied by as a complex number, (B | 1, h, T, pairs) complex64.
 
         No pairs in layers without RoPE. The modulus is what the model scales rotated vectors by, 1 for most.

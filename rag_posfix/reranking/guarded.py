@@ -22,7 +22,7 @@ __all__ = ["GuardedReranker"]
 
 _log = logging.getLogger(__name__)
 
-MOST_THREADS = 8
+MAX_THREADS = 8
 """Maximum number of concurrent rerankings, late ones that still run included; others wait, within their deadlines."""
 
 CLOSING_SECONDS = 5.0
@@ -48,7 +48,7 @@ class GuardedReranker(BaseDocumentCompressor):
 
     reranker: BaseDocumentCompressor
     deadline_seconds: float | None = Field(default=None, gt=0)
-    _runner: DeadlineRunner = PrivateAttr(default_factory=lambda: DeadlineRunner("rag-posfix-reranking", MOST_THREADS))
+    _runner: DeadlineRunner = PrivateAttr(default_factory=lambda: DeadlineRunner("rag-posfix-reranking", MAX_THREADS))
     _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
     _counts: dict[str, int] = PrivateAttr(default_factory=lambda: {"error": 0, "timeout": 0})
 

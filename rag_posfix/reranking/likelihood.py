@@ -21,7 +21,7 @@ __all__ = ["LikelihoodReranker"]
 
 RESTRICTION = " We can get the answer to this question in the given documents."
 
-MOST_TOKENS = 8192
+MAX_TOKENS = 8192
 """Token limit of a batch, padding and suffixes included: bounds its memory."""
 
 
@@ -93,7 +93,7 @@ class LikelihoodReranker(PassageReadingReranker):
         batch: list[int] = []
         for index in sorted(range(len(fitted)), key=lambda i: (len(fitted[i]), fitted[i].passage.key)):
             size = (len(fitted[index]) + suffix) * (len(batch) + 1)  # padded: the last passage is the longest
-            if batch and (len(batch) == self.batch_size or size > MOST_TOKENS):
+            if batch and (len(batch) == self.batch_size or size > MAX_TOKENS):
                 yield batch
                 batch = []
             batch.append(index)

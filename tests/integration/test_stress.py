@@ -27,7 +27,7 @@ THREADS = 8
 REQUESTS = 2000
 DIFFERENT = 400  # each is asked five times: what is left in a tier is asked for again
 NEW_TOKENS = 3
-MOST_ROUNDING = 1e-5
+MAX_ROUNDING = 1e-5
 """How far log-probabilities may be apart with and without the store: float32 rounds differently with the batch that
 missing passages are encoded in (measured: 1e-6). The requests of ``SEED`` leave no two tokens that near, so that equal
 tokens can be asked for. A seed that does is refused, not excused.
@@ -183,7 +183,7 @@ def one_thread():
 def test_answers_do_not_depend_on_a_store_that_is_damaged_meanwhile(loaded, redis_server, tmp_path, caplog):
     different, asked = requests_of(random.Random(SEED))
     alone = [answer_alone(loaded, request) for request in different]
-    assert min(lead for _, lead in alone) > MOST_ROUNDING, f"seed {SEED}: two tokens are as good as equal"
+    assert min(lead for _, lead in alone) > MAX_ROUNDING, f"seed {SEED}: two tokens are as good as equal"
     tiers = [
         MemoryPassages(24 * 1024),  # about a dozen entries
         DiskPassages(tmp_path / "passages", max_bytes=64 * 1024),

@@ -17,11 +17,11 @@ FREQUENCIES = 100.0 ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
 class _Rotation:
     def __call__(self, states: Tensor, positions: Tensor) -> Tensor:
         """Rotate (B, H, T, D) to positions (B, T)."""
-        turns = self.turns(positions)
-        cos, sin = (torch.cat((part, part), dim=-1) for part in (turns.real, turns.imag))
+        phases = self.phases(positions)
+        cos, sin = (torch.cat((part, part), dim=-1) for part in (phases.real, phases.imag))
         return rotate_half_split(states, cos, sin)
 
-    def turns(self, positions: Tensor) -> Tensor:
+    def phases(self, positions: Tensor) -> Tensor:
         angle = positions[:, None, :, None].float() * FREQUENCIES
         return torch.complex(angle.cos(), angle.sin())
 

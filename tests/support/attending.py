@@ -20,13 +20,13 @@ class Rotation:
 
     def __call__(self, states, positions):
         """Rotate (1, H, T, D) to positions (1, T) or (1, H, T)."""
-        turns = self.turns(positions)
-        if 1 < turns.shape[1] < states.shape[1]:
-            turns = turns.repeat_interleave(states.shape[1] // turns.shape[1], dim=1)
-        cos, sin = (torch.cat((part, part), dim=-1) for part in (turns.real, turns.imag))
+        phases = self.phases(positions)
+        if 1 < phases.shape[1] < states.shape[1]:
+            phases = phases.repeat_interleave(states.shape[1] // phases.shape[1], dim=1)
+        cos, sin = (torch.cat((part, part), dim=-1) for part in (phases.real, phases.imag))
         return rotate_half_split(states, cos, sin)
 
-    def turns(self, positions):
+    def phases(self, positions):
         at = positions if positions.dim() == 3 else positions[:, None]
         angle = at[..., None] * FREQUENCIES
         return torch.complex(angle.cos(), angle.sin()) * self.scale

@@ -25,7 +25,7 @@ __all__ = ["ray_rankers"]
 Opener = Callable[[RerankerChoice, Settings], OpenedReranker]
 
 _QUERIES_PER_BATCH = 4
-_MOST_BLOCKS = 1000
+_MAX_BLOCKS = 1000
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def _ranker(ray: Any, choice: RerankerChoice, settings: Settings, actors: int, o
         if not queries:
             return
         rows = [{"index": index, "query": _packed(candidates)} for index, candidates in enumerate(queries)]
-        blocks = min(-(-len(rows) // _QUERIES_PER_BATCH), _MOST_BLOCKS)
+        blocks = min(-(-len(rows) // _QUERIES_PER_BATCH), _MAX_BLOCKS)
         ranked = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
             _RankQueries, fn_constructor_args=(opener, choice, settings), batch_size=_QUERIES_PER_BATCH,
             compute=ray.data.ActorPoolStrategy(size=min(actors, blocks)), num_cpus=1,

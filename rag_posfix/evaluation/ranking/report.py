@@ -12,7 +12,7 @@ from rag_posfix.errors import missing_extra
 
 __all__ = ["check_matplotlib", "draw_runs", "render_page"]
 
-_MOST_QUERIES = 100
+_MAX_QUERIES = 100
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}"
     "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.25rem .6rem;border-bottom:1px solid #ddd;"
@@ -130,7 +130,7 @@ def _queries_table(rows: Iterable[Mapping[str, Any]], labels: Sequence[str], mea
     for row in rows:
         values.setdefault(row["query"], {})[row["run"]] = row[measure]
     spread = sorted(values, key=lambda query: min(values[query].values()) - max(values[query].values()))
-    shown = spread[:_MOST_QUERIES]
+    shown = spread[:_MAX_QUERIES]
     title = f"{measure} per query, the {len(shown)} of {len(values)} queries on which runs differ most first"
     return _table(
         title, ["query", *labels], [[query, *(f"{values[query][name]:.3f}" for name in labels)] for query in shown]

@@ -32,7 +32,7 @@ def question_attention(
 
     Formula: s_i = sum over the layers and all heads of the mean over the suffix's tokens t of A(t, i).
     Cost: prefix and passages are read once, then each suffix. Of each layer's attention only the suffix's rows are
-        spelled out. Where layers do not keep all keys (sliding windows), each prompt is read whole.
+        materialised. Where layers do not keep all keys (sliding windows), each prompt is read whole.
 
     Args:
         loaded: The model.

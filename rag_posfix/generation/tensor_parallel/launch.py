@@ -19,7 +19,13 @@ from rag_posfix.errors import ConfigError, GenerationError, RagPosfixError, miss
 from rag_posfix.generation.load import DEMO_MODEL, load_engine, read_shape, source_of, usable_device
 from rag_posfix.generation.tensor_parallel.leader import Channel, TensorParallelGenerator, follow
 from rag_posfix.generation.tensor_parallel.processes import Processes
-from rag_posfix.generation.tensor_parallel.rank_config import RankConfig, abort, join, leave, store_of
+from rag_posfix.generation.tensor_parallel.rank_config import (
+    RankConfig,
+    abort_group,
+    join_group,
+    leave_group,
+    rendezvous_store,
+)
 from rag_posfix.settings import TorchrunSettings
 
 __all__ = ["TIMEOUT_SECONDS", "follow_job", "follow_torchrun", "load_parallel"]
@@ -65,7 +71,7 @@ def load_parallel(
     folder = Processes.shared_folder()
     config = replace(config, folder=str(folder), threads=_threads(tp) if config.device == "cpu" else None)
     others = [["-m", FOLLOWER, json.dumps(asdict(replace(config, rank=rank)))] for rank in range(1, tp)]
-    return _first_rank(config, Processes(others, folder, abort))
+    return _first_rank(config, Processes(others, folder, abort_group))
 
 
 def follow_torchrun(
@@ -90,15 +96,15 @@ def follow_torchrun(
 
 def follow_job(config: RankConfig) -> None:
     """Load this rank's share of a model and follow the first rank until it ends."""
-    store = store_of(config)
+    store = rendezvous_store(config)
     if store is not None:
         store.set(f"ready-{config.rank}", "1")
-    ranks = join(config, store)
+    ranks = join_group(config, store)
     engine = load_engine(
         config.model, dtype=config.dtype, device=config.device, cache_dir=_path(config.cache_dir), ranks=ranks
     )
     follow(engine, Channel(ranks))
-    leave()
+    leave_group()
 
 
 class _WorkerGroup:
@@ -123,7 +129,7 @@ class _WorkerGroup:
     def close(self) -> None:
         import torch
 
-        leave()
+        leave_group()
         torch.set_num_threads(self._threads)
         if self._processes is not None:
             self._processes.close()
@@ -134,10 +140,10 @@ def _first_rank(config: RankConfig, processes: Processes | None) -> TensorParall
 
     workers = _WorkerGroup(processes, torch.get_num_threads())
     try:
-        store = store_of(config)
+        store = rendezvous_store(config)
         if processes is not None:
             _wait_until_ready(store, config, processes)
-        ranks = join(config, store)
+        ranks = join_group(config, store)
         engine = load_engine(
             config.model, dtype=config.dtype, device=config.device, cache_dir=_path(config.cache_dir), ranks=ranks
         )

@@ -21,7 +21,7 @@ from rag_posfix.settings import environment_with
 __all__ = ["Processes"]
 
 ENDING_SECONDS = 10.0
-MOST_SAID = 1 << 14
+MAX_LOG_BYTES = 1 << 14
 
 
 class Processes:
@@ -117,7 +117,7 @@ class Processes:
     def _said(self, rank: int) -> str:
         """Return the last line that a process wrote, to follow its exit code."""
         try:
-            lines = self._log_of(rank).read_bytes()[-MOST_SAID:].decode(errors="replace").split("\n")
+            lines = self._log_of(rank).read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace").split("\n")
         except OSError:
             return ""
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -12,7 +12,7 @@ from torch import distributed
 
 from rag_posfix.patching.ranks import Ranks
 
-__all__ = ["RankConfig", "abort", "join", "leave", "store_of"]
+__all__ = ["RankConfig", "abort_group", "join_group", "leave_group", "rendezvous_store"]
 
 FOREVER = timedelta(days=365)
 
@@ -44,15 +44,15 @@ class RankConfig:
     threads: int | None = None
 
 
-def store_of(config: RankConfig) -> Any:
-    """Return where the ranks leave word for each other: a file on this machine; None with torchrun, which has one."""
+def rendezvous_store(config: RankConfig) -> Any:
+    """Return the store in which ranks find each other, a file on this machine; None under torchrun."""
     if config.folder is None:
         return None
     file = str(Path(config.folder) / "store")
     return distributed.FileStore(file, config.count)  # type: ignore[attr-defined]  # documented, not in __all__
 
 
-def join(config: RankConfig, store: Any) -> Ranks:
+def join_group(config: RankConfig, store: Any) -> Ranks:
     """Meet the other ranks and return them. Waits for them."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -69,13 +69,13 @@ def join(config: RankConfig, store: Any) -> Ranks:
     return Ranks(config.count, config.rank, control, patience)
 
 
-def leave() -> None:
+def leave_group() -> None:
     """Part from the other ranks; if they were never met, nothing is done."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
-def abort() -> None:
+def abort_group() -> None:
     """Let fail what waits for the GPU of a rank that is gone. On CPUs the broken connection does that."""
     group = distributed.group.WORLD
     if group is not None and distributed.get_backend() == "nccl":

@@ -216,13 +216,7 @@ def _usage(generation: Generation) -> UsageMetadata:
 
 
 def _load_engine(model: str, passage_bytes: int) -> Generator:
-    from rag_posfix.caching.kv.memory import MemoryPassages
-    from rag_posfix.caching.kv.store import PassageStore
-    from rag_posfix.generation.engine import Engine
-    from rag_posfix.generation.load import load_engine
+    from rag_posfix.pipeline.build import build_engine
+    from rag_posfix.settings import Settings
 
-    engine = load_engine(model)
-    if not passage_bytes:
-        return engine
-    passages = PassageStore([MemoryPassages(passage_bytes)], device=engine.loaded.device)
-    return Engine(engine.loaded, engine.encoder, engine.model_id, engine.fingerprint, passages)
+    return build_engine(Settings(model=model), passage_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -86,14 +85,13 @@ class Service:
 
     def adopt(self, pipeline: Pipeline) -> None:
         """Serve ``pipeline`` from now on. The pipeline itself is not changed."""
-        served = copy.copy(pipeline)
         self._generator = pipeline.generator
-        served.generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
-        self.metrics.served(package_version(), served.generator.model_id)
+        self.metrics.served(package_version(), pipeline.generator.model_id)
         counts = getattr(pipeline.reranker, "counts", None)
         if callable(counts):
             self.metrics.count_reranking(counts)
-        self._pipeline = served
+        generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
+        self._pipeline = pipeline.with_generator(generator)
 
     async def load(self) -> None:
         """Build, verify and warm the pipeline in a worker thread, then serve it. Never raises."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rag_posfix.attention.rope import Paired, rotate_half_split
+from rag_posfix.attention.rope import ComplexPairs, rotate_half_split
 from rag_posfix.attention.weights import last_query_attention
 
 
@@ -37,9 +37,9 @@ def test_complex_pairs_give_the_scores_of_the_rotation_and_angles_add_up():
     first, second = torch.rand(5, 3), torch.rand(5, 3)  # 6 of 8 channels rotate
     whole = (first + second).repeat(1, 2)
     turned = rotate_half_split(query, whole.cos(), whole.sin())
-    paired = Paired.of(query, 3).turned(torch.polar(torch.ones(5, 3), first))
-    paired = paired.turned(torch.polar(torch.ones(5, 3), second))
-    scores = paired.vectors() @ Paired.of(key, 3).vectors().transpose(-1, -2)
+    paired = ComplexPairs.of(query, 3).rotated(torch.polar(torch.ones(5, 3), first))
+    paired = paired.rotated(torch.polar(torch.ones(5, 3), second))
+    scores = paired.vectors() @ ComplexPairs.of(key, 3).vectors().transpose(-1, -2)
     torch.testing.assert_close(scores, turned @ key.transpose(-1, -2), atol=1e-5, rtol=0)
 
 

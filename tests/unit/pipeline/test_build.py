@@ -11,8 +11,13 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline import build as module
-from rag_posfix.pipeline.build import build_embeddings, build_engine, build_pipeline, build_reranker_models
-from rag_posfix.pipeline.invalidation import forget
+from rag_posfix.pipeline.build import (
+    build_embeddings,
+    build_engine,
+    build_pipeline,
+    build_reranker_models,
+    invalidate_stored,
+)
 from rag_posfix.pipeline.pipeline import Question
 from rag_posfix.reranking import EmbeddingReranker, LikelihoodReranker
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
@@ -180,18 +185,18 @@ def test_what_is_forgotten_from_outside_is_gone_for_every_process_that_starts_la
         assert ask(first, ["rome"]).cached is False
         assert ask(first, ["bread"]).cached is False
         assert first.passages.flush()
-    answers, passages = forget([DOCUMENTS[0]], settings_in(tmp_path))
+    answers, passages = invalidate_stored([DOCUMENTS[0]], settings_in(tmp_path))
     assert (answers, passages) == (1, 1)
     with closing(build()) as second:
         assert ask(second, ["bread"]).cached is True
         assert ask(second, ["rome"]).cached is False
-    assert forget([], settings_in(tmp_path)) == (0, 0)
+    assert invalidate_stored([], settings_in(tmp_path)) == (0, 0)
 
 
 @pytest.mark.parametrize("caches", [{"cache": CacheSettings(enabled=False)}, {"cache": CacheSettings(disk_bytes=0)}])
 def test_forgetting_where_nothing_is_kept_does_nothing(tmp_path, caches):
     settings = Settings(cache_dir=tmp_path / "cache", passages=PassageStoreSettings(enabled=False), **caches)
-    assert forget(DOCUMENTS, settings) == (0, 0)
+    assert invalidate_stored(DOCUMENTS, settings) == (0, 0)
     assert not (tmp_path / "cache").exists()
 
 

@@ -1,6 +1,7 @@
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from inspect import signature
 
 import orjson
 import pytest
@@ -639,3 +640,15 @@ class TestCitations:
         made, _ = self.asked([BREAD, ROME])
         made.cache.get = lambda key: {**SOUND, "claims": claims}
         assert made.ask(Question(QUESTION, [BREAD, ROME])).cached is False
+
+
+def test_another_generator_gets_every_other_part_of_the_pipeline():
+    parts = set(signature(Pipeline).parameters) - {"generator", "on_close"}
+    first = Pipeline(
+        FakeGenerator(ToyEncoder()), Assembler(ToyEncoder(), 512), retriever=object(), reranker=object(),
+        cache=object(), defaults=Defaults(k=3), passages=object(), candidates=7,
+    )  # fmt: skip
+    generator = FakeGenerator(ToyEncoder())
+    second = first.with_generator(generator)
+    assert (second.generator, first.generator is generator) == (generator, False)
+    assert {name: getattr(second, name) for name in parts} == {name: getattr(first, name) for name in parts}

@@ -79,7 +79,7 @@ def test_prompts_of_another_tenant_or_method_do_not_count(loaded, other):
 def test_a_document_that_is_forgotten_is_no_beginning_any_more(loaded):
     pipeline = made(loaded)
     ask(pipeline, FIRST, "cache_aware:bound=0.5")
-    pipeline.forget([Document(page_content=TEXTS["rome"], id="rome")])
+    pipeline.invalidate([Document(page_content=TEXTS["rome"], id="rome")])
     assert ids(ask(pipeline, SECOND, "cache_aware:bound=0.5")) == ["paris", "rome", "bread"]
 
 

@@ -158,7 +158,7 @@ def test_documents_beyond_the_context_window_are_left_out(loaded):
 
 
 def test_progress_is_told_batch_by_batch(loaded, monkeypatch):
-    monkeypatch.setattr(module, "TOGETHER", 3)
+    monkeypatch.setattr(module, "BATCH_PASSAGES", 3)
     seen = []
     tokens = precompute(engine_of(loaded), DOCUMENTS, WINDOWS, progress=lambda *at: seen.append(at))
     assert seen == [(3, 4), (4, 4)]
@@ -206,7 +206,7 @@ class Hanging(MemoryPassages):
 
 
 def test_a_store_that_does_not_write_in_time_is_an_error(loaded, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(module, "WRITE_TIMEOUT_SECONDS", 0.05)
     tier = Hanging()
     with pytest.raises(ConfigError, match=r"^the passage store did not write .* within 0\.05 seconds; check the disk"):
         precompute(engine_of(loaded, MemoryPassages(), tier), DOCUMENTS, WINDOWS)
@@ -216,7 +216,7 @@ def test_a_store_that_does_not_write_in_time_is_an_error(loaded, monkeypatch):
 @pytest.mark.parametrize("held", [False, True])
 def test_a_disk_that_refuses_what_was_read_is_an_error(loaded, tmp_path, monkeypatch, held):
     """Although the memory of this process has it."""
-    monkeypatch.setattr(module, "TOGETHER", 2)
+    monkeypatch.setattr(module, "BATCH_PASSAGES", 2)
     disk = DiskPassages(tmp_path / "passages", max_bytes=10**8)
     engine = engine_of(loaded, MemoryPassages(), disk)
     if held:
