@@ -44,7 +44,7 @@ class Refused(ValueError):
     """A value is not one of those that a parameter takes.
 
     Args:
-        where: Which part of the value is at fault, "" for the whole; ``[2]`` is the third entry of a list.
+        where: Which part of the value is wrong, "" for the whole; ``[2]`` is the third entry of a list.
         value: That part.
         allowed: What is allowed there.
     """

@@ -90,9 +90,7 @@ class StableMask(Mitigation):
         "Yin et al. (2024), StableMask: Refining Causal Masking in Decoder-only Transformer, "
         "https://arxiv.org/abs/2402.04779"
     )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "The length that pseudo-scores cover is fixed after the prefill.",
-    )
+    deviations: ClassVar[tuple[str, ...]] = ("The length that pseudo-scores cover is fixed after the prefill.",)
     training_free: ClassVar[bool] = False
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.FULL_CACHE})
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"gamma": 100.0})

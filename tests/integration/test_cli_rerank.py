@@ -145,7 +145,7 @@ class TestRerankPositions:
             (
                 ["--reranker", "embedding", "--gold-positions", "0,0"],
                 "ConfigError",
-                "gold_positions=[0, 0] names a position twice",
+                "gold_positions=[0, 0] has a position twice",
             ),
             (
                 ["--reranker", "embedding", "--documents", "9"],

@@ -1,4 +1,4 @@
-"""What the answer experiments share: checked methods, loaded models, and the head of the record."""
+"""Common parts of the answer experiments: checked methods, loaded models, and the head of the record."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["answers_head", "check_choices", "load_models"]
 
 
 def check_choices(choices: Sequence[MitigationChoice]) -> None:
-    """Check methods against the registry: a typing error is told before a model is loaded.
+    """Check methods against the registry: errors are reported before a model is loaded.
 
     Raises:
-        ConfigError: an unknown method or parameter, a value outside of what is allowed, or a method twice.
+        ConfigError: an unknown method or parameter, a value out of range, or a method twice.
     """
     for index, choice in enumerate(choices):
         create(choice.name, choice.parameters)
         if choice in choices[:index]:
-            raise ConfigError(f"{choice.label!r} is named twice with the same parameters; once is all")
+            raise ConfigError(f"{choice.label!r} occurs twice with the same parameters; remove one of them")
 
 
 def load_models(
@@ -39,18 +39,18 @@ def load_models(
     settings: Settings | None,
     progress: Progress,
 ) -> tuple[Engine, Reranker, str]:
-    """Return the model, which runs every method, what scores the passages, and the name of the latter in the record.
+    """Return the model, the reranker that scores the passages, and the name of the reranker in the record.
 
     Args:
-        choices: The methods.
-        engine: The model; loaded as ``settings`` say if None.
-        reranker: Scores the passages; if None, the embeddings that ``settings`` name.
+        choices: The methods, all run on the model.
+        engine: The model; loaded by ``settings`` if None.
+        reranker: Scores the passages; if None, the embeddings of ``settings``.
         settings: Read from the environment if None and needed.
-        progress: Shows that something is loaded.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
-        ConfigError: the model or a setting is at fault.
-        UnsupportedModelError: the model cannot run a method.
+        ConfigError: the model or a setting is wrong.
+        UnsupportedModelError: a method does not support the model.
     """
     relevance = type(reranker).__name__
     if engine is None or reranker is None:
@@ -75,7 +75,7 @@ def answers_head(
     settings: Mapping[str, Any],
     summary: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the head of the record: what ran, on what, with what, and what was found."""
+    """Return the head of the record: versions, model, data, settings and summary."""
     return {
         "kind": kind,
         **environment(),

@@ -1,6 +1,6 @@
-"""How often an answer changes when the passages are shuffled.
+"""Permutation experiment: how many answers change when the passages are shuffled.
 
-Every order is computed, whatever a method says of itself: this measures the claim.
+Order-free methods run with every order too, so that the experiment tests their claim.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class PermutationRow:
     Attributes:
         question: The question's id.
         condition: Label of the mitigation.
-        order: Positions of the passages in the first order, as they stand now; the first order is 0, 1, 2, ...
+        order: For each position, the position of its passage in the first order; the first order is 0, 1, 2, ...
         gold_position: Position of the gold passage.
-        changed: The answer's text is not that of the first order.
+        changed: Whether the text of the answer differs from that in the first order.
         logit_difference: Largest absolute difference to the first order in the log-probabilities of the first token.
-        answer: What the model wrote.
+        answer: The generated answer.
         accuracy: best_subspan_em of the first line.
         accuracy_full_text: best_subspan_em of the whole answer.
         log_probability: Mean log-probability per token of the first accepted answer.
-        seconds: Time to read the prompt, and a share of the time that its batch took to write.
+        seconds: Time of the prefill, plus a share of the time to generate its batch.
     """
 
     question: str
@@ -89,22 +89,22 @@ def evaluate_permutations(
     its summary.
 
     Args:
-        data: A file of Lost-in-the-Middle rows or in SQuAD's form, or questions.
+        data: A file of Lost-in-the-Middle rows or in SQuAD's format, or questions.
         choices: The methods.
         orders: Orders per question, the given one included; the others are drawn, the same ones for every method.
-        documents: Passages per prompt.
-        limit: Questions at most.
-        skip: Questions to leave out at the start.
-        max_tokens: New tokens per answer.
-        seed: Draws the orders.
-        engine: The model; loaded as ``settings`` say if None.
-        reranker: Scores the passages; if None, the embeddings that ``settings`` name.
+        documents: Number of passages per prompt.
+        limit: Maximum number of questions.
+        skip: Number of questions to leave out at the start.
+        max_tokens: Maximum number of tokens of an answer.
+        seed: Seed of the random orders.
+        engine: The model; loaded by ``settings`` if None.
+        reranker: Scores the passages; if None, the embeddings of ``settings``.
         settings: Read from the environment if None.
         out: Folder for the record; None writes nothing.
-        progress: Shows how far it is.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
-        ConfigError: a method, the model or a setting is at fault.
+        ConfigError: a method, the model or a setting is wrong.
         EvaluationError: the file cannot be used, too few passages or orders, or passages do not fit the context
             window.
     """
@@ -183,10 +183,10 @@ def answer_in_orders(
         examples: The questions.
         choices: The mitigations.
         n_orders: Orders per question, the first included; the same for every method.
-        n_documents: Passages per prompt.
+        n_documents: Number of passages per prompt.
         reranker: Scores the passages of a question, once, in the first order.
-        seed: Draws the orders.
-        max_new_tokens: Tokens per answer.
+        seed: Seed of the random orders.
+        max_new_tokens: Maximum number of tokens of an answer.
         progress: Called with (done, total) after each answer.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How an answer depends on where the gold passage stands: every method at every gold position, on the same engine."""
+"""Position experiment: every method at every position of the gold passage, on the same engine."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class PositionRow:
         question: The question's id.
         condition: Label of the mitigation, ``closed_book`` or ``gold_only``.
         gold_position: Position of the gold passage, None without distractors.
-        answer: What the model wrote.
+        answer: The generated answer.
         accuracy: best_subspan_em of the first line.
         accuracy_full_text: best_subspan_em of the whole answer.
         log_probability: Mean log-probability per token of the first accepted answer.
-        seconds: Time to read the prompt, and a share of the time that its batch took to write.
-        reused: Not computed for this row: an earlier run answered the same, or this run did for another order of the
-            same passages, under a method that does not depend on the order.
+        seconds: Time of the prefill, plus a share of the time to generate its batch.
+        reused: Whether the answer was not computed for this row. It is from the journal, or from another order of the
+            same passages under an order-free method.
     """
 
     question: str
@@ -96,25 +96,25 @@ def evaluate_positions(
     with more questions, positions or methods, computes only what is missing.
 
     Args:
-        data: A file of Lost-in-the-Middle rows or in SQuAD's form, or questions.
+        data: A file of Lost-in-the-Middle rows or in SQuAD's format, or questions.
         choices: The methods.
         gold_positions: Positions of the gold passage in the prompt, from 0.
-        documents: Passages per prompt.
-        limit: Questions at most.
-        skip: Questions to leave out at the start.
-        max_tokens: New tokens per answer.
+        documents: Number of passages per prompt.
+        limit: Maximum number of questions.
+        skip: Number of questions to leave out at the start.
+        max_tokens: Maximum number of tokens of an answer.
         check_orders: Compute the answer at every position even if the method says that it ignores the order.
-        fresh: Compute anew what the journal holds.
+        fresh: Recompute what is in the journal.
         reuse: Keep keys and values of passages in memory (4 GiB) for the next condition: faster; ``seconds`` are then
             those of a warm store.
-        engine: The model; loaded as ``settings`` say if None.
-        reranker: Scores the passages; if None, the embeddings that ``settings`` name.
+        engine: The model; loaded by ``settings`` if None.
+        reranker: Scores the passages; if None, the embeddings of ``settings``.
         settings: Read from the environment if None.
         out: Folder for the record and the journal; None writes nothing.
-        progress: Shows how far it is.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
-        ConfigError: a method, the model or a setting is at fault.
+        ConfigError: a method, the model or a setting is wrong.
         EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
     """
     examples = take_examples(data, limit, skip)
@@ -145,7 +145,7 @@ def evaluate_positions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PlannedRow:
-    """A row to be: its trial, and the key under which the answer is known."""
+    """A row before its answer: its trial, and the key of the answer."""
 
     trial: Trial
     condition: str
@@ -176,9 +176,9 @@ def answer_at_positions(
         examples: The questions.
         choices: The mitigations.
         gold_positions: Positions of the gold passage, from 0.
-        n_documents: Passages per prompt.
+        n_documents: Number of passages per prompt.
         reranker: Scores the passages of a question.
-        max_new_tokens: Tokens per answer.
+        max_new_tokens: Maximum number of tokens of an answer.
         progress: Called with (done, total) after each answer.
         journal: Answers of earlier runs, which are not computed again, and where new ones go.
         check_orders: Compute the answer at every position even if the method says that it does not depend on the

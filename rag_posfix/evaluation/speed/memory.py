@@ -1,4 +1,4 @@
-"""How much memory a piece of work needs at most: of the GPU where it runs on one, of the process elsewhere."""
+"""Peak memory of a piece of work: on the GPU if it runs there, else of the process."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_a_method_is_checked_by_name_parameters_and_number():
     check_choices([NONE, MitigationChoice("context_experts"), MitigationChoice("context_experts", {"experts": 1})])
     with pytest.raises(UnknownNameError, match="unknown mitigation 'nonee'"):
         check_choices([MitigationChoice("nonee")])
-    with pytest.raises(ConfigError, match="'context_experts:experts=1' is named twice"):
+    with pytest.raises(ConfigError, match="'context_experts:experts=1' occurs twice"):
         check_choices([MitigationChoice("context_experts", {"experts": 1})] * 2)
 
 
