@@ -266,7 +266,7 @@ def _retriever(
 
 
 def _assembly(settings: Settings, order: str) -> dict[str, Any]:
-    """Return the assembler's rules, checked: what is wrong with them is told before a model is loaded."""
+    """Return the parameters of the assembler, checked before a model is loaded."""
     parameters: dict[str, Mapping[str, Any]] = {}
     if settings.profile is not None:
         profile = MethodSpec("profile", {"file": str(settings.profile)})

@@ -161,7 +161,7 @@ class Pipeline:
         Other processes hold their copies in memory until these expire or are evicted.
         """
         invalidate(documents, self.cache, self.passages)
-        self.recent.forget([content_key(document) for document in documents])
+        self.recent.drop([content_key(document) for document in documents])
 
     def ask(self, question: Question | str, watcher: StageWatcher | None = None) -> Answer:
         """Return the answer. Equal concurrent questions are computed once.

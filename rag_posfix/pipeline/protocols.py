@@ -62,8 +62,8 @@ class PromptMemory(Protocol):
         """Store the passages of a prompt, in prompt order."""
         ...
 
-    def forget(self, keys: Sequence[str]) -> None:
-        """Forget every prompt with one of these passages."""
+    def drop(self, keys: Sequence[str]) -> None:
+        """Drop every prompt with one of these passages."""
         ...
 
 

@@ -128,16 +128,16 @@ def evaluate_permutations(
 
 
 def draw_orders(count: int, n_orders: int, seed: int, name: str) -> list[tuple[int, ...]]:
-    """Return distinct orders of ``count`` passages: the given one, then others drawn at random.
+    """Return distinct orders of ``count`` passages: the given one, then random ones.
 
     Args:
-        count: Passages.
-        n_orders: How many orders, the given one included.
-        seed: Draws them.
-        name: What is ordered; another name draws other orders.
+        count: Number of passages.
+        n_orders: Number of orders, including the given one.
+        seed: Seed of the random orders.
+        name: Id of the question; it is part of the seed.
 
     Raises:
-        EvaluationError: there are not so many orders.
+        EvaluationError: there are fewer than ``n_orders`` orders.
     """
     possible = math.factorial(count)
     if not 2 <= n_orders <= possible:

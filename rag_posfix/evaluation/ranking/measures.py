@@ -45,10 +45,10 @@ MeasureValues = dict[str, dict[str, float]]
 
 
 def parse_measures(text: str = "") -> list[Measure]:
-    """Return the default measures and those that ``text`` names, each once.
+    """Return the default measures and those of ``text``, each once.
 
     Args:
-        text: Names as ir-measures writes them, separated by commas: ``AP``, ``Success@5``, ``P(rel=2)@5``.
+        text: Names of ir-measures, separated by commas: ``AP``, ``Success@5``, ``P(rel=2)@5``.
 
     Raises:
         ConfigError: ir-measures is not installed, does not know a measure, or cannot compute it as it is installed.
