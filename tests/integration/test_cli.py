@@ -319,7 +319,7 @@ class TestPrecompute:
         error = run("index", files, "--out", index, "--precompute", "context_experts", "--json").error
         assert error["type"] == "ConfigError"
         assert error["message"].startswith(
-            "--precompute needs a passage store that outlives this process, and the settings turn it off; set "
+            "--precompute needs a passage KV store on disk or in Redis, and the settings turn both off; set "
             "RAG_POSFIX_PASSAGES_ENABLED=true and "
         )
         assert not index.exists()
@@ -342,7 +342,9 @@ class TestPrecompute:
         (cache_dir / "passages").write_text("in the way")
         error = run("index", files, "--out", tmp_path / "i", "--precompute", "context_experts", "--json").error
         assert error["type"] == "ConfigError"
-        assert error["message"].startswith(f"the passage store cannot be put into '{cache_dir / 'passages'}': ")
+        assert error["message"].startswith(
+            f"the folder of the passage KV store, '{cache_dir / 'passages'}', cannot be created: "
+        )
 
 
 @pytest.mark.weights
@@ -400,7 +402,7 @@ class TestAsk:
             assert result.code == 0
             assert "Ilse Korvanth" in result.out
             assert "│ lighthouse " in result.out
-            assert "tokens read" in result.out
+            assert "prompt tokens" in result.out
         assert plain.out.splitlines()[0] == streamed.out.splitlines()[0]
 
     @pytest.mark.parametrize(

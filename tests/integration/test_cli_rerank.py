@@ -135,7 +135,7 @@ class TestRerankPositions:
         code, out, _ = run(*arguments)
         assert code == 0
         assert "at 3" in out
-        assert "3 questions; 9 rankings were known already" in " ".join(out.split())
+        assert "3 questions; 9 rankings reused" in " ".join(out.split())
 
     @pytest.mark.parametrize(
         ("options", "kind", "part"),
