@@ -118,7 +118,7 @@ def floor_and_ceiling(heads: Sequence[Head]) -> str:
     alone, none = (
         scores(summary[name]["log_probability"], summary[name]["accuracy"]) for name in ("gold_only", "closed_book")
     )
-    return f"{summary['n']} questions. The right passage alone: {alone}; no passages: {none}."
+    return f"{summary['n']} questions. The gold passage alone: {alone}; no passages: {none}."
 
 
 def percent(share: float) -> str:
@@ -139,7 +139,7 @@ def permutations(heads: Sequence[Head]) -> Iterator[Row]:
 def demo(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per method of the demo: right answers by gold position, and answers that change."""
     methods, count = heads[0]["summary"]["mitigations"], heads[0]["summary"]["n"]
-    where = {"first": "right first", "middle": "right in the middle", "last": "right last"}
+    where = {"first": "gold first", "middle": "gold in the middle", "last": "gold last"}
     yield ["method", *where.values(), "answers that change"]
     for name, found in methods.items():
         cells = (found["positions"][position] for position in where)
@@ -158,7 +158,7 @@ def rules(heads: Sequence[Head]) -> Iterator[Row]:
         return f"{shares}; {found['log_probability_chosen']:.2f}, {mixture}"
 
     yield ["rule", *(SETS.get(name, name) for name in sets)]
-    yield ["the right passage alone", *(cell(found["gold_only"], mixed=False) for found in sets.values())]
+    yield ["the gold passage alone", *(cell(found["gold_only"], mixed=False) for found in sets.values())]
     for rule, text in RULES.items():
         yield [text, *(cell(found["rules"][rule]) for found in sets.values())]
 

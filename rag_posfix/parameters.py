@@ -1,7 +1,7 @@
-"""Parameters of methods: what they are called, their types and ranges, and how a value is checked.
+"""Parameters of methods: names, types, ranges, and checks of values.
 
-A method is a class whose parameters are its fields: a frozen dataclass, checked here, or a pydantic model, which
-checks itself. A dataclass field says what it takes by its type and, for numbers, by one of the ranges below:
+A method is a class whose fields are its parameters: a frozen dataclass, checked here, or a pydantic model, which
+checks itself. The type of a dataclass field, with one of the ranges below for numbers, defines the allowed values:
 
     fraction: Annotated[float, Number(0, 1)] = 0.15
     experts: Annotated[int | None, Whole(1)] = None
@@ -41,12 +41,12 @@ SHOWN_CHARACTERS = 200
 
 
 class Refused(ValueError):
-    """A value is not one of those that a parameter takes.
+    """A parameter does not accept a value.
 
     Args:
-        where: Which part of the value is at fault, "" for the whole; ``[2]`` is the third entry of a list.
-        value: That part.
-        allowed: What is allowed there.
+        where: The wrong part of the value, "" for the whole value; ``[2]`` is the third entry of a list.
+        value: The wrong part.
+        allowed: Description of the allowed values.
     """
 
     def __init__(self, where: str = "", value: Any = None, allowed: str = "") -> None:
@@ -61,7 +61,7 @@ class Number:
     Attributes:
         low: The smallest number.
         high: The largest number.
-        above: Whether ``low`` itself is refused.
+        above: Whether ``low`` itself is not allowed.
     """
 
     low: float
@@ -70,7 +70,7 @@ class Number:
 
     @property
     def allowed(self) -> str:
-        """What is allowed, for messages."""
+        """Description of the allowed values, for messages."""
         if self.above:
             return f"a number above {self.low:g} and at most {self.high:g}"
         return f"a number between {self.low:g} and {self.high:g}"
@@ -86,7 +86,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A whole number of ``low`` or more.
+    """An integer of at least ``low``.
 
     Attributes:
         low: The smallest number.
@@ -96,7 +96,7 @@ class Whole:
 
     @property
     def allowed(self) -> str:
-        """What is allowed, for messages."""
+        """Description of the allowed values, for messages."""
         return f"a whole number >= {self.low}"
 
     def check(self, value: Any) -> int:
@@ -108,14 +108,14 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """A list of numbers, kept as a tuple; JSON has lists only.
+    """A list of numbers, stored as a tuple.
 
     Attributes:
         low: The smallest number.
         high: The largest number.
-        fewest: The fewest numbers.
-        most: The most numbers.
-        nonzero: Whether at least one of them must differ from 0.
+        fewest: The smallest length.
+        most: The largest length.
+        nonzero: Whether at least one number must differ from 0.
     """
 
     low: float
@@ -126,7 +126,7 @@ class Numbers:
 
     @property
     def allowed(self) -> str:
-        """What is allowed, for messages."""
+        """Description of the allowed values, for messages."""
         rest = ", not all of them 0" if self.nonzero else ""
         if math.isinf(self.low) and math.isinf(self.high):
             return f"a list of {self.fewest} to {self.most} finite numbers{rest}"
@@ -160,11 +160,11 @@ class Parameter:
     """A parameter of a method.
 
     Attributes:
-        name: What it is called.
-        type: Its type, in words of Python.
-        default: Its value where none is given; ``inspect.Parameter.empty`` where one must be given.
-        allowed: What it takes, in words; "" where the class checks it.
-        check: Returns a value as the method keeps it, or raises; None where the class checks it.
+        name: Its name.
+        type: Its Python type as text.
+        default: Its default; ``inspect.Parameter.empty`` if it is required.
+        allowed: Description of the allowed values; "" if the class checks it.
+        check: Returns a value in the form that the method stores, or raises; None if the class checks it.
     """
 
     name: str
@@ -196,14 +196,14 @@ def _parameters_of(cls: Any) -> Mapping[str, Parameter]:
 
 
 def check_parameters(method: Any, label: str) -> None:
-    """Check the parameters of a method that is a dataclass, and keep each in its own form; for ``__post_init__``.
+    """Check the parameters of a dataclass, and store each in its normal form; for ``__post_init__``.
 
     Args:
         method: The method.
         label: Its name, for messages.
 
     Raises:
-        ConfigError: a value has another type than the parameter, or is outside of its range.
+        ConfigError: a value has another type than the parameter, or is out of range.
     """
     for name, parameter in parameters_of(type(method)).items():
         given = getattr(method, name)
@@ -218,12 +218,12 @@ def check_parameters(method: Any, label: str) -> None:
 
 
 def check_fields(model: Any, values: Mapping[str, Any]) -> None:
-    """Check values against the fields of a pydantic model, without making one.
+    """Check values against the fields of a pydantic model, without creating an instance.
 
-    Types and ranges are checked; what the model's own validators check is left to them.
+    Types and ranges are checked, not the model's own validators.
 
     Raises:
-        ValidationError: a value has another type than the field, or is outside of its range.
+        ValidationError: a value has another type than the field, or is out of range.
     """
     from pydantic import create_model  # only models of pydantic come here
 
@@ -235,7 +235,7 @@ def check_fields(model: Any, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def refused_by_pydantic(label: str) -> Iterator[None]:
-    """Turn a validation error of pydantic into a ``ConfigError`` of one line, on the first thing that is wrong."""
+    """Convert a validation error of pydantic to a ``ConfigError`` of one line about the first wrong value."""
     try:
         yield
     except ConfigError:
@@ -250,7 +250,7 @@ def refused_by_pydantic(label: str) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """Return ``value`` as a message quotes it."""
+    """Return ``value`` as quoted in error messages."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
@@ -290,7 +290,7 @@ def _alternatives(names: tuple[Any, ...]) -> str:
 
 
 def _first(checks: list[Callable[[Any], Any]], value: Any) -> Any:
-    """Return what the first check returns that does not refuse ``value``."""
+    """Return the result of the first check that accepts ``value``."""
     refusal = Refused()
     for check in checks:
         try:
@@ -320,7 +320,7 @@ def _pydantic_default(field: Any) -> Any:
 
 
 def _type_text(hint: Any) -> str:
-    """Return a type as it is written."""
+    """Return a type as Python source text."""
     if isinstance(hint, type) and not isinstance(hint, types.GenericAlias):
         return hint.__name__ if hint is not type(None) else "None"
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:

@@ -1,7 +1,4 @@
-"""A named collection of things that can be looked up, listed and added to.
-
-It knows nothing of what it holds. Mitigations, orders, rerankers, first stages and cache backends each have one.
-"""
+"""Registry: entries by name, with aliases, for mitigations, orders, rerankers, first stages and cache backends."""
 
 from __future__ import annotations
 
@@ -32,12 +29,12 @@ class Spec(Protocol):
 
 
 class Registry(Generic[T]):
-    """Things of one kind by name.
+    """Entries of one kind by name.
 
     Args:
-        kind: What the things are, for error messages ("mitigation").
-        parts: Names of constructor arguments that are parts of the application, such as the served model, and no
-            parameters that a user gives.
+        kind: Kind of the entries, for error messages ("mitigation").
+        parts: Names of constructor arguments that the application supplies, such as the served model. They are not
+            parameters of a user.
     """
 
     def __init__(self, kind: str, *, parts: Sequence[str] = ()) -> None:
@@ -47,14 +44,14 @@ class Registry(Generic[T]):
         self._aliases: dict[str, str] = {}
 
     def register(self, name: str, *, aliases: Sequence[str] = ()) -> Callable[[T], T]:
-        """Return a decorator that adds what it decorates under ``name``.
+        """Return a decorator that registers a class or function under ``name``.
 
         Args:
-            name: Its name: what results and cache keys hold.
-            aliases: Other names that it is found by, such as the one in its paper.
+            name: Name of the entry in results and cache keys.
+            aliases: Other names of the entry, such as the one in its paper.
 
         Raises:
-            ConfigError: a name or an alias is taken.
+            ConfigError: the name or an alias is registered already.
         """
 
         def add(entry: T) -> T:
@@ -68,10 +65,10 @@ class Registry(Generic[T]):
         return add
 
     def resolve(self, name: str) -> str:
-        """Return the name that ``name``, a name or an alias, stands for.
+        """Return the name of the entry with the name or alias ``name``.
 
         Raises:
-            UnknownNameError: it stands for none; the message suggests the nearest names.
+            UnknownNameError: no entry has it; the message suggests similar names and aliases.
         """
         if not isinstance(name, str):
             raise ConfigError(f"the name of a {self.kind} must be a string, got {shown(name)}")
@@ -79,33 +76,31 @@ class Registry(Generic[T]):
             return name
         if name in self._aliases:
             return self._aliases[name]
-        near = difflib.get_close_matches(name[:100], [*self._entries, *self._aliases], n=3, cutoff=0.5)
-        hint = f" Did you mean {', '.join(map(self._told, near))}?" if near else ""
+        near = difflib.get_close_matches(name[:100].lower(), [*self._entries, *self._aliases], n=3, cutoff=0.5)
+        hint = f" Did you mean {', '.join(map(self._suggestion, near))}?" if near else ""
         raise UnknownNameError(
             f"unknown {self.kind} {shown(name)}.{hint} Available: {', '.join(self.names())}"
         ) from None
 
     def get(self, name: str) -> T:
-        """Return the entry called ``name``, which may be an alias.
+        """Return the entry with the name or alias ``name``.
 
         Raises:
-            UnknownNameError: there is none; the message suggests the nearest names.
+            UnknownNameError: no entry has it; the message suggests similar names and aliases.
         """
         return self._entries[self.resolve(name)]
 
     def parameters(self, name: str) -> Mapping[str, Parameter]:
-        """Return the parameters of the class called ``name``, parts left out."""
+        """Return the parameters of the class registered as ``name``, without ``parts``."""
         found = parameters_of(self.get(name))
         return {key: parameter for key, parameter in found.items() if key not in self.parts}
 
     def create(self, spec: Spec, parts: Mapping[str, Callable[[], Any]] | None = None) -> Any:
-        """Return the method that ``spec`` asks for: checks its name, the names of its parameters and their values.
-
-        For registries of classes, see ``rag_posfix.parameters``.
+        """Return an instance of the class that ``spec`` names, with checked parameters (``rag_posfix.parameters``).
 
         Args:
             spec: Name and parameters.
-            parts: Returns each of the registry's ``parts``; called for those that the class takes.
+            parts: A function for each of the registry's ``parts``; called if the class takes that part.
 
         Raises:
             UnknownNameError: no such name.
@@ -118,7 +113,7 @@ class Registry(Generic[T]):
             return entry(**made, **spec.parameters)
 
     def check(self, spec: Spec) -> None:
-        """Check what can be checked of ``spec`` without its parts: before a model is loaded.
+        """Check the name and the parameters of ``spec`` without creating ``parts``, so before a model is loaded.
 
         Raises:
             UnknownNameError: no such name.
@@ -132,7 +127,7 @@ class Registry(Generic[T]):
                 entry(**spec.parameters)
 
     def _checked(self, spec: Spec) -> T:
-        """Return the entry, once the name and the names of the parameters are checked."""
+        """Return the entry of ``spec``, after a check of its name and the names of its parameters."""
         name = self.resolve(spec.name)
         check_names(f"{self.kind} {name}", spec.parameters, self.parameters(name))
         return self._entries[name]
@@ -142,7 +137,7 @@ class Registry(Generic[T]):
         return tuple(sorted(self._entries))
 
     def aliases(self, name: str) -> tuple[str, ...]:
-        """Return the other names of the entry called ``name``, sorted."""
+        """Return the aliases of the entry registered as ``name``, sorted."""
         return tuple(sorted(alias for alias, target in self._aliases.items() if target == name))
 
     def items(self) -> Iterator[tuple[str, T]]:
@@ -153,7 +148,7 @@ class Registry(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return name in self._entries or name in self._aliases
 
-    def _told(self, name: str) -> str:
+    def _suggestion(self, name: str) -> str:
         return f"{name!r} ({self._aliases[name]})" if name in self._aliases else repr(name)
 
 
@@ -161,12 +156,12 @@ def check_names(label: str, given: Mapping[str, Any], allowed: Mapping[str, Any]
     """Check the names of parameters.
 
     Args:
-        label: What takes them, for messages.
-        given: The parameters that were given, by name.
-        allowed: The parameters that there are, by name.
+        label: Owner of the parameters, for error messages.
+        given: The given parameters by name.
+        allowed: The existing parameters by name.
 
     Raises:
-        ConfigError: one is unknown; the message suggests the nearest.
+        ConfigError: a name does not exist; the message suggests a similar one.
     """
     for key in given:
         if key not in allowed:

@@ -1,4 +1,4 @@
-"""Settings of a process, the only reader of environment variables (prefix ``RAG_POSFIX_``); import reads nothing."""
+"""Settings of a process: the only code that reads environment variables (prefix ``RAG_POSFIX_``), never on import."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ def environment_with(**changes: str) -> dict[str, str]:
 
 
 def wait_politely() -> None:
-    """Let threads of OpenMP spin only shortly while they wait for each other; for a program, before it imports torch.
+    """Limit the spinning of OpenMP threads that wait for each other. Must be called before torch is imported.
 
-    By default they spin so long that another busy program on the same cores slows the model down many times over.
-    ``GOMP_SPINCOUNT`` and ``OMP_WAIT_POLICY`` of the environment are left as they are where one is set.
+    The default of OpenMP spins so long that another busy program on the same cores makes the model many times slower.
+    The function does nothing if ``GOMP_SPINCOUNT`` or ``OMP_WAIT_POLICY`` is set in the environment.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS_OF_A_WAITING_THREAD)
 
 
 class CacheSettings(BaseSettings):
-    """The answer cache.
+    """Settings of the answer cache, ``RAG_POSFIX_CACHE_...``.
 
     Attributes:
-        enabled: Whether answers are cached at all.
-        memory_entries: Entries kept in memory.
-        disk_bytes: Size bound of the disk tier, at least 131072; 0 turns it off.
+        enabled: Whether answers are cached.
+        memory_entries: Maximum number of entries of the memory tier.
+        disk_bytes: Size limit of the disk tier in bytes, at least 131072; 0 turns it off.
         redis_url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``; None turns
-            the shared tier off.
-        redis_timeout_seconds: Bound of one Redis operation, connecting included.
-        ttl_seconds: How long an answer is kept.
-        max_entry_bytes: Larger answers are not cached.
+            the Redis tier off.
+        redis_timeout_seconds: Time limit of one Redis operation, including the connection.
+        ttl_seconds: Lifetime of a cached answer.
+        max_entry_bytes: Size limit of a cached answer; larger answers are not cached.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_CACHE_", frozen=True, extra="forbid")
@@ -69,29 +69,28 @@ class CacheSettings(BaseSettings):
 
 
 PASSAGES_FOLDER = "passages"
-"""Folder of the disk tier of the passage store, in ``cache_dir``."""
+"""Folder of the disk tier of the passage KV store, in ``cache_dir``."""
 
 _PRECOMPUTED_BYTES = 4 * 1024**3
 
 
 class PassageStoreSettings(BaseSettings):
-    """The passage store: keys and values of passages that methods with independent passages read once.
+    """Settings of the passage KV store, the cache of keys and values of passages, ``RAG_POSFIX_PASSAGES_...``.
 
-    The disk tier is off until somebody asks for it: a passage takes megabytes (3.5 MB for 150 tokens of SmolLM2-135M),
-    to write them after every question wears a disk that nobody offered, and what is kept is as private as they are.
-    It pays where an index is served that was read beforehand: ``rag-posfix index --precompute`` turns it on.
+    The disk tier is off by default, because a passage takes megabytes (3.5 MB for 150 tokens of SmolLM2-135M) and its
+    content is private. ``rag-posfix index --precompute`` turns the disk tier on.
 
     Attributes:
-        enabled: Whether passages are kept at all.
-        memory_bytes: Size bound of the memory tier, on the device of the model, at least 4096; 0 turns it off.
-        disk_bytes: Size bound of the disk tier, at least 65536; 0 turns it off; None is 4 GiB where passages were
-            precomputed, else off.
-        redis_url: As that of the answer cache; None turns the shared tier off.
-        redis_timeout_seconds: Bound of one search in Redis, however many passages it asks for.
-        redis_bytes: Size bound of all passages in Redis.
-        redis_ttl_seconds: How long a passage is kept in Redis.
-        compress: Whether passages are sent to Redis compressed: about a fifth smaller, and slower to read; for slow
-            networks and small servers.
+        enabled: Whether keys and values are cached.
+        memory_bytes: Size limit of the memory tier, on the device of the model, at least 4096; 0 turns it off.
+        disk_bytes: Size limit of the disk tier, at least 65536; 0 turns it off; None is 4 GiB if passages were
+            precomputed into ``cache_dir``, else off.
+        redis_url: URL as for the answer cache; None turns the Redis tier off.
+        redis_timeout_seconds: Time limit of one lookup in Redis, for any number of passages.
+        redis_bytes: Size limit of all passages in Redis.
+        redis_ttl_seconds: Lifetime of a passage in Redis.
+        compress: Whether entries in Redis are compressed. Compressed entries are about a fifth smaller and slower to
+            read, which suits slow networks and small servers.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_PASSAGES_", frozen=True, extra="forbid")
@@ -106,44 +105,44 @@ class PassageStoreSettings(BaseSettings):
     compress: bool = False
 
     def disk_bytes_in(self, cache_dir: Path) -> int:
-        """Return the size bound of the disk tier in ``cache_dir``, 0 where there is none."""
+        """Return the size limit of the disk tier in ``cache_dir``, 0 if there is no disk tier."""
         if self.disk_bytes is not None:
             return self.disk_bytes
         return _PRECOMPUTED_BYTES if (cache_dir / PASSAGES_FOLDER).is_dir() else 0
 
     def outlives_the_process(self, cache_dir: Path) -> bool:
-        """Return whether passages are kept where another process finds them."""
+        """Return whether the store has a tier that other processes can read: disk or Redis."""
         return self.enabled and (self.disk_bytes_in(cache_dir) > 0 or self.redis_url is not None)
 
 
 class Settings(BaseSettings):
-    """What one process runs with.
+    """Settings of a process, ``RAG_POSFIX_...``.
 
     Attributes:
         model: ``smollm2`` or ``gemma3-270m`` (packaged models), a model id, or a folder.
-        embedding_model: ``minilm`` (the packaged embeddings), a model id, or a folder.
-        dtype: ``auto`` picks bfloat16 where it is fast, float32 elsewhere.
+        embedding_model: ``minilm`` (packaged), a model id, or a folder.
+        dtype: ``auto`` chooses bfloat16 on devices that are fast with it, else float32.
         device: ``auto``, ``cpu``, ``cuda``, ...
-        tp: Processes, each with a GPU if there are any, that ``ask`` and ``serve`` split the model over.
-        index: Folder of a served index, or None.
-        mitigation: Used where a request names none.
-        order: Used where a request names none.
+        tp: Number of processes for tensor parallelism in ``ask`` and ``serve``, each with a GPU if there are GPUs.
+        index: Folder of the served index, or None.
+        mitigation: Default method of requests.
+        order: Default order of requests.
         profile: File of the order ``profile``: a record of ``rag-posfix probe slot-attention``.
-        passage_tokens: Tokens that a passage may take on average, or None for no limit.
-        passage_shrink: How much less passages of late ranks may take, 0 to 1; needs ``passage_tokens``.
-        overflow: What happens to a passage that is longer: ``drop``, ``truncate`` or ``error``.
-        k: Passages per question where a request names none.
-        reranker: ``name`` or ``name:parameter=value`` of what chooses among retrieved passages and scores documents
-            that come without a score; None scores the latter alone, by their embeddings.
-        reranker_deadline_seconds: After so long, or if it fails, documents keep their order.
-        candidates: Passages that are retrieved for a named reranker to choose ``k`` from.
-        retriever: How passages are found: ``dense`` by embeddings, ``bm25`` by words, ``hybrid`` by both, their
-            rankings fused.
-        cache_dir: Converted weights and the disk tiers of the answer cache and the passage store.
-        max_tokens: New tokens per answer where a request names none.
-        tenant: Salt of every cache key.
-        cache: The answer cache.
-        passages: The passage store.
+        passage_tokens: Token limit of a passage, before ``passage_shrink``; None for no limit.
+        passage_shrink: How much the token limit falls from the best to the worst passage, 0 to 1; needs
+            ``passage_tokens``.
+        overflow: What happens to a passage that exceeds its limit: ``drop``, ``truncate`` or ``error``.
+        k: Default number of passages per question.
+        reranker: ``name`` or ``name:parameter=value``. The reranker chooses among retrieved passages and scores
+            documents of a request that have no score. None scores only the latter, by their embeddings.
+        reranker_deadline_seconds: Time limit of the reranker. If it is late or fails, documents stay in their order.
+        candidates: Number of passages that are retrieved for the reranker, which chooses ``k`` of them.
+        retriever: ``dense`` (by embeddings), ``bm25`` (by words), or ``hybrid`` (both, their rankings fused).
+        cache_dir: Folder of converted weights and of the disk tiers of the answer cache and the passage KV store.
+        max_tokens: Default maximum number of tokens of an answer.
+        tenant: Tenant of the process. Every cache key contains it, besides the tenant of the question.
+        cache: Settings of the answer cache.
+        passages: Settings of the passage KV store.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_", frozen=True, extra="forbid")
@@ -173,20 +172,20 @@ class Settings(BaseSettings):
 
 
 class ServiceSettings(BaseSettings):
-    """The HTTP service.
+    """Settings of the HTTP service, ``RAG_POSFIX_SERVICE_...``.
 
     Attributes:
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
-        max_concurrent: Answers that the model works on at the same time; their decode steps run together. Each takes
-            memory for its prompt.
-        max_queue: Requests that may wait behind them; more are refused with 429.
-        queue_timeout_seconds: How long a request waits for the model before it is refused with 429.
-        request_timeout_seconds: How long one answer may take before it is stopped with 504.
-        shutdown_timeout_seconds: How long open answers may run on after a signal to stop.
-        api_key: Every request must bring it as ``Authorization: Bearer``; None lets everybody in.
-        max_body_bytes: Larger requests are refused with 413.
-        max_documents: Most documents that one request may bring.
+        max_concurrent: Maximum number of requests that share the decode steps of the model. Each takes memory for its
+            prompt.
+        max_queue: Maximum number of waiting requests; further ones are refused with 429.
+        queue_timeout_seconds: How long a request may wait for the model before it is refused with 429.
+        request_timeout_seconds: How long a request may take in total before it is stopped with 504.
+        shutdown_timeout_seconds: How long running requests may continue after a signal to stop.
+        api_key: Key that every request must have as ``Authorization: Bearer``; None turns authentication off.
+        max_body_bytes: Size limit of a request body; larger requests are refused with 413.
+        max_documents: Maximum number of documents in a request.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_SERVICE_", frozen=True, extra="forbid")
@@ -204,11 +203,11 @@ class ServiceSettings(BaseSettings):
 
 
 class TorchrunSettings(BaseSettings):
-    """What torchrun tells each of the processes that it starts; these variables have no prefix.
+    """Environment variables of a process that torchrun started, ``RANK`` and ``WORLD_SIZE``, without prefix.
 
     Attributes:
-        rank: Which of the processes this one is, from 0; None where torchrun has not started it.
-        world_size: How many there are on all machines.
+        rank: Rank of this process, from 0; None if torchrun did not start it.
+        world_size: Number of processes on all machines.
     """
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore")

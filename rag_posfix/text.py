@@ -1,7 +1,7 @@
 """Text that every later stage can encode: no lone surrogates, no NUL characters.
 
-A lone surrogate cannot be encoded as UTF-8 and a NUL ends a string in many stores; both reach us from damaged
-files and from clients. They become U+FFFD, once, at the door, so that hashes, token spans and JSON agree.
+A lone surrogate cannot be encoded as UTF-8, and a NUL ends a string in many stores. Damaged files and clients can
+contain both. They are replaced by U+FFFD once, at the input, so that hashes, token spans and JSON agree.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def clean_text(text: str) -> str:
 
 
 def clean_json(value: Any) -> Any:
-    """Return a copy of ``value`` in which every string, at any depth, went through ``clean_text``.
+    """Return a copy of ``value`` in which every string, at any depth, is cleaned by ``clean_text``.
 
-    Dictionaries and lists are copied; other values are kept as they are.
+    Dictionaries and lists are copied; other values are the same objects.
     """
     if isinstance(value, str):
         return clean_text(value)
@@ -74,7 +74,7 @@ def checked_question(question: object) -> str:
 
 
 def titled_text(title: object, text: str) -> str:
-    """Return the text that stands for a document in an embedding: its title, if it has one, and its text."""
+    """Return the text of a document for embeddings: its title, if it has one, and its text."""
     return f"{title}\n{text}" if isinstance(title, str) and title.strip() else text
 
 

@@ -59,7 +59,7 @@ class RecentPrompts:
             if len(self._scopes) > self._most_scopes:
                 self._scopes.popitem(last=False)
 
-    def forget(self, keys: Sequence[str]) -> None:
+    def drop(self, keys: Sequence[str]) -> None:
         """Drop every prompt with one of these passages.
 
         Args:

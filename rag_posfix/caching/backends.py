@@ -1,7 +1,7 @@
-"""Backends of the caches: where a tier can keep its entries. Each registers itself and is opened by one builder.
+"""Backends of the caches: memory, disk, Redis. Each registers itself; one builder opens them as tiers.
 
-Each cache has its own ``Backends``, because their tiers keep different things: bytes in the answer cache, tensors in
-the passage KV store. How to add one: ``docs/add-a-cache-backend.md``.
+Each cache has its own ``Backends``, because the values differ: bytes in the answer cache, tensors in the passage KV
+store. ``docs/add-a-cache-backend.md`` describes how to add a backend.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Backends", "Locality"]
 
 
 class Locality(IntEnum):
-    """How far away a backend keeps its entries. A cache asks its tiers in this order."""
+    """The distance of a backend's entries. A cache looks up its tiers in this order."""
 
     PROCESS = 0
     """In the memory of this process."""
@@ -57,18 +57,18 @@ class Backends(Generic[_SettingsT, _TierT]):
     def register(
         self, name: str, locality: Locality
     ) -> Callable[[_Open[_SettingsT, _TierT]], _Open[_SettingsT, _TierT]]:
-        """Return a decorator that adds a backend.
+        """Return a decorator that registers a backend.
 
-        It decorates a function that takes the settings of the cache and the folder of this process's caches, and
-        returns the tier, or None where the settings turn it off. The function opens no file and connects to nothing;
-        the tier does so when it is first used.
+        The decorated function takes the settings of the cache and the folder of this process's caches. It returns the
+        tier, or None if the settings turn it off. It opens no file and connects to nothing; the tier does so at its
+        first use.
 
         Args:
-            name: Its name; that of the tiers it opens.
-            locality: Where it keeps entries.
+            name: Name of the backend and of its tiers.
+            locality: Locality of its entries.
 
         Raises:
-            ConfigError: ``name`` is taken.
+            ConfigError: ``name`` is registered already.
         """
 
         def add(open_tier: _Open[_SettingsT, _TierT]) -> _Open[_SettingsT, _TierT]:
@@ -78,7 +78,7 @@ class Backends(Generic[_SettingsT, _TierT]):
         return add
 
     def names(self) -> tuple[str, ...]:
-        """Return the names in the order in which their tiers are asked: by locality, then by name."""
+        """Return the names in lookup order: by locality, then by name."""
         return tuple(sorted(self._registry.names(), key=lambda name: (self._registry.get(name).locality, name)))
 
     def open_tiers(self, settings: _SettingsT, cache_dir: Path) -> list[_TierT]:

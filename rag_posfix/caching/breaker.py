@@ -1,4 +1,4 @@
-"""A circuit breaker: after a failure a store is left alone for a while, then tried by one caller."""
+"""Circuit breaker: after a failure a store is not used for a while, and then tried by one caller."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ __all__ = ["CircuitBreaker"]
 
 
 class CircuitBreaker:
-    """Says whether a store may be asked.
+    """Decides whether a store may be used.
 
-    Closed: everybody may. A failure opens it: nobody may until the cool-down is over. Then one caller at a time may
-    try (half-open): success closes it, another failure doubles the cool-down.
+    Closed: every caller may use the store. A failure opens the breaker: no caller may use the store until the end of
+    the cool-down. Then it is half-open: one caller at a time may try. A success closes it; another failure doubles the
+    cool-down.
 
     Args:
-        cooldown_seconds: Rest after the first failure, > 0.
-        max_cooldown_seconds: Longest rest.
-        clock: Seconds that only go forward.
+        cooldown_seconds: Cool-down after the first failure, > 0.
+        max_cooldown_seconds: Longest cool-down.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class CircuitBreaker:
 
     @property
     def closed(self) -> bool:
-        """Whether the store is believed to work."""
+        """Whether the breaker is closed."""
         with self._lock:
             return self._retry_at is None
 
     def allow(self) -> bool:
-        """Return whether the caller may ask the store now; it must then report ``success`` or ``failure``."""
+        """Return whether the caller may use the store now; it must then report ``success`` or ``failure``."""
         with self._lock:
             if self._retry_at is None:
                 return True
@@ -62,14 +63,14 @@ class CircuitBreaker:
             return True
 
     def success(self) -> None:
-        """The store answered: everybody may ask again."""
+        """Report a success, which closes the breaker."""
         with self._lock:
             self._retry_at = None
             self._trying = False
             self._cooldown = self._first_cooldown
 
     def failure(self) -> None:
-        """The store failed: give it a rest, a longer one if it was resting already."""
+        """Report a failure, which opens the breaker; a failed trial doubles the cool-down."""
         with self._lock:
             if self._retry_at is None:
                 self._cooldown = self._first_cooldown

@@ -1,7 +1,7 @@
 """Runs an operation in another thread and stops waiting for it at a deadline.
 
-Socket timeouts bound each read, not a whole operation: a name server that does not answer, a handshake of several
-round trips, or a server that sends one byte at a time all take longer. The caller can stop waiting for a thread.
+A socket timeout limits each read, not a whole operation. A slow name server, a handshake of several round trips, or a
+server that sends one byte at a time take longer. A caller can stop waiting for a thread instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Logs once that a store began to fail and once that it works again. What was stored is never logged."""
+"""Logs the beginning and the end of an outage of a store. Stored values are never logged."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Health:
-    """Remembers whether a store works, so that an outage is one line in the log and not one per request.
+    """The state of a store, so that an outage is logged once and not for each request.
 
     Args:
-        label: What the log calls the store, without a password.
-        cache: The cache that the store belongs to.
+        label: Name of the store in the log, without a password.
+        cache: The cache of the store.
     """
 
     def __init__(self, label: str, cache: str) -> None:
@@ -25,7 +25,7 @@ class Health:
         self._failing = False
 
     def failed(self, error: BaseException) -> None:
-        """Report a failure. Only the type of the error is logged: its text may quote what was sent or stored."""
+        """Report a failure. Only the type of the error is logged, because its text may quote stored values."""
         with self._lock:
             changed, self._failing = not self._failing, True
         if changed:

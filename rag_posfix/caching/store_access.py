@@ -1,4 +1,4 @@
-"""Calls to a store that may be down: a failure is counted, logged once and returned as None, never raised."""
+"""Calls to a store that may fail: a failure is counted, logged once and returned as None, never raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache in memory, bounded by bytes, that evicts the least recently used entry first and finds entries by tag."""
+"""A cache in memory with a size limit, least-recently-used eviction, and deletion by tag."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class TaggedLRU(Generic[_V]):
     """Values under keys. Several threads may use it at once.
 
     Args:
-        max_bytes: Most bytes held. A larger value is not kept.
-        counters: Where ``evictions`` are counted.
-        max_entries: Most entries held, or None for no such bound.
+        max_bytes: Size limit in bytes. A larger value is not stored.
+        counters: Counts ``evictions``.
+        max_entries: Maximum number of entries, or None for no limit.
     """
 
     def __init__(self, max_bytes: int, counters: Counters, max_entries: int | None = None) -> None:
@@ -51,13 +51,13 @@ class TaggedLRU(Generic[_V]):
             return entry.value
 
     def put(self, key: str, value: _V, n_bytes: int, tags: Sequence[str] = ()) -> None:
-        """Keep ``value`` in place of what ``key`` had; evict others where there is no room.
+        """Store ``value`` under ``key``, replacing an earlier value; evict entries until it fits.
 
         Args:
-            key: Its key.
+            key: The key.
             value: The value.
-            n_bytes: Bytes that it counts as. If they exceed the bound, ``key`` has no value afterwards.
-            tags: What it can be deleted by.
+            n_bytes: Size of the value. If it exceeds the limit, ``key`` has no value afterwards.
+            tags: Tags for deletion.
         """
         with self._lock:
             self._discard(key)
@@ -72,7 +72,7 @@ class TaggedLRU(Generic[_V]):
                 self._keys_by_tag[tag].add(key)
 
     def remove(self, key: str, value: _V) -> None:
-        """Remove ``key`` if it has ``value``, and not what another thread has put there meanwhile."""
+        """Remove ``key`` if its value is ``value``, not one that another thread has stored since."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None and entry.value is value:
@@ -112,7 +112,7 @@ class TaggedLRU(Generic[_V]):
         return TierStats.counted(name, self._counters, entries=entries, n_bytes=n_bytes)
 
     def close(self) -> None:
-        """Delete every entry and keep no other."""
+        """Delete every entry and store no more."""
         with self._lock:
             self._closed = True
         self.clear()

@@ -1,4 +1,4 @@
-"""What the tiers of every cache have in common, and how a tier counts what it does."""
+"""The interface of all tiers, and their counters and statistics."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """What a tier has done since it was made, and what it holds.
+    """Statistics of a tier since its creation.
 
     Attributes:
         name: Name of the backend: ``memory``, ``disk``, ``redis``.
-        hits: Keys that were found.
-        misses: Keys that were not found, whatever the reason.
-        errors: Operations that failed.
-        corrupt: Entries that were damaged; each was a miss.
-        evictions: Entries that were removed to make room for others.
-        entries: Entries held, or None where they cannot be counted cheaply.
-        bytes: Bytes held, or None likewise.
+        hits: Number of keys that were found.
+        misses: Number of keys that were not found, for any reason.
+        errors: Number of operations that failed.
+        corrupt: Number of damaged entries; each was a miss.
+        evictions: Number of entries that were removed to make room for others.
+        entries: Number of entries, or None if counting is expensive.
+        bytes: Size of the entries, or None likewise.
         available: False while the tier is failing and its circuit breaker is open.
     """
 

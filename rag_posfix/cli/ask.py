@@ -20,31 +20,35 @@ __all__ = ["ask"]
 
 
 def ask(
-    question: Annotated[str, typer.Argument(help="What to ask.")],
-    index: Annotated[Path, typer.Option("--index", help="Folder that `rag-posfix index` wrote.")],
+    question: Annotated[str, typer.Argument(help="The question.")],
+    index: Annotated[Path, typer.Option("--index", help="Index folder, written by `rag-posfix index`.")],
     mitigation: Annotated[
-        str | None, typer.Option("--mitigation", help="Name, or name:parameter=value; see `rag-posfix methods`.")
+        str | None,
+        typer.Option("--mitigation", help="Method: name, or name:parameter=value; see `rag-posfix methods`."),
     ] = None,
     reranker: Annotated[
-        str | None, typer.Option("--reranker", help="Chooses among more passages; name, or name:parameter=value.")
+        str | None,
+        typer.Option("--reranker", help="Reranker that chooses the k passages: name, or name:parameter=value."),
     ] = None,
     order: Annotated[
-        str | None, typer.Option("--order", help="Order of the passages: a name, or name:parameter=value.")
+        str | None, typer.Option("--order", help="Order of the passages in the prompt: name, or name:parameter=value.")
     ] = None,
-    k: Annotated[int | None, typer.Option("--k", min=1, help="Passages to retrieve.")] = None,
+    k: Annotated[int | None, typer.Option("--k", min=1, help="Number of passages in the prompt.")] = None,
     retriever: Annotated[
         str | None, typer.Option("--retriever", help="dense (by embeddings), bm25 (by words), or hybrid (both).")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="New tokens at most.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="Maximum number of tokens of the answer.")
+    ] = None,
     model: ModelName = None,
     tp: Split = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it is written.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use the answer cache.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a question from an index, with its sources."""
+    """Answer a question from an index, and print the answer and its sources."""
     if stream and as_json:
-        raise ConfigError("--stream and --json exclude each other; --json prints one object at the end")
+        raise ConfigError("--stream and --json cannot be combined; --json prints one object at the end")
     settings = settings_from(
         model=model, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker, retriever=retriever
     )
@@ -52,7 +56,7 @@ def ask(
     if settings.reranker is not None:
         from rag_posfix.reranking.build import parse_reranker
 
-        parse_reranker(settings.reranker)  # a typing error is told before a model is loaded
+        parse_reranker(settings.reranker)  # errors are reported before a model is loaded
     if follows(settings):
         return
     with status("loading the model"):
@@ -98,5 +102,6 @@ def _show_sources(answer: Answer | None) -> None:
     seconds = sum(answer.timings.values())
     note = ", from the answer cache" if answer.cached else ""
     out().print(
-        f"{usage.prompt_tokens} tokens read, {usage.completion_tokens} written, {seconds:.1f} s{note}", highlight=False
+        f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} completion tokens, {seconds:.1f} s{note}",
+        highlight=False,
     )

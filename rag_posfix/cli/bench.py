@@ -1,4 +1,4 @@
-"""``rag-posfix bench``: what each method costs, next to the unmodified model."""
+"""``rag-posfix bench``: time and memory of each method, relative to the unmodified model."""
 
 from __future__ import annotations
 
@@ -25,25 +25,28 @@ _COLUMNS = {
 
 
 def bench(
-    documents: Annotated[int, typer.Option("--documents", min=1, help="Passages in the prompt.")] = 20,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of each passage.")] = 150,
-    mitigation: Annotated[str | None, typer.Option("--mitigation", help="Names, comma-separated; else all.")] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds; ratios are medians over them.")] = 3,
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Number of passages in the prompt.")] = 20,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per passage.")] = 150,
+    mitigation: Annotated[
+        str | None, typer.Option("--mitigation", help="Methods, comma-separated; default: all.")
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Number of rounds; ratios are medians.")] = 3,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Decode steps per round.")] = 16,
     together: Annotated[
-        int, typer.Option("--together", min=0, help="Requests that decode together in a further reading; 0: none.")
+        int, typer.Option("--together", min=0, help="Also measure this number of concurrent requests; 0: do not.")
     ] = 0,
     warm: Annotated[
-        bool, typer.Option("--warm/--no-warm", help="Also read the first token from passages that were kept.")
+        bool, typer.Option("--warm/--no-warm", help="Also measure the time to first token with cached passages.")
     ] = True,
     redis_url: Annotated[
-        str | None, typer.Option("--redis-url", help="Also keep passages in this Redis; what it holds stays.")
+        str | None,
+        typer.Option("--redis-url", help="Also measure a Redis tier at this URL; its entries are not cleared."),
     ] = None,
     model: ModelName = None,
     output: Annotated[Path | None, typer.Option("--out", help="Folder for a result record.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time to first token, tokens per second and memory of each method, as ratios to the unmodified model."""
+    """Measure time to first token, tokens per second and memory of each method, as ratios to the unmodified model."""
     from rag_posfix.evaluation import measure_speed
 
     record = measure_speed(
@@ -76,12 +79,12 @@ def _show(summary: dict[str, Any]) -> None:
         table.add_row(name, *("-" if found.get(key) is None else f"{found[key]:.2f}" for key in columns))
     console.print(table)
     console.print(
-        "x: method / unmodified; lower is better, for tokens/s higher. cold, warm, disk, Redis: time to the first "
-        "token with nothing kept, and from passages kept in memory, on disk, in Redis",
+        "x: method / unmodified; lower is better, for tokens/s higher. cold, warm, disk, Redis: time to first token "
+        "without cached passages, and with passages cached in memory, on disk, in Redis",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     if "together_ratio" in given:
-        console.print("together: tokens/s of all requests / of one alone", highlight=False)
+        console.print("together: tokens/s of all concurrent requests / of one request", highlight=False)
     for name, reason in summary["refused"].items():
         console.print(f"refused: {name}: {reason}", highlight=False, soft_wrap=True)
     if "record" in summary:

@@ -1,4 +1,4 @@
-"""``rag-posfix cache``: what the answer cache and the passage store hold, and emptying them."""
+"""``rag-posfix cache``: statistics of the answer cache and the passage KV store, and clearing them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "clear", "stats"]
 
-app = typer.Typer(help="The answer cache and the passage store.", no_args_is_help=True)
+app = typer.Typer(help="Show or clear the answer cache and the passage KV store.", no_args_is_help=True)
 
 
 @contextmanager
@@ -36,15 +36,15 @@ def _opened() -> Iterator[tuple[TieredAnswerCache | None, PassageStore | None]]:
             stack.callback(passages.close)
         if answers is None and (passages is None or not settings.passages.outlives_the_process(settings.cache_dir)):
             raise CacheError(
-                "the answer cache is turned off by the settings, and passages are kept nowhere but in the memory of "
-                "a process; turn a tier on to look into it"
+                "no cache outlives a process: the settings turn the answer cache off, and the passage KV store has "
+                "no disk or Redis tier; turn one on, for example with RAG_POSFIX_CACHE_ENABLED=true"
             )
         yield answers, passages
 
 
 @app.command()
 def stats(as_json: AsJson = False) -> None:
-    """Show entries and bytes of each tier."""
+    """Show the number of entries and bytes of each tier."""
     with _opened() as (answers, passages):
         found: dict[str, Any] = {"tiers": []} if answers is None else answers.stats()
         found["passages"] = None if passages is None else passages.stats()
@@ -53,7 +53,7 @@ def stats(as_json: AsJson = False) -> None:
         return
     from rich.table import Table
 
-    table = Table("of", "tier", "entries", "bytes")
+    table = Table("cache", "tier", "entries", "bytes")
     for name, tiers in (("answers", found["tiers"]), ("passages", (found["passages"] or {"tiers": []})["tiers"])):
         for tier in tiers:
             table.add_row(name, tier["name"], str(tier.get("entries", "-")), str(tier.get("bytes", "-")))
@@ -62,7 +62,7 @@ def stats(as_json: AsJson = False) -> None:
 
 @app.command()
 def clear(as_json: AsJson = False) -> None:
-    """Drop every answer and every passage of every tier."""
+    """Delete all answers, and all keys and values of passages, in every tier."""
     with _opened() as (answers, passages):
         dropped = 0 if answers is None else answers.clear()
         dropped_passages = 0 if passages is None else passages.clear()

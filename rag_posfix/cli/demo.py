@@ -1,4 +1,4 @@
-"""``rag-posfix demo``: a real model's answer changes with the order of the passages - and stops changing."""
+"""``rag-posfix demo``: answers of a real model by the position of the gold passage, without and with a method."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Where to go next:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """One answer: with which method, with the gold passage where."""
+    """One answer, with one method and one position of the gold passage."""
 
     question: str
     expected: str
@@ -50,12 +50,18 @@ class _Cell:
 
 
 def demo(
-    questions: Annotated[int, typer.Option("--questions", min=1, max=24, help="How many questions to ask.")] = 3,
-    mitigation: Annotated[str, typer.Option("--mitigation", help="Method to compare.")] = "context_experts",
+    questions: Annotated[int, typer.Option("--questions", min=1, max=24, help="Number of questions.")] = 3,
+    mitigation: Annotated[
+        str, typer.Option("--mitigation", help="Method to compare with the unmodified model.")
+    ] = "context_experts",
     model: ModelName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Index the shipped corpus, ask, move the right passage about, and compare the model with the corrected one."""
+    """Compare answers of the unmodified model and of a method for three positions of the gold passage.
+
+    The demo indexes the shipped corpus and retrieves ten passages per question. The gold passage, which holds the
+    answer, is put first, in the middle and last.
+    """
     checked_choice(mitigation)
     settings = settings_from(model=model)
     started = time.perf_counter()
@@ -121,7 +127,7 @@ def _compare(engine: Engine, retriever: PassageRetriever, count: int, mitigation
 
 
 def _with_gold_at(found: list[Document], question: DemoQuestion, gold_position: int) -> list[Document]:
-    """Return the retrieved passages with the right one moved to a position; it replaces the last if it was missed."""
+    """Return the retrieved passages with the gold passage at a position; it replaces the last if it was not found."""
     from rag_posfix.demo_data import load_passages
 
     gold = next((document for document in found if document.id == question.gold), None)
@@ -156,14 +162,15 @@ def _show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None
 
     console = out()
     console.print(
-        f"\n{model} answers from {PASSAGES} of {indexed} passages. Only the position of the right passage changes.\n",
+        f"\n{model} answers from {PASSAGES} of {indexed} passages. Only the position of the gold passage, which holds "
+        "the answer, changes.\n",
         highlight=False,
     )
     names = ("none", mitigation)
     for question in dict.fromkeys(cell.question for cell in cells):
         rows = [cell for cell in cells if cell.question == question]
         title = f"{escape(question)}  [dim]({escape(rows[0].expected)})[/dim]"
-        table = Table("right passage", *_headings(names), title=title, title_justify="left")
+        table = Table("gold passage", *_headings(names), title=title, title_justify="left")
         for where in GOLD_POSITIONS:
             found = [next(c for c in rows if c.mitigation == name and c.gold == where) for name in names]
             table.add_row(where, *(part for cell in found for part in (_mark(cell), f"{cell.log_probability:.2f}")))
@@ -185,7 +192,7 @@ def _mark(cell: _Cell) -> str:
 
 
 def _verdict(cells: list[_Cell], name: str) -> str:
-    """Return one line: how many answers were right, how many changed, and how far the probability moved."""
+    """Return one line: how many answers are right, how many change, and the range of the log-probability."""
     by_question: dict[str, list[_Cell]] = {}
     for cell in cells:
         by_question.setdefault(cell.question, []).append(cell)
@@ -197,5 +204,5 @@ def _verdict(cells: list[_Cell], name: str) -> str:
     right = sum(cell.right for cell in cells)
     return (
         f"{'unmodified' if name == 'none' else name}: {right} of {len(cells)} answers right; the answer changes with "
-        f"the order in {changed} of {len(by_question)} questions; log p moves by up to {spread:.2f}"
+        f"the order in {changed} of {len(by_question)} questions; log p changes by up to {spread:.2f}"
     )

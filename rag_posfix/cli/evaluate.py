@@ -1,4 +1,4 @@
-"""``rag-posfix eval``: measurements."""
+"""``rag-posfix eval``: how answers and rankings depend on the order of the passages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["app", "permutations", "positions"]
 
 Data = Annotated[
     Path,
-    typer.Option("--data", help="Lost-in-the-Middle rows, or a file in SQuAD's form such as XQuAD; .gz or plain."),
+    typer.Option("--data", help="Lost-in-the-Middle rows, or a file in SQuAD's format such as XQuAD; .gz or plain."),
 ]
 Mitigations = Annotated[
     str | None,
@@ -33,10 +33,10 @@ Arrangements = Annotated[
         "likelihood+embedding/reverse/none. An empty reranker is the embedding.",
     ),
 ]
-Documents = Annotated[int, typer.Option("--documents", min=1, help="Passages per prompt.")]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Questions at most.")]
-Skip = Annotated[int, typer.Option("--skip", min=0, help="Questions to leave out at the start.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens per answer.")]
+Documents = Annotated[int, typer.Option("--documents", min=1, help="Number of passages per prompt.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of questions.")]
+Skip = Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum number of tokens of an answer.")]
 
 app = typer.Typer(help="Measure how much answers depend on the order of the passages.", no_args_is_help=True)
 app.command("rerank")(rerank)
@@ -55,7 +55,7 @@ def positions(
     mitigation: Mitigations = None,
     arrangement: Arrangements = None,
     gold_positions: Annotated[
-        str, typer.Option("--gold-positions", help="Where the gold passage stands, from 0.")
+        str, typer.Option("--gold-positions", help="Positions of the gold passage, from 0, comma-separated.")
     ] = "0,4,9",
     documents: Documents = 10,
     limit: Limit = None,
@@ -63,15 +63,15 @@ def positions(
     max_tokens: MaxTokens = 24,
     check_orders: Annotated[
         bool,
-        typer.Option("--check-orders", help="Measure methods that ignore the order at every position, not at one."),
+        typer.Option("--check-orders", help="Run order-free methods at every gold position, not only at one."),
     ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Compute anew what the journal holds.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Recompute answers that are in the journal.")] = False,
     reuse: Annotated[
         bool,
         typer.Option(
             "--reuse/--no-reuse",
-            help="Keep what was read of passages in memory (4 GiB) for the next condition: faster; seconds are then "
-            "those of a warm store.",
+            help="Cache keys and values of passages in memory (4 GiB) for the next gold position. Faster, but seconds "
+            "are then those of a warm cache.",
         ),
     ] = False,
     model: ModelName = None,
@@ -79,11 +79,11 @@ def positions(
 ) -> None:
     """Put the gold passage at each position and compare: accuracy, log-probability, worst position and spread.
 
-    Each answer goes to OUT/positions-journal.jsonl as soon as it is known. The same command, or one that asks for more
-    questions, positions or methods, then computes only what is missing; rows taken from the journal are marked
-    "reused". The journal knows weights, method, prompt, question and passages, not the version of this program: after
-    a change to a method's code use --fresh. A method that ignores the order of the passages is measured once per
-    question and the row repeated for the other positions, marked too; --check-orders measures it at each.
+    Each answer is appended to OUT/positions-journal.jsonl. The same command, or one with more questions, positions or
+    methods, computes only missing answers; rows from the journal are marked "reused". The key of an answer in the
+    journal consists of weights, method, prompt, question and passages, not of the version of this program: after a
+    change to the code of a method, use --fresh. An order-free method runs once per question, and its row is repeated
+    for the other positions and marked "reused"; with --check-orders it runs at every position.
     """
     from rag_posfix.evaluation import evaluate_positions
 
@@ -110,14 +110,14 @@ def permutations(
     limit: Limit = None,
     skip: Skip = 0,
     max_tokens: MaxTokens = 24,
-    seed: Annotated[int, typer.Option("--seed", help="Draws the orders.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random orders.")] = 0,
     model: ModelName = None,
     as_json: AsJson = False,
 ) -> None:
     """Shuffle the passages and count the answers that change: flip rate, first-token difference, accuracy.
 
-    The first order is the given one, gold passage first; the others are drawn at random, the same for every method.
-    Every order is computed, also by methods that ignore the order.
+    The first order is the given one, with the gold passage first. The other orders are random and the same for every
+    method. Order-free methods run with every order too.
     """
     from rag_posfix.evaluation import evaluate_permutations
 
@@ -148,12 +148,12 @@ def _show_positions(summary: dict[str, Any]) -> None:
         )  # fmt: skip
     console = out()
     console.print(table)
-    console.print("log-probability of the answer per token (share of answers that hold it)", highlight=False)
+    console.print("log-probability of the accepted answer per token (accuracy)", highlight=False)
     for name in ("closed_book", "gold_only"):
         found = summary[name]
         console.print(f"{name}: {found['log_probability']:.2f} ({found['accuracy']:.2f})", highlight=False)
     console.print(
-        f"{summary['n']} questions; {summary['reused']} answers were known already; record: {summary['record']}",
+        f"{summary['n']} questions; {summary['reused']} answers reused; record: {summary['record']}",
         highlight=False,
     )
 
@@ -161,7 +161,7 @@ def _show_positions(summary: dict[str, Any]) -> None:
 def _show_permutations(summary: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table("method", "answers that change", "questions with a change", "accuracy", "first token moves by up to")
+    table = Table("method", "answers that change", "questions with a change", "accuracy", "max. logit difference")
     for name, found in summary["mitigations"].items():
         low, high = found["flip_rate_ci95"]
         table.add_row(
@@ -171,6 +171,6 @@ def _show_permutations(summary: dict[str, Any]) -> None:
     console = out()
     console.print(table)
     console.print(
-        f"{summary['n']} questions in {summary['orders']} orders; a change is against the first order; "
+        f"{summary['n']} questions in {summary['orders']} orders, each compared with the first order; "
         f"record: {summary['record']}", highlight=False,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""``rag-posfix index``: files to an index on disk."""
+"""``rag-posfix index``: build or update an index from files."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ __all__ = ["index"]
 
 def index(
     paths: Annotated[list[Path], typer.Argument(help="Files (.txt, .md, .html, .pdf, .jsonl, .jsonl.gz) or folders.")],
-    output: Annotated[
-        Path, typer.Option("--out", help="Folder for the index; one that is there is brought up to date.")
-    ],
+    output: Annotated[Path, typer.Option("--out", help="Index folder; an existing index is updated.")],
     embedding_model: Annotated[
-        str | None, typer.Option("--embedding-model", help="minilm, a model id, or a folder.")
+        str | None, typer.Option("--embedding-model", help="Embedding model: minilm, a model id, or a folder.")
     ] = None,
     precompute: Annotated[
         str | None,
         typer.Option(
             "--precompute",
-            help="Read every passage with the model, as this method reads it, into the passage store, so that first "
-            "questions are warm ones. Takes 3.5 MB per 150 tokens with the packaged model.",
+            help="Method whose keys and values are computed for every passage and stored in the passage KV store, so "
+            "that the first question is warm. Takes 3.5 MB per 150 tokens with the packaged model.",
         ),
     ] = None,
     model: ModelName = None,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Keep nothing of an index that is there: embed everything again.")
+        bool, typer.Option("--rebuild", help="Ignore an existing index and embed every passage again.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Split files into passages, embed the new ones, and write an index; passages of files that are gone go too."""
+    """Split files into passages, embed new passages, and write an index.
+
+    An existing index is updated: passages of files that no longer exist are removed.
+    """
     settings = settings_from(embedding_model=embedding_model, model=model)
     chosen = None if precompute is None else checked_choice(precompute)
     if chosen is not None:
@@ -72,7 +73,7 @@ def index(
 
 
 def _described(update: IndexUpdate, settings: Settings) -> dict[str, Any]:
-    """Return what became of the index, after other processes' answers from documents that are gone were dropped."""
+    """Drop cached answers and passages of removed documents, and return the numbers of the update."""
     from rag_posfix.pipeline.build import invalidate_stored
 
     answers, passages = invalidate_stored(update.gone, settings)
@@ -96,26 +97,26 @@ def _show(found: dict[str, Any], chosen: MitigationChoice | None) -> None:
     if chosen is not None:
         read = found["precomputed"]
         lines.append(
-            f"read {read['tokens']} tokens for {chosen.name} in {read['seconds']:.1f} s; the passage store holds "
-            f"{read['bytes'] / 1e6:.0f} MB"
+            f"precomputed {read['tokens']} tokens for {chosen.name} in {read['seconds']:.1f} s; the passage store "
+            f"holds {read['bytes'] / 1e6:.0f} MB"
         )
     for line in lines:
         out().print(line, highlight=False)
 
 
 def _check_store(settings: Settings) -> None:
-    """Raise where the settings leave nothing that outlives this process, before any work is done."""
+    """Raise if the settings have no tier on disk or in Redis, before any work is done."""
     kept = settings.passages
     if not kept.enabled or (kept.disk_bytes == 0 and kept.redis_url is None):
         raise ConfigError(
-            "--precompute needs a passage store that outlives this process, and the settings turn it off; set "
+            "--precompute needs a passage KV store on disk or in Redis, and the settings turn both off; set "
             "RAG_POSFIX_PASSAGES_ENABLED=true and RAG_POSFIX_PASSAGES_DISK_BYTES or RAG_POSFIX_PASSAGES_REDIS_URL"
         )
 
 
 @contextmanager
 def _disk_on(settings: Settings) -> Iterator[None]:
-    """Turn the disk tier on, here and later, where the settings say neither on nor off; not if nothing is kept."""
+    """Create the folder of the disk tier, which turns the tier on by default; remove the folder if it stays empty."""
     folder = settings.cache_dir / PASSAGES_FOLDER
     if settings.passages.disk_bytes is None and settings.passages.redis_url is None:
         try:
@@ -123,18 +124,18 @@ def _disk_on(settings: Settings) -> Iterator[None]:
             folder.mkdir(exist_ok=True, mode=0o700)  # passages are private
         except OSError as error:
             raise ConfigError(
-                f"the passage store cannot be put into {str(folder)!r}: {error.strerror or error}; set "
-                "RAG_POSFIX_CACHE_DIR to a folder that can be written to"
+                f"the folder of the passage KV store, {str(folder)!r}, cannot be created: {error.strerror or error}; "
+                "set RAG_POSFIX_CACHE_DIR to a writable folder"
             ) from error
     try:
         yield
     finally:
         with suppress(OSError):
-            folder.rmdir()  # which fails where it holds something
+            folder.rmdir()  # fails if the folder is not empty
 
 
 def _precompute(folder: Path, embeddings: Embeddings, choice: MitigationChoice, settings: Settings) -> dict[str, Any]:
-    """Read the passages of an index into the store that outlives this process, and say what it took."""
+    """Compute keys and values of the passages of an index into the stored tiers; return tokens, bytes and seconds."""
     from rag_posfix.pipeline.build import build_engine, precompute_stored
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 

@@ -1,4 +1,4 @@
-"""``rag-posfix``: the entry point, its commands, and how their errors look."""
+"""``rag-posfix``: the entry point, its commands, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def options(
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens, to stderr."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Write log messages of level INFO to stderr."),
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
     """Retrieval-augmented generation whose answers do not depend on the order of the passages."""
@@ -54,10 +54,10 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+    """Run a command and exit with 0 (success), 1 (error), 2 (wrong usage) or 130 (interrupted).
 
-    A failure that rag_posfix foresaw is one line on stderr; with ``--json`` it is also ``{"error": {"type",
-    "message"}}`` on stdout.
+    A ``RagPosfixError`` is printed as one line on stderr, and with ``--json`` also as ``{"error": {"type",
+    "message"}}`` on stdout. Other exceptions have a traceback.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     wait_politely()

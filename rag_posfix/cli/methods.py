@@ -1,8 +1,9 @@
-"""``rag-posfix methods``: what can be chosen, with papers and parameters."""
+"""``rag-posfix methods``: mitigations with aliases, papers and parameters; names of orders and rerankers."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +15,11 @@ __all__ = ["describe_mitigation", "methods"]
 
 
 def describe_mitigation(cls: Any) -> dict[str, Any]:
-    """Return the registry's facts of one mitigation class."""
+    """Return the JSON object of a mitigation: names, paper, requirements and parameters.
+
+    Args:
+        cls: A class of the registry ``MITIGATIONS``.
+    """
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.parameters import parameters_of
 
@@ -36,9 +41,12 @@ def describe_mitigation(cls: Any) -> dict[str, Any]:
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show one mitigation in full.")] = None, as_json: AsJson = False
+    name: Annotated[
+        str | None, typer.Argument(help="Name or alias of one mitigation, to show its description.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """List mitigations, orders and rerankers."""
+    """List mitigations with their aliases and parameters, orders and rerankers."""
     from rag_posfix.assembly.orders import ORDERS
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.reranking import RERANKERS
@@ -50,16 +58,27 @@ def methods(
     elif name:
         out().print(inspect.getdoc(MITIGATIONS.get(name)) or "", markup=False, highlight=False)
     else:
-        _show(mitigations, ORDERS.names(), RERANKERS.names())
+        _show(mitigations)
 
 
-def _show(mitigations: list[dict[str, Any]], orders: tuple[str, ...], rerankers: tuple[str, ...]) -> None:
-    from rich.table import Table
+def _show(mitigations: list[dict[str, Any]]) -> None:
+    from rich.table import Column, Table
 
-    table = Table("mitigation", "order-free", "what it does", "parameters", title="mitigations")
+    from rag_posfix.assembly.orders import ORDERS
+    from rag_posfix.reranking import RERANKERS
+
+    table = Table(
+        Column("mitigation (aliases)", no_wrap=True), "order-free", "what it does", "parameters", title="mitigations"
+    )
     for one in mitigations:
         parameters = ", ".join(f"{key}={value['default']}" for key, value in one["parameters"].items())
-        table.add_row(one["name"], "yes" if one["order_invariant"] else "no", one["summary"], parameters)
+        order_free = "yes" if one["order_invariant"] else "no"
+        table.add_row(_with_aliases(one["name"], one["aliases"], "\n"), order_free, one["summary"], parameters)
     out().print(table)
-    out().print(f"orders: {', '.join(orders)}", highlight=False)
-    out().print(f"rerankers: {', '.join(rerankers)}", highlight=False)
+    for kind, registry in (("orders", ORDERS), ("rerankers", RERANKERS)):
+        names = (_with_aliases(name, registry.aliases(name), " ") for name in registry.names())
+        out().print(f"{kind}: {', '.join(names)}", highlight=False)
+
+
+def _with_aliases(name: str, aliases: Sequence[str], separator: str) -> str:
+    return f"{name}{separator}({', '.join(aliases)})" if aliases else name

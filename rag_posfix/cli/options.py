@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their values are read."""
+"""Options that several commands share, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -35,18 +35,21 @@ BASIC_METHODS = "none,context_experts"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Split = Annotated[
     int | None,
-    typer.Option("--tp", min=1, help="Processes to split the model over, with a GPU each if there are any."),
+    typer.Option("--tp", min=1, help="Number of processes for tensor parallelism, each with a GPU if there are GPUs."),
 ]
-ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, gemma3-270m, a model id, or a folder.")]
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="Model: smollm2, gemma3-270m, a Hugging Face model id, or a folder.")
+]
 
 
 def parse_choice(text: str) -> MitigationChoice:
-    """Read ``name`` or ``name:parameter=value:parameter=value``; values are JSON where they parse as JSON.
+    """Parse ``name`` or ``name:parameter=value:parameter=value``; a value that is valid JSON is parsed as JSON.
 
-    A value may be a JSON list or text in double quotes, which may hold colons and commas. Files are read here.
+    A JSON list or a string in double quotes may contain colons and commas. A parameter that takes a file is replaced
+    by the file's content.
 
     Raises:
-        ConfigError: a parameter without a value, a bracket without its partner, or a file that cannot be read.
+        ConfigError: a parameter without a value, an unclosed bracket or quote, or a file that cannot be read.
     """
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.pipeline.file_parameters import with_file_parameters
@@ -55,10 +58,10 @@ def parse_choice(text: str) -> MitigationChoice:
 
 
 def checked_choice(text: str) -> MitigationChoice:
-    """Read a mitigation and check it against the registry: a typing error is told before a model is loaded.
+    """Parse a mitigation and check it against the registry, so that errors are reported before a model is loaded.
 
     Raises:
-        ConfigError: an unknown mitigation or parameter, or a value outside of what is allowed.
+        ConfigError: an unknown mitigation or parameter, or a value out of range.
     """
     from rag_posfix.mitigations import MITIGATIONS
 
@@ -68,16 +71,16 @@ def checked_choice(text: str) -> MitigationChoice:
 
 
 def checked_choices(text: str) -> list[MitigationChoice]:
-    """Read several mitigations, separated by commas, and check each.
+    """Parse several mitigations, separated by commas, and check each.
 
     Raises:
-        ConfigError: as ``checked_choice``, or one is named twice.
+        ConfigError: as ``checked_choice``, or one occurs twice.
     """
     choices = [checked_choice(part) for part in split_outside(text, ",")]
     for index, choice in enumerate(choices):
         if choice in choices[:index]:
             raise ConfigError(
-                f"--mitigation {text!r} names {choice.name!r} twice with the same parameters; once is all"
+                f"--mitigation {text!r} has {choice.name!r} twice with the same parameters; remove one of them"
             )
     return choices
 
@@ -108,10 +111,10 @@ def checked_choices_and_arrangements(mitigation: str | None, arrangement: str | 
 
 
 def parse_numbers(text: str, option: str) -> list[int]:
-    """Read whole numbers, separated by commas.
+    """Parse integers, separated by commas.
 
     Raises:
-        ConfigError: a part is no whole number.
+        ConfigError: a part is not an integer.
     """
     try:
         return [int(part) for part in text.split(",")]
@@ -120,10 +123,10 @@ def parse_numbers(text: str, option: str) -> list[int]:
 
 
 def settings_from(**changes: Any) -> Settings:
-    """Return the settings of the environment with what the command line gave.
+    """Return the settings of the environment, overridden by the options of the command line that are not None.
 
     Raises:
-        ConfigError: a value is outside of what is allowed.
+        ConfigError: a value is out of range.
     """
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
@@ -141,10 +144,13 @@ def settings_from(**changes: Any) -> Settings:
 
 
 def follows(settings: Settings) -> bool:
-    """Return whether torchrun started this process to hold a part of the model; it has done that part then.
+    """Run this process as a follower rank if torchrun started it as one.
+
+    Returns:
+        True if the process was a follower and is done; False if it is the first rank or the only process.
 
     Raises:
-        ConfigError: the model cannot be split so.
+        ConfigError: the model cannot be split over this number of processes.
     """
     if settings.tp == 1:
         return False

@@ -35,7 +35,7 @@ def err() -> Console:
 
 
 def emit_json(data: Mapping[str, Any]) -> None:
-    """Write one JSON object and a line break to stdout. Text that is no valid Unicode was replaced long before."""
+    """Write one JSON object and a newline to stdout. All text must be valid Unicode (see ``text.clean_text``)."""
     sys.stdout.buffer.write(orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS) + b"\n")
     sys.stdout.buffer.flush()
 
@@ -53,7 +53,7 @@ class RateColumn(ProgressColumn):
 
 @contextmanager
 def status(message: str) -> Iterator[None]:
-    """Show ``message`` with a spinner on a terminal, and as a plain line elsewhere, while the block runs."""
+    """Show ``message`` while the block runs: with a spinner on a terminal, else as a plain line."""
     console = err()
     if console.is_terminal:
         with console.status(message):
@@ -65,14 +65,14 @@ def status(message: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function (done, total) that moves a progress bar with rate and remaining time; silent elsewhere."""
+    """Yield a function (done, total) that updates a progress bar; without a terminal nothing is shown."""
     with progress_bars(description) as (move,):
         yield move
 
 
 @contextmanager
 def experiment_step(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show one step of an experiment, as its ``progress``: a bar on a terminal, its name as a plain line elsewhere."""
+    """Show a step of an experiment (its ``progress``): a bar on a terminal, else its name as a plain line."""
     console = err()
     if not console.is_terminal:
         console.print(name, highlight=False, markup=False, soft_wrap=True)
@@ -82,7 +82,10 @@ def experiment_step(name: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def progress_bars(*descriptions: str) -> Iterator[list[Callable[[int, int], None]]]:
-    """Yield a function (done, total) for each bar; silent off a terminal. All but the first show once they move."""
+    """Yield a function (done, total) for each bar. Only the first bar is visible before its first update.
+
+    Without a terminal nothing is shown.
+    """
     console = err()
     columns = (
         SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),

@@ -1,4 +1,4 @@
-"""``rag-posfix probe``: what a model does with positions."""
+"""``rag-posfix probe``: measurements of how a model uses positions."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from rag_posfix.cli.output import emit_json, experiment_step, out
 
 __all__ = ["app", "positional_dimensions", "slot_attention"]
 
-app = typer.Typer(help="Measure what a model does with positions.", no_args_is_help=True)
+app = typer.Typer(help="Measure how a model uses positions.", no_args_is_help=True)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder for the profile.")]
 
 
 @app.callback()
 def group() -> None:
-    """Measure what a model does with positions."""
+    """Measure how a model uses positions."""
 
 
 @app.command("positional-dimensions")
 def positional_dimensions(
     output: Out,
-    strings: Annotated[int, typer.Option("--strings", min=1, help="Strings of random tokens to read.")] = 100,
-    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Tokens of each string.")] = 1000,
-    top: Annotated[int, typer.Option("--top", min=1, help="Candidates to keep.")] = 10,
-    factor: Annotated[float, typer.Option("--factor", help="The factor that the profile asks for.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the random tokens.")] = 0,
+    strings: Annotated[int, typer.Option("--strings", min=1, help="Number of random token sequences.")] = 100,
+    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Tokens per sequence.")] = 1000,
+    top: Annotated[int, typer.Option("--top", min=1, help="Number of candidate channels to report.")] = 10,
+    factor: Annotated[
+        float, typer.Option("--factor", help="Scaling factor of hidden_scaling that the profile contains.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens.")] = 0,
     model: ModelName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the hidden channel that follows the position most smoothly, and write a profile for hidden_scaling."""
+    """Find the hidden channel that varies most smoothly with the position, and write a profile for hidden_scaling."""
     from rag_posfix.probing.positional_channels import probe_positional_channels
 
     record = probe_positional_channels(
@@ -50,9 +52,9 @@ def positional_dimensions(
 def slot_attention(
     data: Annotated[Path, typer.Option("--data", help="Lost-in-the-Middle rows, .jsonl or .jsonl.gz.")],
     output: Out,
-    documents: Annotated[int, typer.Option("--documents", min=2, help="Passages per prompt.")] = 10,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Questions at most.")] = 20,
-    skip: Annotated[int, typer.Option("--skip", min=0, help="Questions to leave out at the start.")] = 0,
+    documents: Annotated[int, typer.Option("--documents", min=2, help="Number of passages per prompt.")] = 10,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of questions.")] = 20,
+    skip: Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")] = 0,
     model: ModelName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -72,7 +74,7 @@ def slot_attention(
 def _show_channels(found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table("channel", "layers that follow the position", "roughness")
+    table = Table("channel", "layers with a monotonic trend", "roughness")
     for one in found["candidates"]:
         table.add_row(str(one["channel"]), str(len(one["layers"])), f"{one['roughness']:.3g}")
     out().print(table)

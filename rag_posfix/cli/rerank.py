@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["rerank", "rerank_positions"]
 
 Rerankers = Annotated[
-    str, typer.Option("--reranker", help="Names, comma-separated; name:parameter=value, values in JSON.")
+    str, typer.Option("--reranker", help="Rerankers, comma-separated: name, or name:parameter=value with JSON values.")
 ]
-EmbeddingModel = Annotated[str | None, typer.Option("--embedding-model", help="minilm, a model id, or a folder.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Compute anew what the journal holds.")]
+EmbeddingModel = Annotated[
+    str | None, typer.Option("--embedding-model", help="Embedding model: minilm, a model id, or a folder.")
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Recompute rankings that are in the journal.")]
 
 
 def rerank(
@@ -29,44 +31,47 @@ def rerank(
         Path,
         typer.Option("--corpus", help="A BEIR folder, or a file: JSON lines, tab-separated or TREC markup."),
     ],
-    output: Annotated[Path, typer.Option("--out", help="Folder for runs, record, journal, index, plot and page.")],
+    output: Annotated[Path, typer.Option("--out", help="Folder for runs, record, journal, index, figure and page.")],
     reranker: Rerankers = "",
     queries: Annotated[
         Path | None,
-        typer.Option("--queries", help="JSON lines, tab-separated or TREC topics; default: the folder's."),
+        typer.Option("--queries", help="JSON lines, tab-separated or TREC topics; default: those of the BEIR folder."),
     ] = None,
     qrels: Annotated[
-        Path | None, typer.Option("--qrels", help="TREC or BEIR judgements; default: the folder's qrels/test.tsv.")
+        Path | None,
+        typer.Option("--qrels", help="TREC or BEIR judgements; default: qrels/test.tsv of the BEIR folder."),
     ] = None,
     first_stage: Annotated[
-        str, typer.Option("--first-stage", help="bm25, dense, hybrid, with parameters; or the path of a TREC run.")
+        str, typer.Option("--first-stage", help="bm25, dense or hybrid, with parameters, or the path of a TREC run.")
     ] = "bm25",
-    depth: Annotated[int, typer.Option("--depth", min=1, help="Candidates per topic.")] = 20,
+    depth: Annotated[int, typer.Option("--depth", min=1, help="Number of candidates per topic.")] = 20,
     measures: Annotated[
         str,
-        typer.Option("--measures", help="Besides nDCG@10, RR@10, R@10 and P@1; names of ir-measures."),
+        typer.Option("--measures", help="Further ir-measures, besides nDCG@10, RR@10, R@10 and P@1."),
     ] = "",
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Judged topics at most.")] = None,
-    skip: Annotated[int, typer.Option("--skip", min=0, help="Judged topics to leave out at the start.")] = 0,
-    split: Annotated[str, typer.Option("--split", help="Which qrels of a BEIR folder.")] = "test",
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of judged topics.")] = None,
+    skip: Annotated[int, typer.Option("--skip", min=0, help="Number of judged topics to leave out at the start.")] = 0,
+    split: Annotated[str, typer.Option("--split", help="Split of a BEIR folder: qrels/SPLIT.tsv.")] = "test",
     binary: Annotated[bool, typer.Option("--binary", help="Count every grade above 0 as 1.")] = False,
     titles: Annotated[
-        bool, typer.Option("--titles/--no-titles", help="Without, documents are their text alone.")
+        bool, typer.Option("--titles/--no-titles", help="Use the titles of documents, or their text only.")
     ] = True,
     fresh: Fresh = False,
-    ray: Annotated[bool, typer.Option("--ray", help="Rank on a Ray cluster: RAY_ADDRESS's, or a local one.")] = False,
-    actors: Annotated[int, typer.Option("--ray-actors", min=1, help="Processes there that hold a reranker.")] = 2,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Rank on the Ray cluster at RAY_ADDRESS, or on a local one.")
+    ] = False,
+    actors: Annotated[int, typer.Option("--ray-actors", min=1, help="Number of reranker processes on Ray.")] = 2,
     embedding_model: EmbeddingModel = None,
     model: ModelName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rerank a first stage's candidates with each reranker: TREC runs, nDCG@10 and others, significance, a page.
+    """Rerank the candidates of a first stage with each reranker: TREC runs, measures, significance tests, a page.
 
-    Without --reranker the first stage alone is measured.
+    Without --reranker only the first stage is measured.
 
-    Every ranking goes to OUT/rerank-journal.jsonl as soon as it is made. The same command, or one with more topics or
-    rerankers, then computes only what is missing; anything that changes a ranking is part of the journal's key, except
-    the version of this program: after a change to a reranker's code use --fresh.
+    Every ranking is appended to OUT/rerank-journal.jsonl. The same command, or one with more topics or rerankers,
+    computes only missing rankings. The key of a ranking in the journal does not include the version of this program:
+    after a change to the code of a reranker, use --fresh.
     """
     from rag_posfix.evaluation import beir_files, evaluate_reranking
 
@@ -85,25 +90,25 @@ def rerank(
 
 def rerank_positions(
     data: Annotated[
-        Path, typer.Option("--data", help="Lost-in-the-Middle rows, or a file in SQuAD's form; .gz or plain.")
+        Path, typer.Option("--data", help="Lost-in-the-Middle rows, or a file in SQuAD's format; .gz or plain.")
     ],
     output: Annotated[Path, typer.Option("--out", help="Folder for the result record and the journal of rankings.")],
     reranker: Rerankers,
     gold_positions: Annotated[
-        str, typer.Option("--gold-positions", help="Where the gold passage stands, from 0.")
+        str, typer.Option("--gold-positions", help="Positions of the gold passage, from 0, comma-separated.")
     ] = "0,4,9",
-    documents: Annotated[int, typer.Option("--documents", min=1, help="Passages per list.")] = 10,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions at most.")] = None,
-    skip: Annotated[int, typer.Option("--skip", min=0, help="Questions to leave out at the start.")] = 0,
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Number of passages per list.")] = 10,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of questions.")] = None,
+    skip: Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")] = 0,
     fresh: Fresh = False,
     embedding_model: EmbeddingModel = None,
     model: ModelName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put the gold passage at each position of the list that a reranker is given: recall@1 and recall@3 per position.
+    """Put the gold passage at each position of a reranker's input: recall@1 and recall@3 per position.
 
-    A scorer that does not look at the order gives the same numbers at every position. Every ranking goes to
-    OUT/rerank-positions-journal.jsonl as soon as it is made, and the same command then computes only what is missing.
+    A reranker that does not depend on the input order has the same recall at every position. Every ranking is
+    appended to OUT/rerank-positions-journal.jsonl, and the same command computes only missing rankings.
     """
     from rag_posfix.evaluation import evaluate_reranking_positions
 
@@ -120,10 +125,10 @@ def rerank_positions(
 
 
 def _reranker_choices(text: str, at_least: int = 0) -> list[RerankerChoice]:
-    """Read rerankers, separated by commas, each ``name`` or ``name:parameter=value``.
+    """Parse rerankers, separated by commas, each ``name`` or ``name:parameter=value``.
 
     Raises:
-        ConfigError: too few, a parameter without a value, or a bracket or quote without its partner.
+        ConfigError: too few, a parameter without a value, or an unclosed bracket or quote.
     """
     from rag_posfix.evaluation import RerankerChoice
     from rag_posfix.pipeline.file_parameters import with_file_parameters
@@ -175,10 +180,10 @@ def _show_positions(result: dict[str, Any]) -> None:
     console = out()
     console.print(table)
     console.print(
-        "gold passage at a position: share of questions that rank it first (among the first three); changed: share "
-        "whose gold passage gets another rank from another position", highlight=False,
+        "cells: recall@1 (recall@3) of the gold passage by its input position; changed: share of questions in which "
+        "the rank of the gold passage depends on its input position", highlight=False,
     )  # fmt: skip
     console.print(
-        f"{result['n']} questions; {result['reused']} rankings were known already; record: {result['record']}",
+        f"{result['n']} questions; {result['reused']} rankings reused; record: {result['record']}",
         highlight=False, markup=False,
     )  # fmt: skip

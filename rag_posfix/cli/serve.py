@@ -1,4 +1,4 @@
-"""``rag-posfix serve``: the HTTP service."""
+"""``rag-posfix serve``: start the HTTP service."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ __all__ = ["serve"]
 
 def serve(
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = None,
-    index: Annotated[Path | None, typer.Option("--index", help="Index to answer from.")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = None,
+    index: Annotated[Path | None, typer.Option("--index", help="Index folder, written by `rag-posfix index`.")] = None,
     model: ModelName = None,
     tp: Split = None,
-    mitigation: Annotated[str | None, typer.Option("--mitigation", help="Where a request names none.")] = None,
+    mitigation: Annotated[str | None, typer.Option("--mitigation", help="Default method of requests.")] = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz and /metrics."""
     try:

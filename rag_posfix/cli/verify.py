@@ -1,4 +1,4 @@
-"""``rag-posfix verify``: the attention hook on a model, and what the model supports."""
+"""``rag-posfix verify``: check the attention hook on a model, and list the methods that the model supports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["verify"]
 
 
 def verify(model: ModelName = None, as_json: AsJson = False) -> None:
-    """Check that the patched model computes what the stock one computes, and list the methods it supports."""
+    """Compare the logits of the patched and the unmodified model, and list the methods that the model supports."""
     settings = settings_from(model=model)
     with status("loading the model"):
         from rag_posfix.mitigations import MITIGATIONS
@@ -37,7 +37,7 @@ def verify(model: ModelName = None, as_json: AsJson = False) -> None:
         return
     console = out()
     console.print(f"{engine.model_id} ({loaded.spec.family.model_type}, {loaded.model.dtype})", highlight=False)
-    console.print(f"largest logit difference through the hook: {found.max_logit_difference:g}", highlight=False)
+    console.print(f"largest logit difference with the attention hook: {found.max_logit_difference:g}", highlight=False)
     console.print(f"supported: {', '.join(supported)}", highlight=False)
     for name, reason in refused.items():
         console.print(f"refused: {name}: {reason}", highlight=False)

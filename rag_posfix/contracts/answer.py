@@ -15,19 +15,19 @@ __all__ = ["Answer", "AnswerChunk", "AnswerDocument", "Citation", "Question"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a pipeline is asked. Everything at None takes the pipeline's default.
+    """A question to a pipeline. A field that is None takes the pipeline's default.
 
     Attributes:
         text: The question.
-        documents: The passages to answer from; None retrieves them, where the pipeline has a retriever.
+        documents: The passages to answer from; None retrieves passages, if the pipeline has a retriever.
         history: Earlier messages of the conversation, ``{"role", "content"}``.
         mitigation: The mitigation and its parameters.
         order: The order of the passages: a name, or ``name:parameter=value``.
-        seed: Seeds the order ``random``.
-        k: Passages to retrieve.
-        sampling: How tokens are chosen.
-        tenant: Salt of the cache key: tenants never see each other's answers.
-        use_cache: Whether a stored answer may be returned and this one stored.
+        seed: Seed of the order ``random``.
+        k: Number of passages to retrieve.
+        sampling: Sampling parameters.
+        tenant: Part of the cache key: tenants do not share cached answers.
+        use_cache: Whether the answer cache may be read and written.
     """
 
     text: str
@@ -44,15 +44,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDocument:
-    """A passage that the answer was made from.
+    """A passage in the prompt of the answer.
 
     Attributes:
         id: The document's id.
-        score: Its relevance, or None where nothing scored it.
-        position: Its place in the prompt, from 0.
+        score: Its relevance, or None without a score.
+        position: Its position in the prompt, from 0.
         attention: Its share of the attention to passages, 0 to 1.
         title: Its title, or None.
-        source: The file it comes from, or None.
+        source: Its file, or None.
     """
 
     id: str
@@ -65,15 +65,15 @@ class AnswerDocument:
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """A segment of the answer and the documents that it comes from.
+    """A span of the answer and its source documents.
 
     Attributes:
         start: First character in the answer.
         end: Character after the last.
         text: The characters between.
-        document_ids: The documents.
-        origin: How that is known. ``quote``: they hold the text word for word. ``attention``: one of them dominated
-            the attention while the sentence was written. In JSON the field is called ``from``.
+        document_ids: Ids of the source documents.
+        origin: The evidence. ``quote``: the documents contain the text word for word. ``attention``: the document
+            dominated the attention while the sentence was generated. The JSON field is called ``from``.
     """
 
     start: int
@@ -85,18 +85,18 @@ class Citation:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer with where it comes from.
+    """An answer with its sources.
 
     Attributes:
         text: The answer.
-        documents: The passages in the prompt, in their order.
-        citations: Stretches of the answer that passages hold, and sentences that one passage dominated, by place.
+        documents: The passages in the prompt, in prompt order.
+        citations: Quotes of passages, and sentences with a dominant passage, sorted by start.
         usage: Token counts.
-        cached: Whether it came from the answer cache.
+        cached: Whether the answer came from the answer cache.
         mitigation: Name of the mitigation.
         order: Name of the order.
         finish_reason: ``stop`` or ``length``.
-        dropped: Document ids left out, with the reason: ``duplicate``, ``empty`` or ``budget``.
+        dropped: Ids of documents that are not in the prompt, with the reason: ``duplicate``, ``empty`` or ``budget``.
         timings: Seconds by stage.
     """
 
@@ -123,7 +123,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """A piece of a streamed answer; the last one carries the complete ``answer``."""
+    """A piece of a streamed answer; the last one has the complete ``answer``."""
 
     text: str
     answer: Answer | None = None

@@ -1,7 +1,7 @@
-"""Whose work runs: what is kept of passages is shared within a salt only. Carried beside the call, thread by thread.
+"""The salt of the cache keys of the running call, in a ``ContextVar``: keys and values are shared within a salt only.
 
-A reranker is called with documents and a question alone (langchain's interface); one that keeps keys and values of
-passages reads here under which salt.
+langchain's interface calls a reranker with documents and a question only. A reranker that caches keys and values reads
+the salt here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _SALT: ContextVar[str] = ContextVar("rag_posfix_salt", default="")
 
 
 def current_salt() -> str:
-    """Return the salt of what runs now; "" where nobody said one."""
+    """Return the salt of the running call; "" without one."""
     return _SALT.get()
 
 
 @contextmanager
 def salted(salt: str) -> Iterator[None]:
-    """Run what is inside under ``salt``."""
+    """Run the block with the salt ``salt``."""
     token = _SALT.set(salt)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The protocols of a pipeline's parts: retriever, reranker, tokenizer and generator. They name no concrete class."""
+"""Protocols of the parts of a pipeline: retriever, reranker, tokenizer and generator. No concrete class is used."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Reranker(Protocol):
 
 
 class TokenEncoder(Protocol):
-    """What assembly needs of a generator's tokenizer (``generation.tokenizer.Tokenizer`` implements it)."""
+    """The methods of a tokenizer that assembly needs (``generation.model.tokenizer.Tokenizer`` implements them)."""
 
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of ``text``; control tokens written in it become ordinary text."""
         ...
 
     def encode_template(self, text: str) -> list[int]:
-        """Return the tokens of a piece of chat template, control tokens included. Adds none of its own."""
+        """Return the tokens of a part of the chat template, including its control tokens. No token is added."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -60,13 +60,13 @@ class TokenEncoder(Protocol):
         ...
 
     def render_chat(self, messages: Sequence[ChatMessage], *, open_answer: bool = True) -> str:
-        """Return the chat template filled with ``messages``; ``open_answer`` opens the assistant's turn."""
+        """Return the chat template filled with ``messages``; ``open_answer`` starts the assistant's turn."""
         ...
 
 
 @runtime_checkable
 class Generator(Protocol):
-    """Answers prompts. The engine and the deterministic fake implement it."""
+    """Generates answers to prompts. The engine and the deterministic fake implement it."""
 
     @property
     def model_id(self) -> str:
@@ -80,16 +80,16 @@ class Generator(Protocol):
 
     @property
     def context_window(self) -> int:
-        """Most tokens that prompt and answer may have together."""
+        """Token limit of prompt and answer together."""
         ...
 
     @property
     def encoder(self) -> TokenEncoder:
-        """The tokenizer that prompts must be counted and encoded with."""
+        """The tokenizer of the model."""
         ...
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
-        """Check a mitigation and its parameters and return what caching needs to know of it."""
+        """Check a mitigation and its parameters, and return its name, fingerprint and order invariance."""
         ...
 
     def generate(self, request: GenerationRequest) -> Generation:
@@ -97,13 +97,13 @@ class Generator(Protocol):
         ...
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
-        """Yield the answer piece by piece; closing the iterator stops the computation within one step."""
+        """Yield the answer in pieces; closing the iterator stops the computation within one step."""
         ...
 
 
 @runtime_checkable
 class PassageReader(Generator, Protocol):
-    """A generator that tells what it makes of passages while it reads them; rerankers ask it. The engine is one."""
+    """A generator that returns attention and likelihoods of passages, for rerankers. The engine implements it."""
 
     def question_likelihood(self, layout: Layout, salt: str = "") -> tuple[float, ...]:
         """Return for each passage the mean log-probability of the question's tokens after that passage alone."""
@@ -116,36 +116,35 @@ class PassageReader(Generator, Protocol):
         check: Callable[[], None] | None = None,
         layers: Collection[int] | None = None,
     ) -> list[tuple[tuple[float, ...], ...]]:
-        """Return the attention of each prompt's suffix to each token of each passage, over heads and layers.
+        """Return the attention of each prompt's suffix to each token of each passage, summed over heads and layers.
 
-        The prompts differ in their suffix alone. ``check`` is called between readings; what it raises ends them.
-        ``layers`` are those that count, from 0; all if None.
+        The prompts differ only in their suffix. ``check`` is called between forward passes; an exception of ``check``
+        ends the computation. ``layers`` are the layers that are used, from 0; all if None.
         """
         ...
 
     def passage_attention(
         self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
     ) -> list[tuple[float, ...]]:
-        """Return for each prompt and passage the mean attention per token that the prompt's last token pays to it.
+        """Return for each prompt and passage the mean attention per token from the prompt's last token.
 
-        ``check`` is called between readings; what it raises ends them.
+        ``check`` is called between forward passes; an exception of ``check`` ends the computation.
         """
         ...
 
 
 @runtime_checkable
 class WatchedGenerator(Generator, Protocol):
-    """A generator that works on answers before they are asked for, and looks whether they are still request."""
+    """A generator that computes ahead of its readers, and checks at each step whether the answer is still needed."""
 
     def stream_watched(
         self, request: GenerationRequest, check: Callable[[], None], released: Callable[[], None]
     ) -> Iterator[Chunk]:
-        """As ``stream``, followed from outside. Both functions run in the thread of the model: they must be quick.
+        """Do what ``stream`` does, with two callbacks that run in the thread of the model and must be quick.
 
         Args:
-            request: What is asked.
-            check: Called before each step; what it raises ends the answer there, and is raised in the stream.
-            released: Called at most once, when the model has done its last work for the answer, although pieces of
-                it may still wait to be read.
+            request: The prompt.
+            check: Called before each step; an exception of ``check`` ends the answer and is raised in the stream.
+            released: Called at most once, when the model has finished the answer, even if pieces wait to be read.
         """
         ...

@@ -1,7 +1,7 @@
-"""Reranks a list of documents and keeps the index of each.
+"""Reranks a list of documents and returns the index of each result in the list.
 
 A reranker returns copies in another order, possibly fewer. Ids do not identify them: documents may have no ids, or
-equal ones. So each document carries its index in its metadata while it is reranked.
+equal ones. So each document has its index in its metadata during reranking.
 """
 
 from __future__ import annotations

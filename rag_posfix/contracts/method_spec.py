@@ -1,4 +1,4 @@
-"""A method and its parameters, as data and in one line of text: ``name:parameter=value``. Knows no method."""
+"""A method and its parameters, as data and as one line of text: ``name:parameter=value``. Knows no registry."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class MethodSpec:
-    """A method by name, with its parameters: a mitigation, an order, a reranker or a first stage.
+    """The name of a method and its parameters: a mitigation, an order, a reranker or a first stage.
 
     Attributes:
         name: Its name in the registry of its kind, or an alias.
-        parameters: Its parameters by name; what is left out has its default.
+        parameters: Its parameters by name; missing ones have their defaults.
     """
 
     name: str = "none"
@@ -41,19 +41,20 @@ class MethodSpec:
 
 
 def parse_method(text: str, kind: str, example: str) -> MethodSpec:
-    """Read ``name`` or ``name:parameter=value:parameter=value``; values are JSON where they parse as JSON.
+    """Parse ``name`` or ``name:parameter=value:parameter=value``; a value that is valid JSON is parsed as JSON.
 
-    A value may be a JSON list or text in double quotes, which may hold colons and commas. Nothing is looked up, and no
-    file is read.
+    A JSON list or a string in double quotes may contain colons and commas. Names are not checked, and files are not
+    read.
 
     Args:
-        text: What was written.
-        kind: What is named, for messages.
-        example: A parameter and its value, for messages.
+        text: The text.
+        kind: The kind of method, for error messages.
+        example: A parameter and its value, for error messages.
 
     Raises:
-        ConfigError: a parameter without a value or given twice, a bracket or quote without its partner, or a text that
-            is too long or nests too deep.
+        ConfigError: a parameter without a value or given twice, an unclosed bracket or quote, or a text that is too
+        long
+            or nested too deeply.
     """
     name, *pairs = split_outside(text.strip(), ":")
     parameters: dict[str, Any] = {}
@@ -70,7 +71,7 @@ def parse_method(text: str, kind: str, example: str) -> MethodSpec:
 
 
 def parse_value(text: str) -> Any:
-    """Return what ``text`` is as JSON, and ``text`` itself where it is no JSON.
+    """Return the value of ``text`` as JSON, or ``text`` itself if it is not JSON.
 
     Raises:
         ConfigError: a number has too many digits.
@@ -84,10 +85,10 @@ def parse_value(text: str) -> Any:
 
 
 def split_outside(text: str, separator: str) -> list[str]:
-    """Split at ``separator`` where it stands outside of brackets, braces and double quotes, as JSON nests them.
+    """Split ``text`` at each ``separator`` that is outside of JSON brackets, braces and double quotes.
 
     Raises:
-        ConfigError: a bracket, brace or quote has no partner, or the text is too long or nests too deep.
+        ConfigError: a bracket, brace or quote is not closed, or the text is too long or nested too deeply.
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{_shown(text)} has {len(text)} characters, at most {MAX_CHARACTERS} are allowed")
@@ -117,7 +118,7 @@ def split_outside(text: str, separator: str) -> list[str]:
 
 
 def _value_text(value: Any) -> str:
-    """Return a value as JSON; a plain word that is no JSON itself stays without quotes."""
+    """Return a value as JSON; a plain word that is not JSON is written without quotes."""
     if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value):
         try:
             json.loads(value)
@@ -127,6 +128,6 @@ def _value_text(value: Any) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return ``text`` as a message quotes it."""
+    """Return ``text`` as quoted in error messages."""
     quoted = repr(text)
     return quoted if len(quoted) <= _SHOWN else f"{quoted[:_SHOWN]}..."

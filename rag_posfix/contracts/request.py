@@ -1,6 +1,6 @@
-"""What a generator is asked and what it answers. Plain data: no torch, no model.
+"""Requests to a generator and their results. Plain data, without torch.
 
-Below this line there are only token spans; above it, only these types.
+Code below this interface has token spans only; code above it has only these types.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen.
+    """Sampling parameters.
 
     Attributes:
-        max_tokens: At most this many new tokens, >= 1.
-        temperature: 0 is greedy; above, scores are divided by it, at most 5.
-        top_p: Keep the most likely tokens up to this probability, in (0, 1].
-        top_k: Keep this many tokens; 0 keeps all.
-        seed: Seeds sampling, of 64 bits; None draws a fresh one.
-        stop: Strings that end the answer; the answer is cut before the first of them.
+        max_tokens: Maximum number of tokens of the answer, >= 1.
+        temperature: 0 is greedy; above 0, the divisor of the logits, at most 5.
+        top_p: Samples from the most likely tokens up to this total probability, in (0, 1].
+        top_k: Samples from this many of the most likely tokens; 0 for all.
+        seed: 64-bit seed; None draws a new one.
+        stop: Strings that end the answer; the answer ends before the first of them.
     """
 
     max_tokens: int = 128
@@ -75,11 +75,11 @@ MitigationChoice = MethodSpec
 
 @dataclass(frozen=True, slots=True)
 class MitigationInfo:
-    """What is known of a checked mitigation without running it.
+    """The properties of a checked mitigation that caching needs.
 
     Attributes:
         name: Registry name.
-        fingerprint: Changes with the method and every parameter.
+        fingerprint: Digest of the method and every parameter.
         order_invariant: Whether the answer is the same for every order of the passages.
     """
 
@@ -90,14 +90,14 @@ class MitigationInfo:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to answer with one mitigation.
+    """A prompt to answer with one mitigation.
 
     Attributes:
         layout: The prompt.
-        mitigation: What is done differently.
-        sampling: How tokens are chosen.
-        salt: Keys and values that are kept are shared with requests of the same salt only: one per tenant.
-        traced: Whether the answer says which passages each of its tokens comes from.
+        mitigation: The mitigation and its parameters.
+        sampling: Sampling parameters.
+        salt: Cached keys and values are shared only with requests of the same salt: one per tenant.
+        traced: Whether the answer has the shares of the passages in each token.
     """
 
     layout: Layout
@@ -109,13 +109,13 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenSource:
-    """Which passages a generated token comes from.
+    """The shares of the passages in one generated token.
 
     Attributes:
-        end: How many characters of the answer are written with it.
+        end: Length of the answer in characters after this token.
         shares: Share of each passage (in the order of the layout) in the attention to passages of the query that
-            chose the token, rows weighted as the plan weights them; they sum to 1, or to less where rows without
-            passages speak.
+            chose the token. Rows have the weights of the plan. The shares sum to 1, or to less if rows without
+            passages have weight.
     """
 
     end: int
@@ -124,7 +124,7 @@ class TokenSource:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens read and written, as OpenAI's API counts them."""
+    """Token counts, defined as in OpenAI's API."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -136,14 +136,14 @@ class Generation:
     """A complete answer.
 
     Attributes:
-        text: The answer, special tokens and stop strings left out.
+        text: The answer, without special tokens and stop strings.
         token_ids: Every generated token, the end-of-turn token included.
         finish_reason: ``stop`` (end of turn or a stop string) or ``length``.
         usage: Token counts.
-        attention: Share of each passage (in the order of the layout) in the attention that the first generated
-            token pays to passages; sums to 1, empty without passages.
-        sources: Which passages each token comes from, where the request was traced and the generator can tell.
-        timings: Seconds by stage: ``prefill``, ``decode``; also ``queue`` where requests wait for the model.
+        attention: Share of each passage (in the order of the layout) in the attention of the first generated token to
+            passages; sums to 1, empty without passages.
+        sources: The shares of the passages in each token, if the request was traced and the generator supports it.
+        timings: Seconds by stage: ``prefill``, ``decode``, and ``queue`` if requests wait for the model.
     """
 
     text: str
@@ -157,17 +157,17 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a streamed answer. The last one carries the complete ``generation`` and may have no text."""
+    """A piece of a streamed answer. The last one has the complete ``generation`` and may have no text."""
 
     text: str
     generation: Generation | None = None
 
 
 def whole_answer(chunks: Iterable[Chunk]) -> Generation:
-    """Return what the last chunk of a stream carries.
+    """Return the generation of the last chunk of a stream.
 
     Raises:
-        GenerationError: no chunk carries it.
+        GenerationError: no chunk has a generation.
     """
     for chunk in chunks:
         if chunk.generation is not None:

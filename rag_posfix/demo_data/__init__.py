@@ -26,12 +26,12 @@ class DemoQuestion:
     """A question that exactly one passage of the demo corpus answers.
 
     Attributes:
-        id: The name of the question, unique among the questions.
-        question: The question; it names the thing it asks about.
-        answer: The short answer, as it stands in the gold passage.
-        answers: Every accepted spelling of the answer; ``answer`` comes first. None of them occurs in a distractor.
-        gold: The id of the passage that holds the answer.
-        distractors: The ids of passages that do not hold it, the most similar to the gold passage first.
+        id: The id of the question, unique among the questions.
+        question: The question; it names its subject.
+        answer: The short answer, as written in the gold passage.
+        answers: Every accepted form of the answer, ``answer`` first. None of them occurs in a distractor.
+        gold: The id of the passage with the answer.
+        distractors: The ids of passages without the answer, the most similar to the gold passage first.
     """
 
     id: str

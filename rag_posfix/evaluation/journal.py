@@ -1,6 +1,6 @@
-"""Rows that are known already, in a file that only grows, so that a run can be interrupted and extended.
+"""Journals: append-only files of computed rows, so that an experiment can be interrupted and extended.
 
-Knows nothing of what a row is: answers and rankings each have a journal of this kind.
+The content of a row does not matter here: answers and rankings each have a journal of this kind.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Row = TypeVar("Row", bound="DataclassInstance")
 class LineJournal(Generic[Row]):
     """Rows by key, in memory and, with a path, in a file with one JSON line per row.
 
-    Lines that cannot be read, such as one torn by an interrupt, count as absent. Of two lines with one key, the last
-    counts.
+    Lines that cannot be read, such as an incomplete line after an interrupt, are ignored. Of two lines with one key,
+    the last one is used.
 
     Args:
-        name: What a row is called in its line.
-        read: Returns the row that was written as this value, None where it is no such row. It may raise KeyError,
-            TypeError, ValueError or AttributeError for such a value.
-        path: The file; it and its folder are made with the first row. None keeps rows in memory only.
-        fresh: Start without the rows of earlier runs. They stay in the file.
+        name: Name of the row's field in its line.
+        read: Returns the row of a stored value, or None if the value is not a row. It may raise KeyError, TypeError,
+            ValueError or AttributeError for such a value.
+        path: The file; it and its folder are created with the first row. None: rows are held in memory only.
+        fresh: Ignore the rows of earlier runs, which stay in the file.
 
     Raises:
         EvaluationError: the file exists and cannot be read.
@@ -58,7 +58,7 @@ class LineJournal(Generic[Row]):
 
     @property
     def sources(self) -> list[str]:
-        """Version and commit of the library that wrote the rows that were taken from earlier runs, each once."""
+        """Version and commit of the library that computed the reused rows, each once."""
         return sorted(self._used)
 
     def get(self, key: str) -> Row | None:
@@ -68,7 +68,7 @@ class LineJournal(Generic[Row]):
         return self._rows.get(key)
 
     def add(self, key: str, row: Row) -> None:
-        """Keep a row.
+        """Add a row.
 
         Raises:
             EvaluationError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""How experiments report how far they are."""
+"""Progress callbacks of experiments."""
 
 from __future__ import annotations
 

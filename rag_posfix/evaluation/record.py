@@ -1,8 +1,8 @@
-"""Records: a head that says what ran and what was found, and rows with every observation. Written once, never changed.
+"""Records: a head with settings and summary, and rows with every observation. Written once, never changed.
 
-A record is two files in one folder: ``NAME.json``, the head, with settings, versions and summary, and
-``NAME.jsonl.gz``, the rows, one JSON object per line. ``rows`` in the head names the file, how many rows it holds, and
-the SHA-256 of its uncompressed bytes. Tables are made from heads alone.
+A record is two files in one folder. ``NAME.json`` is the head, with settings, versions and summary. ``NAME.jsonl.gz``
+has the rows, one JSON object per line. ``rows`` in the head has the name of that file, the number of rows, and the
+SHA-256 of its uncompressed bytes. Tables are made from heads alone.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _PACKAGES = ("rag-posfix", "torch", "transformers", "sentence-transformers", "la
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExperimentRecord:
-    """What an experiment returns.
+    """The result of an experiment.
 
     Attributes:
         head: ``kind``, versions, machine, model, settings and ``summary``.
         rows: One mapping per observation, such as an answer or a ranking.
-        files: What was written, by the name under which ``to_json`` tells the path; ``record`` is the head.
+        files: Written files by their key in ``to_json``; ``record`` is the head.
     """
 
     head: Mapping[str, Any]
@@ -60,16 +60,16 @@ class ExperimentRecord:
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """What was found, in sum."""
+        """The summary of the head."""
         found: Mapping[str, Any] = self.head["summary"]
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary and the paths of what was written: the object that ``--json`` prints."""
+        """Return the summary and the paths of written files: the object of ``--json``."""
         return {**self.summary, **{name: str(path) for name, path in self.files.items()}}
 
     def write(self, folder: Path | None) -> Self:
-        """Return this record with its files, written to ``folder``; as it is for None.
+        """Return this record with its files, written to ``folder``; None writes nothing.
 
         Raises:
             EvaluationError: the folder cannot be written.
@@ -99,7 +99,7 @@ def environment() -> dict[str, Any]:
 
 
 def model_facts(engine: Engine) -> dict[str, Any]:
-    """Return which model ran, in which dtype, on which device."""
+    """Return the name, dtype and device of the model."""
     return {
         "model": engine.model_id,
         "model_fingerprint": engine.fingerprint,
@@ -117,13 +117,13 @@ def file_digest(path: Path) -> str:
 def write_record(
     folder: Path, name: str, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] | None = None
 ) -> Path:
-    """Write a record to new files ``NAME-TIME.json`` and, where it has rows, ``NAME-TIME.jsonl.gz``.
+    """Write a record to new files ``NAME-TIME.json`` and, if it has rows, ``NAME-TIME.jsonl.gz``.
 
     Args:
-        folder: Where; it is made.
-        name: What the names of the files begin with.
-        head: All but the rows.
-        rows: The rows; None for a record that has none.
+        folder: The folder; created if missing.
+        name: Prefix of the file names.
+        head: The head without ``rows``.
+        rows: The rows; None for a record without rows.
 
     Returns:
         The path of the head.
@@ -178,13 +178,13 @@ def read_head(path: Path) -> dict[str, Any]:
 
 
 def read_record(path: Path) -> ExperimentRecord:
-    """Return a record with its rows, which are compared with the head.
+    """Return a record with its rows, after a check of their digest.
 
     Args:
-        path: The head; the rows lie beside it.
+        path: The head; the file of the rows must be in the same folder.
 
     Raises:
-        EvaluationError: a file is missing or damaged, or the rows are not those that the head was written for.
+        EvaluationError: a file is missing or damaged, or the rows do not have the digest of the head.
     """
     head = read_head(path)
     rows = head.pop("rows", None)
@@ -222,7 +222,7 @@ def _rows_path(path: Path) -> Path:
 
 
 def _compressed(content: bytes) -> bytes:
-    """Return bytes in gzip's format, the same ones every time: no name and no time stand in the header."""
+    """Return bytes in gzip's format without name and time, so that equal bytes give equal files."""
     written = io.BytesIO()
     with gzip.GzipFile(filename="", mode="wb", fileobj=written, compresslevel=9, mtime=0) as opened:
         opened.write(content)
@@ -230,7 +230,7 @@ def _compressed(content: bytes) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as scratch:
@@ -243,7 +243,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def source_commit() -> str | None:
-    """Return the commit of the source tree, ``-dirty`` appended where files differ; None outside of a checkout."""
+    """Return the commit of the source tree, with ``-dirty`` if files are modified; None without a repository."""
     here = Path(__file__).parent
     try:
         answer = subprocess.run(

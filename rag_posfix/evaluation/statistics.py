@@ -1,6 +1,6 @@
-"""Statistics of paired observations: bootstrap intervals, paired tests, and corrections for how many tests there are.
+"""Statistics of paired observations: bootstrap intervals, paired tests, and corrections for multiple tests.
 
-Observations are paired by question or query: what is resampled or flipped is a whole question.
+Observations are paired by question or query: a question is resampled or flipped as a whole.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def bootstrap_interval(
         rows: One row per question, one column per condition. Resampling whole rows keeps conditions paired.
         statistic: Of the column means, for example ``min`` (worst position) or a difference of two of them.
         resamples: Number of resamples.
-        seed: Seeds the resampling.
+        seed: Seed of the resampling.
 
     Cost: questions x conditions x resamples.
     """
@@ -68,19 +68,19 @@ def bootstrap_interval(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One run against another by one measure.
+    """The difference between two runs by one measure.
 
     Attributes:
         measure: The measure.
-        a: A run.
-        b: Another.
+        a: The first run.
+        b: The second run.
         difference: Mean of a minus mean of b.
         ci95: 95 % interval of the difference, queries resampled.
         p_randomisation: Two-sided p of the paired randomisation test.
         p_t: Two-sided p of the paired t-test.
         p_holm: ``p_randomisation`` after Holm's correction over all comparisons by this measure.
-        better: Queries on which a is higher.
-        worse: Queries on which b is higher.
+        better: Number of queries on which a is higher.
+        worse: Number of queries on which b is higher.
     """
 
     measure: str
@@ -129,7 +129,7 @@ def randomisation_p(differences: Sequence[float], *, resamples: int = _RESAMPLES
     Args:
         differences: One per query.
         resamples: Patterns to draw where there are too many to count.
-        seed: Seeds the drawing.
+        seed: Seed of the random patterns.
     """
     import numpy as np
 
@@ -180,7 +180,7 @@ def difference_interval(
     Args:
         differences: One per query.
         resamples: How many.
-        seed: Seeds the resampling.
+        seed: Seed of the resampling.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""What every mitigation is: a small frozen dataclass whose one config is to make a plan."""
+"""Base class of mitigations: frozen dataclasses that turn a prompt's layout into a ``Plan``."""
 
 from __future__ import annotations
 
@@ -24,26 +24,25 @@ __all__ = ["MITIGATIONS", "Mitigation", "create"]
 
 @dataclasses.dataclass(frozen=True)
 class Mitigation(ABC):
-    """A published correction, with its parameters as dataclass fields.
+    """A published correction of position bias, with its parameters as dataclass fields.
 
     Attributes:
-        name: Registry name, equal to the file's name.
-        paper: Where it comes from: authors, year, title, URL. Empty for the baseline.
-        deviations: Where it departs from the paper, one sentence each.
+        name: Registry name, equal to the name of the file.
+        paper: Source: authors, year, title, URL. Empty for the baseline.
+        deviations: Differences from the paper, one sentence each.
         order_invariant: Whether the answer is the same for every order of the passages.
-        needs_calibration: Whether something must be measured on the model first.
-        training_free: Whether it works on stock weights.
-        requires: What the model must let a plan change.
-        neutral: Parameters at which a prompt of one passage, or of none, is read as the unmodified model reads it.
-        neutral_is_identity: With the neutral parameters every prompt is, bit for bit.
-        decides_at_prompt_end: Something is decided by the prompt's last token and kept for the whole generation, so
-            that a prompt one token longer may decide otherwise.
-        tells_key_heads_apart: Key/value heads are treated differently by how they compare with each other, so that
-            the number of them matters.
-        example: Parameters to try it with where it needs some.
-        file_parameters: Parameters that the command line takes from a file: name -> what turns the path into values of
-            parameters. The method itself never reads a file.
-        holds_methods: The parameter that is a list of other mitigations, "" if there is none.
+        needs_calibration: Whether a probe must measure the model first.
+        training_free: Whether the method works with stock weights.
+        requires: Capabilities that the method needs of the model.
+        neutral: Parameters with which a prompt of at most one passage is read as by the unmodified model.
+        neutral_is_identity: Whether the neutral parameters leave every prompt unmodified, bit for bit.
+        decides_at_prompt_end: Whether the last token of the prompt decides something for the whole generation. A
+            prompt with one more token may then be read differently.
+        tells_key_heads_apart: Whether key/value heads are compared with each other, so that their number matters.
+        example: Parameters for a trial run, for methods without usable defaults.
+        file_parameters: Parameters that the command line reads from a file: name -> function from the path to values
+            of parameters. The method itself never reads a file.
+        holds_methods: Name of the parameter that is a list of other mitigations, "" if there is none.
     """
 
     name: ClassVar[str]
@@ -67,7 +66,7 @@ class Mitigation(ABC):
 
     @abstractmethod
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return what a generation over ``layout`` does differently on ``model``. Pure: same input, same plan."""
+        """Return what a generation over ``layout`` changes on ``model``. A pure function."""
 
     @property
     def is_order_invariant(self) -> bool:
@@ -75,7 +74,7 @@ class Mitigation(ABC):
         return self.order_invariant
 
     def needs(self) -> frozenset[Capability]:
-        """Return what the model must let a plan change, with these parameters."""
+        """Return the capabilities that the method needs of the model, with these parameters."""
         return self.requires
 
     def fingerprint(self) -> str:
@@ -86,7 +85,7 @@ class Mitigation(ABC):
         return hashlib.blake2b(f"{self.name}:{fields}".encode(), digest_size=16).hexdigest()
 
     def refusal(self, model: ModelShape) -> str | None:
-        """Return why ``model`` cannot be served, or None if it can."""
+        """Return the reason why the method cannot run on ``model``, or None if it can."""
         missing = sorted(self.needs() - model.capabilities)
         if not missing:
             return None
@@ -95,10 +94,10 @@ class Mitigation(ABC):
         return f"{self.name} needs {', '.join(missing)}, which this model does not offer{why}"
 
     def checked_plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return the plan, or refuse the model.
+        """Return the plan for a supported model.
 
         Raises:
-            UnsupportedModelError: the model lacks what the method needs.
+            UnsupportedModelError: the model lacks a capability that the method needs.
         """
         reason = self.refusal(model)
         if reason is not None:
@@ -110,11 +109,11 @@ MITIGATIONS: Registry[type[Mitigation]] = Registry("mitigation")
 
 
 def create(name: str, parameters: Mapping[str, Any] | None = None) -> Mitigation:
-    """Return the mitigation called ``name``, which may be an alias, with ``parameters``.
+    """Return the mitigation with the name or alias ``name`` and ``parameters``.
 
     Raises:
         UnknownNameError: no such mitigation.
-        ConfigError: an unknown parameter, or a value outside of what is allowed.
+        ConfigError: an unknown parameter, or a value out of range.
     """
     made: Mitigation = MITIGATIONS.create(MethodSpec(name, parameters or {}))
     return made

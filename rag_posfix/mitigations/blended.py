@@ -1,4 +1,4 @@
-"""Blended kv_lookup: passages read apart are moved to their places, and the tokens that suffer most are read again."""
+"""Blended: cached passages are moved to their positions, and the tokens that deviate most are recomputed."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ __all__ = ["Blended"]
 @MITIGATIONS.register("blended", aliases=("cacheblend",))
 @dataclass(frozen=True)
 class Blended(Mitigation):
-    """Take passages from the store, move them to where they stand now, and read again only what that gets wrong.
+    """Reuse cached passages at new positions and recompute the tokens whose values deviate most.
 
-    A correction of speed, not of order: it comes close to what the unmodified model computes for the prompt as it
-    stands, in a fraction of the time, whatever order the passages come in. Passages are read apart and kept, as the
-    order-free methods keep theirs (and shared with them); their keys are rotated to their new positions; then the
-    tokens whose values differ most from what they should be are computed anew, seeing everything before them.
+    This method saves time; it does not correct position bias. It approximates what the unmodified model computes for
+    the prompt in the given order. Passages are encoded independently and cached, as under the order-free methods,
+    which share the cache entries. Their keys are rotated to the new positions. Then the tokens whose values deviate
+    most from a full computation are recomputed with attention to everything before them.
 
     Source: Yao et al. (2024), CacheBlend, section 4, https://arxiv.org/abs/2405.16444; ``choose="first"``: Hu et al.
         (2024), EPIC (LegoLink), section 4, https://arxiv.org/abs/2410.15332
-    Formula: k of a token at position m of a passage that was read at P and stands at a: R_(a - P) k. The layers
-        0..layers-1 are computed for all tokens; S = the ceil(fraction T) tokens of passages with the largest
-        sum of (V - V kept)^2 in layer ``layers`` - 1; the tokens of S are computed in every layer and replace what was
-        kept. fraction=1 is the unmodified model.
-    Differs from the paper: the chosen tokens are computed in one pass through all layers, the first ones again with
-        them; the paper narrows its choice down from layer to layer. Passages are encoded after the shared prefix.
-    Helps: the time to the first token of prompts whose passages come again in other orders, beside other passages,
-        where a prefix cache finds nothing.
-    Hurts: nothing is corrected: the answer depends on the order as the unmodified model's does, and a little on what
-        was not read again.
-    Cost: with all passages found, layers / L of the prompt and the fraction of it, against the whole prompt.
-    Limits: models whose every layer keeps all keys and whose rotation is ours.
+    Formula: k of a token at position m of a passage that was encoded at P and is at position a: R_(a - P) k. The
+        layers 0..layers-1 are computed for all tokens; S = the ceil(fraction T) tokens of passages with the largest
+        sum of (V - V cached)^2 in layer ``layers`` - 1; the tokens of S are computed in every layer and replace the
+        cached ones. fraction=1 is the unmodified model.
+    Differs from the paper: the chosen tokens are computed in one pass through all layers, including the first ones;
+        the paper narrows the choice from layer to layer. Passages are encoded after the shared prefix.
+    Helps: the time to first token of prompts with cached passages in other orders or next to other passages, where a
+        prefix cache misses.
+    Hurts: position bias is not corrected: the answer depends on the order as under the unmodified model, and slightly
+        on the tokens that were not recomputed.
+    Cost: with all passages cached, ``layers`` / L of the whole prompt, and ``fraction`` of it.
+    Limits: models in which every layer has all keys and whose rotary encoding is supported.
 
     Args:
-        fraction: How many of the passages' tokens are read again, 0 to 1. The paper uses .15 to .16.
+        fraction: Share of the passages' tokens that is recomputed, 0 to 1. The paper uses .15 to .16.
         choose: ``deviation`` (CacheBlend) or ``first``, the first tokens of each passage (LegoLink).
-        layers: Layers that are computed for all tokens to see which deviate, 1 or more; for ``deviation``.
+        layers: Number of layers, 1 or more, that are computed for all tokens to measure the deviation; for
+            ``deviation``.
     """
 
     name: ClassVar[str] = "blended"
     paper: ClassVar[str] = "Yao et al. (2024), CacheBlend, https://arxiv.org/abs/2405.16444"
     deviations: ClassVar[tuple[str, ...]] = (
-        "The tokens are chosen once, after the first layers, and not anew from layer to layer.",
+        "The tokens are chosen once, after the first layers, not again in each layer.",
         "Passages are encoded after the prompt's prefix, not alone.",
     )
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.ROTATION, Capability.FULL_CACHE})
@@ -61,7 +62,7 @@ class Blended(Mitigation):
     layers: Annotated[int, Whole(1)] = 2
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return the unmodified row, to be read from passages that were read apart."""
+        """Return the unmodified row, prefilled from independently encoded passages."""
         if not layout.n_passages:
             return Plan()
         return Plan(blend=Blend(self.fraction, self.choose, min(self.layers, model.n_layers)))

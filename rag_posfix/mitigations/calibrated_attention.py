@@ -1,4 +1,4 @@
-"""Calibrated attention: what a passage gets only because of where it stands is measured and taken away."""
+"""Calibrated attention: the position bias of attention is measured with dummy passages and removed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ROWS = 64
 
 
 def passage_weights(measured: Tensor, bias: Tensor, temperature: float) -> Tensor:
-    """Return how much each passage is to be attended to per token, by its relevance alone.
+    """Return the share of attention per token that each passage gets by its relevance alone.
 
-    Formula: rel = measured - bias; alpha = softmax_k(rel_k / (t std(rel))); uniform where all rel are equal but for
+    Formula: rel = measured - bias; alpha = softmax_k(rel_k / (t std(rel))); uniform if all rel are equal up to
         rounding.
 
     Shapes:
@@ -45,13 +45,13 @@ def passage_weights(measured: Tensor, bias: Tensor, temperature: float) -> Tenso
 
 
 def redistribute(probabilities: Tensor, segments: Tensor, share: Tensor, strength: float) -> Tensor:
-    """Return attention whose mass on all passages is as before, and is shared out among them as ``share`` says.
+    """Return attention with the same total on all passages, redistributed over the passages by ``share``.
 
-    Passages that a head does not attend to at all get nothing. Within a passage, tokens keep their proportions.
+    A passage without any attention in a head stays without. Tokens of a passage keep their proportions.
 
     Shapes:
-        probabilities: (..., S) float32 of the passages' tokens. segments: (S,) each token's passage.
-        share: (N,) what each passage is to get. returns: (..., S).
+        probabilities: (..., S) float32 of the passages' tokens. segments: (S,) passage of each token.
+        share: (N,) new share of each passage. returns: (..., S).
     """
     tiny = torch.finfo(torch.float32).tiny
     mass = probabilities.new_zeros((*probabilities.shape[:-1], share.shape[0]))
@@ -105,39 +105,39 @@ class RedistributedAttention(AttentionOverride):
 @MITIGATIONS.register("calibrated_attention", aliases=("found_in_the_middle",))
 @dataclass(frozen=True)
 class CalibratedAttention(Mitigation):
-    """Measure how much attention each place gets whatever stands there, and share attention out without it.
+    """Measure the attention that each slot gets regardless of content, and remove it from the attention to passages.
 
-    A passage is attended to for what it says and for where it stands. A passage about nothing, put in the same place,
-    gets only the second part; the difference tells the first. While the answer is written, the attention that goes to
-    passages is shared out among them by that difference.
+    The attention to a passage has two parts: its relevance and the bias of its slot. A dummy passage without content,
+    in the same slot, gets the bias alone, so the difference of the two measures the relevance. During the answer, the
+    attention to passages is redistributed in proportion to this relevance.
 
     Source: Hsieh et al. (2024), Found in the Middle: Calibrating Positional Attention Bias, section 3,
         https://arxiv.org/abs/2406.16008
     Formula: Attn(D, k) = mean attention per token of passage D in slot k, by the prompt's last token, averaged over
         layers and heads; rel(D_k) = Attn(D_k, k) - Attn(dummy, k); alpha = softmax_k(rel(D_k) / t). In the last half
         of the layers, for the prompt's last token and every generated one, in each head:
-        a'(token i of D_k) = alpha_k / Attn(D_k) * a(i) * C, C such that passages keep their mass together, Attn(D_k)
-        that head's own mean attention per token.
+        a'(token i of D_k) = alpha_k / Attn(D_k) * a(i) * C, C such that the total attention to passages is unchanged,
+        Attn(D_k) that head's own mean attention per token.
         With ``strength`` s: (1 - s) a + s a'.
     Differs from the paper: rel is divided by its standard deviation over the slots before the softmax, because the
-        paper's t = 5e-5 is tied to the size of attention in its prompts. The paper leaves the dummy open: here it is
-        as long as the passage and repeats the sixteen tokens that stand in the most passages; the separator after it
-        stays. The question is not repeated before the passages. A stored profile may stand in for the dummies; it is
-        stretched to the number of slots and scaled to the prompt's mean attention.
+        paper's t = 5e-5 depends on the size of attention in its prompts. The paper does not specify the dummy: here it
+        has the length of the passage and repeats the sixteen tokens that occur in the most passages; the separator
+        after it is unchanged. The question is not repeated before the passages. A stored profile may replace the
+        dummies; it is interpolated to the number of slots and scaled to the mean attention of the prompt.
     Helps: passages in the middle: in the paper, 20 passages with Vicuna-7B, gold passage in the middle 47.3 to 56.2,
-        mean over places 56.6 to 58.1; Tulu-2-7B, mean 46.3 to 53.9. 22 of 24 settings gained.
-    Hurts: the first place, which loses what it had for being first: Vicuna-7B 71.9 to 66.4. Attention Sorting did
-        better in two of the paper's own settings.
-    Cost: the prompt is read once, and again from each dummy on: about N / 2 + 1 readings for N passages. With a
-        profile one reading. Decoding spells one row of attention out in half of the layers.
-    Limits: models whose every layer keeps all keys. The answer still depends on the order of the passages.
+        mean over positions 56.6 to 58.1; Tulu-2-7B, mean 46.3 to 53.9. 22 of 24 settings gained.
+    Hurts: the first position, which loses its bias: Vicuna-7B 71.9 to 66.4. Attention Sorting was better in two of the
+        paper's own settings.
+    Cost: the prompt is read once, and again from each dummy on: about N / 2 + 1 prefills for N passages. With a
+        profile one prefill. Decoding computes one row of attention weights in half of the layers.
+    Limits: models in which every layer has all keys. The answer still depends on the order of the passages.
 
     Args:
-        temperature: t, above 0 and up to 100, in standard deviations of rel; the larger, the more alike passages are
-            attended to.
-        strength: 0 leaves attention as it is, 1 replaces it by the calibrated one.
-        profile: Attention of each slot to a dummy, 2 to 1000 numbers in any unit, measured before. On the command line
-            also the path of a file that ``rag-posfix probe slot-attention`` wrote. None reads the dummies.
+        temperature: t, above 0 and up to 100, in standard deviations of rel; the larger, the more equal the shares of
+            the passages.
+        strength: 0 leaves attention unchanged, 1 replaces it by the calibrated attention.
+        profile: Measured attention to a dummy in each slot, 2 to 1000 numbers in any unit. The command line also takes
+            the path of a file that ``rag-posfix probe slot-attention`` wrote. None measures dummies for each prompt.
     """
 
     name: ClassVar[str] = "calibrated_attention"
@@ -147,9 +147,9 @@ class CalibratedAttention(Mitigation):
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "Relevance is divided by its standard deviation over the slots before the softmax.",
-        "The dummy repeats the tokens that stand in the most passages.",
+        "The dummy repeats the tokens that occur in the most passages.",
         "The question is not repeated before the passages.",
-        "A stored profile of the slots may stand in for the dummies.",
+        "A stored profile of the slots may replace the dummies.",
     )
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.FULL_CACHE})
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"strength": 0.0})
@@ -162,7 +162,7 @@ class CalibratedAttention(Mitigation):
     profile: Annotated[tuple[float, ...] | None, BIAS_PROFILE] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return a calibration pass over the prompt, and over dummies if there is no profile; none for one passage."""
+        """Return a calibration pass over the prompt, and over dummies without a profile; none for one passage."""
         if layout.n_passages < 2 or self.strength == 0:
             return Plan()
         dummies = [] if self.profile else [with_dummy(layout, slot) for slot in range(layout.n_passages)]

@@ -1,4 +1,4 @@
-"""Context experts: each passage is read alone by one expert, and the experts decide the next token together."""
+"""Context experts: each expert reads one passage alone, and the next-token distributions are combined."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ DIVERGENCE = "divergence"
 @MITIGATIONS.register("context_experts", aliases=("pced",))
 @dataclass(frozen=True)
 class ContextExperts(Mitigation):
-    """Ask the question once per passage, and once without any, and merge what the rows say at every step.
+    """Read the question once per passage and once without any, and combine the next-token distributions of these rows.
 
-    Passages never share a sequence, so none has a place: the answer cannot depend on their order.
+    Each row (expert) holds one passage, so passages have no order, and the answer cannot depend on it.
 
     Source: PCED, Parallel Context-of-Experts Decoding (2026), https://arxiv.org/abs/2601.08670
     Formula: s_k = log-softmax of expert k, s_0 that of the row without passages, r_k the passage's relevance:
@@ -35,44 +35,44 @@ class ContextExperts(Mitigation):
         pool="mixture": score(t) = logsumexp_k [log w_k + (1 + contrast) s_k(t) - contrast s_0(t)],
             w = softmax_k(relevance_weight log r_k + hold * sum of expert k's log-probabilities of the answer so far).
         Both are normalised over the vocabulary. With hold=1 and contrast=0 the mixture is exactly the answer's
-        probability under "one passage holds it, which one is unknown": sum_k w_k p(answer | passage k), where w is
-        the passage's share at the start.
+        probability under "one passage has the answer, which one is unknown": sum_k w_k p(answer | passage k), where w
+        is the passage's weight before the answer.
         contrast="divergence": the contrast of expert k at this token is JSD(p_k, p_0), the Jensen-Shannon divergence
-        in bits between what it and the row without passages say, 0 (the same) to 1 (no token in common).
-    Differs from the paper: experts are pooled as a mixture that is held over tokens, because switching the expert at
-        every token writes broken text; contrast is 0 by default for the same reason; relevance is how likely the
-        passage makes the question, read off the same forward pass, because that finds the right passage more often
-        than small embeddings do. ``pool="max", hold=0, relevance="given", contrast=...`` is the paper's rule.
+        in bits between the distributions of the expert and of the row without passages, 0 (equal) to 1 (disjoint).
+    Differs from the paper: experts are pooled as a mixture whose weights follow the answer so far (``hold``), because
+        a change of the expert at every token generates broken text; contrast is 0 by default for the same reason;
+        relevance is the likelihood of the question after the passage, from the same forward pass, because it finds the
+        gold passage more often than small embeddings do. ``pool="max", hold=0, relevance="given", contrast=...`` is
+        the paper's rule.
     Cost: N + 1 rows of prefix + passage + question; the passages are encoded once, in one batch. Each decode step
-        runs N + 1 rows. ``experts`` bounds N.
-    Limits: every model, those with sliding windows included. An answer that needs two passages at once is out of
-        reach.
-    Helps: where one passage answers and says what it is about: on the shipped corpus all 24 answers are right at
-        every place, those of the unmodified model 15 to 24 times (docs/results.md). With many passages: no row is
-        longer than one of them. With models whose sliding windows rule other methods out.
-    Hurts: where the answer has to be put together from several passages, since no row sees two. Where many passages
-        are about the question's subject: a tempting wrong one is read as confidently as the right one, and on Lost in
-        the Middle the log-probability of the answer is .40 below that of the unmodified model at its best place. In
-        decoding: every step reads N + 1 caches.
+        runs N + 1 rows. ``experts`` limits N.
+    Limits: every model, including those with sliding windows. Facts of two passages cannot be combined in an answer.
+    Helps: where one passage answers and names its subject: on the shipped corpus all 24 answers are right at every
+        position, those of the unmodified model 15 to 24 times (docs/results.md). With many passages: no row is
+        longer than one passage. With models whose sliding windows exclude other methods.
+    Hurts: where the answer needs several passages, since no row sees two. Where many passages are about the subject of
+        the question: a distractor is read as confidently as the gold passage, and on Lost in the Middle the
+        log-probability of the answer is .40 below that of the unmodified model at its best position. In decoding:
+        every step reads N + 1 caches.
 
     Args:
-        contrast: How far to move away from the model without passages: a number from 0 to 2, the same for every
-            expert and token, or ``divergence``, as far as the expert differs from that model at this token.
+        contrast: Distance from the model without passages: a number from 0 to 2, the same for every expert and token,
+            or ``divergence``, the divergence of the expert from that model at this token.
         relevance_weight: Weight of the passages' relevance, 0 to 20. A public implementation of the paper uses 2.5.
-        relevance: ``question`` uses how likely each passage makes the question, exp of the mean log-probability of
-            its tokens; ``given`` uses the scores that came with the passages, clipped from below at 0.01 (without
-            scores all are alike); ``both`` multiplies them.
+        relevance: ``question`` is the likelihood of the question after each passage, exp of the mean log-probability
+            of its tokens; ``given`` is the score that came with the passage, at least 0.01 (without scores all are
+            equal); ``both`` multiplies them.
         pool: ``mixture`` or ``max``.
-        hold: How much an expert's share grows with how well it predicted the answer so far, 0 (the expert may change
+        hold: How much the weight of an expert grows with its likelihood of the answer so far, 0 (the expert may change
             at every token) to 1 (the exact posterior). Mixture only.
-        experts: Keep only this many passages, the most relevant; None keeps all.
+        experts: Use only this many passages, the most relevant; None uses all.
     """
 
     name: ClassVar[str] = "context_experts"
     paper: ClassVar[str] = "PCED, Parallel Context-of-Experts Decoding (2026), https://arxiv.org/abs/2601.08670"
     deviations: ClassVar[tuple[str, ...]] = (
-        "Experts are pooled as a mixture that is held over tokens instead of switched at every token.",
-        "No contrast by default: with small models it breaks the text.",
+        "Experts are pooled as a mixture that follows the answer so far, instead of a switch at every token.",
+        "Contrast is 0 by default, because it breaks the text of small models.",
         "Relevance is the likelihood of the question given the passage, or one given score per passage.",
     )
     order_invariant: ClassVar[bool] = True
@@ -86,7 +86,7 @@ class ContextExperts(Mitigation):
     experts: Annotated[int | None, Whole(1)] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return one row per passage in a content-given order, then the row without passages."""
+        """Return one row per passage in canonical order (by content), then the row without passages."""
         chosen = self._chosen(layout)
         if not chosen:
             return Plan()

@@ -1,4 +1,4 @@
-"""Head scaling: each head reads positions divided by its own number, by how position-aware the prompt finds it."""
+"""Head scaling: each head divides positions by its own divisor, chosen by how position-aware the head is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["HeadScaling", "divisors", "position_awareness"]
 
 
 def position_awareness(query: Tensor, key: Tensor, alpha: float) -> Tensor:
-    """Return which share of the keys stands out in the attention of the last query, for each key head.
+    """Return the share of keys with outstanding attention of the last query, for each key head.
 
     Formula: A = softmax(q k / sqrt(D)) without rotation; S(h) = share of keys with A >= alpha mean(A) = alpha / Tk;
         the mean of S over the query heads that share a key head.
@@ -37,11 +37,10 @@ def position_awareness(query: Tensor, key: Tensor, alpha: float) -> Tensor:
 
 
 def divisors(awareness: Tensor, low: float, high: float) -> Tensor:
-    """Return each head's divisor: ``low`` for the most position-aware head to ``high`` for the least, evenly spaced.
+    """Return the divisor of each head, evenly spaced from ``low`` (most position-aware) to ``high`` (least).
 
-    Formula: low + rank(h) (high - low) / (n - 1); the rank of a head is its place in the order by awareness, which is
-        the inverse of the list of heads in that order. Heads alike keep their own order. One head gets the mean of
-        ``low`` and ``high``.
+    Formula: low + rank(h) (high - low) / (n - 1); the rank of a head is its index in the order by awareness. Heads
+        with equal awareness stay in the order of the model. A single head gets the mean of ``low`` and ``high``.
 
     Shapes:
         awareness: (n,). returns: (n,) float32.
@@ -57,37 +56,37 @@ def divisors(awareness: Tensor, low: float, high: float) -> Tensor:
 @MITIGATIONS.register("head_scaling", aliases=("ms_poe",))
 @dataclass(frozen=True)
 class HeadScaling(Mitigation):
-    """Divide positions by a number that grows from the most to the least position-aware head.
+    """Divide positions by a divisor per head, from the most to the least position-aware head.
 
-    Dividing positions brings far tokens nearer. A head that attends to few tokens that stand out in the prompt seems
-    to go by place rather than by content and is given the larger divisor; a head that finds much in the prompt is
-    left nearer to what it was trained on. The heads together read at several scales at once.
+    Dividing positions brings far tokens nearer. A head whose attention stands out at few tokens of the prompt depends
+    more on position than on content and gets a larger divisor. A head whose attention stands out at many tokens gets a
+    divisor near that of training. Together the heads read the prompt at several scales.
 
     Source: Zhang et al. (2024), Found in the Middle: Ms-PoE, equation 2 and algorithm 1,
         https://arxiv.org/abs/2403.04797
     Formula: A_h = softmax(q k_i / sqrt(D)) of the prompt's last token over all tokens, before rotation;
         S(h) = share of tokens i with A_h,i >= alpha mean(A_h); the heads of a layer in order of falling S get
         r_i = low + i (high - low) / (n - 1), i = 0 ... n - 1. Head h rotates position m by the angles of m / r_h.
-        Decided per layer when the prompt has been read, and kept for the generation.
+        Decided per layer after the prefill, and fixed for the generation.
     Differs from the paper: query heads that share a key head share its divisor and the mean of their S, because the
-        paper's models share no keys and one key cannot stand at two places. A head gets the divisor of its rank, as
-        the paper's text says; the indexing of its algorithm 1 and code applies the inverse permutation, and that code
-        never reaches ``high``. Heads with the same S stay in the order of the model. With a single key head there is
-        nothing to rank and all heads get the mean of ``low`` and ``high``. A is scaled by 1 / sqrt(D) whatever
-        the model scales its scores by.
+        paper's models share no keys and a key has one position. A head gets the divisor of its rank, as in the text of
+        the paper; the indexing of its algorithm 1 and code applies the inverse permutation, and that code never
+        reaches ``high``. Heads with the same S stay in the order of the model. With a single key head there is no
+        ranking, and all heads get the mean of ``low`` and ``high``. A is scaled by 1 / sqrt(D) regardless of the
+        model's scaling.
     Helps: models that read the middle of a long prompt badly and have many key heads: Vicuna-7B on ten passages
         rose from 61.1 to 65.0 in the paper, Llama-2-7B on 20 passages from 31.3 to 35.1 in an independent test.
     Hurts: newer models: in that test Qwen1.5-7B fell from 56.8 to 52.0 on 20 passages, and key-value retrieval of
-        Qwen1.5 and Gemma broke down. With few key heads the divisors are coarse: three heads read at three scales.
-    Cost: one row of scores per layer when the prompt is read; the angles of each head in every layer and step.
-    Limits: models whose queries and keys can be had unrotated. YaRN and dynamic scaling rescale positions already.
-        The answer depends on the order of the passages.
+        Qwen1.5 and Gemma failed. With few key heads the divisors are coarse: three heads have three scales.
+    Cost: one row of scores per layer after the prefill; the angles of each head in every layer and step.
+    Limits: models whose queries and keys are available before rotation. YaRN and dynamic scaling rescale positions
+        already. The answer depends on the order of the passages.
 
     Args:
         low: Divisor of the most position-aware head, 0.1 to 10. 1 for ``low`` and ``high`` changes nothing.
         high: Divisor of the least position-aware head, ``low`` to 10.
-        alpha: How many times the mean attention a token needs to stand out, 0 to 100.
-        skip_layers: Layers at the start that are left alone, 0 or more.
+        alpha: Factor of the mean attention above which a token stands out, 0 to 100.
+        skip_layers: Number of first layers that are not changed, 0 or more.
     """
 
     name: ClassVar[str] = "head_scaling"
@@ -116,7 +115,7 @@ class HeadScaling(Mitigation):
             raise ConfigError(f"head_scaling: low={self.low!r} must not exceed high={self.high!r}; swap them")
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return one row whose heads divide positions by what the prompt says of them."""
+        """Return one row whose heads divide positions by divisors that the prompt decides."""
         return Plan(rows=(RowPlan(head_scale=self._decide),))
 
     def _decide(self, layer: int, query: Tensor, key: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Hidden scaling: the one hidden channel that counts positions is scaled where the newest token looks."""
+"""Hidden scaling: the hidden channel that encodes the position is scaled for queries and keys of the newest token."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def default_layers(n_layers: int) -> range:
 class HiddenScaling(Mitigation):
     """Scale one channel of the hidden state for the queries and keys of the newest token.
 
-    Causal attention leaves a trace of the position in the hidden state itself: some channel rises or falls steadily
-    with the position, whatever the text. Scaling it down where the newest token compares itself with the tokens
-    before it takes away a part of what favours some places, and leaves what is read there as it is.
+    Causal attention encodes the position in the hidden state: one channel rises or falls steadily with the position,
+    regardless of the text. Scaling this channel down in the newest token's queries and keys removes a part of the
+    position bias. The values, and so the content that is read, are unchanged.
 
     Source: Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension (PositionalHidden),
         https://arxiv.org/abs/2406.02536
@@ -41,20 +41,20 @@ class HiddenScaling(Mitigation):
         ``first_layer`` to ``last_layer`` only.
     Differs from the paper: x' is never formed: W x' = W x + (s - 1) x_p W[:, p], which is the same. The layers are
         those of the paper at the same relative depth. The probe that finds a channel ranks by smoothness alone; the
-        paper then tries the ten smoothest on key-value retrieval and keeps the best, and tries factors 0.5, 0, -0.5
+        paper then tests the ten smoothest on key-value retrieval and uses the best, and tests factors 0.5, 0, -0.5
         and -1.
     Helps: in the paper, answers over 20 passages with Llama-2-7B rose from 31.3 to 40.6, Gemma-1.1-7B 28.0 to 34.6,
         Vicuna-13B 50.2 to 52.7, Qwen1.5-7B 56.8 to 58.3; key-value retrieval of Gemma from 82.3 to 97.5.
     Hurts: with the wrong channel or too strong a factor: key-value retrieval of Llama-2-13B fell from 71.0 to 53.9 in
-        the paper. Its authors expect little for models of the Qwen2.5 class.
+        the paper. Its authors expect little gain for models such as Qwen2.5.
     Cost: attention over the prompt once more, for its last token; 1.4 times the unmodified model's time in the paper.
     Limits: models whose queries and keys are linear in the normed hidden state. Needs a channel, which
         ``rag-posfix probe positional-dimensions`` finds. The answer depends on the order of the passages.
 
     Args:
-        channel: Which hidden channel, from 0; it must be given. On the command line, ``profile`` names a file of
-            ``rag-posfix probe positional-dimensions`` that gives this and all of the following.
-        factor: What the channel is multiplied by, -10 to 10; 1 changes nothing. The paper uses 0.5 to -1.
+        channel: Index of the hidden channel, from 0; required. On the command line, ``profile`` is a file of
+            ``rag-posfix probe positional-dimensions`` with this and all of the following parameters.
+        factor: Factor of the channel, -10 to 10; 1 changes nothing. The paper uses 0.5 to -1.
         first_layer: First layer, from 0; None is at 10/32 of the depth.
         last_layer: Last layer, included; None is at 25/32 of the depth.
     """

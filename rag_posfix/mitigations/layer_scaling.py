@@ -1,4 +1,4 @@
-"""Layer scaling: each layer reads positions divided by its own number, read off a Bezier curve over the depth."""
+"""Layer scaling: each layer divides positions by its own divisor, from a Bezier curve over the depth."""
 
 from __future__ import annotations
 
@@ -34,29 +34,28 @@ def bezier(points: Sequence[float], at: float) -> float:
 @MITIGATIONS.register("layer_scaling", aliases=("lpes",))
 @dataclass(frozen=True)
 class LayerScaling(Mitigation):
-    """Divide positions by a number that changes smoothly from the first layer to the last.
+    """Divide positions by a divisor per layer that changes smoothly from the first layer to the last.
 
-    Dividing positions brings far tokens nearer, so that the decay of attention with distance begins later. How much a
-    layer gains by that depends on its depth, so each layer gets its own divisor; a curve through the depth keeps what
-    has to be chosen down to a few numbers.
+    Dividing positions brings far tokens nearer, so that the decay of attention with distance begins later. The gain
+    depends on the depth of a layer, so each layer has its own divisor. A curve over the depth reduces the number of
+    parameters.
 
     Source: LPES, layer-specific positional scaling (2025), https://arxiv.org/abs/2503.04355, revised as
         https://arxiv.org/abs/2606.27705
     Formula: layer l of L rotates position m by the angles of m / s(t), t = l / (L - 1), where s is the Bezier curve
         s(t) = sum_i C(n, i) (1 - t)^(n - i) t^i P_i with the control heights P_0 ... P_n = ``points``.
-    Differs from the paper: the control heights are given instead of being found by a genetic algorithm on a search
-        set; the heights that are the default are mild and were not searched for. A model of one layer uses P_0.
-    Helps: where the middle of a long prompt is read badly and heights were searched for on the model; the paper
+    Differs from the paper: the control heights are parameters instead of being found by a genetic algorithm on a
+        search set; the default heights are mild and were not searched for. A model of one layer uses P_0.
+    Helps: where the middle of a long prompt is read badly and the heights were searched for on the model; the paper
         reports up to 11.2 % more in key-value retrieval.
-    Hurts: with heights that do not suit the model: they were sensitive to the search set in the paper's reviews, which
-        also found the curve to be worth little more than a straight line. Models with YaRN or LongRoPE scale
-        positions already.
-    Cost: that of the model; the angles are computed in each layer instead of once.
-    Limits: models whose rotary encoding may turn by other angles. The answer depends on the order of the passages.
+    Hurts: with heights that do not suit the model: reviews of the paper found them sensitive to the search set, and
+        the curve little better than a straight line. Models with YaRN or LongRoPE scale positions already.
+    Cost: that of the unmodified model; the angles are computed in each layer instead of once.
+    Limits: models whose rotary encoding accepts other angles. The answer depends on the order of the passages.
 
     Args:
-        points: Control heights of the curve from the first layer to the last, 1 to 16 numbers, 0.1 to 10. Above 1
-            brings tokens nearer. The curve starts at the first and ends at the last; (1,) changes nothing.
+        points: Control heights of the curve from the first layer to the last, 1 to 16 numbers, 0.1 to 10. Values above
+            1 bring tokens nearer. The curve starts at the first and ends at the last; (1,) changes nothing.
     """
 
     name: ClassVar[str] = "layer_scaling"
@@ -72,7 +71,7 @@ class LayerScaling(Mitigation):
     points: Annotated[tuple[float, ...], Numbers(0.1, 10, fewest=1, most=16)] = (1.0, 1.5, 1.0)
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return one row whose layers divide positions by the heights of the curve."""
+        """Return one row whose layers divide positions by the values of the curve."""
         last = max(model.n_layers - 1, 1)
         scale = torch.tensor([bezier(self.points, layer / last) for layer in range(model.n_layers)])
         return Plan(rows=(RowPlan(layer_scale=scale, reusable=layout.boundaries),))

@@ -1,4 +1,4 @@
-"""Multi base: the prompt is read under several RoPE bases, and the readings decide each token by their confidence."""
+"""Multi base: the prompt is read with several RoPE bases, and the rows are weighted by confidence at each token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["MultiBase", "weigh_by_confidence"]
 
 
 def weigh_by_confidence(scores: RowScores) -> tuple[Tensor, Tensor]:
-    """Merge rows by how sure each is of its likeliest token. A ``Combine`` of ``attention.plan``.
+    """Combine rows, weighted by the probability of each row's likeliest token. A ``Combine`` of ``plan.plan``.
 
     Formula: w_j = max_v p_j(v) / sum_k max_v p_k(v); p(v) = sum_j w_j p_j(v).
     """
@@ -30,32 +30,32 @@ def weigh_by_confidence(scores: RowScores) -> tuple[Tensor, Tensor]:
 @MITIGATIONS.register("multi_base", aliases=("attention_buckets",))
 @dataclass(frozen=True)
 class MultiBase(Mitigation):
-    """Read the prompt under several RoPE bases at once and trust the surer reading at every token.
+    """Read the prompt with several RoPE bases at once, and weight the rows by their confidence at every token.
 
-    Under one base, attention between like tokens rises and falls with their distance like a wave; a passage that
-    happens to lie in a trough is read badly. Another base moves the troughs, so what one reading overlooks, another
-    sees.
+    With one base, the attention between similar tokens rises and falls with their distance as a wave, and a passage at
+    a minimum of the wave is read badly. Other bases have their minima at other distances, so each row reads other
+    passages well.
 
     Source: Chen et al. (2023), Fortify the Shortest Stave in Attention (Attention Buckets),
         https://arxiv.org/abs/2312.04455
-    Formula: row j reads the prompt with its RoPE base multiplied by f_j and says p_j of the next token;
-        w_j = max_v p_j(v) / sum_k max_v p_k(v); p = sum_j w_j p_j, at every token.
-    Differs from the paper: the paper weighs the rows' distributions by the confidence of their predictions, while its
+    Formula: row j reads the prompt with its RoPE base multiplied by f_j and has the distribution p_j of the next
+        token; w_j = max_v p_j(v) / sum_k max_v p_k(v); p = sum_j w_j p_j, at every token.
+    Differs from the paper: the paper weights the rows' distributions by the confidence of their predictions, while its
         code takes the softmax of the rows' highest raw logits as weights of their raw logits; here weights and
         mixture are those of probabilities, which do not depend on the scale of a model's logits. Bases are factors
-        of the model's own, because few models have the paper's 10000. Three factors instead of seven by default,
-        because each costs a whole reading.
-    Helps: where some places of a long context are read worse than their neighbours; the paper reports gains in tool
+        of the model's own, because few models have the paper's 10000. The default is three factors instead of seven,
+        because each costs one prefill.
+    Helps: where some positions of a long context are read worse than their neighbours; the paper reports gains in tool
         use and question answering with 7B models of base 10000.
-    Hurts: with models of large bases and prompts far shorter than they were trained on, whose waves have no troughs
-        within the prompt, the readings hardly differ and the cost buys nothing.
-    Cost: one reading of the prompt, one cache and one row of every decode step per factor.
-    Limits: models whose rotary encoding may turn by other angles. The answer depends on the order of the passages.
+    Hurts: with models of large bases and prompts far shorter than their training length, whose waves have no minimum
+        within the prompt: the rows hardly differ, and the additional cost has no benefit.
+    Cost: one prefill, one KV cache and one row of every decode step per factor.
+    Limits: models whose rotary encoding accepts other angles. The answer depends on the order of the passages.
 
     Args:
-        factors: What the model's RoPE base is multiplied by, 1 to 16 numbers, 0.1 to 10; (1,) changes nothing.
-            ``attention.waveform.search_factors`` finds factors whose troughs do not coincide; it chose the default
-            out of the paper's range, 1 to 2.8, for the default model.
+        factors: Factors of the model's RoPE base, 1 to 16 numbers, 0.1 to 10; (1,) changes nothing.
+            ``attention.rope_waveform.search_factors`` finds factors whose minima do not coincide; it chose the default
+            from the paper's range, 1 to 2.8, for the default model.
     """
 
     name: ClassVar[str] = "multi_base"
@@ -75,7 +75,7 @@ class MultiBase(Mitigation):
     factors: Annotated[tuple[float, ...], Numbers(0.1, 10, fewest=1, most=16)] = (1.0, 1.9, 2.8)
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return one row per factor; a row of factor 1 reads as the unmodified model does."""
+        """Return one row per factor; a row of factor 1 equals the unmodified model."""
         rows = tuple(
             RowPlan(rope_base_factor=None if factor == 1.0 else factor, reusable=layout.boundaries)
             for factor in self.factors

@@ -18,19 +18,19 @@ __all__ = ["Unmodified"]
 class Unmodified(Mitigation):
     """Change nothing: one row, causal, positions 0, 1, 2, ...
 
-    Every comparison runs it through the same engine, prompt, dtype and decoding as the method it is compared with.
+    Every comparison runs the baseline with the same engine, prompt, dtype and decoding as the other methods.
 
     Source: none.
     Formula: none.
-    Differs from the paper: nothing to differ from.
+    Differs from the paper: no paper.
     Cost: that of the model.
     Limits: every model; the answer depends on the order of the passages.
-    Helps: to tell what a correction is worth: all others are compared with it. And to answer, where the model reads
-        its context evenly (measure that first), or where a reranker puts the right passage at the place that the
-        model favours: at its best place it beats context_experts on Lost in the Middle (docs/results.md).
-    Hurts: when the right passage stands elsewhere. SmolLM2-135M changes its answer with the place of the right
-        passage in 17 of 20 Lost-in-the-Middle questions; Llama-2-70b-chat is right in 69 % of them with the right one
-        of 20 passages last, and in 53 % with it fifth (Liu et al., 2023).
+    Helps: as the baseline that methods are compared with. As a method, where the model reads its context evenly
+        (measure that first), or where a reranker puts the gold passage at the model's best position: there it is
+        better than context_experts on Lost in the Middle (docs/results.md).
+    Hurts: when the gold passage is at another position. SmolLM2-135M changes its answer with the gold position in 17
+        of 20 Lost-in-the-Middle questions; Llama-2-70b-chat is right in 69 % of them with the gold passage last of 20,
+        and in 53 % with it fifth (Liu et al., 2023).
     """
 
     name: ClassVar[str] = "none"

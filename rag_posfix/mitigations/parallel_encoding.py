@@ -1,4 +1,4 @@
-"""Adaptive parallel encoding: passages are read alone, and the question's attention to them is sharpened."""
+"""Adaptive parallel encoding: passages are encoded independently, and the attention to them is sharpened."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["ParallelEncoding", "TwoGroupAttention"]
 
 
 class TwoGroupAttention(AttentionOverride):
-    """Question and answer attend to passages and to the rest apart, and the two are merged by log-sum-exp.
+    """Attention of question and answer to two groups of keys, passages and the rest, merged by log-sum-exp.
 
     Formula: (o_C, l_C) = attention over the passages with scores / T; (o_O, l_O) = over prefix, question and answer;
         (w_C, w_O) = softmax(S l_C, l_O); o = w_C o_C + w_O o_O.
@@ -35,7 +35,7 @@ class TwoGroupAttention(AttentionOverride):
         self._temperature, self._scale = temperature, scale
 
     def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
-        """Passages and what is before them attend plainly; the tokens after them in two groups."""
+        """Return ordinary attention for prefix and passages, and two-group attention for the tokens after them."""
         skipped = max(0, self._end - given.start)
         late = given.query[:, :, skipped:]
         outs = [given.plain()[:, :, :skipped]] if skipped else []
@@ -66,36 +66,37 @@ class TwoGroupAttention(AttentionOverride):
 @MITIGATIONS.register("parallel_encoding", aliases=("ape",))
 @dataclass(frozen=True)
 class ParallelEncoding(Mitigation):
-    """Read every passage alone after a shared prefix, and sharpen the question's attention to the passages.
+    """Encode every passage independently after a shared prefix, and sharpen the question's attention to the passages.
 
-    Passages that are read in parallel all begin anew, so each brings its own high scores and the question's attention
-    is spread too evenly. A temperature below 1 sharpens it, a scale below 1 takes back the mass that the sharpening
-    added; both act on the passages as one group, joined to the rest by log-sum-exp.
+    Independently encoded passages all start at the same position, so each has its own high scores, and the question's
+    attention is spread too evenly. A temperature below 1 sharpens the attention to passages; a scale below 1 reduces
+    the total attention that the sharpening added. Both act on the passages as one group of keys, merged with the other
+    keys by log-sum-exp.
 
     Source: Yang et al. (2025), APE: Adaptive Parallel Encoding, section 4, https://arxiv.org/abs/2502.05431
     Formula: (o_C, l_C) = attention of question and answer over the passages with scores / (T sqrt(D)), l the
         log-sum-exp; (o_O, l_O) = over prefix, question and answer; (w_C, w_O) = softmax(S l_C, l_O);
         o = w_C o_C + w_O o_O. Positions as in set prompting: passages share their start, the suffix follows the
         longest. With T = S = 1 it is plain parallel encoding.
-    Differs from the paper: the scale multiplies l_C as the paper writes it; its code multiplies by S T. Passages stand
-        in memory in an order given by their content.
+    Differs from the paper: the scale multiplies l_C as in the text of the paper; its code multiplies by S T. Passages
+        are stored in canonical order (by content).
     Helps: where plain parallel encoding is close: 98 % of sequential reading on ChatRAG-Bench with Llama-3-8B and
         3.6 points over plain parallel encoding (paper, table 2); prefill of 128k tokens up to 28 times faster.
-    Hurts: small models, and questions that need passages to be compared. S l_C is not invariant to a shift of the
-        scores: where l_C is negative, S < 1 raises the passages' mass instead of lowering it.
+    Hurts: small models, and questions that need a comparison of passages. S l_C is not invariant to a shift of the
+        scores: where l_C is negative, S < 1 raises the attention to passages instead of lowering it.
     Cost: less than the unmodified model at prefill; two attention calls instead of one per layer after it.
-    Limits: models whose every layer keeps all keys and whose positions can be set.
+    Limits: models in which every layer has all keys and whose positions can be set.
 
     Args:
-        temperature: T, what the scores of the passages are divided by, 0.1 to 10.
-        scale: S, what the log-sum-exp of the passages is multiplied by, 0.1 to 10.
+        temperature: T, divisor of the scores of the passages, 0.1 to 10.
+        scale: S, factor of the log-sum-exp of the passages, 0.1 to 10.
     """
 
     name: ClassVar[str] = "parallel_encoding"
     paper: ClassVar[str] = "Yang et al. (2025), APE: Adaptive Parallel Encoding, https://arxiv.org/abs/2502.05431"
     deviations: ClassVar[tuple[str, ...]] = (
         "The scale multiplies the log-sum-exp, as in the paper; the published code multiplies by S T.",
-        "Passages are laid in memory in a content-given order.",
+        "Passages are stored in canonical order (by content).",
     )
     order_invariant: ClassVar[bool] = True
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
@@ -105,7 +106,7 @@ class ParallelEncoding(Mitigation):
     scale: Annotated[float, Number(0.1, 10)] = 0.9
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return one row whose passages are read alone and whose question attends in two groups."""
+        """Return one row with independent passages and two-group attention after them."""
         if not layout.n_passages:
             return Plan()
         order = layout.canonical_order()

@@ -1,4 +1,4 @@
-"""Parallel context windows: every passage is read alone, at the same positions, and the question reads them all."""
+"""Parallel context windows: passages are encoded independently at the same positions; the question attends to all."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ __all__ = ["ParallelWindows"]
 @MITIGATIONS.register("parallel_windows", aliases=("pcw",))
 @dataclass(frozen=True)
 class ParallelWindows(Mitigation):
-    """Put the passages into windows that share positions and do not see each other; the question sees them all.
+    """Put the passages into windows that share positions and do not attend to each other; the question attends to all.
 
-    No window is nearer to the question than another, so none is favoured by where it stands. The price is that no
-    passage can be read in the light of those of other windows, and that a model which was never trained on such a
-    context answers worse than on its best order.
+    All windows have the same distance to the question, so none is preferred by its position. There are two
+    disadvantages: a passage cannot use the content of other windows, and a model that was not trained with such a
+        context answers worse
+    than with its best order.
 
     Source: Ratner et al. (2023), Parallel Context Windows, section 3, https://arxiv.org/abs/2212.10947
     Formula: position of token t of a window = P + t; of the suffix = P + max(n_w) + t, n_w the tokens of window w (the
         paper's p_i); a window attends to the prefix and, causally, to itself, the suffix to everything. With right
-        indentation a window's tokens stand at P + max(n_w) - n_w + t, so that all windows end at the suffix.
-    Differs from the paper: passages go into windows by their content, neighbours in canonical order, never by the
-        caller's order; the shared prefix (chat template, instructions) is encoded once and seen by every window
+        indentation the tokens of a window have the positions P + max(n_w) - n_w + t, so that all windows end at the
+        suffix.
+    Differs from the paper: passages are assigned to windows by content, neighbours in canonical order, never by the
+        given order; the shared prefix (chat template, instructions) is encoded once and seen by every window
         instead of being repeated in each, so that there is one BOS.
-    Helps: tasks that read many short independent items, such as examples of a classification task: LLaMA-65B gains
+    Helps: tasks with many short independent items, such as examples of a classification task: LLaMA-65B gains
         7.1 points with more than 6 classes (paper, table 1). A cold prompt costs less than the unmodified model's.
     Hurts: generated answers over several passages: Llama-3.1-8B falls from 50-55 to 12 on ten Lost-in-the-Middle
         passages and to 4 on twenty (RoToR's run); questions that need two passages lose most.
     Cost: attention of each window over itself and the prefix only: less than the unmodified model.
-    Limits: models whose every layer keeps all keys and whose positions can be set.
+    Limits: models in which every layer has all keys and whose positions can be set.
 
     Args:
-        windows: How many windows; None = one per passage. Neighbours in canonical order share a window, counts as
-            even as can be.
-        indentation: ``left`` starts all windows at the same position, ``right`` ends them at the same one.
+        windows: Number of windows; None = one per passage. Neighbours in canonical order share a window, in groups of
+            nearly equal size.
+        indentation: ``left`` starts all windows at the same position, ``right`` ends them at the same position.
     """
 
     name: ClassVar[str] = "parallel_windows"
@@ -50,7 +52,7 @@ class ParallelWindows(Mitigation):
         "Ratner et al. (2023), Parallel Context Windows for Large Language Models, https://arxiv.org/abs/2212.10947"
     )
     deviations: ClassVar[tuple[str, ...]] = (
-        "Passages are dealt to windows in a content-given order.",
+        "Passages are assigned to windows by content.",
         "The prefix is encoded once and shared by all windows.",
     )
     order_invariant: ClassVar[bool] = True
@@ -60,7 +62,7 @@ class ParallelWindows(Mitigation):
     indentation: Indentation = "left"
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return one row whose windows share positions and do not see each other."""
+        """Return one row whose windows share positions and do not attend to each other."""
         order = layout.canonical_order()
         row = layout.select(order)
         windows = windows_of(row, self.windows)

@@ -1,4 +1,4 @@
-"""Passage answers: each passage writes its short answer alone, and whole answers are compared before one is given."""
+"""Passage answers: each passage generates a short answer alone, and the answers are compared before one is given."""
 
 from __future__ import annotations
 
@@ -24,43 +24,45 @@ CHOICES = {"relevance": ("both", "question", "given"), "pool": ("chosen", "mixtu
 @MITIGATIONS.register("passage_answers")
 @dataclass(frozen=True)
 class PassageAnswers(Mitigation):
-    """Let every passage answer alone first, then believe the passage whose answer could only have come from it.
+    """Generate a short answer from each passage alone, and choose the passage whose answer is most specific to it.
 
-    Passages never share a sequence, so none has a place: the answer cannot depend on their order. Comparing whole
-    answers instead of next tokens shows what a token does not: an answer that the model would give without the
-    passage, or with any other, says nothing of the passage.
+    Each row holds one passage, so passages have no order, and the answer cannot depend on it. Whole answers are
+    compared instead of next tokens. An answer that the model would also give without the passage, or with another one,
+    is no evidence for the passage.
 
     Source: ours. The rows are those of PCED (2026), https://arxiv.org/abs/2601.08670
     Formula: a_k = greedy short answer of passage k read alone, p_0 = the row without passages, r_k = relevance:
-        share_k = p_k(a_k) / sum_j p_j(a_k), over all passages j and the row without any: how surely the answer tells
-        which passage was read;
+        share_k = p_k(a_k) / sum_j p_j(a_k), over all passages j and the row without any: how specific the answer is to
+        passage k;
         w_k = r_k^relevance_weight share_k^lift_weight, scaled to sum to 1; equal answers add their weights.
         pool="chosen": of the answer with the largest weight, the passage with the largest w_k answers alone.
         pool="mixture": p(t | answer so far y) = sum_k w'_k p_k(t | y), w'_k = w_k p_k(y), scaled to sum to 1: exactly
-        the answer's probability under "passage k holds it with probability w_k".
-    Differs from the paper: nothing is published; PCED pools next tokens and never sees a whole answer.
+        the answer's probability under "passage k has the answer with probability w_k".
+    Differs from the paper: this method is not published; PCED pools next tokens and never compares whole answers.
     Cost: N + 1 rows of prefix + passage + question, the passages encoded once; then up to ``answer_tokens`` steps of
         all rows, and one pass of all rows over each distinct short answer: (N + 1)^2 times its length in tokens,
-        which for many passages is more than reading them. Each decode step runs one
-        row with ``pool="chosen"``, the N passages' with ``mixture``.
-    Limits: every model, those with sliding windows included. An answer that needs two passages at once is out of
-        reach. The short answers are greedy, whatever the sampling.
-    Helps: where one passage holds the answer and others, about the same subject, do not: their answers are those that
-        the model would give anyway, so they are believed less. With models whose sliding windows rule other methods
-        out, and with many passages: no row is longer than one of them.
-    Hurts: where the answer has to be put together from several passages, since no row sees two. Where the first token
-        has to come soon: all short answers are written and compared before it. Where a wrong passage names something
-        that no other could: its answer tells the passage just as surely, and with ``pool="chosen"`` nothing of the
-        right one is left; the mixture keeps the right answer likelier.
+        which for many passages is more than the prefill. Each decode step runs one row with ``pool="chosen"``, the
+        rows of all N passages with ``mixture``.
+    Limits: every model, including those with sliding windows. Facts of two passages cannot be combined in an answer.
+        The short answers are greedy with any sampling.
+    Helps: where one passage has the answer and others are about the same subject: the model would give the answers of
+        the others anyway, so they get a low weight. With models whose sliding windows exclude other methods, and with
+        many
+        passages: no row is longer than one passage.
+    Hurts: where the answer needs several passages, since no row sees two. Where the time to first token matters: all
+        short answers are generated and compared before it. Where a distractor names something that no other passage
+        names: its answer is as specific as the right one. With ``pool="chosen"`` the gold passage is then lost; the
+            mixture gives
+        its answer a higher probability.
 
     Args:
-        relevance: ``question`` uses how likely each passage makes the question, exp of the mean log-probability of
-            its tokens; ``given`` uses the scores that came with the passages, clipped from below at 0.01 (without
-            scores all are alike); ``both`` multiplies them.
+        relevance: ``question`` is the likelihood of the question after each passage, exp of the mean log-probability
+            of its tokens; ``given`` is the score that came with the passage, at least 0.01 (without scores all are
+            equal); ``both`` multiplies them.
         relevance_weight: Weight of the relevance, 0 to 20.
         lift_weight: Weight of the share, 0 to 5.
-        answer_tokens: Tokens of a short answer at most; it also ends with its first line.
-        pool: ``chosen`` lets one passage answer; ``mixture`` keeps all, weighted.
+        answer_tokens: Maximum number of tokens of a short answer, which also ends after its first line.
+        pool: ``chosen`` answers from one passage; ``mixture`` from all, weighted.
     """
 
     name: ClassVar[str] = "passage_answers"
@@ -75,7 +77,7 @@ class PassageAnswers(Mitigation):
     pool: Literal["chosen", "mixture"] = "chosen"
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return one row per passage in a content-given order, then the row without passages."""
+        """Return one row per passage in canonical order (by content), then the row without passages."""
         order = layout.canonical_order()
         if not order:
             return Plan()

@@ -1,4 +1,4 @@
-"""Shifted rotary: far keys are read at the distances of nearer ones, which the model was trained on more often."""
+"""Shifted rotary: distances beyond a threshold are shifted to shorter ones, which are more frequent in training."""
 
 from __future__ import annotations
 
@@ -99,25 +99,24 @@ class _ShiftedFar(AttentionOverride):
 @MITIGATIONS.register("shifted_rotary", aliases=("string",))
 @dataclass(frozen=True)
 class ShiftedRotary(Mitigation):
-    """Read tokens that are far away as if they were nearer, at distances that the model knows well.
+    """Shift distances beyond a threshold to shorter distances, which are more frequent in training.
 
-    Training sees short distances in every text and long ones only in the longest, so a model makes poor use of the far
-    end of its own context window. Distances beyond a threshold are moved back to where training was dense; near ones,
-    which carry the grammar, stay as they are.
+    Every training text has short distances and only the longest have long ones, so a model uses the far end of its
+    context window badly. Distances beyond a threshold are shifted to shorter ones. Distances below the threshold,
+    which matter for grammar, are unchanged.
 
     Source: An et al. (2024), STRING, https://arxiv.org/abs/2410.18745
     Formula: score(m, n) = (R_d' q_m)^T k_n with d = m - n and
         d' = d for d < S;  d' = d - S + W for d >= S.
-        S = threshold, W = window. The two pieces of each query's keys are merged by log-sum-exp.
+        S = threshold, W = window. The near and far keys of each query are merged by log-sum-exp.
     Differs from the paper: nothing in the formula.
     Helps: prompts that are longer than a third of the context window: 4-needle retrieval, mean of 7 models, 67.8 to
         85.7; RULER at 128K tokens, Llama-3.1-70B 66.6 to 81.7, Llama-3.1-8B 77.0 to 80.0.
-    Hurts: nothing that is shorter than the threshold, which it leaves as it is. It is about how far away a passage
-        stands, not about which comes first: shifted distances repeat the near ones, so order among near and far
-        passages blurs.
-    Cost: no T x T tensor; prefill as much attention as the unmodified model, in pieces; decoding two attention calls
+    Hurts: prompts shorter than the threshold are unchanged. The method changes distances, not the order: shifted
+        distances repeat near ones, so the order between near and far passages becomes ambiguous.
+    Cost: no T x T tensor; prefill as much attention as the unmodified model, in segments; decoding two attention calls
         per layer.
-    Limits: models whose rotation is known and whose every layer keeps all keys. Not order-free.
+    Limits: models whose rotary encoding is supported and in which every layer has all keys. Not order-free.
 
     Args:
         threshold: S in tokens, 2 or more; None = ``share`` of the model's context window.
@@ -144,7 +143,7 @@ class ShiftedRotary(Mitigation):
             self._check_window(self.threshold)
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return one row whose far distances are shifted; the unmodified model where nothing can be that far."""
+        """Return one row with shifted far distances; the unmodified row if the prompt is below the threshold."""
         threshold = round(self.share * model.context_window) if self.threshold is None else self.threshold
         if threshold >= model.context_window:
             return Plan()

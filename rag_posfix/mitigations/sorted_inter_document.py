@@ -1,4 +1,4 @@
-"""RoToR: passages read each other in one global, content-given order, each as if it stood last."""
+"""RoToR: passages in one global order (by content) attend to each other, each with itself last."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["CircularAttention", "SortedInterDocument"]
 
 
 class CircularAttention(AttentionOverride):
-    """Each passage sees all others, arranged in a circle so that it stands last itself.
+    """Attention of each passage to all others in a circular arrangement that ends with the passage itself.
 
-    Formula: let the passages stand at positions P..E-1 and let passage i be tokens a..b-1 of them. In its arrangement
-        the passages after it come first, then those before it, then itself: so those before it, and itself, are as far
-        away as they are in the prompt; those after it are E - P further back than they stand, and the prefix is E - b
-        further back. Hence three segments of keys: P..g as they are, b..E-1 rotated back by E - P, the prefix rotated
-        back by E - b. Only keys are rotated, by a constant each: they have the fewest heads.
+    Formula: let the passages have the positions P..E-1 and let passage i be tokens a..b-1 of them. In its arrangement
+        the passages after it come first, then those before it, then itself. So the distance to those before it, and to
+        itself, is that of the prompt; those after it are E - P further back than in the prompt, and the prefix is E -
+        b further back. Hence three segments of keys: P..g as they are, b..E-1 rotated back by E - P, the prefix
+        rotated back by E - b. Only keys are rotated, by a constant each: they have the fewest heads.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -83,39 +83,39 @@ def rotated(given: AttentionInput, key: Tensor, distance: float) -> Tensor:
 @MITIGATIONS.register("sorted_inter_document", aliases=("rotor",))
 @dataclass(frozen=True)
 class SortedInterDocument(Mitigation):
-    """Sort the passages by content and let each read all others in one circular order, itself last.
+    """Sort the passages by content, and let each attend to all others in one circular order that ends with itself.
 
-    The order of the passages comes from their content alone, so the caller's order never matters; and every passage is
-    read in the light of all others, so that its place in the sorted order matters less too. Only the passages' own
-    rows differ from an ordinary prompt with sorted passages: question and answer attend as the model was trained to.
+    The order of the passages depends on their content alone, so the given order has no effect. Every passage attends
+    to all others, so that its position in the sorted order matters less too. Only the rows of the passages differ from
+    an ordinary prompt with sorted passages: question and answer have ordinary attention.
 
     Source: Yoon et al. (2025), RoToR, section 3, https://arxiv.org/abs/2502.08662
     Formula: with the passages in the global order 1..k, passage i sees them arranged i+1, .., k, 1, .., i-1, i: all
         others fully and itself causally, at the positions of that arrangement; suffix and answer see 1..k. The
-        lexicographically smallest passage (by token ids) stands nearest to the question, as in the authors' code.
-        Routing: the unmodified row speaks if its confidence + routing > that of the sorted row, confidence being the
+        lexicographically smallest passage (by token ids) is nearest to the question, as in the authors' code.
+        Routing: the unmodified row is used if its confidence + routing > that of the sorted row, confidence being the
         probability of the likeliest first token.
-    Differs from the paper: relevance is whatever scored the passages, not monoT5; keys are rotated
-        once for all passages, by what the arrangements have in common, instead of once for every passage.
+    Differs from the paper: relevance is that of any reranker, not of monoT5; keys are rotated once for all passages,
+        by the common part of their arrangements, instead of once for every passage.
     Helps: many passages in no meaningful order: Llama-3.1-8B 61.4-61.6, 59.6-61.4, 59.0-59.5 on 10, 20, 30
         Lost-in-the-Middle passages where the unmodified model has 50-55, 51-55, 44-57 (paper, table 2).
-    Hurts: passages whose order carries meaning, such as the parts of one text; models that lean on the last passage
-        lose what they had when the right one stood there.
+    Hurts: passages whose order carries meaning, such as the parts of one text; models that attend mostly to the last
+        passage lose the advantage of a gold passage in the last position.
     Cost: attention over T x T instead of its lower half at prefill, 1.3 times the time at 3,000 tokens in bfloat16 on
         a CPU; decoding is that of the unmodified model. With routing the unmodified prompt is read too.
-    Limits: models whose rotation can be done outside of them, every layer with all keys.
+    Limits: models whose rotary encoding is supported and in which every layer has all keys.
 
     Args:
         sort: ``lexicographic`` by token ids, or ``relevance``, the most relevant nearest to the question.
-        routing: None runs the sorted row alone. A number (the paper's is 0.2) also runs the caller's order unmodified
-            and lets the more confident speak; the answer then depends on the order again.
+        routing: None runs the sorted row alone. A number (the paper's is 0.2) also runs the given order unmodified
+            and uses the more confident row; the answer then depends on the order again.
     """
 
     name: ClassVar[str] = "sorted_inter_document"
     paper: ClassVar[str] = "Yoon et al. (2025), RoToR, https://arxiv.org/abs/2502.08662"
     deviations: ClassVar[tuple[str, ...]] = (
-        "Relevance is what scored the passages instead of monoT5.",
-        "Keys are rotated by what the arrangements have in common, once for all passages.",
+        "Relevance is that of any reranker instead of monoT5.",
+        "Keys are rotated once for all passages, by the common part of their arrangements.",
     )
     order_invariant: ClassVar[bool] = True
     requires: ClassVar[frozenset[Capability]] = frozenset(
@@ -131,7 +131,7 @@ class SortedInterDocument(Mitigation):
         return self.routing is None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return the sorted row, after the unmodified one where answers are routed."""
+        """Return the sorted row; with routing, the unmodified row before it."""
         order = self._order(layout)
         if len(order) < 2:
             return Plan()

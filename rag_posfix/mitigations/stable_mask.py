@@ -1,4 +1,4 @@
-"""Stable mask: part of the softmax goes to pseudo-scores above the diagonal, and is thrown away."""
+"""Stable mask: pseudo-scores above the diagonal take a part of each softmax, which is discarded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["StableMask", "pseudo_log_mass"]
 
 
 def pseudo_log_mass(rows: Tensor, n_tokens: int, gamma: float) -> Tensor:
-    """Return the log-sum-exp of each row's pseudo-scores, -inf where it has none.
+    """Return the log-sum-exp of the pseudo-scores of each row, -inf for a row without any.
 
     Formula: row i (from 1) of n: log sum_{j = i + 1}^{n} exp(-gamma (j - 1)), a geometric series of n - i terms:
         -gamma i + log(1 - exp(-gamma (n - i))) - log(1 - exp(-gamma)).
@@ -60,32 +60,28 @@ class _PseudoScores(AttentionOverride):
 @MITIGATIONS.register("stable_mask", aliases=("stablemask",))
 @dataclass(frozen=True)
 class StableMask(Mitigation):
-    """Let each token throw part of its attention away, the less of it the later it stands.
+    """Discard a part of each token's attention, which falls with the token's position.
 
-    Attention has to sum to 1, so early tokens, which see little, must put it all on the few tokens there are. Scores
-    of their own above the diagonal take a share instead, and that share falls with the token's place, which also
-    tells the model where it is. For models that were trained so: a model that was not is changed by it, and answers
-    worse.
+    Attention sums to 1, so early tokens, which see few others, must attend to them fully. Pseudo-scores above the
+    diagonal take a part of the softmax instead. This part falls with the position, which also encodes the position.
+    The method is for models that were trained with it; other models answer worse.
 
     Source: Yin et al. (2024), StableMask, https://arxiv.org/abs/2402.04779
     Formula: softmax(A * C + P) * C with C the causal mask and P_ij = -gamma (j - 1) for i < j <= n, counted from 1.
         The pseudo-scores of a row enter its denominator only:
         out_i = softmax(A_i) V Z_i / (Z_i + exp(L_i)), Z_i = sum_j exp(A_ij), L_i = logsumexp_{j > i}(P_ij).
-        n is the prompt's length, or ``train_length`` where that is more.
-    Differs from the paper: n is fixed when the prompt has been read, because keys and values that are cached cannot
-        be told later that the text has grown; generated tokens after the n-th have nothing above the diagonal and
-        attend in the ordinary way.
+        n is the prompt's length, or ``train_length`` if that is longer.
+    Differs from the paper: n is fixed after the prefill, because cached keys and values cannot be updated when the
+        text grows; generated tokens after the n-th have no pseudo-scores and ordinary attention.
     Helps: models pre-trained with it: perplexity 10.7 to 10.4 for 1.4B parameters and 25B tokens of the Pile,
         OpenBookQA 31.4 to 32.6, WinoGrande 53.5 to 54.1.
-    Hurts: every other model, since each softmax of its prompt loses mass that it was trained to have. Nothing chooses
-        this method by itself.
-    Cost: one fused attention call per layer while the prompt is read; decoding after the n-th token is that of the
-        unmodified model.
-    Limits: models whose every layer keeps all keys. Not order-free.
+    Hurts: every other model, since each softmax of its prompt loses a part of its attention. No automatic choice uses
+        this method.
+    Cost: one fused attention call per layer at prefill; decoding after the n-th token is that of the unmodified model.
+    Limits: models in which every layer has all keys. Not order-free.
 
     Args:
-        gamma: How fast pseudo-scores fall from token to token, above 0 and up to 100: the one that the model was
-            trained with.
+        gamma: How fast pseudo-scores fall from token to token, above 0 and up to 100: the value of the training.
         train_length: Tokens per sequence in training; None = the length of the prompt.
     """
 
@@ -94,9 +90,7 @@ class StableMask(Mitigation):
         "Yin et al. (2024), StableMask: Refining Causal Masking in Decoder-only Transformer, "
         "https://arxiv.org/abs/2402.04779"
     )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "The length that pseudo-scores reach to is fixed when the prompt has been read.",
-    )
+    deviations: ClassVar[tuple[str, ...]] = ("The length that pseudo-scores cover is fixed after the prefill.",)
     training_free: ClassVar[bool] = False
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.FULL_CACHE})
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"gamma": 100.0})
@@ -106,6 +100,6 @@ class StableMask(Mitigation):
     train_length: Annotated[int | None, Whole(1)] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return one row with an attention that loses mass to pseudo-scores."""
+        """Return one row whose attention has pseudo-scores."""
         n_tokens = max(len(layout.token_ids), self.train_length or 0)
         return Plan(rows=(RowPlan(attend=_PseudoScores(self.gamma, n_tokens)),))

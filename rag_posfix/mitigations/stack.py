@@ -1,4 +1,4 @@
-"""Several mitigations at once, where their plans change different things."""
+"""Stack: several mitigations at once, if their plans change different fields."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MAX_METHODS = 16
 @MITIGATIONS.register("stack")
 @dataclass(frozen=True)
 class Stack(Mitigation):
-    """Lay several methods over each other, for example head scaling over sorted passages.
+    """Combine several methods, for example head scaling and sorted passages.
 
-    Methods that change different fields of a plan (positions per layer, positions per head, the RoPE base, who attends
-    to whom, which rows are read) go together; methods that change the same one are refused, both named.
+    Methods can be combined if they change different fields of a plan (positions per layer, positions per head, the
+    RoPE base, the mask, the rows). Methods that change the same field are refused with both names.
 
     Source: this library; each method has its own.
-    Formula: the union of the plans' fields; a plan with several rows gives each row what the other plans give theirs.
-    Differs from the paper: no paper stacks them.
-    Helps: where two corrections act on different causes: an order-free reading whose far positions are also drawn
+    Formula: the union of the plans' fields; a plan with several rows gives each row the fields of the other plans.
+    Differs from the paper: no paper combines them.
+    Helps: where two methods correct different causes: an order-free method whose far positions are also brought
         nearer.
-    Hurts: every method takes the model a step away from what it was trained on; two steps may be too many.
-    Cost: that of the methods together. Passages cannot be encoded once and reused where a method that is decided by
-        the whole prompt (head_scaling) is in the stack.
+    Hurts: every method differs from the training of the model; two methods may differ too much.
+    Cost: that of the methods together. Passages cannot be encoded once and reused if the stack contains a method that
+        the whole prompt decides (head_scaling).
     Limits: those of each method. Conflicts are found when a prompt is planned.
 
     Args:
@@ -68,11 +68,11 @@ class Stack(Mitigation):
 
     @property
     def is_order_invariant(self) -> bool:
-        """One method that reads passages in an order of its own is enough: the others never see the caller's."""
+        """Whether any of the methods is order-free: it sorts the passages for the others."""
         return any(method.is_order_invariant for method in map(_made, self.methods))
 
     def needs(self) -> frozenset[Capability]:
-        """Return what any of the methods needs."""
+        """Return the capabilities that any of the methods needs."""
         return frozenset().union(*(method.needs() for method in map(_made, self.methods)))
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:

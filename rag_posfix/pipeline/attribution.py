@@ -1,4 +1,4 @@
-"""Which passage each sentence of an answer comes from, by the attention that was paid while it was written."""
+"""Attributes each sentence of an answer to a passage, by the attention to passages during its generation."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class SentenceAttribution:
 def attribute_sentences(answer: str, sources: Sequence[TokenSource]) -> list[SentenceAttribution]:
     """Return the sentences of ``answer`` with the mean shares of their tokens, left to right.
 
-    A token counts for the sentence that its last character stands in; white space and tokens without text count for
-    none. A sentence without tokens is left out.
+    A token belongs to the sentence that contains its last character. White space and tokens without text belong to no
+    sentence. A sentence without tokens is left out.
 
     Args:
         answer: The answer.
-        sources: Which passages each token comes from, in the order they were written.
+        sources: The shares of the passages in each token, in the order of generation.
     """
     spans = [(found.start(), found.start() + len(found.group().rstrip())) for found in _SENTENCE.finditer(answer)]
     ends = [end for _, end in spans]

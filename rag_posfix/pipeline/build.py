@@ -1,6 +1,6 @@
 """Builds pipelines, and the parts that commands and experiments share, from settings.
 
-The one place where concrete parts are chosen.
+All concrete classes are chosen here.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ DEFAULT_RERANKER = "embedding"
 def build_pipeline(
     settings: Settings | None = None, *, index: str | Path | None = None, generator: Generator | None = None
 ) -> Pipeline:
-    """Return a pipeline: model, embeddings, index, reranker and cache as ``settings`` say.
+    """Return a pipeline with the model, embeddings, index, reranker and caches of ``settings``.
 
     Args:
-        settings: What to run with; read from the environment if None.
-        index: Folder of an index, in place of ``settings.index``. Without either, questions bring their documents.
-        generator: Used in place of loading ``settings.model``.
+        settings: The settings; read from the environment if None.
+        index: Folder of an index, instead of ``settings.index``. Without an index, documents must be in the question.
+        generator: The generator, instead of loading ``settings.model``.
 
     Raises:
-        ConfigError: the model or a setting is at fault.
-        RetrievalError: the index is damaged, foreign, or was built with other embeddings.
+        ConfigError: the model or a setting is wrong.
+        RetrievalError: the index is damaged, is of another program, or was built with other embeddings.
         UnsupportedModelError: the model cannot take the attention hook.
     """
     chosen = settings or Settings()
@@ -106,9 +106,9 @@ def build_pipeline(
 
 
 def _with_passages(generator: Generator, settings: Settings, undo: ExitStack) -> tuple[Generator, PassageStore | None]:
-    """Return a generator that keeps passages as the settings say, and the store that was made for it.
+    """Return a generator with the passage KV store of the settings, and that store.
 
-    A generator that has a store keeps it: the store belongs to whoever gave it.
+    A generator that already has a store is returned unchanged, with None: the caller owns that store.
     """
     batching = generator if isinstance(generator, BatchingGenerator) else None
     engine = generator if batching is None else batching.engine
@@ -135,11 +135,11 @@ def _reranker_spec(settings: Settings) -> MethodSpec:
 
 
 def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
-    """Load ``settings.model`` whole into this process, on the device and in the dtype that ``settings`` name.
+    """Load ``settings.model`` into this process, on the device and in the dtype of ``settings``.
 
     Args:
         settings: Model, dtype, device and the folder of converted weights.
-        passage_bytes: Memory for keys and values of passages, on the device of the model; 0 keeps none.
+        passage_bytes: Size limit of a passage KV store in memory, on the device of the model; 0 for no store.
 
     Raises:
         ConfigError: the model cannot be found or read.
@@ -152,7 +152,7 @@ def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
 
 
 def build_embeddings(settings: Settings) -> SentenceEmbeddings:
-    """Return the embedding model that ``settings`` name; its weights are loaded when it first embeds a text.
+    """Return the embedding model of ``settings``; its weights are loaded at the first use.
 
     Args:
         settings: The embedding model.
@@ -161,7 +161,7 @@ def build_embeddings(settings: Settings) -> SentenceEmbeddings:
 
 
 def build_reranker_models(settings: Settings) -> RerankerModels:
-    """Return what rerankers are made from; each part is loaded when a reranker first needs it, once.
+    """Return the models for rerankers; each is loaded once, at the first use.
 
     Args:
         settings: Embedding model, model, dtype and device.
@@ -182,16 +182,16 @@ def build_reranker_models(settings: Settings) -> RerankerModels:
 
 
 def invalidate_stored(documents: Sequence[Document], settings: Settings) -> tuple[int, int]:
-    """Drop answers made from ``documents``, and their passages, from the tiers on disk and in Redis.
+    """Drop the cached answers, keys and values of ``documents`` from the tiers on disk and in Redis.
 
-    What running processes hold in memory stays until it expires or is evicted. A tier that fails is left as it is.
+    Running processes hold their copies in memory until these expire or are evicted. A tier that fails is skipped.
 
     Args:
-        documents: What is gone.
-        settings: Where answers and passages are kept.
+        documents: The removed documents.
+        settings: Settings of the caches.
 
     Returns:
-        How many answers and how many passages there were.
+        Number of dropped answers, and of dropped passages.
     """
     if not documents:
         return 0, 0
@@ -214,21 +214,21 @@ def precompute_stored(
     settings: Settings,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[int, int]:
-    """Read each document into the passage KV store of ``settings``, so that the first question about it is warm.
+    """Compute the keys and values of each document into the passage KV store of ``settings``.
 
     Args:
         engine: The model.
-        documents: What is read.
-        mitigation: A method that reads passages independently of each other.
-        settings: Where passages are kept, and the tenant.
-        progress: Called with (documents read, documents in all).
+        documents: The documents.
+        mitigation: A method with independent passages.
+        settings: Settings of the store, and the tenant.
+        progress: Called with (number of documents done, number of documents).
 
     Returns:
-        How many tokens were read, and how many bytes the tier on disk or in Redis holds now.
+        Number of computed tokens, and bytes of the tier on disk or in Redis.
 
     Raises:
-        ConfigError: the method does not read passages apart, or the store keeps nothing.
-        UnsupportedModelError: the model cannot be served by the method.
+        ConfigError: the method's passages are not independent, or the store has no tier or stores nothing.
+        UnsupportedModelError: the method does not support the model.
     """
     store = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
     with ExitStack() as opened:
@@ -266,7 +266,7 @@ def _retriever(
 
 
 def _assembly(settings: Settings, order: str) -> dict[str, Any]:
-    """Return the assembler's rules, checked: what is wrong with them is told before a model is loaded."""
+    """Return the parameters of the assembler, checked before a model is loaded."""
     parameters: dict[str, Mapping[str, Any]] = {}
     if settings.profile is not None:
         profile = MethodSpec("profile", {"file": str(settings.profile)})

@@ -1,4 +1,4 @@
-"""Finds which passages an answer quotes."""
+"""Finds the spans of an answer that are quotes of passages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MIN_WORDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """A stretch of the answer that stands word for word in passages.
+    """A span of the answer that passages contain word for word.
 
     Attributes:
         start: First character in the answer.
         end: Character after the last.
-        passages: Indices of the passages that hold it.
+        passages: Indices of the passages that contain the span.
     """
 
     start: int
@@ -28,9 +28,9 @@ class Quote:
 
 
 def find_quotes(answer: str, passages: Sequence[str]) -> list[Quote]:
-    """Return the longest stretches of at least three words of ``answer`` that stand in ``passages``, left to right.
+    """Return the longest spans of at least three words of ``answer`` that ``passages`` contain, left to right.
 
-    Case and punctuation do not count. An answer of fewer than three words is one stretch.
+    Case and punctuation are ignored. An answer of fewer than three words is one span.
 
     Cost: words of the answer squared at worst, times the passages.
     """

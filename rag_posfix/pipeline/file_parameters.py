@@ -1,7 +1,7 @@
-"""Parameters that the command line and the settings take from files. The only place where a method's file is read.
+"""Reads the parameters that the command line and the settings give as files. No other code reads a method's file.
 
-Methods take values. ``name:profile=PATH`` is read here and becomes ``name`` with the values of the file, before the
-method is made. Requests to the service never come this way: a client cannot make the server read a file.
+Methods take values only. ``name:profile=PATH`` becomes ``name`` with the values of the file, before the method is
+created. Requests to the service are not processed here, so a client cannot make the server read a file.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ __all__ = ["order_with_values", "with_file_parameters"]
 
 
 def with_file_parameters(spec: MethodSpec, registry: Registry[Any]) -> MethodSpec:
-    """Return ``spec`` under its registry name, with the values of the files that it names, also in methods it holds.
+    """Return ``spec`` under its registry name, with file parameters replaced by the values of their files.
+
+    Methods in the parameters of ``spec`` (``stack``) are processed in the same way.
 
     Args:
-        spec: A method as a user wrote it.
-        registry: The registry of its kind; its classes name the parameters that may be files.
+        spec: A method as given by a user.
+        registry: The registry of its kind; its classes declare the file parameters.
 
     Raises:
         UnknownNameError: no such name.
-        ConfigError: a file cannot be read, or gives a parameter that is given too.
+        ConfigError: a file cannot be read, or has a parameter that is also given directly.
     """
     name = registry.resolve(spec.name)
     entry = registry.get(name)
@@ -39,7 +41,7 @@ def with_file_parameters(spec: MethodSpec, registry: Registry[Any]) -> MethodSpe
 
 
 def order_with_values(order: str) -> str:
-    """Return an order as text, with the values of the files that it names in the place of their paths.
+    """Return an order as text, with file parameters replaced by the values of their files.
 
     Raises:
         UnknownNameError: no order has this name.
@@ -64,7 +66,7 @@ def _with_values(name: str, given: Mapping[str, Any], readers: Mapping[str, Any]
 
 
 def _member(member: Any, registry: Registry[Any]) -> Any:
-    """Return a method of a list with the values of its files; what is no method is left for the list's owner."""
+    """Return an entry of a list of methods with the values of its files; any other entry is returned unchanged."""
     fields = member
     if isinstance(member, str) and member.startswith("{"):
         try:

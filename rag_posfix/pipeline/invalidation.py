@@ -1,4 +1,4 @@
-"""Invalidation: answers, and keys and values, of documents that are gone from an index are dropped."""
+"""Invalidation: cached answers, keys and values of documents that were removed from an index are dropped."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def invalidate(
     """Drop the answers made from ``documents``, and the keys and values of their passages.
 
     Args:
-        documents: What is gone.
+        documents: The removed documents.
         answers: The answer cache, or None.
         passages: The passage KV store, or None.
 
     Returns:
-        How many answers and how many passages there were.
+        Number of dropped answers, and of dropped passages.
     """
     n_answers = 0 if answers is None else answers.drop_documents([document_id(document) for document in documents])
     n_passages = 0 if passages is None else passages.drop([content_key(document) for document in documents])

@@ -1,4 +1,4 @@
-"""The path of one question: retrieve, rerank, assemble, look in the cache, generate. Knows protocols only."""
+"""The path of one question: retrieve, rerank, assemble, look up the answer cache, generate. Knows protocols only."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ __all__ = ["Answer", "Defaults", "Pipeline", "Question"]
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a question that does not say gets.
+    """Default values for questions.
 
     Attributes:
         mitigation: The mitigation and its parameters.
         order: Name of the order of the passages.
-        k: Passages to retrieve.
-        sampling: How tokens are chosen.
-        tenant: Salt of the cache key, joined with the question's own.
-        traced: Whether answers cite by attention too: four layers more to look at in each step, a few per cent.
+        k: Number of passages to retrieve.
+        sampling: Sampling parameters.
+        tenant: Part of every cache key, besides the tenant of the question.
+        traced: Whether answers have citations by attention, which need the attention of four layers at each step and
+            make decoding a few per cent slower.
     """
 
     mitigation: MitigationChoice = field(default_factory=lambda: MitigationChoice("context_experts"))
@@ -59,7 +60,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A question on its way: everything that is known before the generator runs."""
+    """Everything that is known about a question before the generator runs."""
 
     text: str
     assembled: Assembled
@@ -89,18 +90,17 @@ class Pipeline:
     """Answers questions from documents. Safe to share between threads.
 
     Args:
-        generator: Answers prompts.
+        generator: Generates answers to prompts.
         assembler: Makes prompts for ``generator``.
-        retriever: Finds passages; without one, questions bring their documents or are answered without.
-        reranker: Scores documents that come without a ``relevance_score``; with ``candidates``, those that are
-            retrieved too.
-        cache: Keeps answers.
-        defaults: What a question that does not say gets.
-        passages: Keeps keys and values for ``generator``; closed with the pipeline.
-        recent: Remembers recent prompts, for the order ``cache_aware``; a bounded memory of its own if None.
-        on_close: Called when the pipeline is closed; for a generator that belongs to nobody else.
-        candidates: How many passages are retrieved for the reranker to choose from, at least as many as are asked
-            for. 0: passages keep the scores that the retriever gave them.
+        retriever: Finds passages. Without a retriever, questions have documents or are answered without.
+        reranker: Scores documents without a ``relevance_score``; with ``candidates``, also retrieved documents.
+        cache: The answer cache.
+        defaults: Default values for questions.
+        passages: The passage KV store of ``generator``; closed with the pipeline.
+        recent: The memory of recent prompts for the order ``cache_aware``; a new one if None.
+        on_close: Called when the pipeline is closed, to close a generator that only this pipeline uses.
+        candidates: Number of passages that are retrieved for the reranker, at least ``k``. With 0, the reranker does
+            not score retrieved passages.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ class Pipeline:
         self.candidates = candidates
 
     def with_generator(self, generator: Generator) -> Pipeline:
-        """Return a pipeline with the same parts and another generator; this one stays as it is.
+        """Return a pipeline with the same parts and another generator; this pipeline does not change.
 
         Args:
-            generator: Has the tokenizer and the context window of the one in its place.
+            generator: A generator with the same tokenizer and context window.
         """
         return Pipeline(
             generator,
@@ -148,7 +148,7 @@ class Pipeline:
         )
 
     def close(self) -> None:
-        """Close the caches; later questions are answered without them. Ends the processes of a model that is split."""
+        """Close the caches and end the processes of a split model. Later questions are answered without caches."""
         for kept in (self.cache, self.passages):
             if kept is not None:
                 kept.close()
@@ -156,23 +156,24 @@ class Pipeline:
             self._on_close()
 
     def invalidate(self, documents: Sequence[Document]) -> None:
-        """Drop what was kept of documents that are gone: answers made from them, and their keys and values.
+        """Drop the cached answers, keys and values of documents that were removed.
 
-        Memory of other processes keeps its copies until they expire or are evicted.
+        Other processes hold their copies in memory until these expire or are evicted.
         """
         invalidate(documents, self.cache, self.passages)
-        self.recent.forget([content_key(document) for document in documents])
+        self.recent.drop([content_key(document) for document in documents])
 
     def ask(self, question: Question | str, watcher: StageWatcher | None = None) -> Answer:
-        """Return the answer. Equal questions at the same time compute once.
+        """Return the answer. Equal concurrent questions are computed once.
 
         Args:
-            question: What is asked.
-            watcher: Is told what is done.
+            question: The question.
+            watcher: Is notified of each stage.
 
         Raises:
-            RagPosfixError: the question, its parameters or its documents are at fault, or generation failed. A
-                failing cache never raises.
+            RagPosfixError: the question, its parameters or its documents are wrong, or generation failed. A failing
+            cache
+                never raises.
         """
         prepared = self._prepare(question, watcher)
         cache, key = self.cache, prepared.key
@@ -188,14 +189,14 @@ class Pipeline:
             return self._keep(prepared, to_store(prepared.assembled, generation))
 
     def stream(self, question: Question | str, watcher: StageWatcher | None = None) -> Iterator[AnswerChunk]:
-        """Yield the answer piece by piece; the last chunk carries the whole answer.
+        """Yield the answer in pieces; the last chunk has the complete answer.
 
-        Bad input raises here, before the first piece is asked for. A stored answer comes as one piece. Closing the
+        Wrong input raises in this call, before the first piece is requested. A cached answer is one piece. Closing the
         iterator stops the computation.
 
         Args:
-            question: What is asked.
-            watcher: Is told what is done.
+            question: The question.
+            watcher: Is notified of each stage.
         """
         prepared = self._prepare(question, watcher)
         stored = self._look_up(prepared)
@@ -317,7 +318,7 @@ class Pipeline:
 
 
 def _words(asked: Question) -> str:
-    """Return the conversation so far, as text that tells two conversations apart."""
+    """Return the conversation so far as text that is different for different conversations."""
     return repr([(m.get("role"), m.get("content")) for m in asked.history])
 
 

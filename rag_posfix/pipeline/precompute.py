@@ -1,4 +1,4 @@
-"""Reads the passages of an index into the passage store, so that the first question about them is a warm one."""
+"""Precomputes the keys and values of the passages of an index, so that the first question about a passage is warm."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def precompute(
     salt: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Read each document as it will stand in a prompt without earlier messages; return how many tokens were read.
+    """Compute each document's keys and values as in a prompt without history; return the number of computed tokens.
 
-    Documents that the store holds already cost a look into it. Their order does not matter. A store that turns out to
-    be too small for all of them keeps the last ones, and the log says so.
+    A document whose entry is stored already costs one lookup. The order of the documents does not matter. If the store
+    is too small for all documents, it holds the last ones, and a warning is logged.
 
     Args:
-        engine: A model with a passage store.
-        documents: What is read. Left out are empty ones, repetitions, and those that do not fit the context window: a
-            question reads them cut.
-        mitigation: A method that reads passages independently of each other.
-        template: The words of the prompt; the default ones if None.
+        engine: A model with a passage KV store.
+        documents: The documents. Skipped are documents without text, duplicates, and documents that exceed the context
+            window, because a prompt contains them truncated.
+        mitigation: A method with independent passages.
+        template: The prompt template; the default template if None.
         salt: As in ``GenerationRequest``.
-        progress: Called with (documents read, documents in all).
+        progress: Called with (number of documents done, number of documents).
 
     Raises:
-        ConfigError: the method does not read passages apart, the engine has no store, or it keeps nothing.
-        UnsupportedModelError: the model cannot be served by the method.
+        ConfigError: the method's passages are not independent, or the engine has no store, or the store stores
+        nothing. UnsupportedModelError: the method does not support the model.
     """
     chosen = template or PromptTemplate()
     prompt = tokenize_prompt(engine.encoder, chosen, "?")
@@ -75,7 +75,8 @@ def precompute(
 def _distinct(documents: Sequence[Document]) -> list[CheckedDocument]:
     """Return the documents with text, one for each title and text.
 
-    Assembly drops more: documents of one text and several titles. A question may find any of them without the others.
+    Assembly drops more duplicates: documents of equal text and different titles. A question may retrieve only one of
+    them.
     """
     distinct: dict[str, CheckedDocument] = {}
     for index, document in enumerate(documents):
@@ -86,7 +87,7 @@ def _distinct(documents: Sequence[Document]) -> list[CheckedDocument]:
 
 
 def _max_tokens(engine: PassagePrecomputer, prompt: TokenizedPrompt) -> int:
-    """Return how many tokens of passages the queue of the store has room for: what does not fit would be lost."""
+    """Return the number of tokens whose entries fit into the write queue of the store; further ones would be lost."""
     if engine.passages is None:
         return 0
     return engine.passages.queue_bytes // engine.kv_bytes_per_token - len(prompt.prefix)
@@ -105,7 +106,7 @@ def _batches(passages: Sequence[TokenizedPassage], max_tokens: int) -> Iterator[
 
 
 def _wait(store: WritablePassages | None) -> None:
-    """Wait until what was read is written: entries that do not fit the queue of the store would be lost."""
+    """Wait until the computed entries are written: entries that do not fit into the write queue would be lost."""
     if store is not None and not store.flush(WRITE_TIMEOUT_SECONDS):
         raise ConfigError(
             f"the passage store did not write what was read within {WRITE_TIMEOUT_SECONDS:g} seconds; check the disk "
@@ -118,7 +119,7 @@ def _lasting(store: WritablePassages | None) -> Sequence[dict[str, Any]]:
 
 
 def _check_kept(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
-    """Raise if no tier took what was written."""
+    """Raise if no tier stored the written entries."""
     if not any(tier.get("entries") and not failed for tier, failed in zip(now, _failures(before, now), strict=True)):
         raise ConfigError(
             f"the passage store kept nothing of what was read ({_told(before, now)}); check the disk or the Redis "
@@ -127,7 +128,7 @@ def _check_kept(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]])
 
 
 def _tell_lost(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], n_passages: int) -> None:
-    """Log it if no tier can have all that was read."""
+    """Log a warning if no tier can hold all computed entries."""
     failures = _failures(before, now)
     if not any(
         (tier.get("entries") or 0) >= n_passages and not failed for tier, failed in zip(now, failures, strict=True)
@@ -141,7 +142,7 @@ def _tell_lost(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], 
 
 
 def _failures(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[int]:
-    """Return how many errors each tier met meanwhile."""
+    """Return the number of errors of each tier since ``before``."""
     return [new.get("errors", 1) - old.get("errors", 0) for old, new in zip(before, now, strict=True)]
 
 

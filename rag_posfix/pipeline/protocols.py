@@ -1,4 +1,4 @@
-"""The protocols of what a pipeline uses besides its generator: assembler, caches, prompt memory, stage watcher."""
+"""Protocols of the parts of a pipeline besides its generator: assembler, caches, prompt memory, stage watcher."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PromptAssembler(Protocol):
 
     @property
     def template(self) -> PromptTemplate:
-        """The words of the prompt."""
+        """The prompt template."""
         ...
 
     def assemble(
@@ -52,49 +52,49 @@ class PromptAssembler(Protocol):
 
 
 class PromptMemory(Protocol):
-    """Remembers the passages of recent prompts, so that an order may begin as one of them began."""
+    """Stores the passages of recent prompts, so that an order can start with the same passages."""
 
     def recent(self, scope: str) -> Sequence[Sequence[str]]:
         """Return the content keys of the passages of a scope's recent prompts, the newest first."""
         ...
 
     def add(self, scope: str, keys: Sequence[str]) -> None:
-        """Remember a prompt's passages, in their order."""
+        """Store the passages of a prompt, in prompt order."""
         ...
 
-    def forget(self, keys: Sequence[str]) -> None:
-        """Forget every prompt with one of these passages."""
+    def drop(self, keys: Sequence[str]) -> None:
+        """Drop every prompt with one of these passages."""
         ...
 
 
 class Stage(Protocol):
-    """A stage of one question while it runs."""
+    """A running stage of one question."""
 
     def piece(self, text: str) -> None:
-        """Tell a piece of an answer that is being written."""
+        """Receive a piece of an answer while it is generated."""
         ...
 
     def done(self, outcome: Any) -> None:
-        """Tell what came out: documents, or a ``Generation``."""
+        """Receive the result of the stage: documents, or a ``Generation``."""
         ...
 
 
 class StageWatcher(Protocol):
-    """Is told what a pipeline does for one question: for traces."""
+    """Is notified of the stages of one question, for traces."""
 
     def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> AbstractContextManager[Stage]:
-        """Return what holds while a stage runs; an exception that passes through it is the stage's failure.
+        """Return the context manager of a stage; an exception that it sees is the failure of the stage.
 
         Args:
             name: ``retriever``, ``reranker`` or ``generator``.
             given: The question.
-            documents: What a reranker scores.
+            documents: The documents that a reranker scores.
         """
         ...
 
 
 class AnswerCache(Protocol):
-    """Keeps finished answers. No method ever raises for a failing store: a failure is a miss, and counted."""
+    """The answer cache. Methods do not raise if a tier fails: a failure is counted and is a miss."""
 
     def get(self, key: str) -> Mapping[str, Any] | None:
         """Return the stored answer (JSON types only), or None."""
@@ -105,7 +105,7 @@ class AnswerCache(Protocol):
         ...
 
     def single_flight(self, key: str) -> AbstractContextManager[None]:
-        """Hold while computing ``key``: equal keys wait, then find the answer in the cache."""
+        """Hold while computing ``key``: equal concurrent keys wait and then read the answer from the cache."""
         ...
 
     def drop_documents(self, document_ids: Sequence[str]) -> int:
@@ -113,41 +113,41 @@ class AnswerCache(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of files and connections; later calls are misses."""
+        """Close files and connections; later lookups are misses."""
         ...
 
 
 class DroppablePassages(Protocol):
-    """The passage KV store as a pipeline uses it: to drop entries. No method raises because the store fails."""
+    """The passage KV store, as the pipeline uses it to drop entries. Methods do not raise if a tier fails."""
 
     def drop(self, tags: Sequence[str]) -> int:
         """Drop every entry made from passages with one of these content keys."""
         ...
 
     def close(self) -> None:
-        """Let go of files and connections; later calls are misses."""
+        """Close files and connections; later lookups are misses."""
         ...
 
 
 class WritablePassages(Protocol):
-    """The passage KV store as precomputing uses it: to learn what was written."""
+    """The passage KV store, as ``precompute`` uses it to check what was written."""
 
     @property
     def queue_bytes(self) -> int:
-        """Bytes that may wait to be written; what exceeds them is lost."""
+        """Size limit of the write queue in bytes; entries beyond it are lost."""
         ...
 
     def flush(self, timeout_seconds: float = 30.0) -> bool:
-        """Wait until everything is written; return False if that takes longer."""
+        """Wait until the write queue is empty; return False after a timeout."""
         ...
 
     def lasting_stats(self) -> Sequence[dict[str, Any]]:
-        """Return name, entries, bytes and errors of each tier that outlives the process; of all without such."""
+        """Return name, entries, bytes and errors of each tier on disk or in Redis; of all tiers if there is none."""
         ...
 
 
 class PassagePrecomputer(Protocol):
-    """A generator that reads passages into its passage KV store before any question is asked."""
+    """A generator that computes keys and values of passages into its passage KV store before any question."""
 
     @property
     def encoder(self) -> TokenEncoder:
@@ -156,7 +156,7 @@ class PassagePrecomputer(Protocol):
 
     @property
     def context_window(self) -> int:
-        """Most tokens that prompt and answer may have together."""
+        """Token limit of prompt and answer together."""
         ...
 
     @property
@@ -170,5 +170,5 @@ class PassagePrecomputer(Protocol):
         ...
 
     def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
-        """Read prefix and passages of a prompt into the store; return how many tokens had to be read."""
+        """Compute prefix and passages of a prompt into the store; return the number of computed tokens."""
         ...

@@ -1,4 +1,4 @@
-"""What the cache keeps of an answer, and the answer that it becomes for the documents of another question."""
+"""Converts answers to cache entries, and cache entries to answers for the documents of another question."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["answer_from", "readable", "to_store"]
 
 
 def to_store(assembled: Assembled, generation: Generation) -> dict[str, Any]:
-    """Return what the cache keeps. Attention goes by content, because ids and order belong to one question only.
+    """Return the cache entry of an answer. Attention is stored by content key, because ids belong to one question.
 
     Args:
         assembled: The prompt.
-        generation: What was generated from it.
+        generation: The generated answer.
     """
     attention = generation.attention or (0.0,) * assembled.layout.n_passages
     keys = assembled.layout.keys
@@ -39,12 +39,12 @@ def to_store(assembled: Assembled, generation: Generation) -> dict[str, Any]:
 
 
 def readable(stored: Any) -> bool:
-    """Return whether a stored answer has the fields and types of ``to_store``; anything else is a miss.
+    """Return whether a cache entry has the fields and types of ``to_store``; any other entry is a miss.
 
-    Answers of versions that kept no claims are read: they then have no citations by attention.
+    Entries of older versions without claims are valid: their answers have no citations by attention.
 
     Args:
-        stored: What a cache returned.
+        stored: The cache entry.
     """
     numbers = ("prompt_tokens", "completion_tokens", "cached_tokens")
     return (
@@ -72,14 +72,14 @@ def _is_claim(stored: Any, length: int) -> bool:
 def answer_from(
     stored: Mapping[str, Any], assembled: Assembled, mitigation: str, timings: Mapping[str, float], *, cached: bool
 ) -> Answer:
-    """Return the answer for the documents as *this* question brought them: order and ids may differ.
+    """Return the answer for the documents of *this* question; order and ids of the cached question's may differ.
 
     Args:
-        stored: What ``to_store`` returned, now or once.
-        assembled: This question's prompt.
+        stored: An entry of ``to_store``, new or cached.
+        assembled: The prompt of this question.
         mitigation: Name of the mitigation.
         timings: Seconds by stage.
-        cached: Whether it comes from the cache.
+        cached: Whether the entry comes from the cache.
     """
     return Answer(
         text=stored["text"],
@@ -118,7 +118,7 @@ def _documents(attention: Mapping[str, float], assembled: Assembled) -> tuple[An
 
 
 def _citations(stored: Mapping[str, Any], assembled: Assembled) -> tuple[Citation, ...]:
-    """Return quotes and sentences that one passage dominated, by place; of one place the quote first."""
+    """Return citations by quote and by attention, sorted by start; for equal starts the quote first."""
     text = stored["text"]
     found = []
     for quote in find_quotes(text, [document.page_content for document in assembled.documents]):

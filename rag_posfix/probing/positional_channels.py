@@ -1,6 +1,6 @@
-"""Finds hidden channels that follow the position, whatever the text, and writes a profile for ``hidden_scaling``.
+"""Probe of hidden channels that vary with the position for any text; it writes a profile for ``hidden_scaling``.
 
-Knows loaded models and hidden states; no task, no text, and of methods the one that its profile is for.
+Depends on loaded models and hidden states only; of the methods, on the one that reads the profile.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class PositionalChannel:
     """A hidden channel whose mean over random text rises or falls with the position.
 
     Attributes:
-        channel: Which, from 0.
-        layers: In which layers it does.
-        roughness: How far its curve is from smooth, in the smoothest of these layers; 0 is a straight line.
+        channel: Its index, from 0.
+        layers: The layers in which it rises or falls.
+        roughness: Deviation of its curve from a smooth one, in the smoothest of these layers; 0 is a straight line.
     """
 
     channel: int
@@ -52,7 +52,7 @@ class PositionalChannel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PositionalChannelsRecord(ExperimentRecord):
-    """What ``probe_positional_channels`` returns: the head is the profile that ``hidden_scaling`` reads."""
+    """The result of ``probe_positional_channels``: the head is the profile that ``hidden_scaling`` reads."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the path of the profile, its channel, factor and layers, and the candidates."""
@@ -80,13 +80,13 @@ def probe_positional_channels(
         top: Candidates to keep.
         factor: The factor that the profile asks ``hidden_scaling`` for.
         seed: Of the random tokens.
-        engine: The model; loaded as ``settings`` say if None.
+        engine: The model; loaded by ``settings`` if None.
         settings: Read from the environment if None.
         out: Folder for the profile; None writes nothing.
-        progress: Shows how far it is.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
-        ConfigError: a number is out of range, or the model or a setting is at fault.
+        ConfigError: a number is out of range, or the model or a setting is wrong.
         UnsupportedModelError: no channel of the model follows the position.
     """
     create("hidden_scaling", {"factor": factor})  # an error in the factor is told before the work

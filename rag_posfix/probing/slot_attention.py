@@ -1,6 +1,6 @@
-"""How much attention a model pays to each slot of a prompt, whatever stands there.
+"""Probe of the attention that a model pays to each slot of a prompt, independently of the content.
 
-Knows loaded models, layouts and evaluation data; no method.
+Depends on loaded models, layouts and evaluation data, on no method.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["SlotAttentionRecord", "mean_dummy_attention", "probe_slot_attention"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotAttentionRecord(ExperimentRecord):
-    """What ``probe_slot_attention`` returns: the head is the profile that ``calibrated_attention`` reads."""
+    """The result of ``probe_slot_attention``: the head is the profile that ``calibrated_attention`` reads."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the path of the profile, the attention of each slot, and the number of questions."""
@@ -53,17 +53,17 @@ def probe_slot_attention(
     The gold passage stands at another position from question to question.
 
     Args:
-        data: A file of Lost-in-the-Middle rows or in SQuAD's form, or questions.
-        documents: Passages per prompt, two or more.
-        limit: Questions at most.
-        skip: Questions to leave out at the start.
-        engine: The model; loaded as ``settings`` say if None.
+        data: A file of Lost-in-the-Middle rows or in SQuAD's format, or questions.
+        documents: Number of passages per prompt, two or more.
+        limit: Maximum number of questions.
+        skip: Number of questions to leave out at the start.
+        engine: The model; loaded by ``settings`` if None.
         settings: Read from the environment if None.
         out: Folder for the profile; None writes nothing.
-        progress: Shows how far it is.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
-        ConfigError: the model or a setting is at fault, or there are fewer than two passages.
+        ConfigError: the model or a setting is wrong, or there are fewer than two passages.
         EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
     """
     examples = take_examples(data, limit, skip)

@@ -62,11 +62,11 @@ def read_reranker(text: str) -> MethodSpec:
 
 
 def parse_reranker(text: str) -> MethodSpec:
-    """Read ``name`` or ``name:parameter=value`` and check it: a typing error is told before a model is loaded.
+    """Read ``name`` or ``name:parameter=value`` and check it: errors are reported before a model is loaded.
 
     Raises:
         UnknownNameError: no reranker has this name.
-        ConfigError: an unknown parameter, a value outside of what is allowed, or text that cannot be read.
+        ConfigError: an unknown parameter, a value out of range, or text that cannot be read.
     """
     spec = read_reranker(text)
     RERANKERS.check(spec)

@@ -12,7 +12,7 @@ from langchain_core.documents import Document
 from pydantic import Field, PrivateAttr
 
 from rag_posfix.retrieval.base import QuestionRetriever
-from rag_posfix.retrieval.index.bm25_index import BM25Index, check_parameters, split_words, top_rows
+from rag_posfix.retrieval.index.bm25_index import BM25Index, check_bm25_parameters, split_words, top_rows
 from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry, deep_copy, stored_copy
 from rag_posfix.retrieval.index.filters import check_filter
 from rag_posfix.retrieval.index.storage import read_bm25, read_entries
@@ -71,7 +71,7 @@ class BM25Retriever(QuestionRetriever):
         import numpy as np
 
         super().model_post_init(context)
-        check_parameters(self.k1, self.b)
+        check_bm25_parameters(self.k1, self.b)
         if self.filter is not None:
             check_filter(self.filter)
         if self.counted is not None:

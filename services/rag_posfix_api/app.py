@@ -1,4 +1,4 @@
-"""The application. Everything it knows hangs on ``app.state.service``; importing this builds nothing."""
+"""The application. Its state is ``app.state.service``; importing this module builds nothing."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def create_app(
     """Return the application.
 
     Args:
-        settings: What to load, and what requests get that do not say.
-        pipeline: Served at once, in place of loading one.
-        service: How the service runs; read from the environment if None.
+        settings: The model to load, and defaults of requests.
+        pipeline: The pipeline to serve at once, instead of loading one.
+        service: Settings of the service; read from the environment if None.
     """
     limits = service or ServiceSettings()
     state = Service(settings, limits)

@@ -13,14 +13,14 @@ __all__ = ["document", "main"]
 
 
 def document() -> str:
-    """Return the OpenAPI document, the same bytes for the same routes, whatever the version of rag-posfix."""
+    """Return the OpenAPI document. It depends on the routes only, not on the version of rag-posfix."""
     schema = create_app(Settings(), service=ServiceSettings()).openapi()
     schema["info"]["version"] = "1"
     return json.dumps(schema, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def main(arguments: list[str]) -> int:
-    """Write the document to the path given."""
+    """Write the document to the given path."""
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m rag_posfix_api.openapi PATH\n")
         return 2

@@ -1,4 +1,4 @@
-"""What orchestrators ask: /livez, /readyz and their other names, and /metrics for Prometheus."""
+"""Routes for orchestrators: /livez, /readyz and their aliases, and /metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ router = APIRouter()
 
 
 class Health(BaseModel):
-    """A probe's answer."""
+    """The response of a probe."""
 
     status: str
 
@@ -25,19 +25,19 @@ class Health(BaseModel):
 @router.get("/healthz", operation_id="healthz", response_model=Health, tags=["health"])
 @router.get("/livez", operation_id="livez", response_model=Health, tags=["health"])
 async def live() -> Health:
-    """Say that the process is alive, whether or not the model is loaded."""
+    """Return that the process is alive, whether or not the model is loaded."""
     return Health(status="live")
 
 
 @router.get("/health", operation_id="health", response_model=Health, responses=errors(503), tags=["health"])
 @router.get("/readyz", operation_id="readyz", response_model=Health, responses=errors(503), tags=["health"])
 async def ready(service: ReadyService) -> Health:
-    """Say that the model is loaded and verified; 503 with the reason otherwise."""
+    """Return that the model is loaded and verified; otherwise 503 with the reason."""
     return Health(status="ready")
 
 
 @router.get("/metrics", operation_id="metrics", response_class=PlainTextResponse, tags=["metrics"])
 async def metrics(request: Request, service: ServiceState) -> Response:
-    """Return the metrics in the text format, or OpenMetrics where it is accepted."""
+    """Return the metrics in the text format, or in OpenMetrics if the client accepts it."""
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(service.metrics.registry), headers={"content-type": media_type})

@@ -27,14 +27,14 @@ def run(
     service: ServiceSettings | None = None,
     pipeline: Pipeline | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; open answers are finished first. Logs JSON lines to stderr.
+    """Serve until SIGINT or SIGTERM, and then finish running requests. Logs JSON lines to stderr.
 
     Args:
-        settings: What to load.
-        host: Address to listen on, in place of ``service.host``.
-        port: Port to listen on, in place of ``service.port``; 0 takes a free one.
-        service: How the service runs; read from the environment if None.
-        pipeline: Served in place of loading one.
+        settings: The model to load, and defaults of requests.
+        host: Address to listen on, instead of ``service.host``.
+        port: Port to listen on, instead of ``service.port``; 0 takes a free one.
+        service: Settings of the service; read from the environment if None.
+        pipeline: The pipeline to serve, instead of loading one.
 
     Raises:
         ConfigError: the port is in use, or the address cannot be used.
@@ -49,12 +49,12 @@ def run(
 
 
 def make_server(settings: Settings, service: ServiceSettings, pipeline: Pipeline | None = None) -> uvicorn.Server:
-    """Return the server, to be run on a socket of ``bind``.
+    """Return the server, which runs on a socket of ``bind``.
 
     Args:
-        settings: What to load.
-        service: How the service runs.
-        pipeline: Served in place of loading one.
+        settings: The model to load, and defaults of requests.
+        service: Settings of the service.
+        pipeline: The pipeline to serve, instead of loading one.
     """
     config = uvicorn.Config(
         create_app(settings, pipeline, service),
@@ -68,7 +68,7 @@ def make_server(settings: Settings, service: ServiceSettings, pipeline: Pipeline
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket: the port is ours before anything is loaded.
+    """Return a listening socket. It is created first, so that a taken port is reported before a model is loaded.
 
     Args:
         host: Name or address.

@@ -112,7 +112,27 @@ class TestMethods:
         result = run("methods")
         assert result.code == 0
         assert "context_experts" in result.out
-        assert f"orders: {', '.join(ORDERS.names())}" in " ".join(result.out.split())
+        shown = (f"{name} (attnrank)" if name == "profile" else name for name in ORDERS.names())
+        assert f"orders: {', '.join(shown)}" in " ".join(result.out.split())
+
+    @pytest.mark.parametrize(
+        ("alias", "name"),
+        [("pine", "inter_document"), ("rotor", "sorted_inter_document"), ("pcw", "parallel_windows")],
+    )
+    def test_the_names_of_papers_are_listed_and_find_their_method(self, run, alias, name):
+        lines = [line.split("│")[1].strip() for line in run("methods").out.splitlines() if line.startswith("│")]
+        assert lines[lines.index(name) + 1] == f"({alias})"
+        (one,) = run("methods", alias, "--json").json["mitigations"]
+        assert (one["name"], one["aliases"]) == (name, [alias])
+
+    def test_rerankers_are_listed_with_the_names_of_papers(self, run):
+        assert "in_context (icr), likelihood (longllmlingua)," in " ".join(run("methods").out.split())
+
+    @pytest.mark.parametrize(
+        ("typed", "suggested"), [("PINE", "'pine' (inter_document)"), ("rotr", "'rotor' (sorted_inter_document)")]
+    )
+    def test_a_mistyped_name_of_a_paper_suggests_the_alias_with_its_method(self, run, typed, suggested):
+        assert f"unknown mitigation {typed!r}. Did you mean {suggested}" in run("methods", typed).err
 
     def test_one_method_is_shown_in_full(self, run):
         result = run("methods", "context_experts")
@@ -286,7 +306,9 @@ class TestPrecompute:
         monkeypatch.setenv("RAG_POSFIX_PASSAGES_DISK_BYTES", "100000000")
         result = run("index", files / "bread.txt", "--out", tmp_path / "i", "--precompute", "parallel_windows")
         assert result.code == 0
-        assert re.search(r"read \d+ tokens for parallel_windows in .* store holds [1-9]", " ".join(result.out.split()))
+        assert re.search(
+            r"precomputed \d+ tokens for parallel_windows in .* store holds [1-9]", " ".join(result.out.split())
+        )
 
     @pytest.mark.parametrize(
         ("name", "value"), [("RAG_POSFIX_PASSAGES_ENABLED", "false"), ("RAG_POSFIX_PASSAGES_DISK_BYTES", "0")]
@@ -299,7 +321,7 @@ class TestPrecompute:
         error = run("index", files, "--out", index, "--precompute", "context_experts", "--json").error
         assert error["type"] == "ConfigError"
         assert error["message"].startswith(
-            "--precompute needs a passage store that outlives this process, and the settings turn it off; set "
+            "--precompute needs a passage KV store on disk or in Redis, and the settings turn both off; set "
             "RAG_POSFIX_PASSAGES_ENABLED=true and "
         )
         assert not index.exists()
@@ -322,7 +344,9 @@ class TestPrecompute:
         (cache_dir / "passages").write_text("in the way")
         error = run("index", files, "--out", tmp_path / "i", "--precompute", "context_experts", "--json").error
         assert error["type"] == "ConfigError"
-        assert error["message"].startswith(f"the passage store cannot be put into '{cache_dir / 'passages'}': ")
+        assert error["message"].startswith(
+            f"the folder of the passage KV store, '{cache_dir / 'passages'}', cannot be created: "
+        )
 
 
 @pytest.mark.weights
@@ -380,7 +404,7 @@ class TestAsk:
             assert result.code == 0
             assert "Ilse Korvanth" in result.out
             assert "│ lighthouse " in result.out
-            assert "tokens read" in result.out
+            assert "prompt tokens" in result.out
         assert plain.out.splitlines()[0] == streamed.out.splitlines()[0]
 
     @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ class TestRerankPositions:
         code, out, _ = run(*arguments)
         assert code == 0
         assert "at 3" in out
-        assert "3 questions; 9 rankings were known already" in " ".join(out.split())
+        assert "3 questions; 9 rankings reused" in " ".join(out.split())
 
     @pytest.mark.parametrize(
         ("options", "kind", "part"),
@@ -145,7 +145,7 @@ class TestRerankPositions:
             (
                 ["--reranker", "embedding", "--gold-positions", "0,0"],
                 "ConfigError",
-                "gold_positions=[0, 0] names a position twice",
+                "gold_positions=[0, 0] has a position twice",
             ),
             (
                 ["--reranker", "embedding", "--documents", "9"],

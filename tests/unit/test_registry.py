@@ -91,6 +91,11 @@ def test_an_alias_finds_its_entry_and_is_suggested_but_not_listed(orders):
         orders.get("two_stages")
 
 
+def test_a_name_in_capital_letters_is_suggested_in_small_ones(orders):
+    with pytest.raises(UnknownNameError, match=r"unknown order 'SIDES'\. Did you mean 'sides'\?"):
+        orders.get("SIDES")
+
+
 def test_an_alias_that_is_taken_is_refused(orders):
     add = orders.register("ends_first", aliases=("sides",))
     with pytest.raises(ConfigError, match="order 'sides' is registered already"):

@@ -1,4 +1,4 @@
-"""The disk tier of the answer cache: one sqlite file that the processes of a machine share and restarts keep.
+"""The disk tier of the answer cache: one sqlite file, shared by the processes of a machine and persistent.
 
 Damage is a miss: each entry has a checksum, and a file that sqlite cannot read is replaced by an empty one. A full,
 read-only or busy disk is a miss as well.

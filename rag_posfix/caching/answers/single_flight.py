@@ -1,4 +1,4 @@
-"""Computes an answer once when several threads of a process ask for it at the same time: the others wait for it."""
+"""Computes an answer once if several threads of a process request it at the same time: the others wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tier of the answer cache is: a store of bytes under keys, with a time to live and tags."""
+"""The interface of a tier of the answer cache: bytes under keys, with a time to live and tags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANSWER_CACHE = "answer cache"
 
 @runtime_checkable
 class ByteCache(Tier, Protocol):
-    """A tier that keeps bytes. It knows nothing of answers."""
+    """A tier that stores bytes."""
 
     def get(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None."""

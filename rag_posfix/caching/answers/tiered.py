@@ -97,7 +97,7 @@ class TieredAnswerCache:
         _store(self._tiers, key, orjson.dumps(envelope), self._ttl, tags)
 
     def single_flight(self, key: str) -> AbstractContextManager[None]:
-        """Hold while computing ``key``; requests for the same key wait, and then find the answer in the cache."""
+        """Hold while computing ``key``; requests for the same key wait, and then read the answer from the cache."""
         return self._flight.hold(key)
 
     def drop_documents(self, document_ids: Sequence[str]) -> int:

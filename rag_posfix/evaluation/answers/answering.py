@@ -1,8 +1,8 @@
-"""Asks the engine: prompts as pipelines make them, greedy answers in batches, how good each is, and a journal of them.
+"""Runs trials on the engine: prompts as in the pipeline, batched greedy answers, their scores, and a journal.
 
-A journal lets a run be interrupted and extended. The key of an answer in it says all that the answer depends on:
-weights, method, prompt template, question, passages, their relevance, tokens. It does not say which version of this
-library wrote the line; that stands beside it. After a change to a method's code, start afresh.
+The key of an answer in the journal includes everything that the answer depends on: weights, method, prompt template,
+question, passages, their relevance, tokens. It does not include the version of this library, which is stored in the
+line. After a change to the code of a method, use ``fresh``.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def normalize(text: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return what stands before the first line break, as Lost in the Middle scores it."""
+    """Return the text before the first line break, as Lost in the Middle scores it."""
     return text.split("\n", 1)[0].strip()
 
 
 def best_subspan_em(answer: str, accepted: Sequence[str]) -> float:
-    """Return 1.0 if any accepted answer stands in ``answer`` once both are normalised, else 0.0.
+    """Return 1.0 if ``answer`` contains any accepted answer after normalisation, else 0.0.
 
     Source: Liu et al. (2024), Lost in the Middle, section 2.2, https://arxiv.org/abs/2307.03172. Their scripts cut the
     answer at the first line break before this; use ``first_line`` for that.
@@ -94,14 +94,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class GradedAnswer:
-    """The answer to a trial, and how good it is.
+    """The answer to a trial and its scores.
 
     Attributes:
-        answer: What the model wrote.
+        answer: The generated answer.
         accuracy: best_subspan_em of the first line.
         accuracy_full_text: best_subspan_em of the whole answer.
         log_probability: Mean log-probability per token of the first accepted answer.
-        seconds: Time to read the prompt, and an equal share of the time that its batch took to score and write.
+        seconds: Time of the prefill, plus an equal share of the time to score and generate its batch.
     """
 
     answer: str
@@ -116,7 +116,7 @@ _FIELDS = {field.name: str if field.name == "answer" else float for field in fie
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prefilled:
-    """A trial whose prompt has been read."""
+    """A trial after its prefill."""
 
     example: PositionExample
     request: GenerationRequest
@@ -127,7 +127,7 @@ class _Prefilled:
 def answer_and_score(
     engine: Engine, layout: Layout, choice: MitigationChoice, expected: str, max_new_tokens: int
 ) -> tuple[Generation, float]:
-    """Return the greedy answer and the mean log-probability per token of ``expected``; the prompt is read once."""
+    """Return the greedy answer and the mean log-probability per token of ``expected``, from one prefill."""
     tokens = engine.encoder.encode_text(expected)
     session = engine.open(layout, choice, max(max_new_tokens, len(tokens)))
     scores = session.score(tokens)
@@ -141,7 +141,7 @@ def answer_and_score(
 def answer_all(engine: Engine, trials: Iterable[Trial], max_new_tokens: int) -> Iterator[tuple[GradedAnswer, Tensor]]:
     """Yield each answer in order, with the log-probabilities of its first token, (V,) float32.
 
-    Prompts are read one by one, and answers scored and written in batches.
+    Prompts are prefilled one by one; answers are scored and generated in batches.
 
     Raises:
         EvaluationError: passages do not fit the context window.
@@ -196,7 +196,7 @@ class AnswerJournal(LineJournal[GradedAnswer]):
     """Answers by key, in memory and, with a path, in a file that only grows (see ``LineJournal``).
 
     Args:
-        path: The file; it and its folder are made with the first answer. None keeps answers in memory only.
+        path: The file; it and its folder are created with the first answer. None: answers are held in memory only.
         fresh: Start without the answers of earlier runs. They stay in the file.
 
     Raises:
@@ -213,13 +213,13 @@ def _read_answer(row: Any) -> GradedAnswer | None:
 
 
 def answer_key(engine: Engine, trial: Trial, max_new_tokens: int, *, any_order: bool) -> str:
-    """Return a digest of all that an answer depends on.
+    """Return a digest of everything that an answer depends on.
 
     Args:
         engine: The model.
         trial: The question, its passages and the mitigation.
-        max_new_tokens: Tokens of the answer.
-        any_order: Give the same key to every order of the passages.
+        max_new_tokens: Maximum number of tokens of the answer.
+        any_order: Whether every order of the passages has the same key.
     """
     passages: Iterable[list[Any]] = ([one.key, one.relevance] for one in map(checked_document, trial.documents))
     parts = {

@@ -86,7 +86,7 @@ def check_arrangements(arrangements: Sequence[Arrangement]) -> None:
         if arrangement.reranker is not None:
             RERANKERS.check(arrangement.reranker)
         if arrangement in arrangements[:index]:
-            raise ConfigError(f"{arrangement.label!r} is named twice with the same parameters; name it once")
+            raise ConfigError(f"{arrangement.label!r} occurs twice with the same parameters; remove one of them")
 
 
 def _reranker_label(spec: MethodSpec) -> str:

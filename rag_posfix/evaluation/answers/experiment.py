@@ -1,4 +1,4 @@
-"""What the answer experiments share: checked methods, loaded models, and the head of the record."""
+"""Common parts of the answer experiments: checked methods, loaded models, and the head of the record."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def load_models(
     settings: Settings | None,
     progress: Progress,
 ) -> tuple[Engine, Reranker, str]:
-    """Return the model, which runs every method, what scores the passages, and the name of the latter in the record.
+    """Return the model, the reranker that scores the passages, and the name of the reranker in the record.
 
     Args:
-        choices: What is compared.
-        engine: The model; loaded as ``settings`` say if None.
-        reranker: Scores the passages; if None, the embeddings that ``settings`` name.
+        choices: The arrangements, all run on the model.
+        engine: The model; loaded by ``settings`` if None.
+        reranker: Scores the passages; if None, the embeddings of ``settings``.
         settings: Read from the environment if None and needed.
-        progress: Shows that something is loaded.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
-        ConfigError: the model or a setting is at fault.
-        UnsupportedModelError: the model cannot run a method.
+        ConfigError: the model or a setting is wrong.
+        UnsupportedModelError: a method does not support the model.
     """
     relevance = type(reranker).__name__
     if engine is None or reranker is None:
@@ -93,7 +93,7 @@ def answers_head(
     settings: Mapping[str, Any],
     summary: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the head of the record: what ran, on what, with what, and what was found."""
+    """Return the head of the record: versions, model, data, settings and summary."""
     return {
         "kind": kind,
         **environment(),

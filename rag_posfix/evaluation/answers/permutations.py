@@ -1,6 +1,6 @@
-"""How often an answer changes when the passages are shuffled.
+"""Permutation experiment: how many answers change when the passages are shuffled.
 
-Every order is computed, whatever a method says of itself: this measures the claim.
+Order-free methods run with every order too, so that the experiment tests their claim.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class PermutationRow:
     Attributes:
         question: The question's id.
         condition: Label of the arrangement.
-        order: Positions of the passages in the first order, as they stand now; the first order is 0, 1, 2, ...
+        order: For each position, the position of its passage in the first order; the first order is 0, 1, 2, ...
         gold_position: Position of the gold passage.
-        changed: The answer's text is not that of the first order.
+        changed: Whether the text of the answer differs from that in the first order.
         logit_difference: Largest absolute difference to the first order in the log-probabilities of the first token.
-        answer: What the model wrote.
+        answer: The generated answer.
         accuracy: best_subspan_em of the first line.
         accuracy_full_text: best_subspan_em of the whole answer.
         log_probability: Mean log-probability per token of the first accepted answer.
-        seconds: Time to read the prompt, and a share of the time that its batch took to write.
+        seconds: Time of the prefill, plus a share of the time to generate its batch.
     """
 
     question: str
@@ -97,22 +97,22 @@ def evaluate_permutations(
     its summary.
 
     Args:
-        data: A file of Lost-in-the-Middle rows or in SQuAD's form, or questions.
+        data: A file of Lost-in-the-Middle rows or in SQuAD's format, or questions.
         choices: Arrangements; a method alone has the order of the experiment and relevance from ``reranker``.
         orders: Orders per question, the given one included; the others are drawn, the same ones for every method.
-        documents: Passages per prompt.
-        limit: Questions at most.
-        skip: Questions to leave out at the start.
-        max_tokens: New tokens per answer.
-        seed: Draws the orders.
-        engine: The model; loaded as ``settings`` say if None.
-        reranker: Scores the passages; if None, the embeddings that ``settings`` name.
+        documents: Number of passages per prompt.
+        limit: Maximum number of questions.
+        skip: Number of questions to leave out at the start.
+        max_tokens: Maximum number of tokens of an answer.
+        seed: Seed of the random orders.
+        engine: The model; loaded by ``settings`` if None.
+        reranker: Scores the passages; if None, the embeddings of ``settings``.
         settings: Read from the environment if None.
         out: Folder for the record; None writes nothing.
-        progress: Shows how far it is.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
-        ConfigError: a method, the model or a setting is at fault.
+        ConfigError: a method, the model or a setting is wrong.
         EvaluationError: the file cannot be used, too few passages or orders, or passages do not fit the context
             window.
     """
@@ -137,16 +137,16 @@ def evaluate_permutations(
 
 
 def draw_orders(count: int, n_orders: int, seed: int, name: str) -> list[tuple[int, ...]]:
-    """Return distinct orders of ``count`` passages: the given one, then others drawn at random.
+    """Return distinct orders of ``count`` passages: the given one, then random ones.
 
     Args:
-        count: Passages.
-        n_orders: How many orders, the given one included.
-        seed: Draws them.
-        name: What is ordered; another name draws other orders.
+        count: Number of passages.
+        n_orders: Number of orders, including the given one.
+        seed: Seed of the random orders.
+        name: Id of the question; it is part of the seed.
 
     Raises:
-        EvaluationError: there are not so many orders.
+        EvaluationError: there are fewer than ``n_orders`` orders.
     """
     possible = math.factorial(count)
     if not 2 <= n_orders <= possible:
@@ -193,11 +193,11 @@ def answer_in_orders(
         examples: The questions.
         choices: What is compared.
         n_orders: Orders per question, the first included; the same for every method.
-        n_documents: Passages per prompt.
-        reranker: Scores the passages of a question, once, for arrangements that name no reranker.
-        rerankers: Those that arrangements name, by label.
-        seed: Draws the orders.
-        max_new_tokens: Tokens per answer.
+        n_documents: Number of passages per prompt.
+        reranker: Scores the passages of a question, once, for arrangements without a reranker.
+        rerankers: The rerankers of arrangements, by label.
+        seed: Seed of the random orders.
+        max_new_tokens: Maximum number of tokens of an answer.
         progress: Called with (done, total) after each answer.
 
     Raises:

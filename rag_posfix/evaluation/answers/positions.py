@@ -1,4 +1,4 @@
-"""How an answer depends on where the gold passage stands: every method at every gold position, on the same engine."""
+"""Position experiment: every method at every position of the gold passage, on the same engine."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class PositionRow:
         question: The question's id.
         condition: Label of the arrangement, ``closed_book`` or ``gold_only``.
         gold_position: Position of the gold passage, None without distractors.
-        answer: What the model wrote.
+        answer: The generated answer.
         accuracy: best_subspan_em of the first line.
         accuracy_full_text: best_subspan_em of the whole answer.
         log_probability: Mean log-probability per token of the first accepted answer.
-        seconds: Time to read the prompt, and a share of the time that its batch took to write.
-        reused: Not computed for this row: an earlier run answered the same, or this run did for another order of the
-            same passages, under an arrangement that does not depend on the order.
-        gold_rank: Rank of the gold passage among the scored ones, from 1; None where a reranker left it out, and
+        seconds: Time of the prefill, plus a share of the time to generate its batch.
+        reused: Whether the answer was not computed for this row. It is from the journal, or from another order of the
+            same passages under an order-free arrangement.
+        gold_rank: Rank of the gold passage among the scored ones, from 1. None if the reranker left it out, and
             without distractors.
     """
 
@@ -110,25 +110,25 @@ def evaluate_positions(
     with more questions, positions or methods, computes only what is missing.
 
     Args:
-        data: A file of Lost-in-the-Middle rows or in SQuAD's form, or questions.
+        data: A file of Lost-in-the-Middle rows or in SQuAD's format, or questions.
         choices: Arrangements; a method alone has the order of the experiment and relevance from ``reranker``.
         gold_positions: Positions of the gold passage in the prompt, from 0.
-        documents: Passages per prompt.
-        limit: Questions at most.
-        skip: Questions to leave out at the start.
-        max_tokens: New tokens per answer.
-        check_orders: Compute the answer at every position, also of arrangements that do not depend on the order.
-        fresh: Compute anew what the journal holds.
+        documents: Number of passages per prompt.
+        limit: Maximum number of questions.
+        skip: Number of questions to leave out at the start.
+        max_tokens: Maximum number of tokens of an answer.
+        check_orders: Compute the answer at every position, also of order-free arrangements.
+        fresh: Recompute what is in the journal.
         reuse: Keep keys and values of passages in memory (4 GiB) for the next condition: faster; ``seconds`` are then
             those of a warm store.
-        engine: The model; loaded as ``settings`` say if None.
-        reranker: Scores the passages; if None, the embeddings that ``settings`` name.
+        engine: The model; loaded by ``settings`` if None.
+        reranker: Scores the passages; if None, the embeddings of ``settings``.
         settings: Read from the environment if None.
         out: Folder for the record and the journal; None writes nothing.
-        progress: Shows how far it is.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
-        ConfigError: a method, the model or a setting is at fault.
+        ConfigError: a method, the model or a setting is wrong.
         EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
     """
     examples = take_examples(data, limit, skip)
@@ -160,7 +160,7 @@ def evaluate_positions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PlannedRow:
-    """A row to be: its trial, and the key under which the answer is known."""
+    """A row before its answer: its trial, and the key of the answer."""
 
     trial: Trial
     condition: str
@@ -193,10 +193,10 @@ def answer_at_positions(
         examples: The questions.
         choices: What is compared.
         gold_positions: Positions of the gold passage, from 0.
-        n_documents: Passages per prompt.
-        reranker: Scores the passages for arrangements that name no reranker.
-        rerankers: Those that arrangements name, by label.
-        max_new_tokens: Tokens per answer.
+        n_documents: Number of passages per prompt.
+        reranker: Scores the passages for arrangements without a reranker.
+        rerankers: The rerankers of arrangements, by label.
+        max_new_tokens: Maximum number of tokens of an answer.
         progress: Called with (done, total) after each answer.
         journal: Answers of earlier runs, which are not computed again, and where new ones go.
         check_orders: Compute the answer at every position, also of arrangements that do not depend on the order.

@@ -1,4 +1,4 @@
-"""Documents and queries from files: JSON lines (BEIR), tab-separated text or TREC markup; the content tells which."""
+"""Reads documents and queries: JSON lines (BEIR), tab-separated text or TREC markup, detected by content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXT = ("text", "contents", "page_content")
 
 @dataclass(frozen=True, slots=True)
 class BeirFiles:
-    """Where the three parts of a collection are."""
+    """The paths of the three parts of a collection."""
 
     corpus: Path
     queries: Path
@@ -30,14 +30,14 @@ class BeirFiles:
 
 
 def beir_files(corpus: Path, queries: Path | None, qrels: Path | None, split: str = "test") -> BeirFiles:
-    """Return where the parts of a collection are; what is not given is looked for in the folder ``corpus``.
+    """Return the paths of a collection; parts that are not given must be in the folder ``corpus``.
 
     Args:
         corpus: A BEIR folder (``corpus.jsonl``, ``queries.jsonl``, ``qrels/test.tsv``, each also as ``.gz``), or the
             file of documents.
         queries: The file of queries.
         qrels: The file of judgements.
-        split: Which file of ``qrels/`` to take.
+        split: Name of the file in ``qrels/``.
 
     Raises:
         EvaluationError: a part is neither given nor in the folder.
@@ -66,7 +66,7 @@ def read_collection_documents(path: Path) -> Iterator[tuple[Location, Document]]
     id, text and optionally title; TREC documents stand in ``<DOC>``. The text may be empty.
 
     Args:
-        path: The file; its name ends in ``.gz`` where it is compressed.
+        path: The file; compressed if its name ends in ``.gz``.
 
     Raises:
         EvaluationError: the file cannot be read, or a document is malformed or has no usable id.
@@ -92,7 +92,7 @@ def read_queries(path: Path) -> Iterator[tuple[Location, str, str]]:
     ``<top>`` or ``<topic>``.
 
     Args:
-        path: The file; its name ends in ``.gz`` where it is compressed.
+        path: The file; compressed if its name ends in ``.gz``.
 
     Raises:
         EvaluationError: the file cannot be read, or a query is malformed, empty or has no usable id.

@@ -1,4 +1,4 @@
-"""A collection to rank: documents, topics with their judgements, and what of the files could not be used."""
+"""A test collection: documents, topics with judgements, and counts of unusable parts of the files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Collection", "Topic", "load_collection", "load_topics"]
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A query that was judged.
+    """A judged query.
 
     Attributes:
         id: Its id.
@@ -34,12 +34,12 @@ class Topic:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """What is ranked.
+    """The documents of a test collection.
 
     Attributes:
-        documents: By id, in the order of the file; documents without text included.
+        documents: Documents by id, in the order of the file, including those without text.
         digest: Hash of ids, titles and texts of all documents of the file.
-        counts: What the files hold and what could not be used of it, for the record.
+        counts: Numbers of used and unusable parts of the files, for the record.
     """
 
     documents: Mapping[str, Document]
@@ -57,8 +57,8 @@ def load_topics(
 
     Args:
         files: Where queries and judgements are.
-        limit: At most this many topics.
-        skip: Topics to leave out at the start, so that settings can be chosen on others than those reported.
+        limit: Maximum number of topics.
+        skip: Number of topics to leave out at the start, so that settings can be chosen on others.
         binary: Count every grade above 0 as 1.
 
     Raises:
@@ -96,7 +96,7 @@ def load_collection(
     A document that stands in the file twice with the same content is read once.
 
     Args:
-        path: The corpus; its name ends in ``.gz`` where it is compressed.
+        path: The corpus; compressed if its name ends in ``.gz``.
         topics: What will be asked, to count judgements of documents that the corpus lacks.
         titles: Keep titles; without them documents are their text alone, for corpora whose text repeats the title.
         only: Keep documents with these ids alone in memory, all if None.

@@ -67,9 +67,9 @@ def load_examples(path: Path, limit: int | None = None, skip: int = 0) -> list[P
     paragraph that is not gold; no question is left out for it.
 
     Args:
-        path: The file; its name ends in ``.gz`` where it is compressed.
-        limit: At most this many questions.
-        skip: Questions to leave out at the start, so that settings can be chosen on others than those reported.
+        path: The file; compressed if its name ends in ``.gz``.
+        limit: Maximum number of questions.
+        skip: Number of questions to leave out at the start, so that settings can be chosen on others.
 
     Raises:
         EvaluationError: the file is missing, or a row or a question is malformed.
@@ -127,7 +127,7 @@ def _read(path: Path) -> str:
 
 
 def _articles(text: str, path: Path) -> list[Any] | None:
-    """Return the articles of a file in SQuAD's form; None if its first JSON value is something else."""
+    """Return the articles of a file in SQuAD's format; None if its first JSON value is something else."""
     try:
         first, _ = json.JSONDecoder().raw_decode(text.lstrip())
     except ValueError:

@@ -28,10 +28,10 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
     counts once.
 
     Args:
-        path: The file; its name ends in ``.gz`` where it is compressed.
+        path: The file; compressed if its name ends in ``.gz``.
 
     Raises:
-        EvaluationError: the file is missing or holds nothing, a line is malformed, a grade is no whole number, or a
+        EvaluationError: the file is missing or holds nothing, a line is malformed, a grade is not an integer, or a
             pair has two grades.
     """
     qrels: dict[str, dict[str, int]] = {}
@@ -41,7 +41,7 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
         if grade is None:
             if index == 0 and len(line.split()) == 3:  # BEIR's header
                 continue
-            raise EvaluationError(f"{location}: grade {text!r} is no whole number; 0 is not relevant, 1 and above are")
+            raise EvaluationError(f"{location}: grade {text!r} is not an integer; 0 is not relevant, 1 and above are")
         judged = qrels.setdefault(checked_id(query, location, "query"), {})
         if judged.setdefault(checked_id(document, location, "document"), grade) != grade:
             raise EvaluationError(
@@ -60,7 +60,7 @@ def read_run(path: Path) -> dict[str, list[tuple[str, float]]]:
     equal ones are ordered by document id, descending.
 
     Args:
-        path: The file; its name ends in ``.gz`` where it is compressed.
+        path: The file; compressed if its name ends in ``.gz``.
 
     Raises:
         EvaluationError: the file is missing or holds nothing, a line is malformed, a score is no finite number, or a

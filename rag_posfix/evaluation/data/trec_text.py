@@ -26,7 +26,7 @@ def read_markup_documents(path: Path) -> Iterator[tuple[str, str | None, str, st
     content where there is no such element. Tags are left out and entities are read. None is a missing id.
 
     Args:
-        path: The file; its name ends in ``.gz`` where it is compressed.
+        path: The file; compressed if its name ends in ``.gz``.
 
     Raises:
         EvaluationError: the file cannot be read, or a document does not end.
@@ -45,7 +45,7 @@ def read_markup_topics(path: Path) -> Iterator[tuple[str, str | None, str]]:
     """Yield (location, id, question) of each ``<top>`` or ``<topic>``; the question is ``<title>`` or ``<query>``.
 
     Args:
-        path: The file; its name ends in ``.gz`` where it is compressed.
+        path: The file; compressed if its name ends in ``.gz``.
 
     Raises:
         EvaluationError: the file cannot be read, or a topic does not end.

@@ -1,4 +1,4 @@
-"""The first stage, which finds the candidates: an index over the collection, or a run that another system wrote."""
+"""The first stage, which finds the candidates: a retriever over the collection, or a run of another system."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class FirstStage:
     """Finds candidates.
 
     Attributes:
-        name: What it is called in results.
-        identity: Changes with its method, its parameters, its model and its documents.
-        rank: Returns at most so many documents for a topic.
-        searches: Whether that takes work worth keeping.
+        name: Its name in results.
+        identity: Digest of its method, parameters, model and documents.
+        rank: Returns at most the given number of documents for a topic.
+        searches: Whether it searches, so that its rankings are stored in the journal.
     """
 
     name: str
@@ -74,11 +74,11 @@ class FirstStage:
 @FIRST_STAGES.register("bm25")
 @dataclass(frozen=True, slots=True)
 class BM25Stage:
-    """Words, by BM25.
+    """Search by words, with BM25.
 
     Attributes:
-        k1: How soon the repetitions of a word stop counting, 0 to 10.
-        b: How much the length of a document counts, 0 to 1.
+        k1: Saturation of repeated words, 0 to 10.
+        b: Normalisation by document length, 0 to 1.
     """
 
     k1: Annotated[float | None, Number(0, 10)] = None
@@ -91,19 +91,19 @@ class BM25Stage:
 @FIRST_STAGES.register("dense")
 @dataclass(frozen=True, slots=True)
 class DenseStage:
-    """Embeddings, exactly. Takes no parameters."""
+    """Exact search by embeddings. Takes no parameters."""
 
 
 @FIRST_STAGES.register("hybrid")
 @dataclass(frozen=True, slots=True)
 class HybridStage:
-    """Embeddings and words, their rankings fused.
+    """Search by embeddings and by words, the rankings fused.
 
     Attributes:
         fusion: ``rank`` (reciprocal ranks) or ``score``.
-        weights: Those of embeddings and of words, none negative, not both 0.
+        weights: Weights of embeddings and of words, none negative, not both 0.
         rank_constant: Constant of the reciprocal ranks, 0 and above.
-        candidates: Documents that each of the two finds, 1 or more.
+        candidates: Number of documents that each of the two retrieves, 1 or more.
         k1: As in ``bm25``.
         b: As in ``bm25``.
     """
@@ -182,14 +182,14 @@ def open_first_stage(
 def retrieve(
     stage: FirstStage, topics: Sequence[Topic], depth: int, journal: RankJournal, progress: Progress = silent
 ) -> RankedTopics:
-    """Ask the first stage about every topic, except where the journal knows the answer.
+    """Run the first stage for every topic without a ranking in the journal.
 
     Args:
         stage: The first stage.
-        topics: What to ask.
-        depth: Documents per topic.
-        journal: Rankings of earlier runs, and where new ones go.
-        progress: Shows how far it is.
+        topics: The topics.
+        depth: Number of documents per topic.
+        journal: Stored rankings; new ones are added.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
         RetrievalError: the first stage failed.
@@ -210,15 +210,15 @@ def retrieve(
 
 
 def candidates_of(topics: Sequence[Topic], found: RankedTopics, collection: Collection) -> list[QueryCandidates]:
-    """Return what rerankers are given: copies of the documents, in the order of the first stage, with its scores.
+    """Return the input of rerankers: copies of the documents, in the order of the first stage, with its scores.
 
     Args:
         topics: The topics.
-        found: What the first stage found.
+        found: The rankings of the first stage.
         collection: The documents.
 
     Raises:
-        EvaluationError: the first stage names a document that the collection lacks.
+        EvaluationError: the first stage ranks a document that is not in the collection.
     """
     result = []
     for topic in topics:

@@ -1,4 +1,4 @@
-"""Whether a reranker finds the gold passage wherever it stands in the list that comes in."""
+"""Recall of the gold passage by its position in a reranker's input."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ JOURNAL = "rerank-positions-journal.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class GoldRank:
-    """How one reranker ranked the gold passage of one question.
+    """The rank of the gold passage of one question by one reranker.
 
     Attributes:
         question: The question's id.
         reranker: Label of the reranker.
-        gold_position: Position of the gold passage in the list that came in, from 0.
-        gold_rank: Its rank in the list that came out, from 0; None where the reranker left it out.
+        gold_position: Position of the gold passage in the input, from 0.
+        gold_rank: Its rank in the output, from 0; None if it is not in the output.
         seconds: Time to rank the list.
-        calls: Answers that the model was asked to write, where the reranker counts them.
+        calls: Number of generations, if the reranker counts them.
         forward_passes: Forward passes of the generator.
         tokens_read: Tokens in these, padding included.
-        reused: An earlier run ranked the same list.
+        reused: Whether the ranking is from the journal.
     """
 
     question: str
@@ -88,19 +88,19 @@ def evaluate_reranking_positions(
     summary. With ``out``, every ranking goes to ``rerank-positions-journal.jsonl`` there as soon as it is made.
 
     Args:
-        data: A file of Lost-in-the-Middle rows or in SQuAD's form, or questions.
+        data: A file of Lost-in-the-Middle rows or in SQuAD's format, or questions.
         rerankers: At least one.
         gold_positions: Positions of the gold passage in the list, from 0, each once.
-        documents: Passages per list.
-        limit: Questions at most.
-        skip: Questions to leave out at the start.
-        fresh: Compute anew what the journal holds.
+        documents: Number of passages per list.
+        limit: Maximum number of questions.
+        skip: Number of questions to leave out at the start.
+        fresh: Recompute what is in the journal.
         settings: Models; read from the environment if None.
         out: Folder for the record and the journal; None writes nothing.
-        progress: Shows how far it is.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
-        ConfigError: a reranker, a gold position or the model is at fault.
+        ConfigError: a reranker, a gold position or the model is wrong.
         EvaluationError: the file cannot be used, too few passages, or a reranker failed.
     """
     if not rerankers or not gold_positions:
@@ -108,7 +108,7 @@ def evaluate_reranking_positions(
             f"{len(rerankers)} rerankers at {len(gold_positions)} gold positions; give at least one of each"
         )
     if len(set(gold_positions)) < len(gold_positions):
-        raise ConfigError(f"gold_positions={list(gold_positions)} names a position twice; once is all")
+        raise ConfigError(f"gold_positions={list(gold_positions)} has a position twice; remove one of them")
     check_distinct(rerankers)
     for choice in rerankers:
         check_reranker_choice(choice)
@@ -160,9 +160,9 @@ def rank_gold_positions(
         ranker: The reranker.
         examples: The questions.
         gold_positions: Positions of the gold passage, from 0.
-        n_documents: Passages per list.
+        n_documents: Number of passages per list.
         journal: Rankings of earlier runs, and where new ones go.
-        progress: Shows how far it is.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
         EvaluationError: too few passages, a position outside of the list, or the reranker failed.

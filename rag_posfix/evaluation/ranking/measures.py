@@ -1,4 +1,4 @@
-"""What rankings are worth: measures by ir-measures over pytrec-eval, intervals, costs and paired comparisons."""
+"""Measures of rankings by ir-measures over pytrec-eval, with intervals, costs and paired comparisons."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ MeasureValues = dict[str, dict[str, float]]
 
 
 def parse_measures(text: str = "") -> list[Measure]:
-    """Return the default measures and those that ``text`` names, each once.
+    """Return the default measures and those of ``text``, each once.
 
     Args:
-        text: Names as ir-measures writes them, separated by commas: ``AP``, ``Success@5``, ``P(rel=2)@5``.
+        text: Names of ir-measures, separated by commas: ``AP``, ``Success@5``, ``P(rel=2)@5``.
 
     Raises:
         ConfigError: ir-measures is not installed, does not know a measure, or cannot compute it as it is installed.
@@ -65,17 +65,17 @@ def parse_measures(text: str = "") -> list[Measure]:
 def compute_measures(measures: Measures, qrels: Qrels, run: Run) -> MeasureValues:
     """Return the value of each measure for each judged query.
 
-    trec_eval decides what a measure is: linear gains and log2 discounts in nDCG, grades of 1 and above relevant
-    elsewhere, documents without judgement not relevant, judged documents that no one can find part of recall. A judged
-    query that the run lacks scores 0 and counts in every mean, as with ``trec_eval -c``.
+    Measures are defined by trec_eval: nDCG has linear gains and log2 discounts, grades of 1 and above are relevant in
+    the other measures, documents without judgement are not relevant, and recall includes judged documents that are not
+    in the collection. A judged query without a ranking scores 0 and counts in every mean, as with ``trec_eval -c``.
 
     Args:
-        measures: What to compute.
+        measures: The measures.
         qrels: The judgements, of exactly the queries that count.
         run: Scores that differ within each query.
 
     Raises:
-        EvaluationError: what computes a measure failed, for instance a program that it needs.
+        EvaluationError: the computation of a measure failed, for instance because of a missing program.
     """
     irm = _import()
     scores = {query: dict(ranked) for query, ranked in run.items() if ranked}

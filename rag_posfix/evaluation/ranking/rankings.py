@@ -1,4 +1,4 @@
-"""Rankings: what a first stage or a reranker returns for a query, for all queries, and the journal of them."""
+"""Rankings of a first stage or a reranker, for one query and for all queries, and their journal."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RankedTopics:
     reused: frozenset[str]
 
     def run(self) -> dict[str, dict[str, float]]:
-        """Return scores as they are written and measured: falling within each query, queries with documents alone."""
+        """Return scores as written and measured: strictly decreasing within each query, without empty queries."""
         return {
             query: dict(zip(ranking.ids, decreasing(ranking.scores), strict=True))
             for query, ranking in self.rankings.items()
@@ -96,7 +96,7 @@ class RankJournal(LineJournal[Ranking]):
     """Rankings by key, in memory and, with a path, in a file that only grows (see ``LineJournal``).
 
     Args:
-        path: The file; it and its folder are made with the first ranking. None keeps rankings in memory only.
+        path: The file; it and its folder are created with the first ranking. None: rankings are held in memory only.
         fresh: Start without the rankings of earlier runs. They stay in the file.
 
     Raises:
@@ -108,21 +108,21 @@ class RankJournal(LineJournal[Ranking]):
 
 
 def retrieval_key(identity: str, question: str, depth: int) -> str:
-    """Return a digest of all that the first stage's ranking depends on.
+    """Return a digest of everything that a ranking of the first stage depends on.
 
     Args:
-        identity: Names the first stage, its parameters and its documents.
+        identity: Digest of the first stage, its parameters and its documents.
         question: The query's text.
-        depth: How many documents.
+        depth: Number of documents.
     """
     return content_hash(json.dumps([KEY_VERSION, "retrieve", identity, question, depth]))
 
 
 def rerank_key(identity: str, candidates: QueryCandidates) -> str:
-    """Return a digest of all that a reranker's ranking depends on.
+    """Return a digest of everything that a ranking of a reranker depends on.
 
     Args:
-        identity: Names the reranker, its parameters and its model.
+        identity: Digest of the reranker, its parameters and its model.
         candidates: The query, its documents, their order and their scores.
     """
     documents = [

@@ -1,7 +1,7 @@
-"""Rankings on a Ray cluster: queries in batches, by actors that hold a reranker each. The same results as here.
+"""Rankings on a Ray cluster: actors with a reranker each rank batches of queries. Results equal those of one process.
 
-Rows carry the texts of their candidates, so actors need neither the collection nor an index. Rankings come back in any
-order and are told apart by their index.
+Rows contain the texts of their candidates, so actors need neither the collection nor an index. Rankings return in any
+order and are identified by their index.
 """
 
 from __future__ import annotations

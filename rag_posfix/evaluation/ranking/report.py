@@ -1,4 +1,4 @@
-"""A reranking evaluation to look at: a picture of measures and costs, and one HTML page that needs no other file."""
+"""Figure and HTML page of a reranking evaluation. The page needs no other file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rerankers by name: checked, made, and asked about queries, with a count of what their model reads."""
+"""Rerankers by name: checked, created and run on queries, with a count of the tokens that their model reads."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ RerankerChoice = MethodSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenedReranker:
-    """A reranker that can be asked.
+    """A reranker with its loaded model.
 
     Attributes:
         label: Name and parameters.
-        identity: Changes with the reranker, its parameters and the weights that it reads with.
+        identity: Digest of the reranker, its parameters and its weights.
         reranker: The reranker.
     """
 
@@ -80,53 +80,53 @@ class Ranker:
 
 
 def check_distinct(choices: Sequence[RerankerChoice]) -> None:
-    """Check that no reranker is named twice with the same parameters.
+    """Raise if a reranker occurs twice with the same parameters.
 
     Args:
         choices: The rerankers.
 
     Raises:
-        ConfigError: one is.
+        ConfigError: a reranker occurs twice.
     """
     labels = [choice.label for choice in choices]
     for label_ in labels:
         if labels.count(label_) > 1:
-            raise ConfigError(f"reranker {label_!r} is named twice with the same parameters; once is all")
+            raise ConfigError(f"reranker {label_!r} occurs twice with the same parameters; remove one of them")
 
 
 def check_reranker_choice(choice: RerankerChoice) -> None:
-    """Check name and parameters without making the reranker: a typing error is told before a model is loaded.
+    """Check name and parameters without making the reranker: errors are reported before a model is loaded.
 
     Args:
         choice: The reranker.
 
     Raises:
         UnknownNameError: no reranker has this name.
-        ConfigError: an unknown parameter, or a value outside of what is allowed.
+        ConfigError: an unknown parameter, or a value out of range.
     """
     RERANKERS.check(choice)
 
 
 def open_reranker(choice: RerankerChoice, models: RerankerModels) -> OpenedReranker:
-    """Return a reranker that can be asked, its model loaded.
+    """Return a reranker with its loaded model.
 
     Args:
         choice: The reranker.
         models: The models it may use.
 
     Raises:
-        ConfigError: the name, a parameter or the model is at fault.
+        ConfigError: the name, a parameter or the model is wrong.
     """
     reranker = build_reranker(choice, models)
     return OpenedReranker(choice.label, _identity(choice.name, reranker), reranker)
 
 
 def rerank_one(opened: OpenedReranker, candidates: QueryCandidates) -> Ranking:
-    """Rank the candidates of one query; without candidates the reranker is not asked.
+    """Rank the candidates of one query; without candidates the reranker is not called.
 
     Args:
         opened: The reranker.
-        candidates: The query and its documents; left untouched whatever the reranker does.
+        candidates: The query and its documents, which are not changed.
 
     Raises:
         EvaluationError: the reranker failed, or returned something else than scored candidates.
@@ -155,7 +155,7 @@ def rerank_one(opened: OpenedReranker, candidates: QueryCandidates) -> Ranking:
 
 
 def local_ranker(opened: OpenedReranker) -> Ranker:
-    """Return a ranker that asks a reranker of this process, one query after the other.
+    """Return a ranker that runs a reranker in this process, one query after the other.
 
     Args:
         opened: The reranker.
@@ -171,15 +171,15 @@ def local_ranker(opened: OpenedReranker) -> Ranker:
 def rerank(
     ranker: Ranker, queries: Sequence[QueryCandidates], journal: RankJournal, progress: Progress = silent
 ) -> RankedTopics:
-    """Rank the candidates of every query, except where the journal knows the ranking.
+    """Rank the candidates of every query without a ranking in the journal.
 
-    A ranking goes to the journal as soon as it is known, so what an interrupt ends can be continued.
+    Each new ranking is added to the journal at once, so that an interrupted run can be continued.
 
     Args:
         ranker: The reranker.
-        queries: What to rank.
-        journal: Rankings of earlier runs, and where new ones go.
-        progress: Shows how far it is.
+        queries: The queries and their candidates.
+        journal: Stored rankings; new ones are added.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
         EvaluationError: the reranker failed on a query.
@@ -201,7 +201,7 @@ def rerank(
 
 @dataclass(slots=True)
 class ModelWork:
-    """How much a generator read, whoever asked it.
+    """The work of a generator, for all callers.
 
     Attributes:
         forward_passes: Calls of the model.
@@ -214,7 +214,7 @@ class ModelWork:
 
 @contextmanager
 def count_work(generator: object | None) -> Iterator[ModelWork]:
-    """Count what the model of ``generator`` reads inside the block; nothing where it has no model of this process.
+    """Count the forward passes and tokens of ``generator`` during the block; zero without a model in this process.
 
     Args:
         generator: An engine, another generator, or None.
@@ -238,7 +238,7 @@ def count_work(generator: object | None) -> Iterator[ModelWork]:
 
 
 def _generations(reranker: Reranker) -> int | None:
-    """Return how many answers a reranker let the model write so far, None where it counts none."""
+    """Return the number of generations of a reranker so far, None if it does not count them."""
     counted_so_far = getattr(reranker, "generations", None)
     return counted_so_far if isinstance(counted_so_far, int) else None
 

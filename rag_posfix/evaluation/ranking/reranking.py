@@ -1,4 +1,4 @@
-"""Rerankers on a test collection: files in; runs, measures, paired tests, a record, a picture and a page out."""
+"""Reranking experiment on a test collection: runs, measures, paired tests, a record, a figure and a page."""
 
 from __future__ import annotations
 
@@ -111,19 +111,19 @@ def evaluate_reranking(
             run.
         depth: Candidates per topic.
         measures: Measures besides nDCG@10, RR@10, R@10 and P@1, as ir-measures names them, separated by commas.
-        limit: Judged topics at most.
-        skip: Judged topics to leave out at the start.
+        limit: Maximum number of judged topics.
+        skip: Number of judged topics to leave out at the start.
         binary: Count every grade above 0 as 1.
         titles: Keep titles of documents; without, documents are their text alone.
-        fresh: Compute anew what the journal holds.
+        fresh: Recompute what is in the journal.
         ray: Rank on a Ray cluster.
         ray_actors: Processes there that hold a reranker.
         settings: Models; read from the environment if None.
         out: Folder for everything that is written; None writes nothing.
-        progress: Shows how far it is.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
-        ConfigError: a reranker, a measure or the first stage is at fault, or the extra ``eval`` is not installed.
+        ConfigError: a reranker, a measure or the first stage is wrong, or the extra ``eval`` is not installed.
         EvaluationError: a file is missing or malformed, or a reranker failed on a query.
     """
     chosen = settings or Settings()
@@ -172,7 +172,7 @@ def _check(
     """Check names and parameters; return those of the first stage.
 
     Raises:
-        ConfigError: one is at fault, or matplotlib is not installed where a picture is to be written.
+        ConfigError: one is wrong, or matplotlib is not installed where a picture is to be written.
     """
     if depth < 1:
         raise ConfigError(f"depth={depth} must be at least 1: candidates per topic")

@@ -1,7 +1,8 @@
-"""What a method costs: time to first token, decoding speed and memory, as ratios to the stock model in one process.
+"""Speed experiment: time to first token, decoding speed and memory, as ratios to the stock model in one process.
 
-Unmodified and method take turns: every reading of a method stands between two of the stock model and is divided by
-their mean, so that a machine that slows down or speeds up slows or speeds both. A ratio is the median over repeats.
+Stock model and method are measured in alternation. Every reading of a method is divided by the mean of the readings of
+the stock model before and after it, so that changes in the speed of the machine cancel. A ratio is the median of
+rounds.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ STORE_BYTES = 8 * 1024**3
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One prompt, read and continued.
+    """The times of one prompt: prefill and decoding.
 
     Attributes:
-        repeat: Which round.
+        repeat: Number of the round.
         name: Label of the method, or ``unmodified``.
-        ttft_s: Seconds until the first token was known.
+        ttft_s: Seconds to the first token.
         decode_tokens_per_s: Tokens per second after it.
-        warm_ttft_s: Seconds until the first token when prefix and passages were found, by the store they were in.
-        together_tokens_per_s: Tokens per second of several equal requests in all, None where not asked for.
+        warm_ttft_s: Seconds to the first token with cached prefix and passages, by store.
+        together_tokens_per_s: Tokens per second of several concurrent requests in total, None if not measured.
     """
 
     repeat: int
@@ -71,8 +72,8 @@ class SpeedMeasurement:
     """Readings of all methods on one prompt.
 
     Attributes:
-        readings: In the order in which they were taken: unmodified, method, unmodified, method, ..., unmodified.
-        memory: By name; None where the system does not tell.
+        readings: In the order of measurement: unmodified, method, unmodified, method, ..., unmodified.
+        memory: Peak memory by name; None if the operating system does not report it.
         refused: Methods that did not run, with the reason.
     """
 
@@ -109,13 +110,13 @@ def measure_speed(
         together: Requests that decode together in a further reading; 0 takes none.
         warm: Also time the first token with passages kept in memory and on disk, in a temporary folder.
         redis_url: Also keep passages in this Redis; what it holds stays.
-        engine: The model; loaded as ``settings`` say if None.
+        engine: The model; loaded by ``settings`` if None.
         settings: Read from the environment if None.
         out: Folder for the record; None writes nothing.
-        progress: Shows how far it is.
+        progress: Progress callback (``evaluation.progress``).
 
     Raises:
-        ConfigError: a method, the model or a setting is at fault.
+        ConfigError: a method, the model or a setting is wrong.
         EvaluationError: a number is out of range, or every method was refused.
         PromptTooLongError: the stock model itself cannot read the prompt.
     """

@@ -1,4 +1,4 @@
-"""How much memory a piece of work needs at most: of the GPU where it runs on one, of the process elsewhere."""
+"""Peak memory of a piece of work: on the GPU if it runs there, else of the process."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class PeakMemory:
 
 
 def peak_memory(action: Callable[[], object], device: torch.device) -> PeakMemory | None:
-    """Run ``action`` and return the most memory that was held; None where the system does not tell.
+    """Run ``action`` and return its peak memory; None if the operating system does not report it.
 
-    On a GPU it counts the tensors that torch allocated there, elsewhere the resident memory of this process, which
-    Linux keeps the maximum of.
+    On a GPU the value counts torch's tensors there, otherwise the resident memory of this process, whose maximum Linux
+    records.
     """
     gc.collect()
     if device.type == "cuda":
@@ -59,7 +59,7 @@ def peak_memory(action: Callable[[], object], device: torch.device) -> PeakMemor
 
 
 def _give_back_free_memory() -> None:
-    """Make the allocator return what it keeps for kv_lookup: it would hide the next peak below the last one."""
+    """Make the allocator release memory that it holds for reuse, which would hide a lower peak."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):  # another C library than glibc

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["BM25Index", "check_parameters", "split_words", "top_rows"]
+__all__ = ["BM25Index", "check_bm25_parameters", "split_words", "top_rows"]
 
 # Han, Hiragana and Katakana are written without spaces: each of their characters is a word.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -68,7 +68,7 @@ class BM25Index:
         k1: float = 0.9,
         b: float = 0.4,
     ) -> None:
-        check_parameters(k1, b)
+        check_bm25_parameters(k1, b)
         self.words, self.term_scores, self.texts, self.starts = words, term_scores, texts, starts
         self.k1, self.b = k1, b
         self._count = count
@@ -91,7 +91,7 @@ class BM25Index:
         """
         import numpy as np
 
-        check_parameters(k1, b)
+        check_bm25_parameters(k1, b)
         split = [split_words(text) for text in texts]
         # Sorted, so that equal texts give equal files.
         words = {word: row for row, word in enumerate(sorted({word for text in split for word in text}))}
@@ -144,7 +144,7 @@ class BM25Index:
         return math.log1p((self._count - containing + 0.5) / (containing + 0.5))
 
 
-def check_parameters(k1: float, b: float) -> None:
+def check_bm25_parameters(k1: float, b: float) -> None:
     """Raise for parameters outside of their range.
 
     Raises:

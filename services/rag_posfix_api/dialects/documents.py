@@ -1,4 +1,4 @@
-"""Documents as clients send them: text, an object, or Cohere's nested ``data``."""
+"""Documents in requests: a string, an object, or Cohere's nested ``data``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _form(value: Any) -> str:
 
 
 def Forms(*allowed: str) -> Discriminator:  # reads as an annotation, as Field and Discriminator do
-    """Choose the member of a union by the JSON type of the value, so that errors speak of one form only.
+    """Choose the member of a union by the JSON type of the value, so that errors name one member only.
 
     Args:
         allowed: The tags of the union, of ``string``, ``array`` and ``object``.
@@ -35,7 +35,7 @@ def Forms(*allowed: str) -> Discriminator:  # reads as an annotation, as Field a
 
 
 class DocumentData(BaseModel):
-    """The content of a document in Cohere's form."""
+    """The content of a document in Cohere's format."""
 
     model_config = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
 
@@ -45,7 +45,7 @@ class DocumentData(BaseModel):
 
 
 class DocumentObject(BaseModel):
-    """A document: its text, or Cohere's ``data``, and what is known of it."""
+    """A document: text, or Cohere's ``data``, with optional id, title, score and metadata."""
 
     model_config = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
 
@@ -64,18 +64,18 @@ class DocumentObject(BaseModel):
 
     @property
     def content(self) -> str | None:
-        """The text, wherever it stands."""
+        """The text, from any of its fields."""
         data = self.data or DocumentData()
         return next((text for text in (self.text, data.text, data.snippet) if text is not None), None)
 
     @property
     def heading(self) -> str | None:
-        """The title, wherever it stands."""
+        """The title, from any of its fields."""
         return self.title if self.title is not None or self.data is None else self.data.title
 
     @property
     def relevance(self) -> float | None:
-        """The score, whatever it is called."""
+        """The score, from any of its fields."""
         return self.score if self.relevance_score is None else self.relevance_score
 
 
@@ -86,27 +86,27 @@ DocumentInput = Annotated[
 
 
 def document_text(document: str | DocumentObject) -> str:
-    """Return the text of a document in either form."""
+    """Return the text of a document of any form."""
     return document if isinstance(document, str) else document.content or ""
 
 
 def to_documents(given: Sequence[str | DocumentObject], max_documents: int) -> list[Document]:
-    """Return the documents of a request; those without an id are called by their place in it, ``doc_0``, ...
+    """Return the documents of a request. A document without an id gets its index as id: ``doc_0``, ``doc_1``, ...
 
     Args:
-        given: The documents as the client sent them.
-        max_documents: Most that are allowed.
+        given: The documents of the request.
+        max_documents: Maximum number of documents.
     """
     check_count(len(given), max_documents)
     return [_document(document, index) for index, document in enumerate(given)]
 
 
 def check_count(count: int, max_documents: int) -> None:
-    """Refuse too many documents.
+    """Raise for too many documents.
 
     Args:
-        count: How many there are.
-        max_documents: How many are allowed.
+        count: Number of documents.
+        max_documents: Maximum number of documents.
     """
     if count > max_documents:
         raise TooLargeError(

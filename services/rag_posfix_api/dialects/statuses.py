@@ -1,4 +1,4 @@
-"""The error statuses of routes, in the words of the OpenAPI document."""
+"""Descriptions of the error statuses of routes, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def documented(body: type[BaseModel], *statuses: int) -> dict[int | str, dict[st
     """Return the entries for ``responses=`` of a route.
 
     Args:
-        body: The dialect's error body.
-        statuses: The statuses that the route may answer with.
+        body: The error body of the dialect.
+        statuses: The error statuses of the route.
     """
     return {status: {"model": body, "description": _DESCRIPTIONS[status]} for status in statuses}

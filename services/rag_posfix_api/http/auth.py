@@ -1,4 +1,4 @@
-"""API keys: refuses requests without the right one before anything reads them."""
+"""API keys: requests without a valid key are refused before their body is read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics"})
 
 
 class ApiKeyAuth:
-    """ASGI middleware.
+    """ASGI middleware that checks the API key.
 
     Args:
-        app: What it guards.
-        api_key: What requests must bring as ``Authorization: Bearer``; None lets everybody in.
-        renderers: Report the refusal in the dialect of the path.
+        app: The wrapped application.
+        api_key: The key that requests must have as ``Authorization: Bearer``; None turns the check off.
+        renderers: Renders the error in the dialect of the path.
     """
 
     def __init__(self, app: ASGIApp, api_key: SecretStr | None, renderers: ErrorRenderers) -> None:

@@ -1,4 +1,4 @@
-"""Request bodies without lone surrogates: JSON may spell them, but no text holds them."""
+"""Request bodies without lone surrogates: JSON escapes can contain them, but UTF-8 cannot encode them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _CleanRequest(Request):
 
 
 class CleanRoute(APIRoute):
-    """A route whose body is read that way."""
+    """A route whose request body has no lone surrogates."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler."""

@@ -1,4 +1,4 @@
-"""JSON and server-sent events that can always be encoded, whatever a client sent in."""
+"""JSON and server-sent events of any string, including strings that UTF-8 cannot encode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def event(payload: Any) -> bytes:
 
 
 class SafeJSONResponse(Response):
-    """A JSON response through ``encode_json``."""
+    """A JSON response encoded by ``encode_json``."""
 
     media_type = "application/json"
 

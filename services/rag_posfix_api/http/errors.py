@@ -1,7 +1,7 @@
-"""From an error to a response: one table of status codes, and a body in the dialect of the path.
+"""Converts errors to responses: one table of status codes, and a body in the dialect of the path.
 
-422 says that a body has the wrong shape or types, 400 that it reads well but asks for something that is not allowed or
-not served.
+Status 422 is for a body of the wrong shape or types. Status 400 is for a valid body with a value that is not allowed
+or not supported.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ RETRY_SECONDS = 1
 
 
 class InvalidRequestError(ConfigError):
-    """A field of a request holds something that is not allowed.
+    """A field of a request has a value that is not allowed.
 
     Args:
         message: What is wrong, the value, what is allowed, what to do.
-        param: The field.
+        param: Name of the field.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -72,7 +72,7 @@ class InvalidRequestError(ConfigError):
 
 
 class UnsupportedFeatureError(InvalidRequestError):
-    """A request asks for something that this service does not do."""
+    """A request needs a feature that this service does not support."""
 
 
 class ModelNotFoundError(InvalidRequestError):
@@ -80,7 +80,7 @@ class ModelNotFoundError(InvalidRequestError):
 
 
 class TooLargeError(InvalidRequestError):
-    """A request brings more than it may."""
+    """A request exceeds a size limit."""
 
 
 class UnauthorizedError(RagPosfixError):
@@ -92,18 +92,18 @@ class NotReadyError(RagPosfixError):
 
 
 class RequestTimeoutError(RagPosfixError):
-    """An answer took longer than it may."""
+    """A request exceeded its time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one kind of error is reported.
+    """The response to one kind of error.
 
     Attributes:
         status: HTTP status.
-        type: Class of errors, in the words of OpenAI's API.
+        type: Class of errors, as in OpenAI's API.
         code: Name of the error, for programs.
-        message: Sent in place of the error's own text, where that is for the log only.
+        message: Text that is sent instead of the error's own, which is then only logged.
     """
 
     status: int
@@ -114,14 +114,14 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error as clients are told of it; a dialect makes its body from this.
+    """The part of an error that clients see; a dialect renders its body from this.
 
     Attributes:
         status: HTTP status.
-        type: Class of errors, in the words of OpenAI's API.
+        type: Class of errors, as in OpenAI's API.
         code: Name of the error, for programs.
         message: One line for people.
-        param: The field of the request that is at fault, or None.
+        param: The wrong field of the request, or None.
     """
 
     status: int
@@ -136,7 +136,7 @@ RenderError = Callable[[Problem], Mapping[str, Any]]
 
 
 class ErrorRenderers:
-    """Chooses the dialect that reports an error by the path of the request.
+    """Chooses the dialect of an error by the path of the request.
 
     Args:
         default: The dialect of every other path.
@@ -181,12 +181,12 @@ _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_la
 
 
 def kind_of(error: Exception) -> Kind:
-    """Return the row of the table for ``error``: its class, or the nearest base of it."""
+    """Return the entry of the table for the class of ``error``, or for its nearest base class."""
     return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
 
 
 def problem_of(error: Exception) -> Problem:
-    """Return what clients are told of ``error``; a server error goes to the log, and its text stays there."""
+    """Return the client's view of ``error``. The text of a server error is logged and not sent."""
     kind = kind_of(error)
     message, param = kind.message or str(error), getattr(error, "param", None)
     if isinstance(error, RequestValidationError):
@@ -198,7 +198,7 @@ def problem_of(error: Exception) -> Problem:
 
 
 def error_response(error: Exception, render: RenderError) -> Response:
-    """Return the response that reports ``error`` in the dialect of ``render``."""
+    """Return the response to ``error`` in the dialect of ``render``."""
     problem = problem_of(error)
     headers = {}
     if problem.status in (429, 503):
@@ -209,7 +209,7 @@ def error_response(error: Exception, render: RenderError) -> Response:
 
 
 def install_handlers(app: FastAPI, renderers: ErrorRenderers) -> None:
-    """Make every error of a route leave ``app`` in the dialect of its path."""
+    """Install handlers in ``app`` that render every error of a route in the dialect of its path."""
 
     async def known(request: Request, error: Exception) -> Response:
         facts_of(request).error = kind_of(error).code
@@ -247,7 +247,7 @@ def _is_malformed(error: Exception) -> bool:
 
 
 def _validation_message(error: RequestValidationError) -> tuple[str, str | None]:
-    """Return one line on the first thing that is wrong, and its field."""
+    """Return one line about the first validation error, and its field."""
     problems = error.errors()
     first = problems[0]
     if first["type"] == "json_invalid":
@@ -269,6 +269,6 @@ def _shortened(value: Any) -> str:
 
 
 def log_failure(error: Exception) -> None:
-    """Log where an error came from. Its text may quote a prompt, so only the type and the places are kept."""
+    """Log the type of an error and its stack without messages: the text of an error may quote a prompt."""
     places = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
     _log.error("request failed: %s", type(error).__name__, extra={"fields": {"places": places[-12:]}})

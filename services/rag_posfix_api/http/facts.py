@@ -1,4 +1,4 @@
-"""What a request leaves for its log line: numbers and registry names, never text of a client or a model."""
+"""The fields of a request's log line: numbers and registry names, never text of a client or a model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Facts", "RequestFacts", "facts_of"]
 
 @dataclass(slots=True)
 class Facts:
-    """Filled in by the route.
+    """The fields of a log line that the route sets.
 
     Attributes:
         mitigation: Name of the mitigation.
         order: Name of the order.
         cache: ``hit``, ``miss`` or ``off``.
-        documents: How many documents the request brought.
+        documents: Number of documents in the request.
         tokens: Tokens by kind.
         timings: Seconds by stage.
         error: Code of the error, if there was one.

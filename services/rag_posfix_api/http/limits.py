@@ -1,4 +1,4 @@
-"""Limits on requests that hold before anything reads them: the size of the body."""
+"""Limits that are checked before a request is parsed: the size of the body."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["BodyLimit"]
 
 
 class BodyLimit:
-    """ASGI middleware.
+    """ASGI middleware that limits the size of request bodies.
 
     Args:
-        app: What it guards.
-        max_body_bytes: Largest body.
-        renderers: Report the refusal in the dialect of the path.
+        app: The wrapped application.
+        max_body_bytes: Size limit of a body.
+        renderers: Renders the error in the dialect of the path.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, renderers: ErrorRenderers) -> None:
@@ -39,7 +39,7 @@ class BodyLimit:
         await error_response(refusal, self._renderers.of(scope["path"]))(scope, receive, send)
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Return ``receive`` with a count: a chunked body does not tell its length in advance."""
+        """Return ``receive`` with a byte count, for chunked bodies, whose length is not known in advance."""
         received = 0
 
         async def bounded() -> Message:

@@ -1,4 +1,4 @@
-"""The numbers at ``/metrics``. One registry per app; labels come from short closed lists, never from a client."""
+"""Metrics at ``/metrics``, one registry per app. Labels come from short closed lists, never from a client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STAGE_BUCKETS = (0.001, 0.0025, 0.005, *_REQUEST_BUCKETS)
 
 
 class _RerankingFailures(Collector):
-    """Counts that are kept by the reranker itself, read when they are asked for."""
+    """Counters that the reranker holds, read when the metrics are collected."""
 
     def __init__(self) -> None:
         self.counts: Callable[[], Mapping[str, int]] = dict
@@ -30,11 +30,11 @@ class _RerankingFailures(Collector):
 
 
 class Metrics:
-    """What one app counts.
+    """The metrics of one app.
 
     Args:
-        in_flight: Returns how many requests are being answered or waiting.
-        working: Returns how many answers the model works on.
+        in_flight: Returns the number of running and waiting requests.
+        working: Returns the number of requests that use the model.
         is_ready: Returns whether the model is loaded.
     """
 
@@ -73,11 +73,11 @@ class Metrics:
         )
 
     def served(self, version: str, model: str) -> None:
-        """Tell what is served."""
+        """Set the version and the model of the info metric."""
         self._info.info({"version": version, "model": model})
 
     def count_reranking(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Tell who counts rerankings that failed, by reason."""
+        """Register a function that returns the number of failed rerankings by reason."""
         self._reranking.counts = counts
 
     def request(self, route: str, status: int, seconds: float) -> None:

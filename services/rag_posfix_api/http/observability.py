@@ -1,6 +1,6 @@
-"""A request id on every response, and for every request one count and one JSON log line.
+"""A request id on every response; a count and a JSON log line for every request.
 
-Neither holds what a client or a model wrote: no prompt, no passage, no answer, no path that no route has.
+Counts and log lines contain no text of a client or a model: no prompt, passage, answer or unknown path.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _QUIET = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics"})
 
 
 class ObservedRequests:
-    """ASGI middleware, the outermost of the app's own: also turns an error that nothing caught into a 500.
+    """ASGI middleware, the outermost one of the app; it also turns an uncaught error into status 500.
 
     Args:
-        app: What it wraps.
-        metrics: Where requests are counted.
-        renderers: Report the error in the dialect of the path.
+        app: The wrapped application.
+        metrics: The metrics that count requests.
+        renderers: Renders the error in the dialect of the path.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, renderers: ErrorRenderers) -> None:
@@ -88,7 +88,7 @@ class ObservedRequests:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record, with the entries of ``extra={"fields": {...}}`` beside the message."""
+    """Formats a log record as a JSON object: the message and the entries of ``extra={"fields": {...}}``."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -105,7 +105,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """Send this process's log to stderr as JSON lines. For a process that is the service and nothing else."""
+    """Send the log of this process to stderr as JSON lines. For the service process only."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)

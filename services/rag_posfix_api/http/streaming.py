@@ -1,4 +1,4 @@
-"""A streamed answer as server-sent events of any dialect. The computation stops when the client goes away."""
+"""A streamed answer as server-sent events of any dialect. The computation stops when the client disconnects."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 
 class EventRenderer(Protocol):
-    """Writes the server-sent events of one response in one dialect; each part is bytes that end an event."""
+    """Renders the server-sent events of one response in one dialect; each part is bytes that end an event."""
 
     def opening(self) -> Iterable[bytes]:
         """Return the events before the answer."""
         ...
 
     def piece(self, chunk: AnswerChunk) -> Iterable[bytes]:
-        """Return the events for a piece of the answer; the last piece carries the whole answer."""
+        """Return the events for a piece of the answer; the last piece has the complete answer."""
         ...
 
     def closing(self) -> Iterable[bytes]:
@@ -49,25 +49,25 @@ class StepRunner(Protocol):
         ...
 
     async def close(self, iterator: Iterator[object]) -> None:
-        """Close an iterator as its steps were run."""
+        """Close an iterator in the worker threads that run its steps."""
         ...
 
     async def until_gone(self, receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
-        """Return what ``work`` returns, or stop it as soon as the client goes away."""
+        """Return the result of ``work``, or stop it when the client disconnects."""
         ...
 
 
 class AnswerStream(Response):
-    """The response to a request that streams.
+    """The response to a streaming request.
 
-    ``open`` must have returned first: until then an error is an ordinary HTTP error.
+    ``open`` must be called first: an error before the first piece is an ordinary HTTP error.
 
     Args:
         job: Runs the steps.
-        renderer: Writes the events.
-        facts: What to note on an error.
-        finished: Called with the answer when it is complete.
-        on_close: Closed when the response is over, however it ends.
+        renderer: Renders the events.
+        facts: Log fields; the code of an error is set.
+        finished: Called with the complete answer.
+        on_close: Closed after the response, also after an error.
     """
 
     media_type = "text/event-stream"
@@ -91,7 +91,7 @@ class AnswerStream(Response):
         self._first: AnswerChunk | None = None
 
     async def open(self, start: Callable[[], Iterator[AnswerChunk]], receive: Receive) -> None:
-        """Compute the first piece of what ``start`` returns. Raises what goes wrong until then."""
+        """Compute the first piece of the iterator that ``start`` returns. Raises any error until then."""
 
         async def first() -> AnswerChunk | None:
             self._chunks = await self._job.call(start)

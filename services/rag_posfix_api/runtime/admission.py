@@ -1,7 +1,7 @@
-"""How many requests may work on the model, and how many may wait. Knows neither HTTP nor models.
+"""Admission: limits on running and waiting requests. Independent of HTTP and of models.
 
-A *ticket* is one request in the house; a *permit* is the right to work on the model. Everything before the model
-(retrieval, the answer cache) needs a ticket only, so a stored answer never waits behind a long generation.
+A *ticket* is one admitted request. A *permit* is the right to use the model. Steps before the model (retrieval, the
+answer cache) need a ticket only, so a cached answer never waits for a generation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["Admission", "Ticket"]
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One request in the house.
+    """One admitted request.
 
     Attributes:
-        timeout: Seconds the request may take.
-        started: When it came in, on the monotonic clock.
-        cancelled: Whether its client went away.
-        queued_seconds: How long it waited for a permit.
+        timeout: Time limit of the request in seconds.
+        started: Time of admission, on the monotonic clock.
+        cancelled: Whether the client has disconnected.
+        queued_seconds: How long the request waited for a permit.
     """
 
     timeout: float
@@ -37,15 +37,15 @@ class Ticket:
 
     @property
     def remaining(self) -> float:
-        """Seconds left."""
+        """Seconds until the time limit."""
         return self.started + self.timeout - time.monotonic()
 
     def check(self) -> None:
-        """Raise if there is no reason to go on.
+        """Raise if the request must stop.
 
         Raises:
-            GenerationCancelled: the client went away.
-            RequestTimeoutError: the time is over.
+            GenerationCancelled: the client has disconnected.
+            RequestTimeoutError: the time limit is exceeded.
         """
         if self.cancelled:
             raise GenerationCancelled("the client went away before the answer was complete")
@@ -57,11 +57,11 @@ class Ticket:
 
 
 class Admission:
-    """Tickets and permits. Safe to use from any thread.
+    """Hands out tickets and permits. Safe to use from any thread.
 
     Args:
-        max_concurrent: Permits.
-        max_queue: Tickets beyond the permits.
+        max_concurrent: Number of permits.
+        max_queue: Number of tickets beyond the permits.
         queue_timeout: Seconds that a ticket waits for a permit.
     """
 
@@ -76,12 +76,12 @@ class Admission:
 
     @property
     def in_flight(self) -> int:
-        """Tickets that are out."""
+        """Number of tickets in use."""
         return self._tickets
 
     @property
     def working(self) -> int:
-        """Permits that are out."""
+        """Number of permits in use."""
         return len(self._working)
 
     @property
@@ -91,10 +91,10 @@ class Admission:
 
     @contextmanager
     def admit(self, timeout: float) -> Iterator[Ticket]:
-        """Hold a ticket; leaving gives its permit back as well.
+        """Hold a ticket during the block; its permit is released at the end too.
 
         Raises:
-            OverloadedError: all tickets are out.
+            OverloadedError: all tickets are in use.
         """
         with self._changed:
             if self._tickets >= self.capacity:
@@ -115,9 +115,9 @@ class Admission:
         """Wait for a permit, first come first served. Blocks the calling thread.
 
         Raises:
-            OverloadedError: none came free in time.
-            GenerationCancelled: the client went away meanwhile.
-            RequestTimeoutError: the request's own time is over.
+            OverloadedError: no permit was free within the queue timeout.
+            GenerationCancelled: the client has disconnected.
+            RequestTimeoutError: the time limit of the request is exceeded.
         """
         started = time.monotonic()
         patience = min(self._queue_timeout, max(ticket.remaining, 0.0))
@@ -138,13 +138,13 @@ class Admission:
             self._working.add(ticket)
 
     def release(self, ticket: Ticket) -> None:
-        """Give the permit back, if the ticket has one."""
+        """Release the permit of the ticket, if it has one."""
         with self._changed:
             self._working.discard(ticket)
             self._changed.notify_all()
 
     def cancel(self, ticket: Ticket) -> None:
-        """Tell that the client went away: the ticket stops waiting, and its work stops at the next step."""
+        """Mark the ticket's client as disconnected: the ticket stops waiting, and its work stops at the next step."""
         with self._changed:
             ticket.cancelled = True
             self._changed.notify_all()

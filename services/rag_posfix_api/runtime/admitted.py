@@ -1,4 +1,4 @@
-"""A generator behind admission: it works with a permit only, and stops when nobody waits for the answer."""
+"""A generator with admission: it runs with a permit only, and stops when the client has disconnected."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TICKET: ContextVar[Ticket | None] = ContextVar("rag_posfix_service_ticket", defa
 
 
 class AdmittedGenerator(DelegatingGenerator[Generator]):
-    """Implements ``contracts.generator.Generator`` around another one.
+    """A ``contracts.generator.Generator`` that takes a permit for each answer of another generator.
 
-    Whole answers are read from the stream too, so that they can be stopped between two steps. A generator that works
-    ahead of its readers is told to look for itself, and a permit is free when its work is done, not when all is read.
+    Whole answers are generated as streams too, so that they can be stopped between two steps. A generator that
+    computes ahead of its readers checks the ticket itself, and releases the permit when its computation is done.
 
     Args:
-        generator: Does the work.
-        admission: Gives the permits.
+        generator: The generator.
+        admission: Hands out the permits.
     """
 
     def __init__(self, generator: Generator, admission: Admission) -> None:
@@ -35,7 +35,7 @@ class AdmittedGenerator(DelegatingGenerator[Generator]):
         self._admission = admission
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
-        """Yield the answer piece by piece. The permit goes back at the latest when it ends, fails or is closed."""
+        """Yield the answer in pieces. The permit is released when the stream ends, fails or is closed, or earlier."""
         ticket = TICKET.get()
         if ticket is None:
             yield from self._inner.stream(request)

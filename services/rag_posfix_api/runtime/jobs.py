@@ -1,7 +1,7 @@
-"""Runs the synchronous pipeline for the event loop: one job per request, always in worker threads.
+"""Runs the synchronous pipeline in worker threads for the event loop, with one job per request.
 
-A job's steps run one after another and share one context, so what a step sets in a ``ContextVar`` the next one sees,
-whichever thread it runs in. Cancelling never abandons a running step: the permit stays taken until the model is free.
+The steps of a job run one after another with one context, so a ``ContextVar`` that a step sets is visible in the next
+step, in any thread. Cancelling never abandons a running step: the permit is in use until the model is free.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 class Job:
-    """The work for one request.
+    """The execution of one admitted request.
 
     Args:
-        ticket: The request's ticket.
-        admission: Where it came from.
-        limiter: Bounds the worker threads.
+        ticket: The ticket of the request.
+        admission: The admission that handed out the ticket.
+        limiter: Limits the number of worker threads.
     """
 
     def __init__(self, ticket: Ticket, admission: Admission, limiter: anyio.CapacityLimiter) -> None:
@@ -41,11 +41,11 @@ class Job:
         self._context.run(TICKET.set, ticket)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Return what ``function`` returns, run in a worker thread."""
+        """Return the result of ``function``, run in a worker thread."""
         return await anyio.to_thread.run_sync(self._context.run, function, limiter=self._limiter)
 
     async def permitted(self, function: Callable[[], T]) -> T:
-        """As ``call``, with a permit held meanwhile."""
+        """Do what ``call`` does while holding a permit."""
 
         def work() -> T:
             self._admission.acquire(self.ticket)
@@ -57,20 +57,20 @@ class Job:
         return await self.call(work)
 
     async def close(self, iterator: Iterator[object]) -> None:
-        """Close an iterator as its steps were run, also when the request is being cancelled."""
+        """Close an iterator in a worker thread, also while the request is being cancelled."""
         if isinstance(iterator, Generator):
             with anyio.CancelScope(shield=True):
                 await self.call(iterator.close)
 
     async def until_gone(self, receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
-        """Return what ``work`` returns, or stop it as soon as the client goes away.
+        """Return the result of ``work``, or stop it when the client disconnects.
 
         Args:
-            receive: Tells of the client, once the body of the request is read.
-            work: What to do.
+            receive: Returns the ASGI events of the client after the body of the request.
+            work: The work.
 
         Raises:
-            GenerationCancelled: the client went away.
+            GenerationCancelled: the client has disconnected.
         """
         outcome: list[T] = []
         failure: list[Exception] = []
@@ -95,11 +95,11 @@ class Job:
 
 
 class Jobs:
-    """Opens jobs under one admission.
+    """Creates jobs with tickets of one admission.
 
     Args:
-        admission: Bounds them.
-        timeout: Seconds that one may take.
+        admission: Limits the jobs.
+        timeout: Time limit of a job in seconds.
     """
 
     def __init__(self, admission: Admission, timeout: float) -> None:
@@ -109,10 +109,10 @@ class Jobs:
 
     @contextmanager
     def open(self) -> Iterator[Job]:
-        """Hold a job.
+        """Admit a request and hold its job during the block.
 
         Raises:
-            OverloadedError: there is no room for one more.
+            OverloadedError: too many requests are running and waiting.
         """
         with self.admission.admit(self._timeout) as ticket:
             yield Job(ticket, self.admission, self._limiter)

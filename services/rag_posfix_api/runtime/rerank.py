@@ -1,4 +1,4 @@
-"""Scoring the documents of a rerank request, whatever the dialect that it came in."""
+"""Scores the documents of a rerank request of any dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the routes share: the pipeline once it is loaded, and the ways to run it. One per app, on ``app.state``."""
+"""The state of the service that routes share, in ``app.state``: the loaded pipeline, admission and metrics."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Service:
     """The state of one app.
 
     Args:
-        settings: What to load, and what requests get that do not say.
-        limits: How the service runs.
+        settings: The model to load, and defaults of requests.
+        limits: Settings of the service.
     """
 
     def __init__(self, settings: Settings, limits: ServiceSettings) -> None:
@@ -56,10 +56,10 @@ class Service:
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline, with its generator behind admission.
+        """The pipeline, with admission around its generator.
 
         Raises:
-            NotReadyError: it is not loaded, or its model has broken since.
+            NotReadyError: the pipeline is not loaded, or its model has failed.
         """
         if self._pipeline is None:
             raise NotReadyError(self._reason)
@@ -69,12 +69,12 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the pipeline is loaded and its model has not broken."""
+        """Whether the pipeline is loaded and its model has not failed."""
         return self._pipeline is not None and self._failure is None
 
     @property
     def _failure(self) -> str | None:
-        """What has broken the model: one that is split over processes loses them for good."""
+        """The reason why the model cannot answer any more (a process of a split model died), or None."""
         failure: str | None = getattr(self._generator, "failure", None)
         return failure
 
@@ -94,7 +94,7 @@ class Service:
         self._pipeline = pipeline.with_generator(generator)
 
     async def load(self) -> None:
-        """Build, verify and warm the pipeline in a worker thread, then serve it. Never raises."""
+        """Build, verify and warm up the pipeline in a worker thread, then serve it. Never raises."""
         started = time.monotonic()
         try:
             # Shutting down does not wait for a download.
@@ -110,17 +110,17 @@ class Service:
         _log.info("serving %s, loaded in %.1f s", pipeline.generator.model_id, time.monotonic() - started)
 
     def close(self) -> None:
-        """Stop the model, and close what ``load`` opened; a pipeline that was handed in belongs to its owner."""
+        """Stop the model, and close the pipeline that ``load`` built; a pipeline of the caller is not closed."""
         if self._batching is not None:
             self._batching.close()
         if self._loaded is not None:
             self._loaded.close()
 
     def check_model(self, name: str) -> None:
-        """Check that ``name`` means the served model.
+        """Raise if ``name`` is not a name of the served model.
 
         Raises:
-            ModelNotFoundError: it does not.
+            ModelNotFoundError: it is another model.
         """
         if name not in (self.model_id, self.settings.model, "default", ""):
             raise ModelNotFoundError(
@@ -128,7 +128,7 @@ class Service:
             )
 
     def record(self, answer: Answer, facts: Facts) -> None:
-        """Count an answer, and note it for the log line of its request."""
+        """Count an answer in the metrics, and set the log fields of its request."""
         usage = answer.usage
         tokens = {
             "prompt": usage.prompt_tokens,
@@ -141,7 +141,7 @@ class Service:
         facts.tokens, facts.timings = tokens, dict(answer.timings)
 
     def _batched(self, generator: Generator) -> Generator:
-        """Return a generator that decodes the answers it is asked for together, where ``generator`` can do so."""
+        """Return ``generator`` with continuous batching, if it supports that and the settings allow it."""
         if self.limits.max_concurrent == 1 or not isinstance(generator, SteppedGenerator):
             return generator
         from rag_posfix.generation.batching.scheduler import BatchingGenerator  # torch
@@ -160,7 +160,7 @@ class Service:
 
 
 def package_version() -> str:
-    """Return the installed version; a source tree that is not installed has none."""
+    """Return the installed version, or "unknown" for a source tree that is not installed."""
     try:
         return version("rag-posfix")
     except PackageNotFoundError:
@@ -168,7 +168,7 @@ def package_version() -> str:
 
 
 def _build(settings: Settings) -> Pipeline:
-    """Return a pipeline that has answered once: first answers compile and allocate, and a broken model shows."""
+    """Return a pipeline that has answered one question, which compiles, allocates and reveals a broken model."""
     from rag_posfix.pipeline.build import build_pipeline  # torch and transformers: not before they are needed
 
     pipeline = build_pipeline(settings)
@@ -180,7 +180,7 @@ def _build(settings: Settings) -> Pipeline:
 
 
 def service_of(request: Request) -> Service:
-    """Return the state of the app that ``request`` came to."""
+    """Return the state of the app of ``request``."""
     service = request.app.state.service
     if not isinstance(service, Service):
         raise NotReadyError("the service has not started")

@@ -33,7 +33,7 @@ def test_what_is_gone_is_forgotten():
     memory = RecentPrompts()
     memory.add("scope", ("a", "b"))
     memory.add("scope", ("b", "c"))
-    memory.forget(["a", "x"])
+    memory.drop(["a", "x"])
     assert memory.recent("scope") == (("b", "c"),)
 
 

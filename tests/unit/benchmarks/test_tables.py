@@ -52,7 +52,7 @@ def test_positions_have_a_column_each_and_an_order_free_method_says_same():
         "| `calibrated_attention:profile=PROFILE:temperature=2.0` | -2.00 (.25) | same | -2.00 (.25) | -2.00 (.50) "
         "| 0.00 (.00) | +0.50 [-0.12, +1.00] |",
         "",
-        "20 questions. The right passage alone: -1.50 (.50); no passages: -4.00 (.00).",
+        "20 questions. The gold passage alone: -1.50 (.50); no passages: -4.00 (.00).",
     ]
 
 

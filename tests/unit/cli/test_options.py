@@ -67,9 +67,9 @@ def test_several_choices_are_split_at_commas_and_checked():
 
 
 def test_a_choice_that_is_named_twice_is_refused():
-    with pytest.raises(ConfigError, match="names 'none' twice with the same parameters"):
+    with pytest.raises(ConfigError, match="has 'none' twice with the same parameters; remove one"):
         checked_choices("none,context_experts, none")
-    with pytest.raises(ConfigError, match="names 'inter_document' twice"):
+    with pytest.raises(ConfigError, match="has 'inter_document' twice"):
         checked_choices("pine,inter_document")
 
 

@@ -212,7 +212,7 @@ def test_what_is_forgotten_from_outside_is_gone_for_every_process_that_starts_la
 
 
 @pytest.mark.parametrize("caches", [{"cache": CacheSettings(enabled=False)}, {"cache": CacheSettings(disk_bytes=0)}])
-def test_forgetting_where_nothing_is_kept_does_nothing(tmp_path, caches):
+def test_invalidating_without_stored_entries_does_nothing(tmp_path, caches):
     settings = Settings(cache_dir=tmp_path / "cache", passages=PassageStoreSettings(enabled=False), **caches)
     assert invalidate_stored(DOCUMENTS, settings) == (0, 0)
     assert not (tmp_path / "cache").exists()

@@ -1,4 +1,4 @@
-"""Errors of the rerank route: ``detail``, which Jina's clients show, beside the service's own ``error`` object."""
+"""Errors of the rerank route: ``detail``, which Jina's clients show, and the service's own ``error`` object."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["RerankErrorBody", "RerankErrorDetail", "errors", "render_error"]
 
 
 class RerankErrorDetail(BaseModel):
-    """What went wrong, for programs."""
+    """The error, for programs."""
 
     message: str
     type: str
@@ -29,11 +29,11 @@ class RerankErrorBody(BaseModel):
 
 
 def render_error(problem: Problem) -> dict[str, Any]:
-    """Return the body that reports ``problem``."""
+    """Return the error body of ``problem``."""
     error = RerankErrorDetail(message=problem.message, type=problem.type, param=problem.param, code=problem.code)
     return RerankErrorBody(detail=problem.message, error=error).model_dump()
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the entries for ``responses=`` of a route that may answer with ``statuses``."""
+    """Return the entries for ``responses=`` of a route with these error statuses."""
     return documented(RerankErrorBody, *statuses)

@@ -1,4 +1,4 @@
-"""From scores to Jina's wire format."""
+"""Renders scores in Jina's wire format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["to_response"]
 
 
 def to_response(scored: Scored, body: RerankRequest, texts: Sequence[str], model: str) -> RerankResponse:
-    """Return the response to ``body``: the best ``top_n`` documents, with their texts unless these are refused."""
+    """Return the response to ``body``: the best ``top_n`` documents, with their texts if the request wants them."""
     shown = body.return_documents is not False
     results = [
         RerankResult(

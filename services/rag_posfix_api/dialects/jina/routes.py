@@ -32,7 +32,7 @@ router = APIRouter(tags=["rerank"], route_class=CleanRoute)
     responses=errors(400, 401, 413, 422, 429, 500, 503),
 )
 async def rerank(body: RerankRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
-    """Score documents for a query, best first; equal scores keep the order of the request."""
+    """Score documents for a query, best first; documents with equal scores stay in the order of the request."""
     check_count(len(body.documents), service.limits.max_documents)
     if not body.query.strip():
         raise InvalidRequestError("query is empty; give at least one visible character", param="query")

@@ -1,4 +1,4 @@
-"""Reranking as Jina's API has it."""
+"""Schemas of Jina's rerank API."""
 
 from __future__ import annotations
 

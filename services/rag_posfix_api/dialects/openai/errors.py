@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API reports them: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in the format of OpenAI's API: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ErrorBody", "ErrorDetail", "errors", "render_error"]
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """The error."""
 
     message: str
     type: str
@@ -28,11 +28,11 @@ class ErrorBody(BaseModel):
 
 
 def render_error(problem: Problem) -> dict[str, Any]:
-    """Return the body that reports ``problem``."""
+    """Return the error body of ``problem``."""
     detail = ErrorDetail(message=problem.message, type=problem.type, param=problem.param, code=problem.code)
     return ErrorBody(error=detail).model_dump()
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the entries for ``responses=`` of a route that may answer with ``statuses``."""
+    """Return the entries for ``responses=`` of a route with these error statuses."""
     return documented(ErrorBody, *statuses)

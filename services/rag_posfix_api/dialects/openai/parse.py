@@ -1,4 +1,4 @@
-"""From a chat request to a question for the pipeline. Checks what the wire format allows and this service does not."""
+"""Parses a chat request into a question for the pipeline. Unsupported fields of the wire format are refused."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Question:
-    """Return what the pipeline is asked.
+    """Return the question of a chat request.
 
     Args:
         body: The request.
-        defaults: How tokens are chosen where the request does not say.
-        max_documents: Most documents it may bring.
+        defaults: Default sampling parameters.
+        max_documents: Maximum number of documents.
 
     Raises:
-        InvalidRequestError: a field holds something that is not allowed.
-        UnsupportedFeatureError: a field asks for something that is not served.
+        InvalidRequestError: a field has a value that is not allowed.
+        UnsupportedFeatureError: a field needs a feature that is not supported.
         TooLargeError: there are too many documents.
         ConfigError: a sampling parameter is out of range.
     """

@@ -1,4 +1,4 @@
-"""From the pipeline's answers to OpenAI's wire format, whole or as server-sent events."""
+"""Renders answers in OpenAI's wire format, as one object or as server-sent events."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Completion:
-    """What all pieces of one response share.
+    """The common fields of all parts of one response.
 
     Args:
         model: Name of the served model.
         fingerprint: Identity of its weights.
-        include_usage: Whether a stream ends with a chunk that holds the usage.
+        include_usage: Whether a stream ends with a chunk that has the usage.
     """
 
     def __init__(self, model: str, fingerprint: str, *, include_usage: bool = False) -> None:
@@ -58,7 +58,7 @@ class Completion:
         return completion.model_dump()
 
     def opening(self) -> Iterator[bytes]:
-        """Yield the first chunk: who speaks."""
+        """Yield the first chunk, which has the role."""
         yield event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
@@ -73,11 +73,11 @@ class Completion:
             yield event(self._head() | {"choices": [], "usage": _usage(chunk.answer.usage).model_dump()})
 
     def closing(self) -> Iterator[bytes]:
-        """Yield what ends every stream."""
+        """Yield the last events of a complete stream."""
         yield DONE
 
     def failure(self, problem: Problem) -> Iterator[bytes]:
-        """Yield the error that a stream ends with."""
+        """Yield the error event of a stream that failed."""
         yield event(render_error(problem))
 
     def _head(self) -> dict[str, Any]:

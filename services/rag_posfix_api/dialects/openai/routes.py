@@ -40,7 +40,7 @@ async def create_chat_completion(
 ) -> Response:
     """Answer the last message from documents: those of the request, or retrieved ones.
 
-    With ``stream`` the answer comes as server-sent events; the last chunk before the usage says where it comes from.
+    With ``stream`` the answer is sent as server-sent events; the last chunk before the usage has the sources.
     """
     service.check_model(body.model or "")
     facts.documents = None if body.documents is None else len(body.documents)

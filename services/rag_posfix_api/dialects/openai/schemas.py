@@ -1,4 +1,4 @@
-"""Chat completions and models as OpenAI's API has them, with documents and mitigations beside."""
+"""Schemas of OpenAI's chat completions and models, with additional fields for documents and mitigations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Part(BaseModel):
-    """A part of a message; only text is understood."""
+    """A part of a message; only text is supported."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -57,13 +57,13 @@ class MitigationInput(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """How to stream."""
+    """Options of streaming."""
 
     include_usage: bool | None = None
 
 
 class ChatRequest(BaseModel):
-    """A request. Fields of OpenAI's that change nothing here are read over; see ``parse`` for those refused."""
+    """A request. Fields of OpenAI's API without effect here are ignored; ``parse`` refuses unsupported ones."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -113,7 +113,7 @@ class Choice(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """Where prompt tokens came from."""
+    """Details of prompt tokens."""
 
     cached_tokens: int
 
@@ -137,7 +137,7 @@ class DocumentOutput(BaseModel):
 
 
 class CitationOutput(BaseModel):
-    """A stretch of the answer, and the documents that it comes from."""
+    """A span of the answer and its source documents."""
 
     model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
 
@@ -153,14 +153,14 @@ class CitationOutput(BaseModel):
 
 
 class DroppedOutput(BaseModel):
-    """A document that is not in the prompt, and why."""
+    """A document that is not in the prompt, and the reason."""
 
     id: str
     reason: str
 
 
 class Provenance(BaseModel):
-    """Where an answer comes from: what this service adds to OpenAI's format."""
+    """The sources of an answer: the fields that this service adds to OpenAI's format."""
 
     documents: list[DocumentOutput]
     citations: list[CitationOutput]

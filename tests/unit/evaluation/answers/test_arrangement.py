@@ -84,7 +84,7 @@ def test_names_are_checked_before_anything_is_loaded(text, error, message):
 
 
 def test_the_same_arrangement_twice_is_refused():
-    with pytest.raises(ConfigError, match="'embedding/reverse/none' is named twice"):
+    with pytest.raises(ConfigError, match="'embedding/reverse/none' occurs twice"):
         check_arrangements([parse_arrangement("embedding/reverse/none")] * 2)
 
 

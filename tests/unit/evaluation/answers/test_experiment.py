@@ -34,7 +34,7 @@ def test_a_method_is_checked_by_name_parameters_and_number():
     )
     with pytest.raises(UnknownNameError, match="unknown mitigation 'nonee'"):
         checked_arrangements([MitigationChoice("nonee")])
-    with pytest.raises(ConfigError, match="'context_experts:experts=1' is named twice"):
+    with pytest.raises(ConfigError, match="'context_experts:experts=1' occurs twice"):
         checked_arrangements([MitigationChoice("context_experts", {"experts": 1})] * 2)
 
 

@@ -37,9 +37,9 @@ def test_judgements_are_read_in_either_form(tmp_path, name, text):
         ("", "holds no judgements"),
         ("query-id\tcorpus-id\tscore\n", "holds no judgements"),
         ("1 a\n", ":1 has 2 columns"),
-        ("1\ta\t1\n1\tb\tyes\n", ":2: grade 'yes' is no whole number"),
-        ("1 0 a 0.5\n", ":1: grade '0.5' is no whole number"),
-        ("1 0 a nan\n", ":1: grade 'nan' is no whole number"),
+        ("1\ta\t1\n1\tb\tyes\n", ":2: grade 'yes' is not an integer"),
+        ("1 0 a 0.5\n", ":1: grade '0.5' is not an integer"),
+        ("1 0 a nan\n", ":1: grade 'nan' is not an integer"),
         ("1 0 a 1\n1 0 a 0\n", ":2: query '1' and document 'a' are judged 1 and 0; keep one grade"),
     ],
 )

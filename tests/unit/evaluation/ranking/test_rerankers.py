@@ -112,7 +112,7 @@ class TestNames:
 
     def test_one_reranker_twice_is_refused_and_with_other_parameters_it_is_another(self):
         check_distinct([RerankerChoice("embedding"), RerankerChoice("embedding", {"top_n": 3})])
-        with pytest.raises(ConfigError, match="reranker 'embedding:top_n=3' is named twice"):
+        with pytest.raises(ConfigError, match="reranker 'embedding:top_n=3' occurs twice"):
             check_distinct([RerankerChoice("embedding", {"top_n": 3})] * 2)
 
     def test_the_identity_is_of_name_parameters_and_model(self):

@@ -229,7 +229,7 @@ def test_with_ray_the_rankings_come_from_there_and_go_to_the_same_journal(evalua
         ),
         ({"measures": "nDGC@10"}, ConfigError, "unknown measure 'nDGC@10'"),
         ({"rerankers": [RerankerChoice("embeding")]}, ConfigError, "unknown reranker 'embeding'"),
-        ({"rerankers": [EMBEDDING, EMBEDDING]}, ConfigError, "reranker 'embedding' is named twice"),
+        ({"rerankers": [EMBEDDING, EMBEDDING]}, ConfigError, "reranker 'embedding' occurs twice"),
         ({"collection": {"qrels": [("8", "d1", 1)]}}, EvaluationError, "no query of"),
         (
             {"collection": {"corpus": [{"_id": "a", "text": " "}]}},
