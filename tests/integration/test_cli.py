@@ -306,7 +306,8 @@ class TestPrecompute:
         monkeypatch.setenv("RAG_POSFIX_PASSAGES_DISK_BYTES", "100000000")
         result = run("index", files / "bread.txt", "--out", tmp_path / "i", "--precompute", "parallel_windows")
         assert result.code == 0
-        assert re.search(r"precomputed \d+ tokens for parallel_windows in .* store holds [1-9]", " ".join(result.out.split()))
+        shown = " ".join(result.out.split())
+        assert re.search(r"precomputed \d+ tokens for parallel_windows in .* store holds [1-9]", shown)
 
     @pytest.mark.parametrize(
         ("name", "value"), [("RAG_POSFIX_PASSAGES_ENABLED", "false"), ("RAG_POSFIX_PASSAGES_DISK_BYTES", "0")]
