@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
+from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number, Whole
 from rag_posfix.plan.layout import Layout
@@ -44,8 +45,11 @@ class Blended(Mitigation):
     Args:
         fraction: Share of the passages' tokens that is recomputed, 0 to 1. The paper uses .15 to .16.
         choose: ``deviation`` (CacheBlend) or ``first``, the first tokens of each passage (LegoLink).
-        layers: Number of layers, 1 or more, that are computed for all tokens to measure the deviation; for
-            ``deviation``.
+        layers: Number of layers that are computed for all tokens to measure the deviation, 2 or more; for
+            ``deviation``. After one layer no value deviates, since its input does not depend on other tokens.
+
+    Raises:
+        ConfigError: ``layers`` is 1 with ``deviation``.
     """
 
     name: ClassVar[str] = "blended"
@@ -53,6 +57,10 @@ class Blended(Mitigation):
     deviations: ClassVar[tuple[str, ...]] = (
         "The tokens are chosen once, after the first layers, not again in each layer.",
         "Passages are encoded after the prompt's prefix, not alone.",
+        "The number of recomputed tokens is rounded up and only tokens of passages are chosen; the authors' code "
+        "rounds down, and tokens of the prefix compete.",
+        "Recomputed tokens attend to earlier positions only; the mask of the authors' code is aligned to the bottom "
+        "right, so that they attend to later ones too.",
     )
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.ROTATION, Capability.FULL_CACHE})
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"fraction": 1.0})
@@ -60,6 +68,15 @@ class Blended(Mitigation):
     fraction: Annotated[float, Number(0, 1)] = 0.15
     choose: Literal["deviation", "first"] = "deviation"
     layers: Annotated[int, Whole(1)] = 2
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        super().__post_init__()
+        if self.choose == "deviation" and self.layers < 2:
+            raise ConfigError(
+                f"blended: layers={self.layers} must be 2 or more with choose='deviation', because the values of the "
+                "first layer do not depend on other tokens; use choose='first', or more layers"
+            )
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return the unmodified row, prefilled from independently encoded passages."""

@@ -51,9 +51,8 @@ class ContextExperts(Mitigation):
         position, those of the unmodified model 15 to 24 times (docs/results.md). With many passages: no row is
         longer than one passage. With models whose sliding windows exclude other methods.
     Hurts: where the answer needs several passages, since no row sees two. Where many passages are about the subject of
-        the question: a distractor is read as confidently as the gold passage, and on Lost in the Middle the
-        log-probability of the answer is .40 below that of the unmodified model at its best position. In decoding:
-        every step reads N + 1 caches.
+        the question: a distractor is read as confidently as the gold passage (docs/results.md has the numbers on Lost
+        in the Middle). In decoding: every step reads N + 1 caches.
 
     Args:
         contrast: Distance from the model without passages: a number from 0 to 2, the same for every expert and token,

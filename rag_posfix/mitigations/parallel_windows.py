@@ -53,7 +53,8 @@ class ParallelWindows(Mitigation):
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "Passages are assigned to windows by content.",
-        "The prefix is encoded once and shared by all windows.",
+        "The prefix is encoded once and shared by all windows, also under right indentation, where the authors' code "
+        "shifts each window with a first token of its own.",
     )
     order_invariant: ClassVar[bool] = True
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})

@@ -109,7 +109,8 @@ class ShiftedRotary(Mitigation):
     Formula: score(m, n) = (R_d' q_m)^T k_n with d = m - n and
         d' = d for d < S;  d' = d - S + W for d >= S.
         S = threshold, W = window. The near and far keys of each query are merged by log-sum-exp.
-    Differs from the paper: nothing in the formula.
+    Differs from the paper: nothing in the formula. The authors' code scales cosine and sine for some families and
+        counts the key at distance S twice at prefill.
     Helps: prompts that are longer than a third of the context window: 4-needle retrieval, mean of 7 models, 67.8 to
         85.7; RULER at 128K tokens, Llama-3.1-70B 66.6 to 81.7, Llama-3.1-8B 77.0 to 80.0.
     Hurts: prompts shorter than the threshold are unchanged. The method changes distances, not the order: shifted
@@ -128,6 +129,11 @@ class ShiftedRotary(Mitigation):
     paper: ClassVar[str] = (
         "An et al. (2024), Why Does the Effective Context Length of LLMs Fall Short? (STRING), "
         "https://arxiv.org/abs/2410.18745"
+    )
+    deviations: ClassVar[tuple[str, ...]] = (
+        "Cosine and sine are those of the model; the authors' code multiplies them by 0.1 ln 2 + 1 for Llama and "
+        "Mistral.",
+        "The key at distance S counts once; the authors' code counts it twice at prefill.",
     )
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.ROTATION, Capability.FULL_CACHE})
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"share": 1.0})

@@ -116,6 +116,8 @@ class SortedInterDocument(Mitigation):
     deviations: ClassVar[tuple[str, ...]] = (
         "Relevance is that of any reranker instead of monoT5.",
         "Keys are rotated once for all passages, by the common part of their arrangements.",
+        "Routing compares the confidence of the first token; the authors' code compares the mean over the generated "
+        "tokens.",
     )
     order_invariant: ClassVar[bool] = True
     requires: ClassVar[frozenset[Capability]] = frozenset(

@@ -46,7 +46,7 @@ def verify(model: Any, spec: ModelSpec) -> Verification:
     """Compare the logits of a short prompt with and without the attention hook. Not for a model that is serving.
 
     Raises:
-        UnsupportedModelError: they differ by more than rounding.
+        UnsupportedModelError: they differ by more than rounding, or the stock model computes no finite logits.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
@@ -57,6 +57,11 @@ def verify(model: Any, spec: ModelSpec) -> Verification:
         native = _logits(model, ids)
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
+    if not bool(native.isfinite().all()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes logits that are not finite, also without the attention hook: weights "
+            "are damaged, or overflow in this dtype; load them again, or in another dtype"
+        )
     rotated = None
     if Capability.ROTATION in spec.shape.capabilities:
         positions = torch.arange(PROBE_TOKENS, device=ids.device, dtype=torch.float32)[None]

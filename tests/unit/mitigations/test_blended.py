@@ -115,7 +115,7 @@ def test_one_passage_needs_no_correction():
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"fraction": 1.1}, {"fraction": "much"}, {"choose": "last"}, {"layers": 0}, {"layers": 1.5}],
+    [{"fraction": 1.1}, {"fraction": "much"}, {"choose": "last"}, {"layers": 0}, {"layers": 1.5}, {"layers": 1}],
 )
 def test_bad_parameters_are_told(parameters):
     with pytest.raises(ConfigError, match=next(iter(parameters))):

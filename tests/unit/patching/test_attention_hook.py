@@ -66,6 +66,14 @@ def test_verify_refuses_a_model_whose_rotation_is_not_what_the_table_says():
         verify(model, lying)
 
 
+def test_weights_that_compute_nan_are_named_as_such_not_as_a_wrong_hook():
+    loaded = loaded_model()
+    with torch.no_grad():
+        loaded.model.lm_head.weight[3, 0] = float("nan")
+    with pytest.raises(UnsupportedModelError, match="computes logits that are not finite, also without"):
+        verify(loaded.model, loaded.spec)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "windows"),
     [

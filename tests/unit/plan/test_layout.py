@@ -104,3 +104,16 @@ def test_the_canonical_order_gives_the_same_passages_for_every_order_of_the_prom
     first, second = map(layout_of, orders)
     assert in_canonical_order(first) == in_canonical_order(second)
     assert sorted(first.canonical_order()) == list(range(first.n_passages))
+
+
+def test_equal_passages_of_different_relevance_have_one_canonical_order():
+    """Otherwise a method that weighs them by relevance breaks the tie by arrival."""
+    spans = (Span(0, 2), Span(2, 4), Span(4, 5))
+
+    def ranked(relevance):
+        layout = Layout(
+            (7, 8, 7, 8, 9, 1), Span(0, 0), spans, spans, Span(5, 6), Span(5, 6), ("a", "a", "b"), relevance
+        )
+        return [relevance[i] for i in layout.canonical_order()], [relevance[i] for i in layout.ranked()]
+
+    assert ranked((0.2, 0.9, 0.5)) == ranked((0.9, 0.2, 0.5)) == ([0.9, 0.2, 0.5], [0.9, 0.5, 0.2])
