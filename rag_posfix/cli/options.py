@@ -117,7 +117,13 @@ def follows(settings: Settings) -> bool:
     if settings.tp == 1:
         return False
     from rag_posfix.generation.tensor_parallel.launch import follow_torchrun
+    from rag_posfix.pipeline.build import launch_environment
 
     return follow_torchrun(
-        settings.model, tp=settings.tp, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
+        settings.model,
+        tp=settings.tp,
+        environment=launch_environment(),
+        dtype=settings.dtype,
+        device=settings.device,
+        cache_dir=settings.cache_dir,
     )

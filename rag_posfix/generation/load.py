@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.errors import ConfigError, RagPosfixError, missing_extra
+from rag_posfix.folders import default_cache_dir
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.packaged import PACKAGED, PackagedModel
 from rag_posfix.generation.model.sequence_batch import LoadedModel
@@ -21,7 +22,6 @@ from rag_posfix.patching.install import install
 from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.verify import verify
 from rag_posfix.plan.model_shape import ModelShape
-from rag_posfix.settings import default_cache_dir
 
 __all__ = ["load_engine", "quiet_loading", "read_shape", "source_of", "usable_device"]
 

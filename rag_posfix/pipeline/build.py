@@ -19,13 +19,14 @@ from rag_posfix.assembly.orders import ORDERS, create_order
 from rag_posfix.caching.answers.build import build_answer_cache
 from rag_posfix.caching.kv.build import build_passage_store
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.contracts.generator import Generator, Retriever
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.contracts.request import MitigationChoice, Sampling
+from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading
-from rag_posfix.generation.tensor_parallel.launch import load_parallel
+from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.reranking import RERANKERS
@@ -36,9 +37,9 @@ from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.hybrid import HybridRetriever
-from rag_posfix.settings import Settings
+from rag_posfix.settings import Settings, TorchrunSettings, environment_with
 
-__all__ = ["build_embeddings", "build_engine", "build_pipeline", "build_reranker_models"]
+__all__ = ["build_embeddings", "build_engine", "build_pipeline", "build_reranker_models", "launch_environment"]
 
 DEFAULT_RERANKER = "embedding"
 
@@ -135,6 +136,12 @@ def build_engine(settings: Settings) -> Engine:
     return load_engine(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
 
 
+def launch_environment() -> LaunchEnvironment:
+    """Return what this process was started with: what torchrun says, and the variables that further ranks inherit."""
+    told = TorchrunSettings()
+    return LaunchEnvironment(told.rank, told.world_size, environment_with())
+
+
 def build_embeddings(settings: Settings) -> SentenceEmbeddings:
     """Return the embedding model that ``settings`` name; its weights are loaded when it first embeds a text.
 
@@ -206,7 +213,12 @@ def _load(settings: Settings, undo: ExitStack) -> Generator:
     if settings.tp == 1:
         return build_engine(settings)
     split = load_parallel(
-        settings.model, tp=settings.tp, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
+        settings.model,
+        tp=settings.tp,
+        environment=launch_environment(),
+        dtype=settings.dtype,
+        device=settings.device,
+        cache_dir=settings.cache_dir,
     )
     undo.callback(split.close)
     return split

@@ -14,6 +14,7 @@ from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.generation.load import load_engine
 from rag_posfix.generation.tensor_parallel.launch import load_parallel
 from rag_posfix.mitigations import MITIGATIONS, create
+from rag_posfix.pipeline.build import launch_environment
 from tests.support.tiny import save_tiny, toy_layout
 
 LAYOUT = toy_layout(relevance=(0.9, 0.2, 0.4, 0.3))
@@ -32,7 +33,7 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def split(folder):
-    generator = load_parallel(folder, tp=2, dtype="float32")
+    generator = load_parallel(folder, tp=2, environment=launch_environment(), dtype="float32")
     yield generator
     generator.close()
 
@@ -121,7 +122,7 @@ class TestInStep:
 
     def test_a_second_model_is_refused(self, split, folder):
         with pytest.raises(ConfigError, match="close the other model"):
-            load_parallel(folder, tp=2)
+            load_parallel(folder, tp=2, environment=launch_environment())
 
 
 class TestARankThatIsGone:
@@ -132,7 +133,9 @@ class TestARankThatIsGone:
         split.close()
 
     def start(self, folder, timeout_seconds=600.0):
-        generator = load_parallel(folder, tp=2, dtype="float32", timeout_seconds=timeout_seconds)
+        generator = load_parallel(
+            folder, tp=2, environment=launch_environment(), dtype="float32", timeout_seconds=timeout_seconds
+        )
         (follower,) = followers()
         return generator, follower
 

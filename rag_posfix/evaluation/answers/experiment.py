@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.data.datasets import PositionExample, data_facts
 from rag_posfix.evaluation.progress import Progress

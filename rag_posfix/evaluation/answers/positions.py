@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.evaluation.answers.answering import (
     QUESTIONS_TOGETHER,
     AnswerJournal,
