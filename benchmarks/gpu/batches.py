@@ -9,7 +9,9 @@ from typing import Any
 from benchmarks.gpu.bench import Bench, Cell, choice
 from benchmarks.gpu.models import random_layout
 from benchmarks.gpu.timing import now
+from rag_posfix.contracts.request import Sampling
 from rag_posfix.generation.batching.session_batch import advance_batch
+from rag_posfix.generation.decode.sampling import Sampler, choose_together
 
 __all__ = ["cells"]
 
@@ -31,8 +33,11 @@ def _together(bench: Bench, method: str, count: int) -> dict[str, Any]:
     steps = 2 * bench.scale.new_tokens
     sessions = [engine.open(layout, choice(method), steps + 4) for _ in range(count)]
 
+    samplers = [Sampler(Sampling())] * count
+
     def step() -> None:
-        advance_batch(sessions, [int(session.next_log_probs().argmax()) for session in sessions])
+        scores = [session.next_log_probs() for session in sessions]
+        advance_batch(sessions, choose_together(samplers, scores))
 
     for _ in range(2):
         step()

@@ -9,20 +9,23 @@ compute (``RANKING``) may rank two near ones the other way in bfloat16: their di
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.bench import Bench, Cell, choice
 from benchmarks.gpu.models import Model, engine_of, loaded_model, random_layout
+from rag_posfix.attention.blockwise import attend_with_lse
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.install import stock_copy
 from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import ModelShape
 
-__all__ = ["BF16", "FLOAT32", "RANKING", "Exactness", "cells", "idle_is_identical"]
+__all__ = ["BF16", "FLOAT32", "RANKING", "Exactness", "cells", "idle_is_identical", "kernel"]
 
 FLOAT32, BF16 = 1e-4, 0.1
 LENGTHS = (7, 4, 9, 6)
@@ -48,6 +51,11 @@ class Exactness:
         if (device, dtype) not in self._engines:
             self._engines[device, dtype] = engine_of(loaded_model(self._model, device, dtype), self._model.name)
         return self._engines[device, dtype]
+
+    @property
+    def shape(self) -> ModelShape:
+        """What a method may know of the model."""
+        return self.engine(torch.device("cpu"), torch.float32).loaded.spec.shape
 
     def method(self, name: str) -> dict[str, Any]:
         """Compare a method's log-probabilities with those of the CPU in float32."""
@@ -94,23 +102,42 @@ def idle_is_identical(loaded: LoadedModel, layout: Layout) -> bool:
     return torch.equal(ours.logits, theirs.logits)
 
 
+def kernel(device: torch.device, dtype: torch.dtype, n_query: int, n_key: int) -> dict[str, Any]:
+    """Compare attention with its log-sum-exp, causal, with fewer key heads, with the CPU in float32."""
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 8, n_query, 64, generator=random)
+    key, value = (torch.randn(1, 2, n_key, 64, generator=random) for _ in range(2))
+    expected = attend_with_lse(query, key, value, 0.125, causal=True)
+    found = attend_with_lse(*(states.to(device, dtype) for states in (query, key, value)), 0.125, causal=True)
+    largest = max(_difference(*pair) for pair in zip(found, expected, strict=True))
+    return {"difference": largest, "passed": largest <= (FLOAT32 if dtype is torch.float32 else BF16)}
+
+
 def cells(bench: Bench) -> Iterator[Cell]:
-    """Yield the cells: the idle hook, every method, every order."""
+    """Yield the cells: the kernel, the idle hook, every method, every order."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for n_query, n_key in ((300, 300), (40, 300), (1, 300)):
+            labels = {"check": "kernel", "dtype": _name(dtype), "queries": n_query, "keys": n_key}
+            yield Cell(labels, partial(kernel, bench.device, dtype, n_query, n_key))
     methods = bench.scale.methods or MITIGATIONS.names()
     for model in bench.scale.exact:
         exactness = Exactness(model, bench.device)
         for dtype in (torch.float32, torch.bfloat16):
-            yield _cell(model, "idle", None, lambda e=exactness, d=dtype: e.idle(d), str(dtype).removeprefix("torch."))
+            labels = {"model": model.name, "check": "idle", "dtype": _name(dtype)}
+            yield Cell(labels, partial(exactness.idle, dtype))
         for name in methods:
-            yield _cell(model, "method", name, lambda e=exactness, n=name: e.method(n))
+            yield _cell(model, "method", name, exactness.method)
         for name in methods:
             if MITIGATIONS.get(name).order_invariant:
-                yield _cell(model, "orders", name, lambda e=exactness, n=name: e.orders(n))
+                yield _cell(model, "orders", name, exactness.orders)
 
 
-def _cell(model: Model, check: str, method: str | None, measure: Any, dtype: str | None = None) -> Cell:
-    labels: Mapping[str, Any] = {"model": model.name, "check": check, "method": method, "dtype": dtype}
-    return Cell({name: value for name, value in labels.items() if value is not None}, measure)
+def _cell(model: Model, check: str, method: str, measure: Callable[[str], Mapping[str, Any]]) -> Cell:
+    return Cell({"model": model.name, "check": check, "method": method}, partial(measure, method))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _log_probs(engine: Engine, layout: Layout, name: str) -> torch.Tensor:

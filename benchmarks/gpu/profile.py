@@ -30,7 +30,7 @@ def cells(bench: Bench) -> Iterator[Cell]:
 def _prefill(bench: Bench, method: str) -> dict[str, Any]:
     engine = bench.engine(bench.scale.model)
     layout = random_layout(bench.scale.model.config["vocab_size"], bench.scale.asked.lengths)
-    return _profiled(bench, lambda: engine.open(layout, choice(method)).next_log_probs(), 1)
+    return _profiled(bench, engine.loaded.model, lambda: engine.open(layout, choice(method)).next_log_probs(), 1)
 
 
 def _decode(bench: Bench, method: str) -> dict[str, Any]:
@@ -42,17 +42,17 @@ def _decode(bench: Bench, method: str) -> dict[str, Any]:
         for _ in range(steps):
             session.advance(int(session.next_log_probs().argmax()))
 
-    return _profiled(bench, run, steps)
+    return _profiled(bench, engine.loaded.model, run, steps)
 
 
-def _profiled(bench: Bench, action: Callable[[], object], steps: int) -> dict[str, Any]:
+def _profiled(bench: Bench, model: Any, action: Callable[[], object], steps: int) -> dict[str, Any]:
     """Return seconds per step, seconds in kernels, the share of time outside of them, and the kernels that take most.
 
     Time is measured without the profiler, which slows the host down. On a CPU operations stand for kernels.
     """
     taken = seconds(action, bench.device, 2)
     on_gpu = bench.device.type == "cuda"
-    waits = count_synchronisations(action, bench.device)
+    waits = count_synchronisations(action, model, bench.device)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)

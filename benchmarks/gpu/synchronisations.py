@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Synchronisations", "count_synchronisations"]
 
-_READS = ("tolist", "cpu", "numpy")
-"""Methods of tensors that read values without an operation that a dispatch mode would see."""
+_READS = dict.fromkeys(("item", "__int__", "__float__", "__bool__", "__index__"), "item")
+_READS.update(tolist="tolist", cpu="cpu", numpy="numpy")
+"""Methods of tensors that read values, which a dispatch mode does not see everywhere."""
 
 _aten: Any = torch.ops.aten
 _WAITING = {
-    _aten._local_scalar_dense.default: "item",
     _aten.nonzero.default: "nonzero",
     _aten.masked_select.default: "masked_select",
     _aten.equal.default: "equal",
@@ -36,15 +37,19 @@ class Synchronisations:
 
     Counted are values that are read (``item``, ``tolist``, ``cpu``, comparisons and sizes that depend on values) and
     uploads: tensors that are made from Python lists, and ``to`` with a device, which copies if the tensor is
-    elsewhere. A CPU cannot tell whether it would, so every such call counts.
+    elsewhere. A CPU cannot tell whether it would, so every such call counts but those of ``model``'s own tensors.
+
+    Args:
+        model: Its weights and buffers are on the device.
 
     Attributes:
         counts: By name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self.counts: Counter[str] = Counter()
-        self._modes: tuple[Any, ...] = (_Functions(self.counts), _Operations(self.counts))
+        placed = frozenset(_place(tensor) for tensor in chain(model.parameters(), model.buffers()))
+        self._modes: tuple[Any, ...] = (_Functions(self.counts, placed), _Operations(self.counts))
         self._entered = ExitStack()
 
     @property
@@ -64,9 +69,9 @@ class Synchronisations:
 class _Functions(TorchFunctionMode):
     """Counts what is called from Python."""
 
-    def __init__(self, counts: Counter[str]) -> None:
+    def __init__(self, counts: Counter[str], placed: frozenset[int]) -> None:
         super().__init__()
-        self._counts = counts
+        self._counts, self._placed = counts, placed
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -74,11 +79,11 @@ class _Functions(TorchFunctionMode):
         options = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in _READS and args and isinstance(args[0], Tensor):
-            self._counts[name] += 1
+            self._counts[_READS[name]] += 1
         elif func is torch.tensor:
             self._counts["tensor from a list"] += 1
         elif name == "to" and (_names_device(args[1:]) or "device" in options):
-            self._counts["to a device"] += 1
+            self._counts["to a device"] += _place(args[0]) not in self._placed
         return func(*args, **options)
 
 
@@ -99,10 +104,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def count_synchronisations(action: Callable[[], object], device: torch.device) -> int:
+def count_synchronisations(action: Callable[[], object], model: torch.nn.Module, device: torch.device) -> int:
     """Return how often an action makes the host wait: by torch's warnings on a GPU, else by ``Synchronisations``."""
     if device.type != "cuda":
-        with Synchronisations() as found:
+        with Synchronisations(model) as found:
             action()
         return found.total
     before = torch.cuda.get_sync_debug_mode()
@@ -114,6 +119,10 @@ def count_synchronisations(action: Callable[[], object], device: torch.device) -
         finally:
             torch.cuda.set_sync_debug_mode(before)
     return sum("synchroniz" in str(warning.message) for warning in told)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _names_device(arguments: Sequence[Any]) -> bool:

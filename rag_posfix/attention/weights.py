@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import scores
+from rag_posfix.attention.causal import runs
 
 __all__ = ["last_query_attention"]
 
@@ -48,9 +49,8 @@ def last_query_attention(
             spelled = torch.tanh(spelled / softcap) * softcap
         spelled = _masked(spelled, attention_mask, n_query - stop)
         if starts is not None and any(starts):
-            first = torch.tensor(starts, device=spelled.device)[:, None, None, None]
-            before = torch.arange(spelled.shape[-1], device=spelled.device) < first
-            spelled = spelled.masked_fill(before, float("-inf"))
+            for rows_alike, first in runs(starts):  # slices, not a mask: a mask would be an upload in every layer
+                spelled[rows_alike, :, :, :first] = float("-inf")
         total += spelled.softmax(dim=-1).mean(dim=(1, 2)) * ((stop - at) / count)
     return total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -76,6 +77,12 @@ class _Calibrated(AttentionOverride):
         self.share = share / share.sum()
         self.strength = strength
 
+    def on(self, device: torch.device) -> _Calibrated:
+        """Return the same with its tensors on a device."""
+        moved = copy.copy(self)
+        moved.segments, moved.share = self.segments.to(device), self.share.to(device)
+        return moved
+
     def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         n_query = given.query.shape[2]
         before = min(max(self.last - given.start, 0), n_query)  # tokens of the prompt, but for the last
@@ -96,7 +103,7 @@ class _Calibrated(AttentionOverride):
             spelled = spelled.masked_fill(torch.arange(given.key.shape[2], device=device) > rows, float("-inf"))
         probabilities = spelled.softmax(dim=-1)
         probabilities[..., self.passages] = redistribute(
-            probabilities[..., self.passages], self.segments.to(device), self.share.to(device), self.strength
+            probabilities[..., self.passages], self.segments, self.share, self.strength
         )
         return probabilities
 

@@ -111,7 +111,7 @@ class SequenceBatch:
 
         Args:
             token_ids: The tokens.
-            positions: Where they stand.
+            positions: Where they stand; those of a prompt may be on the CPU.
             keep: For how many of the last tokens logits are wanted.
             observer: Receives the attention of the newest tokens.
             ends_prompt: Whether the prompt, where it is still being read, ends with these tokens.
@@ -120,8 +120,9 @@ class SequenceBatch:
             token_ids: (R, Tq). positions: (R, Tq) float32.
             returns: (R, keep, V), in the model's dtype.
         """
-        if not self.prompt_length:  # once per prompt and not per token: it waits for the device
+        if not self.prompt_length:
             self.integer_positions = torch.equal(positions.round(), positions)
+            positions = positions.to(self.loaded.device)
         context = self.append(positions, observer, ends_prompt=ends_prompt)
         return run_model(self.loaded, context, self.cache, token_ids, _as_ids(positions, self.integer_positions), keep)
 
