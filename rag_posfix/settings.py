@@ -117,6 +117,7 @@ class Settings(BaseSettings):
         embedding_model: ``minilm`` (the packaged embeddings), a model id, or a folder.
         dtype: ``auto`` picks bfloat16 where it is fast, float32 elsewhere.
         device: ``auto``, ``cpu``, ``cuda``, ...
+        device_map: How transformers deals a model out to several devices, in place of ``device``; None uses one.
         tp: Processes, each with a GPU if there are any, that ``ask`` and ``serve`` split the model over.
         index: Folder of a served index, or None.
         mitigation: Used where a request names none.
@@ -145,6 +146,7 @@ class Settings(BaseSettings):
     embedding_model: str = "minilm"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: str = "auto"
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
     tp: int = Field(default=1, ge=1)
     index: Path | None = None
     mitigation: str = "context_experts"

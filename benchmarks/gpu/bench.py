@@ -108,18 +108,31 @@ def run_parts(
 
 
 def _measured(cell: Cell, device: torch.device) -> Row:
-    """Return what a cell finds, or why it found nothing; the run goes on."""
+    """Return what a cell finds, or why it found nothing; the run goes on.
+
+    Memory is given back only where it was short: that takes longer than many cells. The cell is then measured again.
+    """
     began = time.monotonic()
-    try:
-        found = dict(cell.measure())
-    except torch.OutOfMemoryError:
+    found = _attempt(cell)
+    if found is None:  # what the first attempt held is free only when its exception is gone
+        free_memory(device)
+        found = _attempt(cell)
+    if found is None:
+        free_memory(device)
         found = {"out_of_memory": True}
-    except RagPosfixError as error:
-        found = {"refused": str(error)}
-    except Exception as error:  # one broken cell must not cost the others
-        found = {"failed": f"{type(error).__name__}: {error}"[:500]}
-    free_memory(device)
     return {**found, "seconds": round(time.monotonic() - began, 3)}
+
+
+def _attempt(cell: Cell) -> Row | None:
+    """Return what a cell finds, or why it found nothing; None where memory is short."""
+    try:
+        return dict(cell.measure())
+    except torch.OutOfMemoryError:
+        return None
+    except RagPosfixError as error:
+        return {"refused": str(error)}
+    except Exception as error:  # one broken cell must not cost the others
+        return {"failed": f"{type(error).__name__}: {error}"[:500]}
 
 
 def _settings(bench: Bench, minutes: float) -> Row:

@@ -108,7 +108,8 @@ def kernel(device: torch.device, dtype: torch.dtype, n_query: int, n_key: int) -
     query = torch.randn(1, 8, n_query, 64, generator=random)
     key, value = (torch.randn(1, 2, n_key, 64, generator=random) for _ in range(2))
     expected = attend_with_lse(query, key, value, 0.125, causal=True)
-    found = attend_with_lse(*(states.to(device, dtype) for states in (query, key, value)), 0.125, causal=True)
+    query, key, value = (states.to(device, dtype) for states in (query, key, value))
+    found = attend_with_lse(query, key, value, 0.125, causal=True)
     largest = max(_difference(*pair) for pair in zip(found, expected, strict=True))
     return {"difference": largest, "passed": largest <= (FLOAT32 if dtype is torch.float32 else BF16)}
 

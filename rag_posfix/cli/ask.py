@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, Split, checked_choice, follows, settings_from
+from rag_posfix.cli.options import AsJson, DeviceName, ModelName, Split, checked_choice, follows, settings_from
 from rag_posfix.cli.output import emit_json, out, status
 from rag_posfix.errors import ConfigError
 
@@ -37,6 +37,7 @@ def ask(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="New tokens at most.")] = None,
     model: ModelName = None,
+    device: DeviceName = None,
     tp: Split = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it is written.")] = False,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use the answer cache.")] = True,
@@ -46,8 +47,15 @@ def ask(
     if stream and as_json:
         raise ConfigError("--stream and --json exclude each other; --json prints one object at the end")
     settings = settings_from(
-        model=model, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker, retriever=retriever
-    )
+        model=model,
+        device=device,
+        max_tokens=max_tokens,
+        order=order,
+        k=k,
+        tp=tp,
+        reranker=reranker,
+        retriever=retriever,
+    )  # fmt: skip
     choice = checked_choice(mitigation) if mitigation else None
     if settings.reranker is not None:
         from rag_posfix.reranking.build import parse_reranker

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, checked_choices, settings_from
+from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_choices, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out
 
 __all__ = ["bench"]
@@ -40,6 +40,7 @@ def bench(
         str | None, typer.Option("--redis-url", help="Also keep passages in this Redis; what it holds stays.")
     ] = None,
     model: ModelName = None,
+    device: DeviceName = None,
     output: Annotated[Path | None, typer.Option("--out", help="Folder for a result record.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -49,7 +50,7 @@ def bench(
     record = measure_speed(
         None if mitigation is None else checked_choices(mitigation), documents=documents, tokens=tokens,
         repeats=repeats, new_tokens=new_tokens, together=together, warm=warm, redis_url=redis_url,
-        settings=settings_from(model=model), out=output, progress=experiment_step,
+        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

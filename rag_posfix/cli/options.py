@@ -14,6 +14,7 @@ from rag_posfix.settings import Settings
 
 __all__ = [
     "AsJson",
+    "DeviceName",
     "ModelName",
     "Split",
     "checked_choice",
@@ -30,6 +31,7 @@ Split = Annotated[
     int | None,
     typer.Option("--tp", min=1, help="Processes to split the model over, with a GPU each if there are any."),
 ]
+DeviceName = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...; auto takes a GPU.")]
 ModelName = Annotated[str | None, typer.Option("--model", help="smollm2, gemma3-270m, a model id, or a folder.")]
 
 

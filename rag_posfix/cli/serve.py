@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rag_posfix.cli.options import ModelName, Split, follows, settings_from
+from rag_posfix.cli.options import DeviceName, ModelName, Split, follows, settings_from
 from rag_posfix.errors import missing_extra
 
 __all__ = ["serve"]
@@ -18,6 +18,7 @@ def serve(
     port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = None,
     index: Annotated[Path | None, typer.Option("--index", help="Index to answer from.")] = None,
     model: ModelName = None,
+    device: DeviceName = None,
     tp: Split = None,
     mitigation: Annotated[str | None, typer.Option("--mitigation", help="Where a request names none.")] = None,
 ) -> None:
@@ -26,6 +27,6 @@ def serve(
         from rag_posfix_api.server import run
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
-    settings = settings_from(model=model, index=index, mitigation=mitigation, tp=tp)
+    settings = settings_from(model=model, device=device, index=index, mitigation=mitigation, tp=tp)
     if not follows(settings):
         run(settings, host=host, port=port)

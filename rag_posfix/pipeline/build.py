@@ -23,6 +23,7 @@ from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import Retriever
+from rag_posfix.errors import ConfigError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading
@@ -133,7 +134,13 @@ def build_engine(settings: Settings) -> Engine:
         ConfigError: the model cannot be found or read.
         UnsupportedModelError: the model cannot carry the attention hook.
     """
-    return load_engine(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
+    return load_engine(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        device_map=settings.device_map,
+        cache_dir=settings.cache_dir,
+    )
 
 
 def launch_environment() -> LaunchEnvironment:
@@ -212,6 +219,11 @@ def _load(settings: Settings, undo: ExitStack) -> Generator:
     """Return the generator that the settings ask for."""
     if settings.tp == 1:
         return build_engine(settings)
+    if settings.device_map is not None:
+        raise ConfigError(
+            f"device_map={settings.device_map!r} and tp={settings.tp} each deal a model out to several devices; give "
+            "one of them"
+        )
     split = load_parallel(
         settings.model,
         tp=settings.tp,

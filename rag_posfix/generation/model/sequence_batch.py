@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from rag_posfix.generation.model.kv_cache import ConcatenatedCache, GrowingCache
 from rag_posfix.patching.forward_context import BatchSlice, ForwardContext, LayerState, Observer, Overrides, active
+from rag_posfix.patching.placement import main_device
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 
@@ -28,9 +29,8 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        device: torch.device = self.model.device
-        return device
+        """Where the weights are; the first of them, if they are on several devices."""
+        return main_device(self.model)
 
     @property
     def keeps_all_keys(self) -> bool:
