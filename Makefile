@@ -34,7 +34,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format typecheck serve bench docs setup clean
+.PHONY: help demo test gpu-test lint format typecheck serve bench docs setup clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,9 @@ COVERAGE = $(if $(strip $(CHOICE)),,--cov --cov-report=)
 
 test: $(DEV_STAMP) ## Set up what is needed and run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(COVERAGE) $(ARGS)
+
+gpu-test: $(DEV_STAMP) ## Set up what is needed and run the tests that need a GPU
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
 lint: $(DEV_STAMP) ## Check style and formatting
 	@$(BIN)/ruff check .

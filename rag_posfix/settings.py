@@ -9,23 +9,19 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from rag_posfix.folders import PASSAGES_FOLDER, default_cache_dir
+
 __all__ = [
     "CacheSettings",
     "PassageStoreSettings",
     "ServiceSettings",
     "Settings",
     "TorchrunSettings",
-    "default_cache_dir",
     "environment_with",
     "wait_politely",
 ]
 
 SPINS_OF_A_WAITING_THREAD = "10000"
-
-
-def default_cache_dir() -> Path:
-    """Return the folder for converted weights and cached answers: ``~/.cache/rag_posfix``."""
-    return Path.home() / ".cache" / "rag_posfix"
 
 
 def environment_with(**changes: str) -> dict[str, str]:
@@ -67,9 +63,6 @@ class CacheSettings(BaseSettings):
     ttl_seconds: float = Field(default=24 * 3600.0, gt=0)
     max_entry_bytes: int = Field(default=1024**2, ge=1)
 
-
-PASSAGES_FOLDER = "passages"
-"""Folder of the disk tier of the passage KV store, in ``cache_dir``."""
 
 _PRECOMPUTED_BYTES = 4 * 1024**3
 
@@ -123,6 +116,7 @@ class Settings(BaseSettings):
         embedding_model: ``minilm`` (packaged), a model id, or a folder.
         dtype: ``auto`` chooses bfloat16 on devices that are fast with it, else float32.
         device: ``auto``, ``cpu``, ``cuda``, ...
+        device_map: How transformers distributes layers over several devices, in place of ``device``; None uses one.
         tp: Number of processes for tensor parallelism in ``ask`` and ``serve``, each with a GPU if there are GPUs.
         index: Folder of the served index, or None.
         mitigation: Default method of requests.
@@ -151,6 +145,7 @@ class Settings(BaseSettings):
     embedding_model: str = "minilm"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: str = "auto"
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
     tp: int = Field(default=1, ge=1)
     index: Path | None = None
     mitigation: str = "context_experts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support.architecture import (
     long_files,
     long_functions,
     prints,
+    reached,
     read_sources,
     reads_environment,
     trusts_remote_code,
@@ -33,6 +35,22 @@ EVERYWHERE = ("rag_posfix/*", "services/*")
 # A file of this length is one idea; a function aims at 40 lines.
 MOST_LINES_PER_FILE = 450
 MOST_LINES_PER_FUNCTION = 60
+
+COMPUTING_ROOMS = (
+    "rag_posfix/plan/*",
+    "rag_posfix/attention/*",
+    "rag_posfix/mitigations/*",
+    "rag_posfix/patching/*",
+    "rag_posfix/generation/*",
+    "rag_posfix/caching/kv/*",
+)
+COMPUTING_NEEDS = ("torch", "transformers", "numpy", "safetensors")
+NEEDED_ON_DEMAND = {
+    "rag_posfix/parameters.py": ("pydantic",),  # where a registry holds pydantic models: those of rerankers
+    "rag_posfix/caching/redis_client.py": ("redis",),  # where passages are kept in Redis
+    "rag_posfix/caching/redis_link.py": ("redis",),
+}
+"""What a file imports inside of a function, for what the rooms that compute do not do themselves."""
 
 IMPORT_RULES = [
     ImportRule(
@@ -125,13 +143,13 @@ IMPORT_RULES = [
             "rag_posfix.caching.kv",
             "rag_posfix.contracts",
             "rag_posfix.errors",
+            "rag_posfix.folders",
             "rag_posfix.generation",
             "rag_posfix.mitigations.base",
             "=rag_posfix.mitigations",
             "rag_posfix.patching",
             "rag_posfix.plan",
             "rag_posfix.registry",
-            "rag_posfix.settings",
             "rag_posfix.text",
         ),
     ),
@@ -142,6 +160,7 @@ IMPORT_RULES = [
         only=(
             "rag_posfix.caching",
             "rag_posfix.errors",
+            "rag_posfix.folders",
             "rag_posfix.registry",
             "rag_posfix.settings",
             "rag_posfix.text",
@@ -351,6 +370,41 @@ def test_no_two_files_import_each_other(sources: list[Source]) -> None:
     fail_on([" <-> ".join(group) for group in cycles(graph)], "files import each other in a circle")
 
 
+def outside(name: str) -> bool:
+    """Whether an import is of a package that has to be installed."""
+    package = name.split(".")[0]
+    return package not in sys.stdlib_module_names and package != "rag_posfix"
+
+
+def test_the_rooms_that_compute_need_torch_transformers_numpy_and_safetensors_alone(sources: list[Source]) -> None:
+    """They and every file that they reach, so that a bare copy of the repository runs wherever torch does."""
+    files = reached(sources, COMPUTING_ROOMS, but=PUBLIC_NAMES)
+    offenders = [
+        f"{source.path}:{found.line}: imports {found.name}"
+        for source in sources
+        if source.path in files
+        for found in source.imports
+        if outside(found.name)
+        and found.name.split(".")[0] not in (*COMPUTING_NEEDS, *NEEDED_ON_DEMAND.get(source.path, ()))
+    ]
+    fail_on(offenders, "the rooms that compute import torch, transformers, numpy and safetensors alone")
+
+
+def test_what_is_needed_on_demand_is_imported_inside_of_functions(sources: list[Source]) -> None:
+    found = {
+        source.path: {
+            alias.name.split(".")[0] if isinstance(node, ast.Import) else (node.module or "").split(".")[0]
+            for node in source.tree.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        for source in sources
+        if source.path in NEEDED_ON_DEMAND
+    }
+    assert set(found) == set(NEEDED_ON_DEMAND)
+    assert [path for path, names in found.items() if names & set(NEEDED_ON_DEMAND[path])] == []
+
+
 def test_files_are_short(sources: list[Source]) -> None:
     fail_on(long_files(sources, MOST_LINES_PER_FILE), f"a file has at most {MOST_LINES_PER_FILE} lines")
 
@@ -520,6 +574,11 @@ def test_an_import_from_a_room_further_down_is_found() -> None:
         "rag_posfix/a/x.py:2: imports rag_posfix/b/y.py, which is in a room further down"
     ]
     assert upward_imports(CIRCLE[:-1], ["rag_posfix/b", "rag_posfix/a"]) == []
+
+
+def test_files_are_reached_through_others() -> None:
+    assert reached(CIRCLE, ("rag_posfix/a/x.py",)) == {"rag_posfix/a/x.py", "rag_posfix/b/y.py", "rag_posfix/b/z.py"}
+    assert reached(CIRCLE, ("rag_posfix/a/x.py",), but=("rag_posfix/b/y.py",)) == {"rag_posfix/a/x.py"}
 
 
 def test_a_package_below_a_source_root_is_imported_by_its_own_name() -> None:

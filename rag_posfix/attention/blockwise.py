@@ -6,8 +6,19 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-__all__ = ["attend_segments", "attend_with_lse", "has_lse_kernel", "last_row", "merge", "scores", "weigh"]
+__all__ = [
+    "attend_segments",
+    "attend_with_lse",
+    "efficient",
+    "flash",
+    "has_lse_kernel",
+    "last_row",
+    "merge",
+    "scores",
+    "weigh",
+]
 
 QUERY_BLOCK = 256
 """Queries per block where no fused kernel returns the log-sum-exp: bounds the score tensor."""
@@ -31,7 +42,8 @@ def attend_with_lse(
 
     With ``causal``, query i sees keys 0..i + Tk - Tq: the queries are the newest tokens.
 
-    Cost: fused on CPUs; elsewhere a (B, Hq, 256, Tk) float32 score tensor at a time.
+    Cost: fused on CPUs, and on GPUs by the kernels that PyTorch's own attention uses: flash attention in 16 bits, the
+        memory-efficient one in float32. Elsewhere a (B, Hq, 256, Tk) float32 score tensor at a time.
     """
     n_query, n_key = query.shape[2], key.shape[2]
     if causal and n_query < n_key:  # the fused kernel aligns its diagonal with the first key
@@ -42,6 +54,8 @@ def attend_with_lse(
                 attend_with_lse(query, key[:, :, past:], value[:, :, past:], scaling, causal=True),
             ]
         )
+    if query.device.type == "cuda":
+        return _on_gpu(query, key, value, scaling, causal and n_query > 1)
     if has_lse_kernel(query.device):
         if query.shape[1] > key.shape[1] and (n_query == 1 or (not causal and n_query >= FOLD_FROM)):
             return _folded(query, key, value, scaling)
@@ -54,7 +68,36 @@ def attend_with_lse(
 
 def has_lse_kernel(device: torch.device) -> bool:
     """Return whether a fused kernel that returns the log-sum-exp is at hand."""
-    return device.type == "cpu"
+    return device.type in ("cpu", "cuda")
+
+
+def _on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the same as ``attend_with_lse`` by the fastest kernel that takes these tensors on this GPU."""
+    gqa = query.shape[1] != key.shape[1]
+    if gqa and query.shape[2] == 1:
+        return _folded(query, key, value, scaling)
+    if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, causal, gqa)):
+        return flash(query, key, value, scaling, causal)
+    if gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    if can_use_efficient_attention(SDPAParams(query, key, value, None, 0.0, causal, False)):
+        return efficient(query, key, value, scaling, causal)
+    return _in_blocks(query, key, value, scaling, causal)
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of PyTorch's flash attention; key heads may be fewer than query heads."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scaling)[:2]
+    return out, lse
+
+
+def efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of PyTorch's memory-efficient attention, which pads the latter."""
+    found = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, 0.0, causal, scale=scaling
+    )
+    return found[0], found[1][..., : query.shape[2]]
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:

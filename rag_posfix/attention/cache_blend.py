@@ -64,13 +64,15 @@ class SelectedAttention(AttentionOverride):
 
     def __init__(self, chosen: Tensor) -> None:
         self._chosen = chosen
+        lasts = [min(first + QUERY_BLOCK, len(chosen)) - 1 for first in range(0, len(chosen), QUERY_BLOCK)]
+        self._lasts: list[int] = chosen[lasts].tolist()  # once, not in every layer: it waits for the device
 
     def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """AttentionOverride block by block: a (256, Tk) mask at a time."""
         outs = []
-        for first in range(0, self._chosen.shape[0], QUERY_BLOCK):
+        for block, newest in enumerate(self._lasts):
+            first, last = block * QUERY_BLOCK, newest + 1
             chosen = self._chosen[first : first + QUERY_BLOCK]
-            last = int(chosen[-1]) + 1
             query = given.query[:, :, first : first + QUERY_BLOCK]
             outs.append(_masked(query, given.key[:, :, :last], given.value[:, :, :last], chosen, given.scaling))
         return torch.cat(outs, dim=2), None

@@ -27,7 +27,7 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> 
     Shapes:
         query: (B, Hq, Tq, D). key, value: (B, Hkv, Tk, D), Tk >= Tq. returns: (B, Hq, Tq, D).
 
-    Cost: no (Tq, Tk) tensor on CPUs; elsewhere a bool one where 1 < Tq < Tk.
+    Cost: no (Tq, Tk) tensor on CPUs and GPUs; elsewhere a bool one where 1 < Tq < Tk.
     """
     n_query, n_key = query.shape[2], key.shape[2]
     if n_query == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -61,6 +61,16 @@ class ByImportance(AttentionOverride):
             share=shares(lengths),
         )
 
+    def on(self, device: torch.device) -> ByImportance:
+        """Return the same with its tensors on a device."""
+        return replace(
+            self,
+            lengths=self.lengths.to(device),
+            segments=self.segments.to(device),
+            offsets=self.offsets.to(device),
+            share=self.share.to(device),
+        )
+
     def visible(self, n_tokens: int) -> Tensor:
         """Return which token sees which: causal, and documents see each other."""
         index = torch.arange(n_tokens)
@@ -97,12 +107,12 @@ class _Pass:
     def __init__(self, plan: ByImportance, given: AttentionInput) -> None:
         device, n_key = given.key.device, given.key.shape[2]
         self.given, self.spans, self.end = given, plan.spans, len(plan.offsets)
-        self.lengths, self.share = plan.lengths.to(device), plan.share.to(device)
-        self.segments = plan.segments.to(device)
+        self.lengths, self.share, self.segments = plan.lengths, plan.share, plan.segments
         self.groups = given.query.shape[1] // given.key.shape[1]
         self.documents = slice(plan.spans[0].stop, self.end)
-        offsets = torch.cat((plan.offsets, torch.arange(n_key - self.end))).to(device)
-        table = given.rotate.phases(torch.arange(int(offsets.max()) + 1, device=device).float()[None])[0]
+        offsets = torch.cat((plan.offsets, torch.arange(n_key - self.end, device=device)))
+        longest = max(n_key - self.end, *(span.stop - span.start for span in plan.spans))
+        table = given.rotate.phases(torch.arange(longest, device=device).float()[None])[0]
         self.home_phases = table[:, offsets]  # (1 | Hkv, Tk, pairs)
         self.query = ComplexPairs.of(given.query[0], table.shape[-1])  # (Hq, Tq, D)
         key = ComplexPairs.of(given.key[0], table.shape[-1])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import scores
+from rag_posfix.attention.causal import runs
 
 __all__ = ["last_query_attention"]
 
@@ -48,9 +49,8 @@ def last_query_attention(
             logits = torch.tanh(logits / softcap) * softcap
         logits = _masked(logits, attention_mask, n_query - stop)
         if starts is not None and any(starts):
-            first = torch.tensor(starts, device=logits.device)[:, None, None, None]
-            before = torch.arange(logits.shape[-1], device=logits.device) < first
-            logits = logits.masked_fill(before, float("-inf"))
+            for rows_alike, first in runs(starts):  # slices, not a mask: a mask would be an upload in every layer
+                logits[rows_alike, :, :, :first] = float("-inf")
         total += logits.softmax(dim=-1).mean(dim=(1, 2)) * ((stop - at) / count)
     return total
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, Split, checked_choice, follows, settings_from
+from rag_posfix.cli.options import AsJson, DeviceName, ModelName, Split, checked_choice, follows, settings_from
 from rag_posfix.cli.output import emit_json, out, status
 from rag_posfix.errors import ConfigError
 
@@ -41,6 +41,7 @@ def ask(
         int | None, typer.Option("--max-tokens", min=1, help="Maximum number of tokens of the answer.")
     ] = None,
     model: ModelName = None,
+    device: DeviceName = None,
     tp: Split = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use the answer cache.")] = True,
@@ -50,8 +51,15 @@ def ask(
     if stream and as_json:
         raise ConfigError("--stream and --json cannot be combined; --json prints one object at the end")
     settings = settings_from(
-        model=model, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker, retriever=retriever
-    )
+        model=model,
+        device=device,
+        max_tokens=max_tokens,
+        order=order,
+        k=k,
+        tp=tp,
+        reranker=reranker,
+        retriever=retriever,
+    )  # fmt: skip
     choice = checked_choice(mitigation) if mitigation else None
     if settings.reranker is not None:
         from rag_posfix.reranking.build import parse_reranker

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, checked_choices, settings_from
+from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_choices, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out
 
 __all__ = ["bench"]
@@ -43,6 +43,7 @@ def bench(
         typer.Option("--redis-url", help="Also measure a Redis tier at this URL; its entries are not cleared."),
     ] = None,
     model: ModelName = None,
+    device: DeviceName = None,
     output: Annotated[Path | None, typer.Option("--out", help="Folder for a result record.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -52,7 +53,7 @@ def bench(
     record = measure_speed(
         None if mitigation is None else checked_choices(mitigation), documents=documents, tokens=tokens,
         repeats=repeats, new_tokens=new_tokens, together=together, warm=warm, redis_url=redis_url,
-        settings=settings_from(model=model), out=output, progress=experiment_step,
+        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

@@ -13,7 +13,7 @@ import typer
 from rag_posfix.cli.options import AsJson, ModelName, checked_choice, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar, progress_bars, status
 from rag_posfix.errors import ConfigError
-from rag_posfix.settings import PASSAGES_FOLDER
+from rag_posfix.folders import PASSAGES_FOLDER
 
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings

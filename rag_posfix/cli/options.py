@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsJson",
+    "DeviceName",
     "ModelName",
     "Split",
     "checked_choice",
@@ -39,6 +40,10 @@ Split = Annotated[
 ]
 ModelName = Annotated[
     str | None, typer.Option("--model", help="Model: smollm2, gemma3-270m, a Hugging Face model id, or a folder.")
+]
+
+DeviceName = Annotated[
+    str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...; auto uses a GPU if there is one.")
 ]
 
 
@@ -155,7 +160,13 @@ def follows(settings: Settings) -> bool:
     if settings.tp == 1:
         return False
     from rag_posfix.generation.tensor_parallel.launch import follow_torchrun
+    from rag_posfix.pipeline.build import launch_environment
 
     return follow_torchrun(
-        settings.model, tp=settings.tp, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
+        settings.model,
+        tp=settings.tp,
+        environment=launch_environment(),
+        dtype=settings.dtype,
+        device=settings.device,
+        cache_dir=settings.cache_dir,
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rag_posfix.cli.options import ModelName, Split, follows, settings_from
+from rag_posfix.cli.options import DeviceName, ModelName, Split, follows, settings_from
 from rag_posfix.errors import missing_extra
 
 __all__ = ["serve"]
@@ -20,6 +20,7 @@ def serve(
     ] = None,
     index: Annotated[Path | None, typer.Option("--index", help="Index folder, written by `rag-posfix index`.")] = None,
     model: ModelName = None,
+    device: DeviceName = None,
     tp: Split = None,
     mitigation: Annotated[str | None, typer.Option("--mitigation", help="Default method of requests.")] = None,
 ) -> None:
@@ -28,6 +29,6 @@ def serve(
         from rag_posfix_api.server import run
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
-    settings = settings_from(model=model, index=index, mitigation=mitigation, tp=tp)
+    settings = settings_from(model=model, device=device, index=index, mitigation=mitigation, tp=tp)
     if not follows(settings):
         run(settings, host=host, port=port)

@@ -1,11 +1,9 @@
-"""Protocols of the parts of a pipeline: retriever, reranker, tokenizer and generator. No concrete class is used."""
+"""Protocols of tokenizer and generator. No concrete class and no document is used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
-
-from langchain_core.documents import Document
+from typing import Protocol, runtime_checkable
 
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
 from rag_posfix.plan.layout import Layout
@@ -14,34 +12,12 @@ __all__ = [
     "ChatMessage",
     "Generator",
     "PassageReader",
-    "Reranker",
-    "Retriever",
     "TokenEncoder",
     "WatchedGenerator",
 ]
 
 ChatMessage = Mapping[str, str]
 """``{"role": "system" | "user" | "assistant", "content": text}``."""
-
-
-@runtime_checkable
-class Retriever(Protocol):
-    """Finds candidates: Documents with ``id`` and ``metadata["relevance_score"]`` in [0, 1], best first."""
-
-    def retrieve(self, question: str, k: int) -> list[Document]:
-        """Return at most ``k`` documents for ``question``, best first."""
-        ...
-
-
-@runtime_checkable
-class Reranker(Protocol):
-    """Scores documents for a question (a langchain ``BaseDocumentCompressor`` has this method)."""
-
-    def compress_documents(
-        self, documents: Sequence[Document], query: str, callbacks: Any = None
-    ) -> Sequence[Document]:
-        """Return copies, best first, with ``metadata["relevance_score"]`` in [0, 1]; ties keep their order."""
-        ...
 
 
 class TokenEncoder(Protocol):

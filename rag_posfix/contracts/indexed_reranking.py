@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from rag_posfix.contracts.generator import Reranker
+from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import RerankingError
 
 __all__ = ["RankedDocument", "arerank_indexed", "rerank_indexed"]

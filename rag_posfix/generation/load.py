@@ -7,10 +7,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rag_posfix.errors import ConfigError, RagPosfixError, missing_extra
+from rag_posfix.folders import default_cache_dir
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.fingerprint import (
     REMEMBERED_IN,
@@ -26,7 +28,6 @@ from rag_posfix.patching.install import install
 from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.verify import verify
 from rag_posfix.plan.model_shape import ModelShape
-from rag_posfix.settings import default_cache_dir
 
 __all__ = [
     "convert",
@@ -38,9 +39,13 @@ __all__ = [
     "usable_device",
 ]
 
+_PLACED = frozenset({"device_map", "distributed_config"})
+"""Options with which transformers puts the weights where they belong."""
+
 _log = logging.getLogger(__name__)
 
 DEMO_MODEL = "smollm2"
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def load_engine(
@@ -48,6 +53,7 @@ def load_engine(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    device_map: str | None = None,
     cache_dir: Path | None = None,
     ranks: Ranks | None = None,
 ) -> Engine:
@@ -57,6 +63,9 @@ def load_engine(
         model: ``smollm2`` or ``gemma3-270m`` (weights that come as packages), a model id, or a folder.
         dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``. ``auto`` is bfloat16 where it is fast.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ...
+        device_map: ``auto``, ``balanced``, ``balanced_low_0`` or ``sequential``: transformers distributes the layers
+            over all devices, in place of ``device``. Methods that concatenate or rotate keys then cannot run; see
+            ``rag-posfix verify``. None puts the whole model on ``device``.
         cache_dir: Where the packaged weights are kept once converted, and the digests of files; default
             ``~/.cache/rag_posfix``.
         ranks: The processes that the model is split over, each of which calls this; None loads it whole. See
@@ -68,7 +77,7 @@ def load_engine(
     """
     place = usable_device(device)
     kind = _dtype(dtype, place)
-    options = {} if ranks is None or ranks.count == 1 else {"distributed_config": _split(ranks.count)}
+    options = _placing(device_map, ranks)
     packaged = PACKAGED.get(model)
     if packaged is not None:
         source, loaded, tokenizer = _load_packaged(packaged, cache_dir or default_cache_dir(), kind, place, **options)
@@ -81,6 +90,21 @@ def load_engine(
     name = packaged.title if packaged else Path(model).name if Path(model).exists() else model
     _log.info("loaded %s as %s on %s", name, kind, place)
     return Engine(LoadedModel(loaded, spec), Tokenizer(tokenizer), name, fingerprint)
+
+
+def _placing(device_map: str | None, ranks: Ranks | None) -> dict[str, Any]:
+    """Return what transformers needs to place the weights other than on one device.
+
+    Raises:
+        ConfigError: the device map is unknown, or accelerate is not installed.
+    """
+    if device_map is None:
+        return {} if ranks is None or ranks.count == 1 else {"distributed_config": _split(ranks.count)}
+    if device_map not in DEVICE_MAPS:
+        raise ConfigError(f"device_map={device_map!r} must be one of {', '.join(DEVICE_MAPS)}")
+    if find_spec("accelerate") is None:
+        raise missing_extra("accelerate", "tp")
+    return {"device_map": device_map}
 
 
 def source_of(model: str, cache_dir: Path | None = None) -> str:
@@ -161,7 +185,11 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
     try:
         with quiet_loading():
             if "gguf_file" not in options:  # a family that is refused is told before its weights are read
-                family_of(_read_config(source))
+                config = _whole_config(source)
+                family_of(config.get_text_config())
+                if _is_quantised(config) and not _PLACED & options.keys():
+                    # Quantised weights are made where they stay: most kinds cannot be moved.
+                    options["device_map"] = device
             tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **options)
     except RagPosfixError:
@@ -169,15 +197,23 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
     # Hub, configuration, tokenizer and weights come from different libraries, which raise what they like.
     except Exception as error:
         raise _cannot_be_loaded(source, error) from error
-    # A part of a model is where it belongs already.
-    return (model.eval() if "distributed_config" in options else model.eval().to(device)), tokenizer
+    return (model.eval() if _PLACED & options.keys() else model.eval().to(device)), tokenizer
+
+
+def _is_quantised(config: Any) -> bool:
+    """Return whether a checkpoint holds quantised weights: bitsandbytes, torchao, GPTQ and AWQ say so alike."""
+    return getattr(config, "quantization_config", None) is not None
 
 
 def _read_config(source: str) -> Any:
+    return _whole_config(source).get_text_config()
+
+
+def _whole_config(source: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source).get_text_config()
+        return AutoConfig.from_pretrained(source)
     except Exception as error:
         raise _cannot_be_loaded(source, error) from error
 

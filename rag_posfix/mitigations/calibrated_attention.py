@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -76,6 +77,12 @@ class RedistributedAttention(AttentionOverride):
         self.share = share / share.sum()
         self.strength = strength
 
+    def on(self, device: torch.device) -> RedistributedAttention:
+        """Return the same with its tensors on a device."""
+        moved = copy.copy(self)
+        moved.segments, moved.share = self.segments.to(device), self.share.to(device)
+        return moved
+
     def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Return the output, and the newest token's attention averaged over heads; None if none is calibrated."""
         n_query = given.query.shape[2]
@@ -97,7 +104,7 @@ class RedistributedAttention(AttentionOverride):
             logits = logits.masked_fill(torch.arange(given.key.shape[2], device=device) > rows, float("-inf"))
         probabilities = logits.softmax(dim=-1)
         probabilities[..., self.passages] = redistribute(
-            probabilities[..., self.passages], self.segments.to(device), self.share.to(device), self.strength
+            probabilities[..., self.passages], self.segments, self.share, self.strength
         )
         return probabilities
 

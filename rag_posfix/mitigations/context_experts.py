@@ -114,10 +114,11 @@ class ContextExperts(Mitigation):
 
     def _relevance(self, scores: RowScores, given: Tensor) -> Tensor:
         """Return the experts' log relevance, (N,)."""
-        if self.relevance == "given":
-            return given
         question = scores.question[:-1]
-        return question if self.relevance == "question" else question + given
+        if self.relevance == "question":
+            return question
+        given = given.to(question.device)
+        return given if self.relevance == "given" else question + given
 
     def _strength(self, experts: Tensor, amateur: Tensor) -> Tensor | float:
         """Return the contrast of each expert, (N, 1), or of all."""
@@ -130,7 +131,7 @@ class ContextExperts(Mitigation):
 
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
             experts, amateur = scores.log_probs[:-1], scores.log_probs[-1]  # (N, V), (V,)
-            weights = self.relevance_weight * self._relevance(scores, given.to(experts.device))  # (N,)
+            weights = self.relevance_weight * self._relevance(scores, given)  # (N,)
             if self.contrast:
                 contrast = self._strength(experts, amateur)
                 experts = (1 + contrast) * experts - contrast * amateur

@@ -40,6 +40,8 @@ class Observer:
 
     def add(self, attention: Tensor) -> None:
         """Add one layer's (B, Tk)."""
+        if self.total is not None and attention.device != self.total.device:  # layers on several devices
+            attention = attention.to(self.total.device)
         self.total = attention if self.total is None else self.total + attention
         self.n_layers += 1
 

@@ -13,6 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.attention_hook import before_attention, hooked_attention, hooked_mask
 from rag_posfix.patching.families import family_of, shape_of
+from rag_posfix.patching.placement import shape_as_placed
 from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.rotation import scaled_base_angles
 from rag_posfix.patching.spec import ModelSpec
@@ -61,7 +62,7 @@ def install(model: Any, ranks: Ranks | None = None) -> ModelSpec:
 
     return ModelSpec(
         family=family,
-        shape=shape_of(config, family),
+        shape=shape_as_placed(shape_of(config, family), model, modules),
         angles=angles,
         handles=tuple(module.register_forward_pre_hook(before_attention, with_kwargs=True) for module in modules),
         ranks=ranks or Ranks(),

@@ -12,6 +12,7 @@ from torch import Tensor
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.forward_context import ForwardContext, Overrides, active
 from rag_posfix.patching.install import ATTENTION_NAME
+from rag_posfix.patching.placement import main_device
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 
@@ -50,7 +51,7 @@ def verify(model: Any, spec: ModelSpec) -> Verification:
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=generator).to(model.device)
+    ids = torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=generator).to(main_device(model))
     idle = _logits(model, ids)
     model.set_attn_implementation("sdpa")
     try:

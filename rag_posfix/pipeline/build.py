@@ -22,13 +22,15 @@ from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.caching.kv.build import build_passage_store
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.contracts.generator import Generator, Retriever
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import MitigationChoice, Sampling
+from rag_posfix.contracts.retrieval import Retriever
+from rag_posfix.errors import ConfigError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading
-from rag_posfix.generation.tensor_parallel.launch import load_parallel
+from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 from rag_posfix.pipeline.invalidation import invalidate
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
@@ -41,7 +43,7 @@ from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.hybrid import HybridRetriever
-from rag_posfix.settings import Settings
+from rag_posfix.settings import Settings, TorchrunSettings, environment_with
 
 __all__ = [
     "build_embeddings",
@@ -49,6 +51,7 @@ __all__ = [
     "build_pipeline",
     "build_reranker_models",
     "invalidate_stored",
+    "launch_environment",
     "precompute_stored",
 ]
 
@@ -145,10 +148,22 @@ def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
         ConfigError: the model cannot be found or read.
         UnsupportedModelError: the model cannot take the attention hook.
     """
-    engine = load_engine(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
+    engine = load_engine(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        device_map=settings.device_map,
+        cache_dir=settings.cache_dir,
+    )
     if not passage_bytes:
         return engine
     return engine.with_passages(PassageStore([MemoryPassages(passage_bytes)], device=engine.loaded.device))
+
+
+def launch_environment() -> LaunchEnvironment:
+    """Return the variables of torchrun, and the environment that further ranks inherit."""
+    torchrun = TorchrunSettings()
+    return LaunchEnvironment(torchrun.rank, torchrun.world_size, environment_with())
 
 
 def build_embeddings(settings: Settings) -> SentenceEmbeddings:
@@ -280,8 +295,18 @@ def _load(settings: Settings, undo: ExitStack) -> Generator:
     """Return the generator that the settings ask for."""
     if settings.tp == 1:
         return build_engine(settings)
+    if settings.device_map is not None:
+        raise ConfigError(
+            f"device_map={settings.device_map!r} and tp={settings.tp} each deal a model out to several devices; give "
+            "one of them"
+        )
     split = load_parallel(
-        settings.model, tp=settings.tp, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
+        settings.model,
+        tp=settings.tp,
+        environment=launch_environment(),
+        dtype=settings.dtype,
+        device=settings.device,
+        cache_dir=settings.cache_dir,
     )
     undo.callback(split.close)
     return split

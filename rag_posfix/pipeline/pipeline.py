@@ -14,8 +14,9 @@ from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.recent_prompts import RecentPrompts
 from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.generator import Generator, Reranker, Retriever
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
+from rag_posfix.contracts.retrieval import Reranker, Retriever
 from rag_posfix.errors import ConfigError
 from rag_posfix.pipeline.invalidation import invalidate
 from rag_posfix.pipeline.protocols import (

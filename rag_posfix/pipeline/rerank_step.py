@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from langchain_core.documents import Document
 
 from rag_posfix.contracts.cache_salt import salted
-from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.indexed_reranking import rerank_indexed
+from rag_posfix.contracts.retrieval import Reranker
 
 __all__ = ["best_of", "score_in_place"]
 

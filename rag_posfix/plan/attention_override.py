@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 __all__ = ["AttentionInput", "AttentionOverride", "Rotated", "Rotation"]
@@ -92,6 +93,10 @@ class AttentionOverride(ABC):
         The second is (B, Tk) float32, the attention of the newest query averaged over heads, each row summing to 1;
         None where that is the ordinary attention of the newest query at its own position, or is not asked for.
         """
+
+    def on(self, device: torch.device) -> AttentionOverride:
+        """Return the same with its tensors on a device: a copy in each layer and step would wait for the device."""
+        return self
 
     def visible(self, n_tokens: int) -> Tensor | None:
         """Return which token sees which in a prompt, (T, T) bool, for pictures and tests; None = causal."""

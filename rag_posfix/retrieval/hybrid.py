@@ -10,7 +10,7 @@ from typing import Any, Literal
 from langchain_core.documents import Document
 from pydantic import Field
 
-from rag_posfix.contracts.generator import Retriever
+from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.base import QuestionRetriever
 from rag_posfix.retrieval.fusion import reciprocal_ranks, weighted_scores

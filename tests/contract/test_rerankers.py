@@ -9,8 +9,8 @@ import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator

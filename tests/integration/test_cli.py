@@ -18,9 +18,9 @@ from rag_posfix.assembly.orders import ORDERS
 from rag_posfix.cli import main as cli
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.evaluation.record import read_record
+from rag_posfix.folders import default_cache_dir
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.file_parameters import with_file_parameters
-from rag_posfix.settings import default_cache_dir
 from tests.support.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,6 +15,7 @@ from rag_posfix.generation.load import load_engine
 from rag_posfix.generation.tensor_parallel import launch
 from rag_posfix.generation.tensor_parallel.launch import load_parallel
 from rag_posfix.mitigations import MITIGATIONS, create
+from rag_posfix.pipeline.build import launch_environment
 from tests.support.tiny import save_tiny, toy_layout
 
 LAYOUT = toy_layout(relevance=(0.9, 0.2, 0.4, 0.3))
@@ -45,7 +46,7 @@ def split(folder, shares):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(launch, "load_engine", load_share)
-        generator = load_parallel(folder, tp=2, dtype="float32")
+        generator = load_parallel(folder, tp=2, environment=launch_environment(), dtype="float32")
     yield generator
     generator.close()
 
@@ -135,7 +136,7 @@ class TestInStep:
 
     def test_a_second_model_is_refused(self, split, folder):
         with pytest.raises(ConfigError, match="close the other model"):
-            load_parallel(folder, tp=2)
+            load_parallel(folder, tp=2, environment=launch_environment())
 
 
 class TestARankThatIsGone:
@@ -146,7 +147,9 @@ class TestARankThatIsGone:
         split.close()
 
     def start(self, folder, timeout_seconds=600.0):
-        generator = load_parallel(folder, tp=2, dtype="float32", timeout_seconds=timeout_seconds)
+        generator = load_parallel(
+            folder, tp=2, environment=launch_environment(), dtype="float32", timeout_seconds=timeout_seconds
+        )
         (follower,) = followers()
         return generator, follower
 

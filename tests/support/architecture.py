@@ -245,6 +245,19 @@ def file_imports(sources: list[Source]) -> dict[str, list[tuple[str, int]]]:
     return graph
 
 
+def reached(sources: list[Source], files: tuple[str, ...], but: tuple[str, ...] = ()) -> set[str]:
+    """Return the paths that match ``files`` and all that they import, directly or through others; ``but`` left out."""
+    graph = file_imports(sources)
+    found: set[str] = set()
+    waiting = [path for path in graph if matches_path(path, files)]
+    while waiting:
+        path = waiting.pop()
+        if path not in found and path not in but:
+            found.add(path)
+            waiting.extend(imported for imported, _ in graph[path])
+    return found
+
+
 def module_of(name: str, by_module: dict[str, str]) -> str | None:
     """Return the path of the longest module that ``name`` begins with; None for other packages."""
     parts = name.split(".")

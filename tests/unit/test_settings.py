@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings, default_cache_dir, wait_politely
+from rag_posfix.folders import default_cache_dir
+from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings, wait_politely
 
 
 def test_defaults_need_no_environment(monkeypatch, tmp_path):

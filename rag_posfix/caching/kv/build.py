@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from rag_posfix.caching.kv import disk, memory, redis  # noqa: F401
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.kv.tier import KV_BACKENDS
-from rag_posfix.settings import PassageStoreSettings
+from rag_posfix.caching.kv.tier import KV_BACKENDS, PassageStoreOptions
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +16,7 @@ __all__ = ["build_passage_store"]
 
 
 def build_passage_store(
-    settings: PassageStoreSettings, cache_dir: Path, device: torch.device | str = "cpu"
+    settings: PassageStoreOptions, cache_dir: Path, device: torch.device | str = "cpu"
 ) -> PassageStore | None:
     """Return the passage KV store that ``settings`` describe, or None if they turn off every tier.
 

@@ -28,11 +28,11 @@ from rag_posfix.caching.kv.entry import (
 )
 from rag_posfix.caching.kv.entry_folder import EntryFile, EntryFolder
 from rag_posfix.caching.kv.reader_pool import ReaderPool
-from rag_posfix.caching.kv.tier import KV_BACKENDS, PASSAGE_STORE
+from rag_posfix.caching.kv.tier import KV_BACKENDS, PASSAGE_STORE, PassageStoreOptions
 from rag_posfix.caching.store_access import StoreAccess, StoreFailures
 from rag_posfix.caching.tier import Counters, TierStats
 from rag_posfix.errors import CacheError
-from rag_posfix.settings import PASSAGES_FOLDER, PassageStoreSettings
+from rag_posfix.folders import PASSAGES_FOLDER
 
 __all__ = ["DiskPassages"]
 
@@ -220,6 +220,6 @@ class DiskPassages:
 
 
 @KV_BACKENDS.register(DiskPassages.name, Locality.MACHINE)
-def _open(settings: PassageStoreSettings, cache_dir: Path) -> DiskPassages | None:
+def _open(settings: PassageStoreOptions, cache_dir: Path) -> DiskPassages | None:
     max_bytes = settings.disk_bytes_in(cache_dir)
     return DiskPassages(cache_dir / PASSAGES_FOLDER, max_bytes=max_bytes) if max_bytes else None

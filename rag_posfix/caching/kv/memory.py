@@ -7,11 +7,10 @@ from pathlib import Path
 
 from rag_posfix.caching.backends import Locality
 from rag_posfix.caching.kv.entry import EntryShape, PassageKV
-from rag_posfix.caching.kv.tier import KV_BACKENDS
+from rag_posfix.caching.kv.tier import KV_BACKENDS, PassageStoreOptions
 from rag_posfix.caching.tagged_lru import TaggedLRU
 from rag_posfix.caching.tier import Counters, TierStats
 from rag_posfix.errors import CacheError
-from rag_posfix.settings import PassageStoreSettings
 
 __all__ = ["MemoryPassages"]
 
@@ -78,5 +77,5 @@ class MemoryPassages:
 
 
 @KV_BACKENDS.register(MemoryPassages.name, Locality.PROCESS)
-def _open(settings: PassageStoreSettings, _: Path) -> MemoryPassages | None:
+def _open(settings: PassageStoreOptions, _: Path) -> MemoryPassages | None:
     return MemoryPassages(settings.memory_bytes) if settings.memory_bytes else None

@@ -19,12 +19,11 @@ from rag_posfix.caching.breaker import CircuitBreaker
 from rag_posfix.caching.kv.compression import compress, decompress
 from rag_posfix.caching.kv.entry import EntryShape, PassageKV, deserialize, serialize
 from rag_posfix.caching.kv.reader_pool import ReaderPool
-from rag_posfix.caching.kv.tier import KV_BACKENDS, PASSAGE_STORE
+from rag_posfix.caching.kv.tier import KV_BACKENDS, PASSAGE_STORE, PassageStoreOptions
 from rag_posfix.caching.redis_keyspace import RedisKeyspace
 from rag_posfix.caching.redis_link import RedisLink
 from rag_posfix.caching.tier import Counters, TierStats
 from rag_posfix.errors import CacheError
-from rag_posfix.settings import PassageStoreSettings
 
 __all__ = ["RedisPassages"]
 
@@ -255,7 +254,7 @@ def _sizes(client: Any) -> list[tuple[bytes, float, int]]:
 
 
 @KV_BACKENDS.register(RedisPassages.name, Locality.NETWORK)
-def _open(settings: PassageStoreSettings, _: Path) -> RedisPassages | None:
+def _open(settings: PassageStoreOptions, _: Path) -> RedisPassages | None:
     if settings.redis_url is None:
         return None
     return RedisPassages(

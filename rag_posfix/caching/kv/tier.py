@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from rag_posfix.caching.backends import Backends
 from rag_posfix.caching.kv.entry import EntryShape, PassageKV
 from rag_posfix.caching.tier import Tier
-from rag_posfix.settings import PassageStoreSettings
 
-__all__ = ["KV_BACKENDS", "PASSAGE_STORE", "PassageTier"]
+__all__ = ["KV_BACKENDS", "PASSAGE_STORE", "PassageStoreOptions", "PassageTier", "Secret"]
 
 PASSAGE_STORE = "passage store"
 """What the log and errors call the passage KV store."""
@@ -34,4 +34,55 @@ class PassageTier(Tier, Protocol):
         ...
 
 
-KV_BACKENDS: Backends[PassageStoreSettings, PassageTier] = Backends(PASSAGE_STORE)
+class Secret(Protocol):
+    """Text that is not shown by accident, such as a URL with a password (pydantic's ``SecretStr``)."""
+
+    def get_secret_value(self) -> str:
+        """Return the text."""
+        ...
+
+
+class PassageStoreOptions(Protocol):
+    """Which tiers there are, and their bounds. ``settings.PassageStoreSettings`` has these fields and says more."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether passages are kept at all."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size bound of the memory tier; 0 turns it off."""
+        ...
+
+    def disk_bytes_in(self, cache_dir: Path) -> int:
+        """Return the size bound of the disk tier in ``cache_dir``; 0 turns it off."""
+        ...
+
+    @property
+    def redis_url(self) -> Secret | None:
+        """Where the shared tier is; None turns it off."""
+        ...
+
+    @property
+    def redis_timeout_seconds(self) -> float:
+        """Bound of one search in Redis."""
+        ...
+
+    @property
+    def redis_bytes(self) -> int:
+        """Size bound of all passages in Redis."""
+        ...
+
+    @property
+    def redis_ttl_seconds(self) -> float:
+        """How long a passage is kept in Redis."""
+        ...
+
+    @property
+    def compress(self) -> bool:
+        """Whether passages are sent to Redis compressed."""
+        ...
+
+
+KV_BACKENDS: Backends[PassageStoreOptions, PassageTier] = Backends(PASSAGE_STORE)

@@ -22,8 +22,8 @@ from torch import Tensor
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import checked_document, content_key
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
+from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.datasets import PositionExample
 from rag_posfix.evaluation.journal import LineJournal

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.evaluation.answers.arrangement import Arrangement, check_arrangements
 from rag_posfix.evaluation.data.datasets import PositionExample, data_facts
 from rag_posfix.evaluation.progress import Progress

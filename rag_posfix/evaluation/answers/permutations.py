@@ -16,8 +16,8 @@ from typing import Any
 from langchain_core.documents import Document
 from torch import Tensor
 
-from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answering import QUESTIONS_TOGETHER, Trial, answer_all, score_passages
 from rag_posfix.evaluation.answers.arrangement import OWN_SCORER, Arrangement

@@ -11,8 +11,8 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import content_key
-from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.evaluation.answers.answer_form import summarize_form
 from rag_posfix.evaluation.answers.answering import (
     QUESTIONS_TOGETHER,

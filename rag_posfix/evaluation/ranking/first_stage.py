@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
-from rag_posfix.contracts.generator import Retriever
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.collection import Collection, Topic
 from rag_posfix.evaluation.data.trec import read_run

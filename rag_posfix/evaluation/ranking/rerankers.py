@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.contracts.generator import Reranker
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError, EvaluationError, RagPosfixError
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.ranking.rankings import (

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.batching.request_handle import RunningRequest
 from rag_posfix.generation.batching.session_batch import advance_batch
+from rag_posfix.generation.decode.sampling import choose_together
 
 __all__ = ["decode_step"]
 
@@ -24,7 +27,7 @@ def decode_step(running: Sequence[RunningRequest]) -> list[RunningRequest]:
     groups = [shared] if shared else []
     groups += [[one] for one in running if one not in shared]
     failed = [one for group in groups if not _advance(group) for one in group]
-    return [one for one in running if one not in failed and _write(one)]
+    return _write([one for one in running if one not in failed])
 
 
 def _advance(group: Sequence[RunningRequest]) -> bool:
@@ -42,10 +45,27 @@ def _advance(group: Sequence[RunningRequest]) -> bool:
     return True
 
 
-def _write(one: RunningRequest) -> bool:
-    """Write one token; return whether the answer goes on."""
+def _write(running: Sequence[RunningRequest]) -> list[RunningRequest]:
+    """Choose one token of each answer, all in one read from the device; return the answers that go on."""
+    scored: list[tuple[RunningRequest, Tensor]] = []
+    for one in running:
+        try:
+            scored.append((one, one.session.next_log_probs()))
+        except Exception as error:
+            one.handle.fail(error)
     try:
-        return one.write()
+        tokens = choose_together([one.sampler for one, _ in scored], [scores for _, scores in scored])
+    except Exception as error:
+        for one, _ in scored:
+            one.handle.fail(error if len(scored) == 1 else _shared_failure(error, len(scored)))
+        return []
+    return [one for (one, _), token in zip(scored, tokens, strict=True) if _accept(one, token)]
+
+
+def _accept(one: RunningRequest, token: int) -> bool:
+    """Deliver one token; return whether the answer goes on."""
+    try:
+        return one.accept(token)
     except Exception as error:
         one.handle.fail(error)
         return False

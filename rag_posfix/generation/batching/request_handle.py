@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from rag_posfix.contracts.request import Chunk, GenerationRequest
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.generation.decode.answer_writer import AnswerWriter
+from rag_posfix.generation.decode.sampling import Sampler
 
 __all__ = ["RequestHandle", "RunningRequest"]
 
@@ -112,10 +113,19 @@ class RunningRequest:
         """The token that was written last: the next step reads it."""
         return self._writer.last
 
+    @property
+    def sampler(self) -> Sampler:
+        """Chooses its tokens."""
+        return self._writer.sampler
+
     def write(self) -> bool:
         """Choose the next token and deliver its text; return whether the answer goes on."""
+        return self.accept(self.sampler.choose(self.session.next_log_probs()))
+
+    def accept(self, token: int) -> bool:
+        """Deliver the text of a token that ``sampler`` chose; return whether the answer goes on."""
         writer = self._writer
-        if new := writer.write(self.session.next_log_probs()):
+        if new := writer.accept(token):
             self.handle.put(Chunk(new))
         if writer.done:
             text, generation = writer.end()

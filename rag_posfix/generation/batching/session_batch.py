@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rag_posfix.contracts.request import Generation, GenerationRequest
 from rag_posfix.generation.decode.answer_writer import AnswerWriter
+from rag_posfix.generation.decode.sampling import choose_together
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.model.sequence_batch import SequenceBatch, forward_batches
 from rag_posfix.patching.forward_context import Observer
@@ -83,11 +84,11 @@ def _pass(
     if not given:
         return []
     batches = [batch for own, _ in given for batch in own]
-    ids = [
-        torch.tensor([tokens] * batch.n_rows, device=batch.positions.device) for own, tokens in given for batch in own
-    ]
+    rows = [tokens for own, tokens in given for batch in own for _ in range(batch.n_rows)]
+    ids = torch.tensor(rows, device=batches[0].loaded.device)  # one upload for all
+    ids_of = list(torch.split(ids, [batch.n_rows for batch in batches]))
     seen = None if observers is None else [observer for own in observers for observer in own]
-    found = iter(forward_batches(batches, ids, keep, seen))
+    found = iter(forward_batches(batches, ids_of, keep, seen))
     return [torch.cat([next(found) for _ in own]) for own, _ in given]
 
 
@@ -97,9 +98,11 @@ def generate_batch(
     """Return the answers of sessions that have read the requests' prompts. One batch, whatever its size."""
     writers = [AnswerWriter(engine.encoder, s, r) for s, r in zip(sessions, requests, strict=True)]
     while True:
-        for session, writer in zip(sessions, writers, strict=True):
-            if not writer.done:
-                writer.write(session.next_log_probs())
+        open_answers = [pair for pair in zip(sessions, writers, strict=True) if not pair[1].done]
+        scores = [session.next_log_probs() for session, _ in open_answers]
+        chosen = choose_together([writer.sampler for _, writer in open_answers], scores)
+        for (_, writer), token in zip(open_answers, chosen, strict=True):
+            writer.accept(token)
         going = [(session, writer.last) for session, writer in zip(sessions, writers, strict=True) if not writer.done]
         if not going:
             return [writer.end()[1] for writer in writers]

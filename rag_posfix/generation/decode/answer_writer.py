@@ -22,6 +22,10 @@ class AnswerWriter:
         encoder: The engine's tokenizer.
         session: A session that has just read the request's prompt.
         request: What is answered.
+
+    Attributes:
+        sampler: Chooses its tokens.
+        done: Whether the answer is complete.
     """
 
     def __init__(self, encoder: Tokenizer, session: Session, request: GenerationRequest) -> None:
@@ -33,7 +37,7 @@ class AnswerWriter:
         self._prefill_seconds = session.prefill_seconds
         self._attention = session.attention()
         self._cached_tokens = session.cached_tokens
-        self._sampler = Sampler(request.sampling)
+        self.sampler = Sampler(request.sampling)
         self._text = TextStream(encoder.decode_answer, request.sampling.stop)
         self._ids: list[int] = []
         self._ends: list[int] = []
@@ -53,7 +57,10 @@ class AnswerWriter:
         Shapes:
             log_probs: (V,) float32.
         """
-        token = self._sampler.choose(log_probs)
+        return self.accept(self.sampler.choose(log_probs))
+
+    def accept(self, token: int) -> str:
+        """Take a token that ``sampler`` chose and return the text that is certain now; check ``done`` afterwards."""
         self._ids.append(token)
         new = ""
         if token in self._eos_ids:

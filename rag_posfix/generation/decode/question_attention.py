@@ -72,7 +72,7 @@ def _of_suffix(
         start, batch = layout.suffix.start, before.branch()
     observer = Observer(queries=len(layout.suffix), layers=None if layers is None else frozenset(layers))
     ids = torch.tensor([layout.token_ids[start:]], device=loaded.device)
-    positions = torch.arange(start, len(layout.token_ids), dtype=torch.float32, device=loaded.device)
+    positions = torch.arange(start, len(layout.token_ids), dtype=torch.float32)
     batch.forward(ids, positions[None], 1, observer)
     if observer.total is None:
         raise ConfigError("no layer of the model reported its attention; load it with rag_posfix.load_engine")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from rag_posfix.contracts.request import Sampling
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "choose_together"]
 
 
 class Sampler:
@@ -25,13 +27,18 @@ class Sampler:
         else:
             self._random.manual_seed(sampling.seed)
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self._sampling.temperature == 0.0
+
     def choose(self, log_probs: Tensor) -> int:
         """Return a token id. Greedy takes the first of equals, so that a tie never depends on chance.
 
         Shapes:
             log_probs: (V,) float32.
         """
-        if self._sampling.temperature == 0.0:
+        if self.greedy:
             return int(log_probs.argmax())
         scores = log_probs.cpu().double()
         # The best score becomes 0: divided by a temperature close to 0 it stays finite.
@@ -51,3 +58,20 @@ class Sampler:
             dropped = index[ordered.cumsum(dim=-1) - ordered >= top_p]
             probabilities = probabilities.index_fill(0, dropped, 0.0)
         return probabilities / probabilities.sum()
+
+
+def choose_together(samplers: Sequence[Sampler], log_probs: Sequence[Tensor]) -> list[int]:
+    """Return what each sampler chooses, in one read from the device, or two where some draw by chance.
+
+    Shapes:
+        log_probs: (V,) float32 each.
+    """
+    found: dict[int, int] = {}
+    greedy = [i for i, sampler in enumerate(samplers) if sampler.greedy]
+    if greedy:
+        found.update(zip(greedy, torch.stack([log_probs[i].argmax() for i in greedy]).tolist(), strict=True))
+    drawn = [i for i in range(len(samplers)) if i not in found]
+    if drawn:
+        scores = torch.stack([log_probs[i] for i in drawn]).cpu()
+        found.update((i, samplers[i].choose(own)) for i, own in zip(drawn, scores, strict=True))
+    return [found[i] for i in range(len(samplers))]

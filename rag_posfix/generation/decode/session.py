@@ -85,8 +85,8 @@ class Session:
         """Return each passage's share of the attention, rows weighted as the plan weights them. Sums to 1."""
         weights = self._combine(self._log_probs, self._answer)[1]
         mass = (weights[:, None] * self._attention).sum(dim=0)
-        total = float(mass.sum())
-        return tuple(float(share) / total for share in mass) if total > 0 else tuple(0.0 for _ in mass)
+        total, *shares = torch.cat((mass.sum()[None], mass)).tolist()  # read once
+        return tuple(share / total for share in shares) if total > 0 else tuple(0.0 for _ in shares)
 
     @torch.inference_mode()
     def attribute_tokens(self) -> None:
@@ -168,7 +168,12 @@ class Session:
         observers: Sequence[Observer | None] | None = None,
     ) -> Tensor:
         """Append tokens to every row. Returns (R, len(tokens), V)."""
-        ids = [torch.tensor([list(tokens)] * batch.n_rows, device=batch.positions.device) for batch in batches]
+        device = batches[0].loaded.device
+        # A single token is written by the device itself; others are uploaded, once for all rows.
+        given = (
+            torch.full((1, 1), tokens[0], device=device) if len(tokens) == 1 else torch.tensor([tokens], device=device)
+        )
+        ids = [given.expand(batch.n_rows, -1) for batch in batches]
         return torch.cat(forward_batches(batches, ids, len(tokens), observers))
 
     def _draft(self, draft: Draft, text: AnswerText) -> None:

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from rag_posfix.generation.model.kv_cache import ConcatenatedCache, GrowingCache
 from rag_posfix.patching.forward_context import BatchSlice, ForwardContext, LayerState, Observer, Overrides, active
+from rag_posfix.patching.placement import main_device
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 
@@ -28,9 +29,8 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        device: torch.device = self.model.device
-        return device
+        """Where the weights are; the first of them, if they are on several devices."""
+        return main_device(self.model)
 
     @property
     def keeps_all_keys(self) -> bool:
@@ -111,7 +111,7 @@ class SequenceBatch:
 
         Args:
             token_ids: The tokens.
-            positions: Where they stand.
+            positions: Where they stand; those of a prompt may be on the CPU.
             keep: For how many of the last tokens logits are wanted.
             observer: Receives the attention of the newest tokens.
             ends_prompt: Whether the prompt, where it is still being read, ends with these tokens.
@@ -120,8 +120,9 @@ class SequenceBatch:
             token_ids: (R, Tq). positions: (R, Tq) float32.
             returns: (R, keep, V), in the model's dtype.
         """
-        if not self.prompt_length:  # once per prompt and not per token: it waits for the device
+        if not self.prompt_length:
             self.integer_positions = torch.equal(positions.round(), positions)
+            positions = positions.to(self.loaded.device)
         context = self.append(positions, observer, ends_prompt=ends_prompt)
         return run_model(self.loaded, context, self.cache, token_ids, _as_ids(positions, self.integer_positions), keep)
 

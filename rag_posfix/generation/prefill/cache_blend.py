@@ -86,10 +86,11 @@ def _first_layers(loaded: LoadedModel, row: ResolvedRow, count: int) -> GrowingC
         if layer == count:
             raise _EnoughLayers
 
-    context = ForwardContext(positions=row.positions[:, :length], spec=loaded.spec, on_hidden_states=stop, starts=(0,))
+    positions = row.positions[:, :length].to(loaded.device)
+    context = ForwardContext(positions=positions, spec=loaded.spec, on_hidden_states=stop, starts=(0,))
     ids = torch.tensor([row.layout.token_ids[:length]], device=loaded.device)
     try:
-        run_model(loaded, context, cache, ids, row.positions[:, :length].long(), 1)
+        run_model(loaded, context, cache, ids, positions.long(), 1)
     except _EnoughLayers:
         return cache
     if count < loaded.spec.shape.n_layers:
@@ -125,4 +126,11 @@ def _recompute(loaded: LoadedModel, row: ResolvedRow, batch: SequenceBatch, chos
         starts=(0,),
     )
     ids = torch.tensor([row.layout.token_ids], device=loaded.device)[:, chosen]
-    run_model(loaded, context, _OverwritingCache(batch.cache, chosen), ids, row.positions[:, chosen].long(), 1)
+    run_model(
+        loaded,
+        context,
+        _OverwritingCache(batch.cache, chosen),
+        ids,
+        row.positions.to(loaded.device)[:, chosen].long(),
+        1,
+    )

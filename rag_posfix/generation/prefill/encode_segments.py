@@ -25,7 +25,7 @@ batch."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Tokens to be read, and their positions, (T,) float32."""
+    """Tokens to be read, and their positions, (T,) float32 on the CPU."""
 
     token_ids: tuple[int, ...]
     positions: Tensor
@@ -54,7 +54,7 @@ def encode_segments(
         batch = _after_prefix(loaded, prefix, len(some), longest, overrides)
         before = batch.length
         tokens = torch.zeros((len(some), longest), dtype=torch.long)
-        at = torch.zeros((len(some), longest), device=loaded.device)
+        at = torch.zeros((len(some), longest))
         for row, i in enumerate(some):
             tokens[row, : len(segments[i])] = torch.tensor(segments[i].token_ids)
             at[row, : len(segments[i])] = segments[i].positions
@@ -85,7 +85,7 @@ def concatenate_kv(
     Args:
         loaded: The model.
         rows: The keys and values of each row's segments, (2, L, Hkv, T, D) each.
-        positions: (1, T) of each row, all its segments together.
+        positions: (1, T) of each row, all its segments together, on the CPU.
         more_tokens: Tokens that will follow at least: the cache gets capacity for them.
         overrides: What the rows change in the model from here on.
     """
@@ -107,7 +107,7 @@ def concatenate_kv(
     return SequenceBatch(
         loaded,
         GrowingCache.over(buffers, longest),
-        filled,
+        filled.to(loaded.device),
         starts=starts if any(starts) else (),
         overrides=overrides,
         length=longest,

@@ -22,7 +22,7 @@ class ResolvedRow:
     Attributes:
         layout: Of the row's own tokens.
         passages: Which passages of the prompt it holds, in its order.
-        positions: (1, T) float32.
+        positions: (1, T) float32 on the CPU: they are looked at one by one, and go to the device with the tokens.
         overrides: What it changes in the model.
         reusable: As in ``RowPlan``.
     """
@@ -52,9 +52,9 @@ def resolve(row: RowPlan, layout: Layout, device: torch.device) -> ResolvedRow:
         layer_scale=None if row.layer_scale is None else tuple(row.layer_scale.tolist()),
         head_scale=row.head_scale,
         hidden_scale=row.hidden_scale,
-        attend=row.attend,
+        attend=None if row.attend is None else row.attend.on(device),
     )
-    return ResolvedRow(seen, passages, positions.to(device), overrides, row.reusable)
+    return ResolvedRow(seen, passages, positions, overrides, row.reusable)
 
 
 def passage_starts(rows: Sequence[ResolvedRow], passage: int) -> set[float]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,8 @@ from rag_posfix.generation.tensor_parallel.rank_config import (
     leave_group,
     rendezvous_store,
 )
-from rag_posfix.settings import TorchrunSettings
 
-__all__ = ["TIMEOUT_SECONDS", "follow_job", "follow_torchrun", "load_parallel"]
+__all__ = ["TIMEOUT_SECONDS", "LaunchEnvironment", "follow_job", "follow_torchrun", "load_parallel"]
 
 TIMEOUT_SECONDS = 600.0
 STARTING_SECONDS = 600.0
@@ -37,10 +37,26 @@ PATIENCE_SECONDS = 2.0
 """Until the end of a process is known that another process has noticed by a broken connection."""
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchEnvironment:
+    """What this process was started with. ``pipeline.build.launch_environment`` reads it.
+
+    Attributes:
+        rank: Which of torchrun's processes this one is, from 0; None where torchrun has not started it.
+        world_size: How many processes torchrun started on all machines; None as above.
+        variables: Environment variables, which ranks that are started inherit.
+    """
+
+    rank: int | None = None
+    world_size: int | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
 def load_parallel(
     model: str = DEMO_MODEL,
     *,
     tp: int,
+    environment: LaunchEnvironment,
     dtype: str = "auto",
     device: str = "auto",
     cache_dir: Path | None = None,
@@ -54,6 +70,7 @@ def load_parallel(
     Args:
         model: As in ``load_engine``.
         tp: How many ranks, 2 or more; a divisor of the number of key/value heads. One GPU each, where there are GPUs.
+        environment: What this process was started with.
         dtype: As in ``load_engine``.
         device: As in ``load_engine``.
         cache_dir: As in ``load_engine``.
@@ -65,19 +82,21 @@ def load_parallel(
         UnsupportedModelError: its family is not supported, or the attention hook changes what it computes.
         GenerationError: a rank has ended while it was loading.
     """
-    config = _rank_config(model, tp, dtype, device, cache_dir, timeout_seconds)
-    if _torchrun_rank(tp) is not None:
+    torchrun_rank = _torchrun_rank(environment, tp)
+    config = _rank_config(model, tp, dtype, device, cache_dir, timeout_seconds, torchrun_rank)
+    if torchrun_rank is not None:
         return _first_rank(config, None)
     folder = Processes.shared_folder()
     config = replace(config, folder=str(folder), threads=_threads(tp) if config.device == "cpu" else None)
     others = [["-m", FOLLOWER, json.dumps(asdict(replace(config, rank=rank)))] for rank in range(1, tp)]
-    return _first_rank(config, Processes(others, folder, abort_group))
+    return _first_rank(config, Processes(others, folder, environment.variables, abort_group))
 
 
 def follow_torchrun(
     model: str = DEMO_MODEL,
     *,
     tp: int,
+    environment: LaunchEnvironment,
     dtype: str = "auto",
     device: str = "auto",
     cache_dir: Path | None = None,
@@ -87,10 +106,10 @@ def follow_torchrun(
 
     Args and errors: as ``load_parallel``, which the first rank calls.
     """
-    rank = _torchrun_rank(tp)
+    rank = _torchrun_rank(environment, tp)
     if not rank:
         return False
-    follow_job(replace(_rank_config(model, tp, dtype, device, cache_dir, timeout_seconds), rank=rank))
+    follow_job(replace(_rank_config(model, tp, dtype, device, cache_dir, timeout_seconds, rank), rank=rank))
     return True
 
 
@@ -174,7 +193,13 @@ def _wait_until_ready(store: Any, config: RankConfig, processes: Processes) -> N
 
 
 def _rank_config(
-    model: str, tp: int, dtype: str, device: str, cache_dir: Path | None, timeout_seconds: float
+    model: str,
+    tp: int,
+    dtype: str,
+    device: str,
+    cache_dir: Path | None,
+    timeout_seconds: float,
+    torchrun_rank: int | None,
 ) -> RankConfig:
     """Return the config of the first rank, after checking that the model can be split so."""
     import torch
@@ -197,7 +222,7 @@ def _rank_config(
             f"tp={tp} needs torch.distributed, which this process uses already; close the other model, or leave it to "
             "rag_posfix to set it up"
         )
-    if place == "cuda" and _torchrun_rank(tp) is None and torch.cuda.device_count() < tp:
+    if place == "cuda" and torchrun_rank is None and torch.cuda.device_count() < tp:
         raise ConfigError(f"tp={tp} needs as many GPUs and {torch.cuda.device_count()} can be seen; lower tp")
     heads = read_shape(source_of(model, cache_dir)).n_kv_heads
     if heads % tp:
@@ -209,18 +234,19 @@ def _rank_config(
     return RankConfig(model, dtype, place, None if cache_dir is None else str(cache_dir), 0, tp, timeout_seconds)
 
 
-def _torchrun_rank(tp: int) -> int | None:
+def _torchrun_rank(environment: LaunchEnvironment, tp: int) -> int | None:
     """Return which of its processes torchrun says that this is; None if torchrun has not started it.
 
     Raises:
         ConfigError: torchrun started more processes than the model is to be split over, or fewer.
     """
-    told = TorchrunSettings()
-    if told.rank is None or told.world_size is None:
+    if environment.rank is None or environment.world_size is None:
         return None
-    if told.world_size != tp:
-        raise ConfigError(f"torchrun started {told.world_size} processes and tp={tp}; give both the same number")
-    return told.rank
+    if environment.world_size != tp:
+        raise ConfigError(
+            f"torchrun started {environment.world_size} processes and tp={tp}; give both the same number"
+        )
+    return environment.rank
 
 
 def _threads(tp: int) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias
-
-import orjson
 
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
@@ -62,7 +61,7 @@ def encode(command: Command) -> bytes:
         ConfigError: a parameter of the mitigation is none of JSON's types.
     """
     try:
-        return orjson.dumps({"do": type(command).__name__, "with": command}, default=_plain)
+        return json.dumps({"do": type(command).__name__, "with": command}, default=_plain).encode()
     except TypeError as error:
         name = command.mitigation.name if isinstance(command, Prefill) else type(command).__name__
         raise ConfigError(
@@ -72,35 +71,37 @@ def encode(command: Command) -> bytes:
 
 def decode(data: bytes) -> Command:
     """Return the command that ``encode`` wrote."""
-    told = orjson.loads(data)
-    kind, fields = told["do"], told["with"]
+    told = json.loads(data)
+    kind, given = told["do"], told["with"]
     if kind == "Prefill":
-        choice = MitigationChoice(fields["mitigation"]["name"], fields["mitigation"]["parameters"])
-        return Prefill(fields["session"], _layout(fields["layout"]), choice, fields["max_tokens"])
+        choice = MitigationChoice(given["mitigation"]["name"], given["mitigation"]["parameters"])
+        return Prefill(given["session"], _layout(given["layout"]), choice, given["max_tokens"])
     if kind == "Advance":
-        return Advance(**fields)
-    return Free(**fields) if kind == "Free" else End()
+        return Advance(**given)
+    return Free(**given) if kind == "Free" else End()
 
 
 def _plain(value: Any) -> dict[Any, Any]:
-    """Return what orjson does not know as what it knows: parameters may be any mapping."""
+    """Return what JSON does not know as what it knows: parameters may be any mapping."""
     if isinstance(value, Mapping):
         return dict(value)
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     raise TypeError(f"{value!r} is none of JSON's types")
 
 
-def _layout(fields: Mapping[str, Any]) -> Layout:
+def _layout(given: Mapping[str, Any]) -> Layout:
     def spans(name: str) -> tuple[Span, ...]:
-        return tuple(Span(**span) for span in fields[name])
+        return tuple(Span(**span) for span in given[name])
 
-    relevance = fields["relevance"]
+    relevance = given["relevance"]
     return Layout(
-        token_ids=tuple(fields["token_ids"]),
-        prefix=Span(**fields["prefix"]),
+        token_ids=tuple(given["token_ids"]),
+        prefix=Span(**given["prefix"]),
         passages=spans("passages"),
         texts=spans("texts"),
-        suffix=Span(**fields["suffix"]),
-        question=Span(**fields["question"]),
-        keys=tuple(fields["keys"]),
+        suffix=Span(**given["suffix"]),
+        question=Span(**given["question"]),
+        keys=tuple(given["keys"]),
         relevance=None if relevance is None else tuple(relevance),
     )

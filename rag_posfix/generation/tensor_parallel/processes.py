@@ -13,10 +13,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-from rag_posfix.settings import environment_with
 
 __all__ = ["Processes"]
 
@@ -33,13 +31,19 @@ class Processes:
     Args:
         commands: Arguments of the interpreter, one list for each program; the first is rank 1.
         folder: What the programs share; removed by ``close``.
+        variables: Environment variables that they inherit.
         on_failure: Called in a thread when one has ended by itself and the others are being ended.
     """
 
     def __init__(
-        self, commands: Sequence[Sequence[str]], folder: Path, on_failure: Callable[[], None] | None = None
+        self,
+        commands: Sequence[Sequence[str]],
+        folder: Path,
+        variables: Mapping[str, str],
+        on_failure: Callable[[], None] | None = None,
     ) -> None:
         self._folder = folder
+        self._variables = dict(variables)
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._ending = False
@@ -96,7 +100,11 @@ class Processes:
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 # They find their modules where this process does; -P leaves the current folder out.
-                env=environment_with(LOCAL_RANK=str(rank), PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
+                env={
+                    **self._variables,
+                    "LOCAL_RANK": str(rank),
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
                 start_new_session=True,
             )
         self._running.append(process)

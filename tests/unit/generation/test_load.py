@@ -252,3 +252,56 @@ class TestConversion:
             ConfigError, match=r"cannot be kept in .*/models/.*: File exists; set RAG_POSFIX_CACHE_DIR"
         ):
             load_engine(cache_dir=tmp_path)
+
+
+class TestPlacing:
+    @pytest.fixture
+    def options(self, monkeypatch):
+        """What the model is loaded with, and whether it is moved afterwards."""
+        given = {}
+        load = transformers.AutoModelForCausalLM.from_pretrained
+
+        def loading(source, **options):
+            given.update(options)
+            model = load(source, **{name: value for name, value in options.items() if name != "device_map"})
+            monkeypatch.setattr(model, "to", lambda device: given.update(moved=device) or model)
+            return model
+
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", loading)
+        return given
+
+    def test_a_whole_model_is_moved_to_its_device(self, tiny, options):
+        load_engine(str(tiny), device="cpu")
+        assert options["moved"] == "cpu"
+        assert "device_map" not in options
+
+    def test_a_device_map_goes_to_transformers_and_nothing_is_moved(self, tiny, options):
+        load_engine(str(tiny), device_map="balanced")
+        assert options["device_map"] == "balanced"
+        assert "moved" not in options
+
+    def test_a_quantised_checkpoint_is_made_where_it_stays(self, tiny, options, monkeypatch):
+        monkeypatch.setattr(models, "_is_quantised", lambda config: True)
+        load_engine(str(tiny), device="cpu")
+        assert options["device_map"] == "cpu"
+        assert "moved" not in options
+
+    def test_a_checkpoint_is_quantised_where_its_configuration_says_how(self):
+        config = transformers.LlamaConfig()
+        assert not models._is_quantised(config)
+        config.quantization_config = {"quant_method": "gptq", "bits": 4}
+        assert models._is_quantised(config)
+
+    def test_a_map_that_transformers_does_not_know_is_refused(self, tiny):
+        with pytest.raises(ConfigError, match="device_map='gpu' must be one of auto, balanced"):
+            load_engine(str(tiny), device_map="gpu")
+
+    def test_without_accelerate_a_map_says_what_to_install(self, tiny, monkeypatch):
+        monkeypatch.setattr(models, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match="accelerate is not installed"):
+            load_engine(str(tiny), device_map="auto")
+
+    def test_a_map_to_the_one_device_that_there_is_gives_the_same_answers(self, tiny):
+        mapped, whole = (load_engine(str(tiny), dtype="float32", device_map=name) for name in ("auto", None))
+        assert mapped.score(toy_layout(), [5]) == whole.score(toy_layout(), [5])
+        assert mapped.loaded.spec.shape == whole.loaded.spec.shape

@@ -4,7 +4,7 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
-from rag_posfix.contracts.generator import Reranker
+from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError, RerankingError
 from rag_posfix.reranking import RERANKERS, EmbeddingReranker
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from langchain_core.documents import Document
 
-from rag_posfix.contracts.generator import Retriever
+from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.bm25 import BM25Index, BM25Retriever, split_words
 from rag_posfix.retrieval.ingest.ingest import read_documents

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.documents import Document
 
-from rag_posfix.contracts.generator import Retriever
+from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.fusion import min_max, reciprocal_ranks, weighted_scores
 from rag_posfix.retrieval.hybrid import HybridRetriever

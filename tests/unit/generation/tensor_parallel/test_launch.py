@@ -11,7 +11,8 @@ from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelErro
 from rag_posfix.generation.tensor_parallel import launch as parallel
 from rag_posfix.generation.tensor_parallel.launch import follow_torchrun, load_parallel
 from rag_posfix.generation.tensor_parallel.processes import Processes
-from rag_posfix.settings import Settings
+from rag_posfix.pipeline.build import launch_environment
+from rag_posfix.settings import Settings, environment_with
 from tests.support.tiny import save_tiny
 from tests.support.waiting import wait_until
 
@@ -46,51 +47,51 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize("tp", [4, 5, 7, 64])
     def test_heads_that_cannot_be_dealt_out_evenly(self, folder, nothing_starts, tp):
         with pytest.raises(ConfigError, match=rf"tp={tp} cannot split .* 6 key/value heads.*; allowed: 1, 2, 3, 6$"):
-            load_parallel(folder, tp=tp)
+            load_parallel(folder, tp=tp, environment=launch_environment())
 
     @pytest.mark.parametrize("tp", [1, 0, -2])
     def test_fewer_than_two_ranks(self, folder, nothing_starts, tp):
         with pytest.raises(ConfigError, match=f"tp={tp} must be 2 or more"):
-            load_parallel(folder, tp=tp)
+            load_parallel(folder, tp=tp, environment=launch_environment())
 
     def test_a_device_that_ranks_would_not_compute_on(self, folder, nothing_starts, monkeypatch):
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
         monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
         with pytest.raises(ConfigError, match=r"device='cpu' cannot be used with tp=2: .* use 'auto' or 'cuda'"):
-            load_parallel(folder, tp=2, device="cpu")
+            load_parallel(folder, tp=2, environment=launch_environment(), device="cpu")
 
     def test_more_ranks_than_gpus(self, folder, nothing_starts, monkeypatch):
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
         monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
         with pytest.raises(ConfigError, match="tp=3 needs as many GPUs and 2 can be seen"):
-            load_parallel(folder, tp=3)
+            load_parallel(folder, tp=3, environment=launch_environment())
 
     def test_no_time_to_wait(self, folder, nothing_starts):
         with pytest.raises(ConfigError, match="timeout_seconds=0 must be above 0"):
-            load_parallel(folder, tp=2, timeout_seconds=0)
+            load_parallel(folder, tp=2, environment=launch_environment(), timeout_seconds=0)
 
     def test_a_missing_package_by_its_extra(self, folder, nothing_starts, monkeypatch):
         monkeypatch.setattr(parallel, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r"accelerate is not installed.*rag-posfix\[tp\]"):
-            load_parallel(folder, tp=2)
+            load_parallel(folder, tp=2, environment=launch_environment())
 
     def test_a_model_that_is_not_there(self, nothing_starts):
         with pytest.raises(ConfigError, match="model '/nowhere' cannot be loaded"):
-            load_parallel("/nowhere", tp=2)
+            load_parallel("/nowhere", tp=2, environment=launch_environment())
 
     def test_a_family_that_is_not_supported(self, tmp_path, nothing_starts):
         from transformers import GPT2Config
 
         GPT2Config().save_pretrained(tmp_path)
         with pytest.raises(UnsupportedModelError, match="model type 'gpt2' is not supported"):
-            load_parallel(str(tmp_path), tp=2)
+            load_parallel(str(tmp_path), tp=2, environment=launch_environment())
 
     def test_another_number_than_torchrun_started(self, folder, nothing_starts, monkeypatch):
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "4")
         for function in (load_parallel, follow_torchrun):
             with pytest.raises(ConfigError, match="torchrun started 4 processes and tp=2"):
-                function(folder, tp=2)
+                function(folder, tp=2, environment=launch_environment())
 
     def test_settings_take_one_or_more(self):
         assert Settings().tp == 1
@@ -100,13 +101,13 @@ class TestWhatIsRefused:
 
 
 def test_a_process_that_torchrun_did_not_start_follows_nobody(folder):
-    assert follow_torchrun(folder, tp=2) is False
+    assert follow_torchrun(folder, tp=2, environment=launch_environment()) is False
 
 
 def test_the_first_process_of_torchrun_follows_nobody(folder, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert follow_torchrun(folder, tp=2) is False
+    assert follow_torchrun(folder, tp=2, environment=launch_environment()) is False
 
 
 def test_a_process_that_cannot_start_is_told_with_what_it_said(folder, monkeypatch):
@@ -114,17 +115,17 @@ def test_a_process_that_cannot_start_is_told_with_what_it_said(folder, monkeypat
 
     monkeypatch.setattr(parallel, "FOLLOWER", "rag_posfix.generation.nope")
     with pytest.raises(GenerationError, match=r"over 2 processes: .*rank 1 of 2 ended with exit code 1 .*No module"):
-        load_parallel(folder, tp=2)
+        load_parallel(folder, tp=2, environment=launch_environment())
     assert not torch.distributed.is_initialized()
 
 
 class TestProcesses:
     def start(self, *commands, **options):
-        return Processes(commands, Processes.shared_folder(), **options)
+        return Processes(commands, Processes.shared_folder(), environment_with(), **options)
 
     def test_they_run_until_they_are_closed_and_leave_nothing_behind(self):
         folder = Processes.shared_folder()
-        processes = Processes([WAIT, WAIT], folder)
+        processes = Processes([WAIT, WAIT], folder, environment_with())
         assert processes.failure(0.2) is None
         assert waiting() == 2
         processes.kill()

@@ -7,7 +7,7 @@ from langchain_core.runnables import RunnableLambda
 from pydantic import Field, ValidationError
 
 from rag_posfix import PosfixRetriever
-from rag_posfix.contracts.generator import Retriever
+from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking.base import ranked_copies
 from tests.support.runs import Runs
