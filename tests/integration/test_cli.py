@@ -150,7 +150,7 @@ class TestMethods:
         error = run("methods", "nope", "--json").error
         assert error["type"] == "UnknownNameError"
         assert error["message"].startswith("unknown mitigation 'nope'. ")
-        assert "Available: blended, calibrated_attention, context_experts, " in error["message"]
+        assert "Available: blended, calibrated_attention, canonical_rotations, committee, " in error["message"]
 
 
 class TestUsage:

@@ -6,7 +6,7 @@ import random
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
 import redis
@@ -68,42 +68,29 @@ def answer_alone(loaded, request):
     return tuple(tokens), min(leads)
 
 
-class Vandal(threading.Thread):
+class Vandal:
     """Damages and drops what the tiers hold, once for every few answers, whatever the speed of the machine."""
 
     ANSWERS = 5
 
     def __init__(self, store, folder, port, chance):
-        super().__init__(name="vandal", daemon=True)
         self.done = Counter()
-        self.error = None
         self._store, self._folder, self._chance = store, folder, chance
         self._redis = redis.Redis(port=port)
-        self._answers = threading.Semaphore(0)
-        self._over = False
+        self._answers = 0
+        self._lock = threading.Lock()
 
     def hear(self):
-        """Take note of an answer."""
-        self._answers.release()
-
-    def run(self):
-        acts = [self.flip_on_disk, self.cut_on_disk, self.flip_in_redis, self.drop, self.clear]
-        try:
-            while not self._over:
-                for _ in range(self.ANSWERS):
-                    self._answers.acquire()
+        """Take note of an answer; damage something after every fifth, while the other threads read."""
+        with self._lock:
+            self._answers += 1
+            if self._answers % self.ANSWERS == 0:
+                acts = [self.flip_on_disk, self.cut_on_disk, self.flip_in_redis, self.drop, self.clear]
                 (act,) = self._chance.choices(acts, (6, 3, 6, 2, 0.1))
                 self.done[act.__name__] += act()
-        except Exception as error:
-            self.error = error
 
-    def stop(self):
-        self._over = True
-        self._answers.release(self.ANSWERS)
-        self.join(30)
+    def close(self):
         self._redis.close()
-        assert not self.is_alive()
-        assert self.error is None, self.error
 
     def flip_on_disk(self):
         return self._rewrite(self._flipped)
@@ -146,16 +133,6 @@ class Vandal(threading.Thread):
         return True
 
 
-@contextmanager
-def vandalised(store, folder, port):
-    vandal = Vandal(store, folder, port, random.Random(SEED + 1))
-    vandal.start()
-    try:
-        yield vandal
-    finally:
-        vandal.stop()
-
-
 def answer_together(engine, requests, vandal):
     """Return the answers to requests that several threads ask at once."""
 
@@ -192,7 +169,7 @@ def test_answers_do_not_depend_on_a_store_that_is_damaged_meanwhile(loaded, redi
     ]
     with closing(PassageStore(tiers)) as store:
         engine = Engine(loaded, NumberEncoder(), "tiny", "print", passages=store)
-        with vandalised(store, tmp_path / "passages", redis_server.port) as vandal:
+        with closing(Vandal(store, tmp_path / "passages", redis_server.port, random.Random(SEED + 1))) as vandal:
             answers = answer_together(engine, [different[index] for index in asked], vandal)
         used = store.stats()
     wrong = [

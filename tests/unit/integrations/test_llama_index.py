@@ -98,7 +98,8 @@ def test_events_tell_when_it_starts_and_ends():
 def test_it_works_in_a_query_engine():
     class Shelf(BaseRetriever):
         def _retrieve(self, query_bundle):
-            return ranked(4)
+            texts = {"1": "a long text", "2": "a text", "3": "text", "4": "t"}
+            return [NodeWithScore(node=TextNode(id_=name, text=text), score=0.5) for name, text in texts.items()]
 
     synthesizer = get_response_synthesizer(response_mode="simple_summarize", llm=MockLLM())
     made = PosfixNodePostprocessor(order="ends_first", reranker=ByLength())

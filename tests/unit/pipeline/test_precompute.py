@@ -85,6 +85,17 @@ def test_a_question_about_any_documents_in_any_order_reads_its_suffix_alone(load
         assert len(passes) == 1 or name == "passage_answers", "which then writes its drafts"
 
 
+def test_a_committee_finds_the_passages_of_its_experts(loaded, passes):
+    """Its joint row attends to all passages and has to be read."""
+    engine = engine_of(loaded)
+    assert precompute(engine, DOCUMENTS, MitigationChoice("committee")) == before_suffix(layout_of())
+    passes.clear()
+    layout = layout_of(DOCUMENTS[::-1])
+    engine.open(layout, MitigationChoice("committee"))
+    n_experts = len(DOCUMENTS) + 1
+    assert passes[0] == len(layout.suffix) * n_experts
+
+
 def test_answers_are_those_of_a_store_that_was_empty(loaded):
     for name in APART:
         engine = engine_of(loaded)
@@ -165,7 +176,7 @@ def test_progress_is_told_batch_by_batch(loaded, monkeypatch):
     assert tokens == before_suffix(layout_of())
 
 
-@pytest.mark.parametrize("name", sorted(set(MITIGATIONS.names()) - set(APART)))
+@pytest.mark.parametrize("name", sorted(set(MITIGATIONS.names()) - {*APART, "committee"}))
 def test_a_method_that_does_not_read_passages_apart_is_refused(loaded, passes, name):
     choice = MitigationChoice(name, dict(MITIGATIONS.get(name).example))
     with pytest.raises(ConfigError, match=f"^{name} does not read passages independently .* use parallel_windows, "):
