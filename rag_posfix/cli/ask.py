@@ -51,13 +51,7 @@ def ask(
     if stream and as_json:
         raise ConfigError("--stream and --json cannot be combined; --json prints one object at the end")
     settings = settings_from(
-        model=model,
-        device=device,
-        max_tokens=max_tokens,
-        order=order,
-        k=k,
-        tp=tp,
-        reranker=reranker,
+        model=model, device=device, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker,
         retriever=retriever,
     )  # fmt: skip
     choice = checked_choice(mitigation) if mitigation else None

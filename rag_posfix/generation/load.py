@@ -31,6 +31,7 @@ from rag_posfix.plan.model_shape import ModelShape
 
 __all__ = [
     "convert",
+    "is_quantised",
     "load_engine",
     "load_pretrained",
     "quiet_loading",
@@ -187,7 +188,7 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
             if "gguf_file" not in options:  # a family that is refused is told before its weights are read
                 config = _whole_config(source)
                 family_of(config.get_text_config())
-                if _is_quantised(config) and not _PLACED & options.keys():
+                if is_quantised(config) and not _PLACED & options.keys():
                     # Quantised weights are made where they stay: most kinds cannot be moved.
                     options["device_map"] = device
             tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
@@ -200,7 +201,7 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
     return (model.eval() if _PLACED & options.keys() else model.eval().to(device)), tokenizer
 
 
-def _is_quantised(config: Any) -> bool:
+def is_quantised(config: Any) -> bool:
     """Return whether a checkpoint holds quantised weights: bitsandbytes, torchao, GPTQ and AWQ say so alike."""
     return getattr(config, "quantization_config", None) is not None
 

@@ -12,6 +12,7 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number, Whole
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.plan.per_device import per_device
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
 
 __all__ = ["CanonicalRotations"]
@@ -72,10 +73,10 @@ class CanonicalRotations(Mitigation):
 
     def _combine(self, given: Tensor) -> Combine:
         """Return the pooling rule. Shape of ``given``: (N,), log relevance."""
+        placed = per_device(self.relevance_weight * given)
 
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
-            relevance = self.relevance_weight * given.to(scores.log_probs.device)
-            weights = (relevance + scores.answer).log_softmax(dim=0)
+            weights = (placed(scores.log_probs.device) + scores.answer).log_softmax(dim=0)
             pooled = (scores.log_probs + weights[:, None]).logsumexp(dim=0)
             return pooled - pooled.logsumexp(dim=0), weights.exp()
 

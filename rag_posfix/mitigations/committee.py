@@ -13,6 +13,7 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number, Whole
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.plan.per_device import per_device
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
 
 __all__ = ["Committee"]
@@ -86,19 +87,22 @@ class Committee(Mitigation):
 
     def _combine(self, given: Tensor) -> Combine:
         """Return the pooling rule. Shape of ``given``: (N,), log relevance."""
+        n, placed = len(given), per_device(given)
+
+        def members(rows: Tensor) -> Tensor:
+            """Return the experts and the joint row, without the row without passages."""
+            return torch.cat((rows[:n], rows[n + 1 :]))
 
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
-            n = len(given)
-            relevance = torch.zeros(n, device=scores.log_probs.device)
+            relevance = torch.zeros_like(scores.answer[:n])
             if self.relevance != "given":
                 relevance = relevance + scores.question[:n]
             if self.relevance != "question":
-                relevance = relevance + given.to(relevance.device)
+                relevance = relevance + placed(relevance.device)
             prior = (self.relevance_weight * relevance).log_softmax(dim=0) + math.log1p(-self.prior)
-            prior = torch.cat((prior, prior.new_tensor([math.log(self.prior)])))
-            members = [*range(n), n + 1]
-            weights = (prior + scores.answer[members]).log_softmax(dim=0)  # (N + 1,)
-            said = (1 + self.contrast) * scores.log_probs[members] - self.contrast * scores.log_probs[n]
+            prior = torch.cat((prior, torch.full_like(prior[:1], math.log(self.prior))))
+            weights = (prior + members(scores.answer)).log_softmax(dim=0)  # (N + 1,)
+            said = (1 + self.contrast) * members(scores.log_probs) - self.contrast * scores.log_probs[n]
             pooled = (said + weights[:, None]).logsumexp(dim=0)
             share = weights.exp()
             return pooled - pooled.logsumexp(dim=0), torch.cat((share[:n], share.new_zeros(1), share[n:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -14,6 +15,7 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number, Whole
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.plan.per_device import per_device
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
 
 __all__ = ["ContextExperts"]
@@ -112,13 +114,13 @@ class ContextExperts(Mitigation):
         best = sorted(order, key=lambda i: -relevance[i])[: self.experts]  # stable: ties stay in canonical order
         return tuple(i for i in order if i in best)
 
-    def _relevance(self, scores: RowScores, given: Tensor) -> Tensor:
+    def _relevance(self, scores: RowScores, given: Callable[[torch.device], Tensor]) -> Tensor:
         """Return the experts' log relevance, (N,)."""
         question = scores.question[:-1]
         if self.relevance == "question":
             return question
-        given = given.to(question.device)
-        return given if self.relevance == "given" else question + given
+        scored = given(question.device)
+        return scored if self.relevance == "given" else question + scored
 
     def _strength(self, experts: Tensor, amateur: Tensor) -> Tensor | float:
         """Return the contrast of each expert, (N, 1), or of all."""
@@ -128,10 +130,11 @@ class ContextExperts(Mitigation):
 
     def _combine(self, given: Tensor) -> Combine:
         """Return the pooling rule. Shape of ``given``: (N,), log relevance."""
+        placed = per_device(given)
 
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
             experts, amateur = scores.log_probs[:-1], scores.log_probs[-1]  # (N, V), (V,)
-            weights = self.relevance_weight * self._relevance(scores, given)  # (N,)
+            weights = self.relevance_weight * self._relevance(scores, placed)  # (N,)
             if self.contrast:
                 contrast = self._strength(experts, amateur)
                 experts = (1 + contrast) * experts - contrast * amateur

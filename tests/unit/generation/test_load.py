@@ -281,16 +281,16 @@ class TestPlacing:
         assert "moved" not in options
 
     def test_a_quantised_checkpoint_is_made_where_it_stays(self, tiny, options, monkeypatch):
-        monkeypatch.setattr(models, "_is_quantised", lambda config: True)
+        monkeypatch.setattr(models, "is_quantised", lambda config: True)
         load_engine(str(tiny), device="cpu")
         assert options["device_map"] == "cpu"
         assert "moved" not in options
 
-    def test_a_checkpoint_is_quantised_where_its_configuration_says_how(self):
+    def test_a_checkpointis_quantised_where_its_configuration_says_how(self):
         config = transformers.LlamaConfig()
-        assert not models._is_quantised(config)
+        assert not models.is_quantised(config)
         config.quantization_config = {"quant_method": "gptq", "bits": 4}
-        assert models._is_quantised(config)
+        assert models.is_quantised(config)
 
     def test_a_map_that_transformers_does_not_know_is_refused(self, tiny):
         with pytest.raises(ConfigError, match="device_map='gpu' must be one of auto, balanced"):

@@ -155,9 +155,9 @@ class TestProcesses:
     def test_they_end_with_the_process_that_started_them_however_it_ends(self, tmp_path):
         """The pipe that they read is closed then."""
         code = f"""
-import pathlib, time
+import os, pathlib, time
 from rag_posfix.generation.tensor_parallel.processes import Processes
-processes = Processes([{WAIT!r}], pathlib.Path({str(tmp_path)!r}))
+processes = Processes([{WAIT!r}], pathlib.Path({str(tmp_path)!r}), dict(os.environ))
 print("started", flush=True)
 time.sleep(60)
 """
