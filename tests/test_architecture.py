@@ -301,6 +301,7 @@ IMPORT_RULES = [
             "rag_posfix.pipeline.build",
             "rag_posfix.plan",
             "rag_posfix.probing",
+            "rag_posfix.reranking.in_context",
             "rag_posfix.settings",
         ),
     ),

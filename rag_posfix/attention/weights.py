@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from rag_posfix.attention.blockwise import scores
 from rag_posfix.attention.causal import runs
 
-__all__ = ["last_query_attention"]
+__all__ = ["head_attention", "last_query_attention"]
 
 ROWS = 64
 """Queries at a time whose attention is materialised."""
@@ -39,20 +39,61 @@ def last_query_attention(
         starts: the first key of each row; those before it get 0.
         returns: (B, Tk), each row sums to 1.
     """
-    n_query = query.shape[2]
     total = torch.zeros((query.shape[0], key.shape[2]), device=query.device)
+    for probabilities, share in _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, rough):
+        total += probabilities.mean(dim=(1, 2)) * share
+    return total
+
+
+def head_attention(
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    heads: Sequence[int],
+    softcap: float | None = None,
+    starts: Sequence[int] | None = None,
+    count: int = 1,
+) -> Tensor:
+    """Return the attention probabilities of the last ``count`` queries in some heads, averaged over the queries.
+
+    Cost: as ``last_query_attention``, for these heads alone.
+
+    Shapes: as ``last_query_attention``.
+        heads: query heads, from 0.
+        returns: (B, len(heads), Tk) float32, each row sums to 1.
+    """
+    per_key = query.shape[1] // key.shape[1]
+    query, key = query[:, list(heads)], key[:, [head // per_key for head in heads]]
+    total = torch.zeros((query.shape[0], len(heads), key.shape[2]), device=query.device)
+    for probabilities, share in _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, rough=False):
+        total += probabilities.mean(dim=2) * share
+    return total
+
+
+def _row_blocks(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    starts: Sequence[int] | None,
+    count: int,
+    rough: bool,
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield the probabilities of some of the last queries, (B, Hq, R, Tk), and their share of the ``count``."""
+    n_query = query.shape[2]
     for at in range(n_query - count, n_query, ROWS):
         stop = min(at + ROWS, n_query)
         rows = query[:, :, at:stop]
         logits = _rough(rows, key, scaling) if rough else scores(rows, key, scaling)  # (B, Hq, stop - at, Tk)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
-        logits = _masked(logits, attention_mask, n_query - stop)
+        logits = _masked(logits, mask, n_query - stop)
         if starts is not None and any(starts):
             for rows_alike, first in runs(starts):  # slices, not a mask: a mask would be an upload in every layer
                 logits[rows_alike, :, :, :first] = float("-inf")
-        total += logits.softmax(dim=-1).mean(dim=(1, 2)) * ((stop - at) / count)
-    return total
+        yield logits.softmax(dim=-1), (stop - at) / count
 
 
 def _masked(logits: Tensor, mask: Tensor | None, after: int) -> Tensor:

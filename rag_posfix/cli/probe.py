@@ -10,7 +10,7 @@ import typer
 from rag_posfix.cli.options import AsJson, ModelName, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out
 
-__all__ = ["app", "positional_dimensions", "slot_attention"]
+__all__ = ["app", "positional_dimensions", "retrieval_heads", "slot_attention"]
 
 app = typer.Typer(help="Measure how a model uses positions.", no_args_is_help=True)
 
@@ -71,6 +71,33 @@ def slot_attention(
         _show_slots(record.to_json())
 
 
+@app.command("retrieval-heads")
+def retrieval_heads(
+    data: Annotated[
+        Path, typer.Option("--data", help="Lost-in-the-Middle rows, or a file in SQuAD's format; .gz or plain.")
+    ],
+    output: Out,
+    documents: Annotated[int, typer.Option("--documents", min=2, help="Number of passages per prompt.")] = 10,
+    limit: Annotated[int, typer.Option("--limit", min=2, help="Maximum number of questions.")] = 40,
+    skip: Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")] = 0,
+    keep: Annotated[int, typer.Option("--heads", min=1, help="Number of heads in the list.")] = 8,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the order of the passages.")] = 0,
+    model: ModelName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rank attention heads by how well they find the gold passage, and write a list for the reranker in_context."""
+    from rag_posfix.probing.retrieval_heads import probe_retrieval_heads
+
+    record = probe_retrieval_heads(
+        data, documents=documents, limit=limit, skip=skip, keep=keep, seed=seed, settings=settings_from(model=model),
+        out=output, progress=experiment_step,
+    )  # fmt: skip
+    if as_json:
+        emit_json(record.to_json())
+    else:
+        _show_heads(record.to_json())
+
+
 def _show_channels(found: dict[str, Any]) -> None:
     from rich.table import Table
 
@@ -95,3 +122,20 @@ def _show_slots(found: dict[str, Any]) -> None:
     out().print(f"profile: {path}", highlight=False, soft_wrap=True)
     out().print(f"to use it: --mitigation calibrated_attention:profile={path}", highlight=False, soft_wrap=True)
     out().print(f"or, to order passages by it: --order profile:file={path}", highlight=False, soft_wrap=True)
+
+
+def _show_heads(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("layer", "head", "gain (nDCG@10)")
+    for (layer, head), gain in zip(found["heads"], found["gains"], strict=True):
+        table.add_row(str(layer), str(head), f"{gain:.2f}")
+    console, path, held_out = out(), found["profile"], found["held_out"]
+    console.print(table)
+    console.print(
+        f"together, on questions that they were not chosen on: recall@1 {held_out['recall_at_1']:.2f}, recall@3 "
+        f"{held_out['recall_at_3']:.2f}",
+        highlight=False,
+    )
+    console.print(f"list: {path}", highlight=False, soft_wrap=True)
+    console.print(f"to use it: --reranker in_context:heads={path}", highlight=False, soft_wrap=True)

@@ -91,11 +91,13 @@ class PassageReader(Generator, Protocol):
         salt: str = "",
         check: Callable[[], None] | None = None,
         layers: Collection[int] | None = None,
+        heads: Collection[tuple[int, int]] | None = None,
     ) -> list[tuple[tuple[float, ...], ...]]:
         """Return the attention of each prompt's suffix to each token of each passage, summed over heads and layers.
 
         The prompts differ only in their suffix. ``check`` is called between forward passes; an exception of ``check``
-        ends the computation. ``layers`` are the layers that are used, from 0; all if None.
+        ends the computation. ``layers`` are the layers that are used, from 0; ``heads`` are the query heads that are
+        used instead, as (layer, head); all if None.
         """
         ...
 

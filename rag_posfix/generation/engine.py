@@ -192,6 +192,7 @@ class Engine:
         salt: str = "",
         check: Callable[[], None] | None = None,
         layers: Collection[int] | None = None,
+        heads: Collection[tuple[int, int]] | None = None,
     ) -> list[tuple[tuple[float, ...], ...]]:
         """Return the attention of each prompt's suffix to each token of each passage.
 
@@ -202,13 +203,14 @@ class Engine:
             salt: As in ``GenerationRequest``.
             check: Called before each suffix is read; what it raises ends the reading.
             layers: Which layers count, from 0; all if None.
+            heads: Which query heads count, as (layer, head) from 0, in place of ``layers``; all if None.
 
         Raises:
             ConfigError: the prompts differ in more, or the model has no such layer.
             PromptTooLongError: one exceeds the context window.
         """
         self._check_prompt(max((len(layout.token_ids) for layout in layouts), default=0))
-        return question_attention(self._loaded, layouts, self._lookup(salt), check, layers)
+        return question_attention(self._loaded, layouts, self._lookup(salt), check, layers, heads)
 
     @torch.inference_mode()
     def passage_attention(

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rag_posfix.attention.causal import attend_causal_rows
-from rag_posfix.attention.weights import last_query_attention
+from rag_posfix.attention.weights import head_attention, last_query_attention
 from rag_posfix.errors import GenerationError
 from rag_posfix.patching.forward_context import ForwardContext, Observer, current
 from rag_posfix.patching.hidden import attend_with_scaled_channel
@@ -221,6 +221,12 @@ class _Layer:
             min(observer.queries, query.shape[2]),
             self.context.starts,
         )
+        if observer.heads is not None:
+            heads = observer.heads[self.layer]
+            observer.by_head[self.layer] = head_attention(
+                query, key, self.mask, self.scaling, heads, softcap, starts, count
+            )
+            return
         observer.add(
             last_query_attention(query, key, self.mask, self.scaling, softcap, starts, count, rough=observer.rough)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,7 +25,10 @@ class Observer:
         n_layers: Layers that have reported.
         queries: How many of the newest queries count. With a plan that replaces attention: one.
         layers: Which layers are asked; None asks all.
-        rough: Whether shares are request, and their last digits are not.
+        rough: Whether shares are wanted, and their last digits are not.
+        heads: Layer -> query heads that count; then nothing is averaged over heads and layers, and ``by_head`` is
+            filled instead of ``total``.
+        by_head: Layer -> (B, heads, Tk) float32.
     """
 
     total: Tensor | None = None
@@ -33,9 +36,13 @@ class Observer:
     queries: int = 1
     layers: frozenset[int] | None = None
     rough: bool = False
+    heads: Mapping[int, tuple[int, ...]] | None = None
+    by_head: dict[int, Tensor] = field(default_factory=dict)
 
     def asks(self, layer: int) -> bool:
-        """Return whether a layer's attention is request."""
+        """Return whether a layer's attention is wanted."""
+        if self.heads is not None:
+            return layer in self.heads
         return self.layers is None or layer in self.layers
 
     def add(self, attention: Tensor) -> None:

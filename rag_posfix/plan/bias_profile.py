@@ -18,7 +18,15 @@ from typing import Any
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Numbers
 
-__all__ = ["BIAS_PROFILE", "FileReader", "bias_profile_from", "read_channel_profile", "scaled", "stretched"]
+__all__ = [
+    "BIAS_PROFILE",
+    "FileReader",
+    "bias_profile_from",
+    "read_channel_profile",
+    "read_head_list",
+    "scaled",
+    "stretched",
+]
 
 FILE_BYTES = 1 << 20
 """A profile's file is read up to this size."""
@@ -63,6 +71,21 @@ def read_channel_profile(path: str) -> Mapping[str, Any]:
         return {"channel": data["channel"], "factor": data["factor"], "first_layer": first, "last_layer": last}
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path!r} is no channel profile; it must hold {expected}") from error
+
+
+def read_head_list(path: str) -> Mapping[str, Any]:
+    """Return the heads from a record of ``rag-posfix probe retrieval-heads``, or from a list [[layer, head], ...].
+
+    Raises:
+        ConfigError: the file holds no list of heads.
+    """
+    data = _read_json(
+        path, 'a JSON object {"heads": [[layer, head], ...]}, as rag-posfix probe retrieval-heads writes it'
+    )
+    found = data.get("heads") if isinstance(data, dict) else data
+    if not isinstance(found, list):
+        raise ConfigError(f"{path!r} holds no heads; give a record of rag-posfix probe retrieval-heads")
+    return {"heads": found}
 
 
 def _read_json(path: str, expected: str) -> Any:

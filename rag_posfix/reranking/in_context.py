@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_prompt
 from rag_posfix.contracts.cache_salt import current_salt
+from rag_posfix.plan.bias_profile import FileReader, read_head_list
 from rag_posfix.reranking.base import RERANKERS
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import PassageReadingReranker, WindowedReranker
 from rag_posfix.reranking.score_normalization import sigmoid_of_z_scores
 
-__all__ = ["InContextReranker", "calibrated_score"]
+__all__ = ["CONTENT_FREE", "INSTRUCTION", "InContextReranker", "calibrated_score"]
 
 CONTENT_FREE = "N/A"
 
@@ -57,12 +60,25 @@ class InContextReranker(PassageReadingReranker, WindowedReranker):
         normalize: Divide each sum by its number of tokens; the paper does not.
         layers: Indices of the layers that are used, from 0; all if None, as in the paper. Only few layers carry the
             signal (Selective-ICR, https://arxiv.org/abs/2602.22591, uses those in the middle).
+        heads: The query heads that are used, as [[layer, head], ...] from 0, in place of ``layers``; all if None. On
+            the command line also a record of ``rag-posfix probe retrieval-heads``. Few heads retrieve (QRHead,
+            https://arxiv.org/abs/2506.09944; CoRe, https://arxiv.org/abs/2510.02219).
     """
 
     name: ClassVar[str] = "in_context"
+    file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"heads": read_head_list})
 
     normalize: bool = False
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)
+    heads: tuple[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]], ...] | None = Field(
+        default=None, min_length=1
+    )
+
+    @model_validator(mode="after")
+    def _layers_or_heads(self) -> Self:
+        if self.layers is not None and self.heads is not None:
+            raise PydanticCustomError("heads", "layers and heads exclude each other; give one of the two")
+        return self
 
     def _prompts(self, question: str, count: int) -> Sequence[TokenizedPrompt]:
         template = PromptTemplate(question_prefix=INSTRUCTION, answer_cue="")
@@ -70,7 +86,9 @@ class InContextReranker(PassageReadingReranker, WindowedReranker):
 
     def _raw_scores(self, prompts: Sequence[TokenizedPrompt], passages: Sequence[TokenizedPassage]) -> Sequence[float]:
         layouts = [prompt.with_passages(passages) for prompt in prompts]
-        baseline, attention = self.generator.question_attention(layouts, current_salt(), check_deadline, self.layers)
+        baseline, attention = self.generator.question_attention(
+            layouts, current_salt(), check_deadline, self.layers, self.heads
+        )
         scores = []
         for passage, without, measured in zip(passages, baseline, attention, strict=True):
             calibrated = [one - other for one, other in zip(measured, without, strict=True)]

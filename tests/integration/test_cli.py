@@ -701,21 +701,6 @@ class TestBench:
         assert part in error["message"]
 
 
-@pytest.mark.weights
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-class TestDemo:
-    def test_json_holds_every_answer(self, run):
-        found = run("demo", "--questions", "1", "--json").json
-        assert found["model"] == "SmolLM2-135M-Instruct"
-        assert found["passages"] > 30
-        assert [(row["mitigation"], row["gold"]) for row in found["rows"]] == [
-            (name, place) for name in ("none", "context_experts") for place in ("first", "middle", "last")
-        ]
-        corrected = [row for row in found["rows"] if row["mitigation"] == "context_experts"]
-        assert len({row["answer"] for row in corrected}) == 1
-        logs = [row["log_probability"] for row in corrected]
-        assert max(logs) - min(logs) < 0.05
-
+class TestDemo:  # tests/integration/test_wheel.py runs it
     def test_an_unknown_method_is_one_line(self, run):
         assert run("demo", "--mitigation", "pines", "--json").error["type"] == "UnknownNameError"

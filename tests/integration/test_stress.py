@@ -24,7 +24,7 @@ from tests.support.tiny import loaded_model, toy_layout
 
 SEED = 7
 THREADS = 8
-REQUESTS = 2000
+REQUESTS = 1200
 DIFFERENT = 400  # each is asked five times: what is left in a tier is asked for again
 NEW_TOKENS = 3
 MAX_ROUNDING = 1e-5

@@ -80,9 +80,18 @@ def test_the_source_distribution_holds_tests_docs_and_benchmarks(sdist):
 
 
 @pytest.mark.weights
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_demo_runs_from_the_wheel(installed):
     assert run(installed, "-c", "import rag_posfix, rag_posfix_api; print(rag_posfix.__file__)").startswith(
         str(installed)
     )
     found = json.loads(run(installed, "-m", "rag_posfix.cli.main", "demo", "--questions", "1", "--json"))
-    assert (found["passages"], len(found["rows"])) == (52, 6)
+    assert (found["model"], found["passages"]) == ("SmolLM2-135M-Instruct", 52)
+    assert [(row["mitigation"], row["gold"]) for row in found["rows"]] == [
+        (name, place) for name in ("none", "context_experts") for place in ("first", "middle", "last")
+    ]
+    corrected = [row for row in found["rows"] if row["mitigation"] == "context_experts"]
+    assert len({row["answer"] for row in corrected}) == 1
+    logs = [row["log_probability"] for row in corrected]
+    assert max(logs) - min(logs) < 0.05

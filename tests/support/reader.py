@@ -47,7 +47,7 @@ class ScriptedReader:
         self._read(layout, salt, together=False)
         return tuple(self.values[text] for text in self.texts(layout))
 
-    def question_attention(self, layouts, salt="", check=None, layers=None):
+    def question_attention(self, layouts, salt="", check=None, layers=None, heads=None):
         self.layers = layers
         found = []
         for layout in layouts:

@@ -100,9 +100,10 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         salt: str = "",
         check: Callable[[], None] | None = None,
         layers: Collection[int] | None = None,
+        heads: Collection[tuple[int, int]] | None = None,
     ) -> list[tuple[tuple[float, ...], ...]]:
         """As ``Engine.question_attention``, in the thread of the caller."""
-        return self._reader().question_attention(layouts, salt, check, layers)
+        return self._reader().question_attention(layouts, salt, check, layers, heads)
 
     def passage_attention(
         self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None

@@ -16,8 +16,9 @@ from rag_posfix.generation.prefill.kv_lookup import KVLookup
 from rag_posfix.generation.prefill.prefill import prefill_context
 from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.model_shape import ModelShape
 
-__all__ = ["question_attention"]
+__all__ = ["question_attention", "question_attention_by_head"]
 
 
 @torch.inference_mode()
@@ -27,10 +28,12 @@ def question_attention(
     kv_lookup: KVLookup | None = None,
     check: Callable[[], None] | None = None,
     layers: Collection[int] | None = None,
+    heads: Collection[tuple[int, int]] | None = None,
 ) -> list[tuple[tuple[float, ...], ...]]:
     """Return for each prompt, passage and token the attention that the prompt's suffix pays to it.
 
-    Formula: s_i = sum over the layers and all heads of the mean over the suffix's tokens t of A(t, i).
+    Formula: s_i = sum over the layers and all heads, or over ``heads``, of the mean over the suffix's tokens t of
+        A(t, i).
     Cost: prefix and passages are read once, then each suffix. Of each layer's attention only the suffix's rows are
         materialised. Where layers do not keep all keys (sliding windows), each prompt is read whole.
 
@@ -40,13 +43,17 @@ def question_attention(
         kv_lookup: The passage KV store; None computes all keys and values.
         check: Called before each suffix is read; what it raises ends the reading.
         layers: Which layers count, from 0; all if None.
+        heads: Which query heads count, as (layer, head) from 0, in place of ``layers``; all if None.
 
     Raises:
-        ConfigError: the prompts differ in more than their suffix, or the model has no such layer.
+        ConfigError: the prompts differ in more than their suffix, or the model has no such layer or head.
     """
-    count = loaded.spec.shape.n_layers
-    if layers is not None and not (layers and all(0 <= layer < count for layer in layers)):
-        raise ConfigError(f"layers={sorted(layers)} must name one or more of the model's layers, 0 to {count - 1}")
+    shape = loaded.spec.shape
+    if layers is not None and not (layers and all(0 <= layer < shape.n_layers for layer in layers)):
+        raise ConfigError(
+            f"layers={sorted(layers)} must name one or more of the model's layers, 0 to {shape.n_layers - 1}"
+        )
+    by_layer = None if heads is None else _by_layer(heads, shape)
     leading = {layout.token_ids[: layout.suffix.start] for layout in layouts}
     if len(leading) > 1 or len({layout.passages for layout in layouts}) > 1:
         raise ConfigError(
@@ -57,23 +64,75 @@ def question_attention(
     for layout in layouts:
         if check is not None:
             check()
-        attended = _of_suffix(loaded, layout, before, layers)
+        attended = _of_suffix(loaded, layout, before, layers, by_layer)
         found.append(tuple(tuple(attended[span.slice].tolist()) for span in layout.passages))
     return found
 
 
-def _of_suffix(
-    loaded: LoadedModel, layout: Layout, before: SequenceBatch | None, layers: Collection[int] | None
-) -> Tensor:
-    """Return the attention to every token, (T,) float32 on the CPU."""
+@torch.inference_mode()
+def question_attention_by_head(
+    loaded: LoadedModel, layouts: Sequence[Layout], kv_lookup: KVLookup | None = None
+) -> list[Tensor]:
+    """Return for each prompt the attention that its suffix pays to each token, by layer and head.
+
+    Cost: as ``question_attention``, and (L, Hq, T) numbers per prompt.
+
+    Args:
+        loaded: The model.
+        layouts: Prompts that differ in their suffix alone.
+        kv_lookup: The passage KV store; None computes all keys and values.
+
+    Returns:
+        (L, Hq, T) float32 on the CPU for each prompt, T with its suffix, averaged over the tokens of the suffix.
+    """
+    shape = loaded.spec.shape
+    heads = {layer: tuple(range(shape.n_heads)) for layer in range(shape.n_layers)}
+    before = prefill_context(loaded, layouts[0], kv_lookup) if layouts and loaded.keeps_all_keys else None
+    found = []
+    for layout in layouts:
+        observer = Observer(queries=len(layout.suffix), heads=heads)
+        _read_suffix(loaded, layout, before, observer)
+        found.append(torch.stack([observer.by_head[layer][0].float().cpu() for layer in heads]))
+    return found
+
+
+def _by_layer(heads: Collection[tuple[int, int]], shape: ModelShape) -> dict[int, tuple[int, ...]]:
+    """Return the heads of each layer."""
+    if not heads or not all(0 <= layer < shape.n_layers and 0 <= head < shape.n_heads for layer, head in heads):
+        raise ConfigError(
+            f"heads={sorted(heads)} must name one or more heads as (layer, head), layers 0 to {shape.n_layers - 1}, "
+            f"heads 0 to {shape.n_heads - 1}"
+        )
+    found: dict[int, tuple[int, ...]] = {}
+    for layer, head in sorted(set(heads)):
+        found[layer] = (*found.get(layer, ()), head)
+    return found
+
+
+def _read_suffix(loaded: LoadedModel, layout: Layout, before: SequenceBatch | None, observer: Observer) -> None:
+    """Read what ``before`` does not hold of a prompt."""
     if before is None:
         start, batch = 0, SequenceBatch.empty(loaded)
     else:
         start, batch = layout.suffix.start, before.branch()
-    observer = Observer(queries=len(layout.suffix), layers=None if layers is None else frozenset(layers))
     ids = torch.tensor([layout.token_ids[start:]], device=loaded.device)
     positions = torch.arange(start, len(layout.token_ids), dtype=torch.float32)
     batch.forward(ids, positions[None], 1, observer)
+
+
+def _of_suffix(
+    loaded: LoadedModel,
+    layout: Layout,
+    before: SequenceBatch | None,
+    layers: Collection[int] | None,
+    heads: dict[int, tuple[int, ...]] | None,
+) -> Tensor:
+    """Return the attention to every token, (T,) float32 on the CPU."""
+    asked = None if layers is None else frozenset(layers)
+    observer = Observer(queries=len(layout.suffix), layers=asked, heads=heads)
+    _read_suffix(loaded, layout, before, observer)
+    if heads is not None:
+        return torch.stack([found[0].sum(dim=0).float().cpu() for found in observer.by_head.values()]).sum(dim=0)
     if observer.total is None:
         raise ConfigError("no layer of the model reported its attention; load it with rag_posfix.load_engine")
     total: Tensor = observer.total[0] * loaded.spec.shape.n_heads  # the observer averages over heads

@@ -1,0 +1,186 @@
+"""Probe of the attention heads that find a passage: how well each head's question attention ranks the gold passage.
+
+Depends on loaded models, layouts and evaluation data, on no method.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rag_posfix.assembly.documents import checked_document
+from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
+from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.data.datasets import PositionExample, data_facts, take_examples
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
+from rag_posfix.generation.decode.question_attention import question_attention_by_head
+from rag_posfix.generation.engine import Engine
+from rag_posfix.reranking.in_context import CONTENT_FREE, INSTRUCTION
+from rag_posfix.settings import Settings
+
+__all__ = ["RetrievalHeadsRecord", "best_heads", "gold_ranks", "passage_scores", "probe_retrieval_heads"]
+
+CUT = 10
+"""Ranks beyond this one count nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RetrievalHeadsRecord(ExperimentRecord):
+    """The result of ``probe_retrieval_heads``: the head of the record holds the list that ``in_context`` reads."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the path of the list, the heads with their gain, and the recall of these heads together."""
+        files = {name: str(path) for name, path in self.files.items()}
+        return {**files, **{name: self.head[name] for name in ("heads", "gains", "held_out", "n")}}
+
+
+def probe_retrieval_heads(
+    data: Path | Sequence[PositionExample],
+    *,
+    documents: int = 10,
+    limit: int | None = 40,
+    skip: int = 0,
+    keep: int = 8,
+    seed: int = 0,
+    engine: Engine | None = None,
+    settings: Settings | None = None,
+    out: Path | None = None,
+    progress: Progress = silent,
+) -> RetrievalHeadsRecord:
+    """Rank the heads of a model by how well their question-to-passage attention finds the gold passage.
+
+    Source: QRHead (2025), section 3, https://arxiv.org/abs/2506.09944: heads are ranked by nDCG@10 of the gold passage
+        among shuffled passages, and the best few are used for reranking.
+    Formula: score of passage k in head h = the sum over its tokens i of A_h(question, i) - A_h("N/A", i), A_h averaged
+        over the tokens of the query part; gain of h = mean over questions of 1 / log2(1 + rank of the gold passage), 0
+        beyond rank 10.
+    Differs from the paper: the prompt is that of ``in_context``; the number of heads is ``keep``.
+    Cost: each prompt is read once, and its query part twice; (L, Hq, T) numbers per prompt.
+
+    Args:
+        data: A file of Lost-in-the-Middle rows or in SQuAD's format, or questions.
+        documents: Number of passages per prompt, two or more.
+        limit: Maximum number of questions.
+        skip: Number of questions to leave out at the start.
+        keep: Number of heads in the list.
+        seed: Seed of the order of the passages.
+        engine: The model; loaded by ``settings`` if None.
+        settings: Read from the environment if None.
+        out: Folder for the list; None writes nothing.
+        progress: Progress callback (``evaluation.progress``).
+
+    Raises:
+        ConfigError: the model or a setting is wrong.
+        EvaluationError: the file cannot be used, or there are too few passages.
+    """
+    examples = take_examples(data, limit, skip)
+    if documents < 2 or len(examples) < 2:
+        raise ConfigError(
+            f"{len(examples)} questions with {documents} passages rank no heads; give two or more of each"
+        )
+    for example in examples:  # before the model: too few passages are told at once
+        example.documents(documents, 0)
+    if engine is None:
+        with progress("loading the model"):
+            from rag_posfix.pipeline.build import build_engine
+
+            engine = build_engine(settings or Settings())
+    with progress("reading prompts") as report:
+        scores, gold = passage_scores(engine, examples, documents, seed, report)
+    heads, gains = best_heads(scores, gold, keep)
+    record = {
+        "heads": [list(head) for head in heads],
+        "gains": gains,
+        "held_out": _held_out(scores, gold, keep),
+        "model": engine.model_id,
+        "model_fingerprint": engine.fingerprint,
+        "data": data_facts(data),
+        "settings": {"documents": documents, "limit": limit, "skip": skip, "keep": keep, "seed": seed},
+        "n": len(examples),
+        "environment": environment(),
+    }
+    found = RetrievalHeadsRecord(record)
+    return found if out is None else replace(found, files={"profile": write_record(out, "retrieval-heads", record)})
+
+
+def passage_scores(
+    engine: Engine,
+    examples: Sequence[PositionExample],
+    count: int,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the score of each passage in each head, and the place of the gold passage.
+
+    Args:
+        engine: The model.
+        examples: The questions.
+        count: Number of passages per prompt; they are shuffled.
+        seed: Seed of the orders.
+        progress: Called with (questions done, questions in all).
+
+    Returns:
+        (Q, L, Hq, N) float32 and (Q,) int64.
+    """
+    template = PromptTemplate(question_prefix=INSTRUCTION, answer_cue="")
+    scores, gold = [], []
+    for done, example in enumerate(examples):
+        documents = example.documents(count, 0)
+        order = list(range(count))
+        random.Random(f"{seed}:{example.id}").shuffle(order)
+        checked = [checked_document(documents[index], with_relevance=False) for index in order]
+        passages = [tokenize_passage(engine.encoder, template, one.text, title=one.title) for one in checked]
+        prompts = [tokenize_prompt(engine.encoder, template, query) for query in (CONTENT_FREE, example.question)]
+        layouts = [prompt.with_passages(passages) for prompt in prompts]
+        without, asked = question_attention_by_head(engine.loaded, layouts)
+        spans = [
+            slice(span.start, text.stop) for span, text in zip(layouts[0].passages, layouts[0].texts, strict=True)
+        ]
+        scores.append(torch.stack([(asked[..., s] - without[..., s]).sum(dim=-1) for s in spans], dim=-1))
+        gold.append(order.index(0))
+        if progress is not None:
+            progress(done + 1, len(examples))
+    return torch.stack(scores), torch.tensor(gold)
+
+
+def gold_ranks(scores: Tensor, gold: Tensor) -> Tensor:
+    """Return the rank of the gold passage, from 1; of equal scores the gold passage has the lowest.
+
+    Shapes:
+        scores: (Q, ..., N). gold: (Q,). returns: (Q, ...).
+    """
+    index = gold.view(-1, *[1] * (scores.ndim - 1)).expand(*scores.shape[:-1], 1)
+    return (scores >= scores.gather(-1, index)).sum(dim=-1)
+
+
+def best_heads(scores: Tensor, gold: Tensor, keep: int) -> tuple[list[tuple[int, int]], list[float]]:
+    """Return the ``keep`` heads with the largest gain as (layer, head), and their gains.
+
+    Shapes:
+        scores: (Q, L, Hq, N). gold: (Q,).
+    """
+    ranks = gold_ranks(scores, gold)
+    gains = torch.where(ranks <= CUT, 1 / torch.log2(1 + ranks.float()), 0.0).mean(dim=0)  # (L, Hq)
+    order = gains.flatten().argsort(descending=True, stable=True)[:keep].tolist()
+    heads = [divmod(index, gains.shape[1]) for index in order]
+    return heads, [float(gains[head]) for head in heads]
+
+
+def _held_out(scores: Tensor, gold: Tensor, keep: int) -> dict[str, float]:
+    """Return the recall of the summed heads, each half of the questions with the heads chosen on the other half."""
+    ranks = []
+    for chosen, reported in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
+        heads, _ = best_heads(scores[chosen], gold[chosen], keep)
+        together = torch.stack([scores[reported, layer, head] for layer, head in heads]).sum(dim=0)  # (Q, N)
+        ranks.append(gold_ranks(together, gold[reported]))
+    found = torch.cat(ranks)
+    return {f"recall_at_{k}": math.fsum((found <= k).tolist()) / len(found) for k in (1, 3)}

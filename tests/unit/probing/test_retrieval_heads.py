@@ -1,0 +1,111 @@
+import json
+
+import pytest
+import torch
+from langchain_core.documents import Document
+
+from rag_posfix.errors import ConfigError, EvaluationError
+from rag_posfix.evaluation.data.datasets import PositionExample
+from rag_posfix.generation.decode.question_attention import question_attention, question_attention_by_head
+from rag_posfix.plan.bias_profile import read_head_list
+from rag_posfix.probing import retrieval_heads as module
+from rag_posfix.probing.retrieval_heads import best_heads, gold_ranks, probe_retrieval_heads
+from rag_posfix.reranking.in_context import InContextReranker
+from tests.support.tiny import loaded_model, toy_layout
+from tests.support.tiny_evaluation import tiny_engine
+
+EXAMPLES = [
+    PositionExample(
+        str(n), "Which?", ("x",), Document(id=f"g{n}", page_content=f"gold {n}"),
+        tuple(Document(id=f"d{n}{i}", page_content=f"other {i} {n}") for i in range(3)),
+    )
+    for n in range(6)
+]  # fmt: skip
+
+
+def planted(loaded, layouts, kv_lookup=None):
+    """Layer 1, head 3 attends to the gold passage under the question; the others attend alike to all tokens."""
+    found = []
+    for layout, asked in zip(layouts, (False, True), strict=True):
+        attention = torch.full((2, 4, len(layout.token_ids)), 1e-3)
+        for span in layout.passages:
+            text = bytes(token for token in layout.tokens(span) if token < 256)
+            if asked and b"gold" in text:
+                attention[1, 3, span.start : span.stop] = 0.5
+            if asked and b"other 1" in text:  # a head that finds another passage
+                attention[0, 2, span.start : span.stop] = 0.5
+        found.append(attention)
+    return found
+
+
+def test_a_planted_head_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "question_attention_by_head", planted)
+    record = probe_retrieval_heads(EXAMPLES, documents=4, keep=1, engine=tiny_engine(400), out=tmp_path)
+    assert record.head["heads"] == [[1, 3]]
+    assert record.head["gains"] == [1.0]
+    assert record.head["held_out"] == {"recall_at_1": 1.0, "recall_at_3": 1.0}
+    assert read_head_list(record.to_json()["profile"]) == {"heads": [[1, 3]]}
+
+
+def test_passages_are_shuffled_the_same_way_for_the_same_seed():
+    engine = tiny_engine(400)
+    scores, gold = module.passage_scores(engine, EXAMPLES, 4)
+    again, same = module.passage_scores(engine, EXAMPLES, 4)
+    assert torch.equal(scores, again)
+    assert torch.equal(gold, same)
+    assert len(set(gold.tolist())) > 1
+    assert scores.shape == (6, *scores.shape[1:3], 4)
+
+
+def test_the_gain_by_hand():
+    # Two questions, one layer, two heads, three passages. Head 0: ranks 1 and 3: (1 + 1 / log2 4) / 2 = .75.
+    # Head 1: ranks 2 and 2: 1 / log2 3 = .6309.
+    scores = torch.tensor([[[[0.9, 0.1, 0.0], [0.5, 0.6, 0.0]]], [[[0.3, 0.2, 0.1], [0.0, 0.9, 0.5]]]])
+    gold = torch.tensor([0, 2])
+    assert gold_ranks(scores, gold).tolist() == [[[1, 2]], [[3, 2]]]
+    heads, gains = best_heads(scores, gold, 2)
+    assert heads == [(0, 0), (0, 1)]
+    assert gains == pytest.approx([0.75, 0.63093], abs=1e-5)
+
+
+def test_a_tie_counts_against_the_gold_passage():
+    assert gold_ranks(torch.tensor([[0.5, 0.5, 0.5]]), torch.tensor([1])).tolist() == [3]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+def test_heads_together_are_the_sum_over_heads(family):
+    loaded, layout = loaded_model(family), toy_layout()
+    (by_head,) = question_attention_by_head(loaded, [layout])
+    (whole,) = question_attention(loaded, [layout])
+    (some,) = question_attention(loaded, [layout], heads=[(0, 1), (2, 7)])
+    for span, all_heads, two in zip(layout.passages, whole, some, strict=True):
+        assert torch.allclose(by_head.sum(dim=(0, 1))[span.slice], torch.tensor(all_heads), atol=1e-4)
+        assert torch.allclose((by_head[0, 1] + by_head[2, 7])[span.slice], torch.tensor(two), atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [[], [(3, 0)], [(0, 8)], [(-1, 0)]])
+def test_a_head_that_the_model_lacks_is_refused(heads):
+    with pytest.raises(ConfigError, match="layers 0 to 2, heads 0 to 7"):
+        question_attention(loaded_model(), [toy_layout()], heads=heads)
+
+
+def test_the_reranker_scores_by_the_heads_that_are_given():
+    engine = tiny_engine(600)
+    documents = [Document(page_content=text) for text in ("gold one", "other two", "third text")]
+    found = InContextReranker(generator=engine, heads=((0, 0),)).compress_documents(documents, "Which?")
+    everything = InContextReranker(generator=engine).compress_documents(documents, "Which?")
+    raw = [one.metadata["reranking"]["raw_score"] for one in (*found, *everything)]
+    assert len(set(raw)) == 6
+    with pytest.raises(ValueError, match="exclude each other"):
+        InContextReranker(generator=engine, heads=((0, 0),), layers=(1,))
+
+
+def test_bad_input_is_told_before_a_model_is_loaded(tmp_path):
+    with pytest.raises(ConfigError, match="1 questions with 4 passages"):
+        probe_retrieval_heads(EXAMPLES[:1], documents=4)
+    with pytest.raises(EvaluationError, match="documents=9"):
+        probe_retrieval_heads(EXAMPLES, documents=9)
+    path = tmp_path / "heads.json"
+    path.write_text(json.dumps({"profile": []}))
+    with pytest.raises(ConfigError, match="holds no heads"):
+        read_head_list(str(path))
