@@ -28,7 +28,7 @@ class ByImportance(AttentionOverride):
     Source: Wang et al. (2024), Eliminating Position Bias of Language Models, section 3.3,
         https://arxiv.org/abs/2407.01100
 
-    Everything is computed in relative form. A key is rotated once, to where it stands inside of its own segment
+    Everything is computed in relative form. A key is rotated once, to its position inside of its own segment
     (prefix, document, or what comes after the documents); moving a whole segment takes one more rotation, the same
     for all of its tokens.
 
@@ -36,7 +36,7 @@ class ByImportance(AttentionOverride):
         spans: Where prefix and documents stand in the prompt.
         lengths: (N,) tokens of each document, n_j.
         segments: (P + S,) the segment of each token: 0 prefix, 1..N documents.
-        offsets: (P + S,) where each token stands inside of its segment.
+        offsets: (P + S,) position of each token inside of its segment.
         share: (S, N), 1 / n_j where a token belongs to document j.
     """
 
@@ -100,7 +100,7 @@ def twice(states: Tensor, dim: int = -2) -> Tensor:
 class _Pass:
     """One layer's attention in one forward pass. The batch axis is left out throughout.
 
-    ``home``: rotated to where a token stands inside of its own segment. ``grouped``: (Hkv, G, ...) in the place of
+    ``home``: rotated to the position of the token inside of its own segment. ``grouped``: (Hkv, G, ...) instead of
     (Hq, ...), so that the G query heads of a key head broadcast over it.
     """
 
@@ -120,7 +120,7 @@ class _Pass:
         self.home_key = key.rotated(self.home_phases)
 
     def read_prefix(self) -> Tensor:
-        """Return the output of the prefix, (Hq, P, D): causal, where it stands."""
+        """Return the output of the prefix, (Hq, P, D): causal, at its positions."""
         span, dtype = self.spans[0], self.given.query.dtype
         if span.start == span.stop:
             return self.given.query[0, :, :0]
@@ -151,7 +151,7 @@ class _Pass:
     def _moves(self) -> Tensor:
         """Return what moves each segment for each document's queries, (N, Hkv, G, 1 + N, pairs) complex.
 
-        Positions count from the document's own beginning: it stands at 0, all other segments before it.
+        Positions count from the document's own beginning, which is 0; all other segments are before it.
         """
         before = -distances(self._between_documents(), self.lengths)  # (N, Hq, N)
         before.diagonal(dim1=0, dim2=2).zero_()

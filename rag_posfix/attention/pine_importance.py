@@ -62,7 +62,7 @@ def document_importance(query: Tensor, key: Tensor, share: Tensor, scaling: floa
 
 
 def distances(importance: Tensor, lengths: Tensor) -> Tensor:
-    """Return how far before the end of the documents each begins when the most important one stands last.
+    """Return how far before the end of the documents each begins when the most important one is last.
 
     Formula: distance(j) = n_j + sum of the lengths of all documents more important than j. Of two that are equally
         important the one with the lower index counts as more important.

@@ -35,7 +35,7 @@ def windows_of(layout: Layout, count: int | None) -> tuple[Span, ...]:
 
 
 def window_positions(layout: Layout, windows: Sequence[Span], indentation: Indentation = "left") -> Tensor:
-    """Return positions where all windows share one range and the suffix stands after the longest.
+    """Return positions where all windows share one range and the suffix follows the longest.
 
     Formula: prefix 0..P-1; token t of a window P + t (left) or P + max(n) - n + t (right); token t of the suffix
         P + max(n) + t.

@@ -180,7 +180,7 @@ class Engine:
             salt: As in ``GenerationRequest``.
 
         Raises:
-            PromptTooLongError: a passage exceeds the context window with what stands around it.
+            PromptTooLongError: a passage with prefix and suffix exceeds the context window.
         """
         around = len(layout.prefix) + len(layout.suffix)
         self._check_prompt(around + max((len(span) for span in layout.passages), default=0))

@@ -64,7 +64,7 @@ def redistribute(probabilities: Tensor, segments: Tensor, share: Tensor, strengt
 
 
 class RedistributedAttention(AttentionOverride):
-    """The prompt's last token and every generated one share their attention out among passages anew."""
+    """Attention in which the last prompt token and generated tokens redistribute their mass over passages."""
 
     needs_mask = True
 

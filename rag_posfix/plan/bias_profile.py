@@ -113,7 +113,7 @@ def stretched(profile: Sequence[float], count: int) -> tuple[float, ...]:
 
     Args:
         profile: The measured values, two or more.
-        count: How many slots are wanted.
+        count: Number of slots.
     """
     if count == len(profile) or count < 2:
         return tuple(profile[:count])

@@ -79,7 +79,7 @@ def _one(left: str, a: Any, right: str, b: Any, field: str) -> Any:
 
 
 def _changes(row: RowPlan) -> bool:
-    """Return whether a row differs from reading the prompt as it stands."""
+    """Return whether a row differs from reading the prompt unmodified."""
     return any(getattr(row, name) is not None for name in _EDITS)
 
 

@@ -1,4 +1,4 @@
-"""Where each part of a prompt stands, in tokens. Knows nothing of text, tokenizers or tensors."""
+"""The token spans of each part of a prompt. Uses no text, tokenizer or tensor."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _pass(
 
     Args:
         given: The batches of each session, and the tokens to append.
-        keep: For how many of the last tokens logits are wanted.
+        keep: Number of last tokens whose logits are returned.
         observers: Of each batch of each session.
     """
     if not given:

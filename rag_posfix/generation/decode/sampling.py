@@ -54,7 +54,7 @@ class Sampler:
         probabilities = scores.softmax(dim=-1)
         if top_p < 1.0:
             ordered, index = probabilities.sort(descending=True, stable=True)
-            # A token stays if what stands before it has not reached top_p: the most likely one always stays.
+            # A token stays if the tokens ranked before it have not reached top_p: the most likely one always stays.
             dropped = index[ordered.cumsum(dim=-1) - ordered >= top_p]
             probabilities = probabilities.index_fill(0, dropped, 0.0)
         return probabilities / probabilities.sum()

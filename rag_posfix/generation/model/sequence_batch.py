@@ -112,7 +112,7 @@ class SequenceBatch:
         Args:
             token_ids: The tokens.
             positions: Where they stand; those of a prompt may be on the CPU.
-            keep: For how many of the last tokens logits are wanted.
+            keep: Number of last tokens whose logits are returned.
             observer: Receives the attention of the newest tokens.
             ends_prompt: Whether the prompt, where it is still being read, ends with these tokens.
 
@@ -211,7 +211,7 @@ def forward_batches(
     Args:
         batches: Batches of one model.
         token_ids: (R, Tq) of each batch, Tq the same for all.
-        keep: For how many of the last tokens logits are wanted.
+        keep: Number of last tokens whose logits are returned.
         observers: Receive the attention of each batch's newest tokens; None where nobody asks.
     """
     watching = observers or [None] * len(batches)

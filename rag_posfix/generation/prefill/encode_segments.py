@@ -39,7 +39,7 @@ def encode_segments(
 ) -> list[Tensor]:
     """Return the keys and values of each segment read after ``prefix`` alone; segments do not see each other.
 
-    Segments of similar length share a batch. Padding stands at the end, where causality hides it.
+    Segments of similar length share a batch. Padding is at the end, where the causal mask hides it.
 
     Shapes:
         prefix: its tokens, and their keys and values.
