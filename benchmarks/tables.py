@@ -103,12 +103,23 @@ def worst_minus_best(found: Mapping[str, Any]) -> str:
     return f"{found['versus_none']['worst_minus_best_log_probability']:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
+def accuracy_against_none(found: Mapping[str, Any]) -> str:
+    """Return the accuracy at a method's worst position minus the best of the unmodified model, and McNemar's p."""
+    if "versus_none" not in found:
+        return "-"
+    versus = found["versus_none"]
+    return short(f"{versus['worst_minus_best_accuracy']:+.2f}, {versus['mcnemar_p']:.2f}")
+
+
 POSITION_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "worst": lambda found: scores(found["worst_log_probability"], found["worst"]),
     "mean": lambda found: scores(found["mean_log_probability"], found["mean"]),
     "spread": lambda found: scores(found["spread_log_probability"], found["spread"]),
     "worst - best of `none`": worst_minus_best,
     "answers that change": lambda found: percent(found["answers_that_change"]),
+    "accuracy: worst - best of `none`, p": accuracy_against_none,
+    "scorer: recall@1, @3": lambda found: short(f"{found['recall_at_1']:.2f}, {found['recall_at_3']:.2f}"),
+    "sound answers": lambda found: percent(found["sound"]),
 }
 
 
@@ -280,6 +291,15 @@ LAYOUTS: dict[str, Layout] = {
     "positions": partial(positions, columns=("worst", "mean", "spread", "worst - best of `none`")),
     "stability": partial(positions, columns=("worst", "spread", "answers that change")),
     "settings": partial(positions, columns=()),
+    "arrangements": partial(
+        positions,
+        columns=(
+            "worst - best of `none`",
+            "accuracy: worst - best of `none`, p",
+            "scorer: recall@1, @3",
+            "sound answers",
+        ),
+    ),
     "permutations": permutations,
     "rerank": rerank,
     "rerank-positions": rerank_positions,
@@ -292,7 +312,7 @@ LAYOUTS: dict[str, Layout] = {
 }
 """By name; the layout of a record is that of its kind unless another is named."""
 
-WITH_FLOORS = ("positions", "stability", "settings")
+WITH_FLOORS = ("positions", "stability", "settings", "arrangements")
 
 
 def table(heads: Sequence[Head], layout: str | None = None) -> str:

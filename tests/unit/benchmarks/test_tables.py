@@ -62,6 +62,18 @@ def test_another_layout_has_other_columns():
     assert lines[2] == "| `none` | -3.21 (.20) | -2.50 (1.0) | -3.21 (.20) | 0.71 (.80) | 85 % |"
 
 
+def test_arrangements_say_what_their_scorer_finds_and_how_sound_the_answers_are():
+    form = {"recall_at_1": 0.375, "recall_at_3": 1.0, "sound": 0.9}
+    versus = {**FREE["versus_none"], "worst_minus_best_accuracy": -0.15, "mcnemar_p": 0.0625}
+    found = table(
+        [head({"none": {**NONE, **form}, "/reverse/none": {**FREE, **form, "versus_none": versus}})], "arrangements"
+    )
+    assert found.splitlines()[2:4] == [
+        "| `none` | -3.21 (.20) | -2.50 (1.0) | - | - | .38, 1.00 | 90 % |",
+        "| `/reverse/none` | -2.00 (.25) | same | +0.50 [-0.12, +1.00] | -.15, .06 | .38, 1.00 | 90 % |",
+    ]
+
+
 def test_of_a_method_that_several_records_hold_the_first_counts():
     lines = table([head({"none": NONE}), head({"none": FREE, "free": FREE})], "settings").splitlines()
     assert lines[2:4] == ["| `none` | -3.21 (.20) | -2.50 (1.0) |", "| `free` | -2.00 (.25) | same |"]
