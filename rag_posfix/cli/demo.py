@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, checked_choice, parse_choice, settings_from
+from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_choice, parse_choice, settings_from
 from rag_posfix.cli.output import emit_json, err, out, progress_bar, status
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def demo(
         str, typer.Option("--mitigation", help="Method to compare with the unmodified model.")
     ] = "context_experts",
     model: ModelName = None,
+    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare answers of the unmodified model and of a method for three positions of the gold passage.
@@ -63,7 +64,7 @@ def demo(
     answer, is put first, in the middle and last.
     """
     checked_choice(mitigation)
-    settings = settings_from(model=model)
+    settings = settings_from(model=model, device=device)
     started = time.perf_counter()
     with status("loading the model (converted to bfloat16 on the first start) and the embeddings"):
         from rag_posfix.pipeline.build import build_engine

@@ -7,7 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, checked_choices_and_arrangements, parse_numbers, settings_from
+from rag_posfix.cli.options import (
+    AsJson,
+    DeviceName,
+    ModelName,
+    checked_choices_and_arrangements,
+    parse_numbers,
+    settings_from,
+)
 from rag_posfix.cli.output import emit_json, experiment_step, out
 from rag_posfix.cli.rerank import rerank, rerank_positions
 
@@ -75,6 +82,7 @@ def positions(
         ),
     ] = False,
     model: ModelName = None,
+    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Put the gold passage at each position and compare: accuracy, log-probability, worst position and spread.
@@ -91,7 +99,7 @@ def positions(
         data, checked_choices_and_arrangements(mitigation, arrangement),
         gold_positions=parse_numbers(gold_positions, "--gold-positions"),
         documents=documents, limit=limit, skip=skip, max_tokens=max_tokens, check_orders=check_orders, fresh=fresh,
-        reuse=reuse, settings=settings_from(model=model), out=output, progress=experiment_step,
+        reuse=reuse, settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())
@@ -112,6 +120,7 @@ def permutations(
     max_tokens: MaxTokens = 24,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random orders.")] = 0,
     model: ModelName = None,
+    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Shuffle the passages and count the answers that change: flip rate, first-token difference, accuracy.
@@ -123,8 +132,8 @@ def permutations(
 
     record = evaluate_permutations(
         data, checked_choices_and_arrangements(mitigation, arrangement), orders=orders, documents=documents,
-        limit=limit, skip=skip, max_tokens=max_tokens, seed=seed, settings=settings_from(model=model), out=output,
-        progress=experiment_step,
+        limit=limit, skip=skip, max_tokens=max_tokens, seed=seed,
+        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

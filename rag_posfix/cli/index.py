@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, checked_choice, settings_from
+from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_choice, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar, progress_bars, status
 from rag_posfix.errors import ConfigError
 from rag_posfix.folders import PASSAGES_FOLDER
@@ -40,6 +40,7 @@ def index(
         ),
     ] = None,
     model: ModelName = None,
+    device: DeviceName = None,
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Ignore an existing index and embed every passage again.")
     ] = False,
@@ -49,7 +50,7 @@ def index(
 
     An existing index is updated: passages of files that no longer exist are removed.
     """
-    settings = settings_from(embedding_model=embedding_model, model=model)
+    settings = settings_from(embedding_model=embedding_model, model=model, device=device)
     chosen = None if precompute is None else checked_choice(precompute)
     if chosen is not None:
         _check_store(settings)

@@ -99,7 +99,6 @@ def checked_choices_and_arrangements(mitigation: str | None, arrangement: str | 
         ConfigError: an unknown name or parameter, a value outside of what is allowed, a file that cannot be read, or
             a part that is named twice.
     """
-    from rag_posfix.assembly.orders import create_order
     from rag_posfix.evaluation.answers.arrangement import Arrangement, check_arrangements, parse_arrangement
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
@@ -108,7 +107,7 @@ def checked_choices_and_arrangements(mitigation: str | None, arrangement: str | 
     found = [Arrangement(one) for one in checked_choices(mitigation or ("none" if arrangement else BASIC_METHODS))]
     for part in split_outside(arrangement, ",") if arrangement else ():
         read = parse_arrangement(part)
-        create_order(order := order_with_values(read.order))
+        order = order_with_values(read.order)
         scorer = None if read.reranker is None else with_file_parameters(read.reranker, RERANKERS)
         found.append(Arrangement(with_file_parameters(read.mitigation, MITIGATIONS), order, scorer))
     check_arrangements(found)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, settings_from
+from rag_posfix.cli.options import AsJson, DeviceName, ModelName, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out
 
 __all__ = ["app", "positional_dimensions", "retrieval_heads", "slot_attention"]
@@ -33,14 +33,15 @@ def positional_dimensions(
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens.")] = 0,
     model: ModelName = None,
+    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the hidden channel that varies most smoothly with the position, and write a profile for hidden_scaling."""
     from rag_posfix.probing.positional_channels import probe_positional_channels
 
     record = probe_positional_channels(
-        strings=strings, tokens=tokens, top=top, factor=factor, seed=seed, settings=settings_from(model=model),
-        out=output, progress=experiment_step,
+        strings=strings, tokens=tokens, top=top, factor=factor, seed=seed,
+        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())
@@ -56,14 +57,15 @@ def slot_attention(
     limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of questions.")] = 20,
     skip: Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")] = 0,
     model: ModelName = None,
+    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the attention to a dummy passage in each slot, and write a profile for calibrated_attention."""
     from rag_posfix.probing.slot_attention import probe_slot_attention
 
     record = probe_slot_attention(
-        data, documents=documents, limit=limit, skip=skip, settings=settings_from(model=model), out=output,
-        progress=experiment_step,
+        data, documents=documents, limit=limit, skip=skip,
+        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())
@@ -83,14 +85,15 @@ def retrieval_heads(
     keep: Annotated[int, typer.Option("--heads", min=1, help="Number of heads in the list.")] = 8,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the order of the passages.")] = 0,
     model: ModelName = None,
+    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank attention heads by how well they find the gold passage, and write a list for the reranker in_context."""
     from rag_posfix.probing.retrieval_heads import probe_retrieval_heads
 
     record = probe_retrieval_heads(
-        data, documents=documents, limit=limit, skip=skip, keep=keep, seed=seed, settings=settings_from(model=model),
-        out=output, progress=experiment_step,
+        data, documents=documents, limit=limit, skip=skip, keep=keep, seed=seed,
+        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, ModelName, parse_numbers, settings_from
+from rag_posfix.cli.options import AsJson, DeviceName, ModelName, parse_numbers, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out
 from rag_posfix.contracts.method_spec import split_outside
 from rag_posfix.errors import ConfigError
@@ -63,6 +63,7 @@ def rerank(
     actors: Annotated[int, typer.Option("--ray-actors", min=1, help="Number of reranker processes on Ray.")] = 2,
     embedding_model: EmbeddingModel = None,
     model: ModelName = None,
+    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Rerank the candidates of a first stage with each reranker: TREC runs, measures, significance tests, a page.
@@ -80,7 +81,8 @@ def rerank(
         beir_files(corpus, queries, qrels, split), _reranker_choices(reranker),
         first_stage=run if run.is_file() else first_stage, depth=depth, measures=measures, limit=limit, skip=skip,
         binary=binary, titles=titles, fresh=fresh, ray=ray, ray_actors=actors,
-        settings=settings_from(model=model, embedding_model=embedding_model), out=output, progress=experiment_step,
+        settings=settings_from(model=model, device=device, embedding_model=embedding_model), out=output,
+        progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())
@@ -103,6 +105,7 @@ def rerank_positions(
     fresh: Fresh = False,
     embedding_model: EmbeddingModel = None,
     model: ModelName = None,
+    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Put the gold passage at each position of a reranker's input: recall@1 and recall@3 per position.
@@ -115,8 +118,9 @@ def rerank_positions(
     positions = parse_numbers(gold_positions, "--gold-positions")
     record = evaluate_reranking_positions(
         data, _reranker_choices(reranker, at_least=1), gold_positions=positions, documents=documents,
-        limit=limit, skip=skip, fresh=fresh, settings=settings_from(model=model, embedding_model=embedding_model),
-        out=output, progress=experiment_step,
+        limit=limit, skip=skip, fresh=fresh,
+        settings=settings_from(model=model, device=device, embedding_model=embedding_model), out=output,
+        progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

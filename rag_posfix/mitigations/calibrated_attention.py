@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
@@ -63,25 +62,39 @@ def redistribute(probabilities: Tensor, segments: Tensor, share: Tensor, strengt
     return probabilities * factor[..., segments]
 
 
+@dataclass(frozen=True, eq=False)
 class RedistributedAttention(AttentionOverride):
-    """Attention in which the last prompt token and generated tokens redistribute their mass over passages."""
+    """Attention in which the last prompt token and generated tokens redistribute their mass over passages.
 
-    needs_mask = True
+    Attributes:
+        last: Index of the prompt's last token.
+        passages: The tokens of all passages.
+        segments: (P,) the passage of each of them.
+        share: (N,) the share of each passage in the new attention; sums to 1.
+        strength: 0 leaves the attention as it is, 1 replaces it.
+        layers: The layers that do so; None: all.
+    """
 
-    def __init__(self, layout: Layout, layers: range, alpha: Tensor, strength: float) -> None:
-        self.layers = layers
-        self.last = len(layout.token_ids) - 1
-        self.passages = slice(layout.prefix.stop, layout.suffix.start)
-        self.segments = segment_ids(layout, layout.passages)[self.passages] - 1
+    needs_mask: ClassVar[bool] = True
+
+    last: int
+    passages: slice
+    segments: Tensor
+    share: Tensor
+    strength: float
+    layers: range | None = None
+
+    @classmethod
+    def of(cls, layout: Layout, layers: range, alpha: Tensor, strength: float) -> RedistributedAttention:
+        """Return the override for a prompt; ``alpha`` is (N,), the calibrated attention per token of each passage."""
+        passages = slice(layout.prefix.stop, layout.suffix.start)
+        segments = segment_ids(layout, layout.passages)[passages] - 1
         share = alpha * torch.tensor([len(span) for span in layout.passages])
-        self.share = share / share.sum()
-        self.strength = strength
+        return cls(len(layout.token_ids) - 1, passages, segments, share / share.sum(), strength, layers)
 
     def on(self, device: torch.device) -> RedistributedAttention:
         """Return the same with its tensors on a device."""
-        moved = copy.copy(self)
-        moved.segments, moved.share = self.segments.to(device), self.share.to(device)
-        return moved
+        return replace(self, segments=self.segments.to(device), share=self.share.to(device))
 
     def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Return the output, and the newest token's attention averaged over heads; None if none is calibrated."""
@@ -182,6 +195,6 @@ class CalibratedAttention(Mitigation):
                 bias = measured[1:].diagonal()
             alpha = passage_weights(found, bias, self.temperature)
             layers = range(model.n_layers // 2, model.n_layers)
-            return Plan(rows=(RowPlan(attend=RedistributedAttention(layout, layers, alpha, self.strength)),))
+            return Plan(rows=(RowPlan(attend=RedistributedAttention.of(layout, layers, alpha, self.strength)),))
 
         return Plan(calibration=CalibrationPass(layouts=(layout, *dummies), decide=decide, continue_from=0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import torch
 from torch import Tensor
 
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
@@ -14,10 +13,9 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.per_device import per_device
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
+from rag_posfix.plan.pooling import log_relevance, mixture
 
 __all__ = ["CanonicalRotations"]
-
-RELEVANCE_FLOOR = 0.01
 
 
 @MITIGATIONS.register("canonical_rotations")
@@ -68,8 +66,7 @@ class CanonicalRotations(Mitigation):
             return Plan()
         orders = [(*ascending[at + 1 :], *ascending[: at + 1]) for at in map(ascending.index, last)]
         rows = tuple(RowPlan(passages=order, reusable=layout.select(order).boundaries) for order in orders)
-        given = torch.tensor([layout.relevance[i] if layout.relevance else 1.0 for i in last])
-        return Plan(rows=rows, combine=self._combine(given.clamp(min=RELEVANCE_FLOOR).log()))
+        return Plan(rows=rows, combine=self._combine(log_relevance(layout, last)))
 
     def _combine(self, given: Tensor) -> Combine:
         """Return the pooling rule. Shape of ``given``: (N,), log relevance."""
@@ -77,7 +74,6 @@ class CanonicalRotations(Mitigation):
 
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
             weights = (placed(scores.log_probs.device) + scores.answer).log_softmax(dim=0)
-            pooled = (scores.log_probs + weights[:, None]).logsumexp(dim=0)
-            return pooled - pooled.logsumexp(dim=0), weights.exp()
+            return mixture(scores.log_probs, weights), weights.exp()
 
         return combine

@@ -15,10 +15,9 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.per_device import per_device
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
+from rag_posfix.plan.pooling import log_relevance, mixture
 
 __all__ = ["Committee"]
-
-RELEVANCE_FLOOR = 0.01
 
 
 @MITIGATIONS.register("committee")
@@ -73,14 +72,13 @@ class Committee(Mitigation):
             return Plan()
         joint = ranked if self.joint_order == "best_first" else ranked[::-1]
         experts = [index for index in layout.canonical_order() if index in ranked]
-        given = torch.tensor([layout.relevance[i] if layout.relevance else 1.0 for i in experts])
         return Plan(
             rows=(
                 *(RowPlan(passages=(index,)) for index in experts),
                 RowPlan(passages=()),
                 RowPlan(passages=joint, reusable=layout.select(joint).boundaries, joint=True),
             ),
-            combine=self._combine(given.clamp(min=RELEVANCE_FLOOR).log()),
+            combine=self._combine(log_relevance(layout, experts)),
             independent_passages=True,
             score_question=self.relevance != "given",
         )
@@ -103,8 +101,7 @@ class Committee(Mitigation):
             prior = torch.cat((prior, torch.full_like(prior[:1], math.log(self.prior))))
             weights = (prior + members(scores.answer)).log_softmax(dim=0)  # (N + 1,)
             said = (1 + self.contrast) * members(scores.log_probs) - self.contrast * scores.log_probs[n]
-            pooled = (said + weights[:, None]).logsumexp(dim=0)
             share = weights.exp()
-            return pooled - pooled.logsumexp(dim=0), torch.cat((share[:n], share.new_zeros(1), share[n:]))
+            return mixture(said, weights), torch.cat((share[:n], share.new_zeros(1), share[n:]))
 
         return combine

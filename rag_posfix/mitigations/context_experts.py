@@ -17,10 +17,10 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.per_device import per_device
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
+from rag_posfix.plan.pooling import log_relevance, mixture
 
 __all__ = ["ContextExperts"]
 
-RELEVANCE_FLOOR = 0.01
 DIVERGENCE = "divergence"
 
 
@@ -92,10 +92,9 @@ class ContextExperts(Mitigation):
         if not chosen:
             return Plan()
         rows = (*(RowPlan(passages=(index,)) for index in chosen), RowPlan(passages=()))
-        given = torch.tensor([layout.relevance[i] if layout.relevance else 1.0 for i in chosen])
         return Plan(
             rows=rows,
-            combine=self._combine(given.clamp(min=RELEVANCE_FLOOR).log()),
+            combine=self._combine(log_relevance(layout, chosen)),
             independent_passages=True,
             score_question=self.relevance != "given",
         )
@@ -142,10 +141,11 @@ class ContextExperts(Mitigation):
                 pooled, speaker = (experts + weights[:, None]).max(dim=0)
                 share = torch.zeros(len(weights) + 1, device=pooled.device)
                 share[speaker[pooled.argmax()]] = 1.0
+                pooled = pooled - pooled.logsumexp(dim=0)
             else:
                 weights = (weights + self.hold * scores.answer[:-1]).log_softmax(dim=0)
-                pooled = (experts + weights[:, None]).logsumexp(dim=0)
+                pooled = mixture(experts, weights)
                 share = torch.cat((weights.exp(), weights.new_zeros(1)))
-            return pooled - pooled.logsumexp(dim=0), share
+            return pooled, share
 
         return combine

@@ -14,10 +14,10 @@ from rag_posfix.plan.draft import Choose, Draft, Drafts
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan, RowScores
+from rag_posfix.plan.pooling import log_relevance, mixture
 
 __all__ = ["PassageAnswers"]
 
-RELEVANCE_FLOOR = 0.01
 CHOICES = {"relevance": ("both", "question", "given"), "pool": ("chosen", "mixture")}
 
 
@@ -81,13 +81,12 @@ class PassageAnswers(Mitigation):
         order = layout.canonical_order()
         if not order:
             return Plan()
-        given = torch.tensor([layout.relevance[i] if layout.relevance else 1.0 for i in order])
         return Plan(
             rows=(*(RowPlan(passages=(index,)) for index in order), RowPlan(passages=())),
             combine=_posterior,
             independent_passages=True,
             score_question=self.relevance != "given",
-            draft=Draft(self.answer_tokens, self._choose(given.clamp(min=RELEVANCE_FLOOR).log())),
+            draft=Draft(self.answer_tokens, self._choose(log_relevance(layout, order))),
         )
 
     def _choose(self, given: Tensor) -> Choose:
@@ -120,5 +119,4 @@ def _posterior(scores: RowScores) -> tuple[Tensor, Tensor]:
     """Mix the rows, each weighted by what it started with and by how well it predicted the answer so far."""
     start = torch.ones_like(scores.answer) if scores.weights is None else scores.weights
     weights = (start.log() + scores.answer).log_softmax(dim=0)  # (R,)
-    pooled = (scores.log_probs + weights[:, None]).logsumexp(dim=0)
-    return pooled - pooled.logsumexp(dim=0), weights.exp()
+    return mixture(scores.log_probs, weights), weights.exp()

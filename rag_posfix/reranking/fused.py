@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from langchain_core.embeddings import Embeddings
@@ -124,6 +123,3 @@ class FusedReranker(ScoringReranker):
         found = [None if one.raw is None else next(standard) for one in scores]
         lowest = min((value for value in found if value is not None), default=0.0)
         return [lowest if value is None else value for value in found]
-
-    def _exclusive(self) -> AbstractContextManager[None]:
-        return nullcontext()  # each scorer has its own lock

@@ -34,6 +34,11 @@ class Arrangement:
     reranker: MethodSpec | None = None
 
     @property
+    def scorer(self) -> str:
+        """Label of what scores the passages; empty for the experiment's own scorer."""
+        return OWN_SCORER if self.reranker is None else self.reranker.label
+
+    @property
     def label(self) -> str:
         """Text that ``parse_arrangement`` reads back; that of the method where nothing else is said."""
         if self.reranker is None and self.order == GIVEN_ORDER:

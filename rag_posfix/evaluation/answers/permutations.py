@@ -204,6 +204,8 @@ def answer_in_orders(
         EvaluationError: too few distractors, more orders than there are, or passages do not fit the context window.
     """
     arrangements = checked_arrangements(choices)
+    scorers = {OWN_SCORER: reranker, **rerankers}
+    used = dict.fromkeys(one.scorer for one in arrangements)
     total = len(examples) * len(arrangements) * n_orders
     rows: list[PermutationRow] = []
     for start in range(0, len(examples), QUESTIONS_TOGETHER):
@@ -211,8 +213,8 @@ def answer_in_orders(
         for example in examples[start : start + QUESTIONS_TOGETHER]:
             names = [str(document.id) for document in example.documents(n_documents, 0)]
             given = {}
-            for label, one in {OWN_SCORER: reranker, **rerankers}.items():
-                passages = score_passages(one, example, n_documents)
+            for label in used:
+                passages = score_passages(scorers[label], example, n_documents)
                 given[label] = tuple(passages.get(name) for name in names)
             questions.append(_Question(example, given, draw_orders(n_documents, n_orders, seed, example.id)))
         for arrangement in arrangements:
@@ -227,11 +229,15 @@ def _in_each_order(
     engine: Engine, questions: Sequence[_Question], arrangement: Arrangement, n_orders: int, max_new_tokens: int
 ) -> Iterator[PermutationRow]:
     first: list[tuple[str, Tensor]] = []  # by question, in the first order: the answer, and scores of its first token
-    scorer = OWN_SCORER if arrangement.reranker is None else arrangement.reranker.label
     for number in range(n_orders):
         orders = [question.orders[number] for question in questions]
         trials = [
-            Trial(question.example, _ordered(question.given[scorer], order), arrangement.mitigation, arrangement.order)
+            Trial(
+                question.example,
+                _ordered(question.given[arrangement.scorer], order),
+                arrangement.mitigation,
+                arrangement.order,
+            )
             for question, order in zip(questions, orders, strict=True)
         ]
         for index, (answer, log_probs) in enumerate(answer_all(engine, trials, max_new_tokens)):

@@ -207,6 +207,8 @@ def answer_at_positions(
     """
     journal = journal or AnswerJournal()
     arrangements = checked_arrangements(choices)
+    scorers = {OWN_SCORER: reranker, **rerankers}
+    used = dict.fromkeys(one.scorer for one in arrangements)
     total = len(examples) * (2 + len(choices) * len(gold_positions))
     count = 0
 
@@ -221,19 +223,15 @@ def answer_at_positions(
         for condition, read in ((CLOSED_BOOK, False), (GOLD_ONLY, True)):
             trial = Trial(example, (example.gold,) if read else (), baseline)
             yield _PlannedRow(trial, condition, None, answer_key(engine, trial, max_new_tokens, any_order=False))
-        scored = {
-            label: score_passages(one, example, n_documents)
-            for label, one in {OWN_SCORER: reranker, **rerankers}.items()
-        }
+        scored = {label: score_passages(scorers[label], example, n_documents) for label in used}
         gold_rank = {label: _gold_rank(example, passages) for label, passages in scored.items()}
         for gold_position in gold_positions:
             for one in arrangements:
-                label = OWN_SCORER if one.reranker is None else one.reranker.label
                 given = (str(d.id) for d in example.documents(n_documents, gold_position))
-                documents = tuple(scored[label][name] for name in given if name in scored[label])
+                documents = tuple(scored[one.scorer][name] for name in given if name in scored[one.scorer])
                 trial = Trial(example, documents, one.mitigation, one.order)
                 key = answer_key(engine, trial, max_new_tokens, any_order=one.order_free and not check_orders)
-                yield _PlannedRow(trial, one.label, gold_position, key, gold_rank[label])
+                yield _PlannedRow(trial, one.label, gold_position, key, gold_rank[one.scorer])
 
     rows: list[PositionRow] = []
     for start in range(0, len(examples), QUESTIONS_TOGETHER):

@@ -87,7 +87,7 @@ def test_the_fast_path_equals_the_formula(start, stop, strength):
     states = random_states(N + 5)
     alpha = torch.tensor([0.1, 0.6, 0.25, 0.05])
     expected, probabilities = reference(states, alpha, N + 5, strength)
-    out, newest = states.run(RedistributedAttention(LAYOUT, range(3), alpha, strength), start, stop)
+    out, newest = states.run(RedistributedAttention.of(LAYOUT, range(3), alpha, strength), start, stop)
     assert torch.allclose(out[0], expected[:, start:stop], atol=1e-5)
     assert torch.allclose(newest[0, :stop], probabilities[:, stop - 1, :stop].mean(dim=0), atol=1e-6)
 
@@ -95,8 +95,8 @@ def test_the_fast_path_equals_the_formula(start, stop, strength):
 def test_tokens_before_the_last_of_the_prompt_are_as_they_were():
     states = random_states(N)
     alpha = torch.tensor([0.1, 0.6, 0.25, 0.05])
-    plain, _ = states.run(RedistributedAttention(LAYOUT, range(3), alpha, 0.0), 0, N)
-    out, _ = states.run(RedistributedAttention(LAYOUT, range(3), alpha, 1.0), 0, N)
+    plain, _ = states.run(RedistributedAttention.of(LAYOUT, range(3), alpha, 0.0), 0, N)
+    out, _ = states.run(RedistributedAttention.of(LAYOUT, range(3), alpha, 1.0), 0, N)
     assert torch.equal(out[:, :, : N - 1], plain[:, :, : N - 1])
     assert not torch.allclose(out[:, :, N - 1], plain[:, :, N - 1], atol=1e-3)
 
