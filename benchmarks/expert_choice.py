@@ -23,7 +23,8 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.cli.options import parse_choice
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.evaluation.answers.answering import best_subspan_em, first_line
-from rag_posfix.evaluation.data.datasets import PositionExample, load_examples
+from rag_posfix.evaluation.data.datasets import load_examples
+from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.evaluation.record import environment, file_digest, write_record
 from rag_posfix.generation.decode.drafts import AnswerText
 from rag_posfix.generation.decode.session import Session

@@ -10,9 +10,10 @@ import typer
 from rag_posfix.cli.options import (
     AsJson,
     DeviceName,
+    GoldPositions,
     ModelName,
     checked_choices_and_arrangements,
-    parse_numbers,
+    parse_gold_positions,
     settings_from,
 )
 from rag_posfix.cli.output import emit_json, experiment_step, out
@@ -22,7 +23,9 @@ __all__ = ["app", "permutations", "positions"]
 
 Data = Annotated[
     Path,
-    typer.Option("--data", help="Lost-in-the-Middle rows, or a file in SQuAD's format such as XQuAD; .gz or plain."),
+    typer.Option(
+        "--data", help="Lost-in-the-Middle or HotpotQA rows, or a file in SQuAD's format such as XQuAD; .gz or plain."
+    ),
 ]
 Mitigations = Annotated[
     str | None,
@@ -61,9 +64,7 @@ def positions(
     output: Annotated[Path, typer.Option("--out", help="Folder for the result record and the journal of answers.")],
     mitigation: Mitigations = None,
     arrangement: Arrangements = None,
-    gold_positions: Annotated[
-        str, typer.Option("--gold-positions", help="Positions of the gold passage, from 0, comma-separated.")
-    ] = "0,4,9",
+    gold_positions: GoldPositions = "0,4,9",
     documents: Documents = 10,
     limit: Limit = None,
     skip: Skip = 0,
@@ -97,7 +98,7 @@ def positions(
 
     record = evaluate_positions(
         data, checked_choices_and_arrangements(mitigation, arrangement),
-        gold_positions=parse_numbers(gold_positions, "--gold-positions"),
+        gold_positions=parse_gold_positions(gold_positions),
         documents=documents, limit=limit, skip=skip, max_tokens=max_tokens, check_orders=check_orders, fresh=fresh,
         reuse=reuse, settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
     )  # fmt: skip

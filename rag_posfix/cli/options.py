@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsJson",
     "DeviceName",
+    "GoldPositions",
     "ModelName",
     "Split",
     "checked_choice",
@@ -25,7 +26,7 @@ __all__ = [
     "checked_choices_and_arrangements",
     "follows",
     "parse_choice",
-    "parse_numbers",
+    "parse_gold_positions",
     "settings_from",
     "split_outside",
 ]
@@ -44,6 +45,14 @@ ModelName = Annotated[
 
 DeviceName = Annotated[
     str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...; auto uses a GPU if there is one.")
+]
+
+GoldPositions = Annotated[
+    str,
+    typer.Option(
+        "--gold-positions",
+        help="Positions of the gold passage, from 0, comma-separated; 0+9 places the two gold passages of HotpotQA.",
+    ),
 ]
 
 
@@ -114,16 +123,20 @@ def checked_choices_and_arrangements(mitigation: str | None, arrangement: str | 
     return found
 
 
-def parse_numbers(text: str, option: str) -> list[int]:
-    """Parse integers, separated by commas.
+def parse_gold_positions(text: str) -> list[int | tuple[int, ...]]:
+    """Parse positions, separated by commas; ``0+9`` places two gold passages.
 
     Raises:
-        ConfigError: a part is not an integer.
+        ConfigError: a part is neither a number nor numbers joined by a plus.
     """
     try:
-        return [int(part) for part in text.split(",")]
+        parts = [tuple(int(one) for one in part.split("+")) for part in text.split(",")]
     except ValueError as error:
-        raise ConfigError(f"{option} {text!r} must be numbers separated by commas, for example 0,4,9") from error
+        raise ConfigError(
+            f"--gold-positions {text!r} must be numbers separated by commas, for example 0,4,9, or 0+1,0+9 for "
+            "questions with two gold passages"
+        ) from error
+    return [part[0] if len(part) == 1 else part for part in parts]
 
 
 def settings_from(**changes: Any) -> Settings:

@@ -76,7 +76,8 @@ def slot_attention(
 @app.command("retrieval-heads")
 def retrieval_heads(
     data: Annotated[
-        Path, typer.Option("--data", help="Lost-in-the-Middle rows, or a file in SQuAD's format; .gz or plain.")
+        Path,
+        typer.Option("--data", help="Lost-in-the-Middle or HotpotQA rows, or a file in SQuAD's format; .gz or plain."),
     ],
     output: Out,
     documents: Annotated[int, typer.Option("--documents", min=2, help="Number of passages per prompt.")] = 10,

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from rag_posfix.evaluation.answers.permutations import evaluate_permutations
     from rag_posfix.evaluation.answers.positions import evaluate_positions
     from rag_posfix.evaluation.data.beir import beir_files
-    from rag_posfix.evaluation.data.datasets import PositionExample, load_examples
+    from rag_posfix.evaluation.data.datasets import load_examples
+    from rag_posfix.evaluation.data.position_example import PositionExample
     from rag_posfix.evaluation.ranking.gold_positions import evaluate_reranking_positions
     from rag_posfix.evaluation.ranking.rerankers import RerankerChoice
     from rag_posfix.evaluation.ranking.reranking import evaluate_reranking
@@ -39,7 +40,7 @@ __all__ = [
 _EXPORTS = {
     "Arrangement": "rag_posfix.evaluation.answers.arrangement",
     "ExperimentRecord": "rag_posfix.evaluation.record",
-    "PositionExample": "rag_posfix.evaluation.data.datasets",
+    "PositionExample": "rag_posfix.evaluation.data.position_example",
     "RerankerChoice": "rag_posfix.evaluation.ranking.rerankers",
     "beir_files": "rag_posfix.evaluation.data.beir",
     "evaluate_permutations": "rag_posfix.evaluation.answers.permutations",

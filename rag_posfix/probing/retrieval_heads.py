@@ -19,7 +19,8 @@ from rag_posfix.assembly.documents import checked_document
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.data.datasets import PositionExample, data_facts, take_examples
+from rag_posfix.evaluation.data.datasets import data_facts, take_examples
+from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
 from rag_posfix.generation.decode.question_attention import question_attention_by_head
@@ -67,7 +68,7 @@ def probe_retrieval_heads(
     Cost: each prompt is read once, and its query part twice; (L, Hq, T) numbers per prompt.
 
     Args:
-        data: A file of Lost-in-the-Middle rows or in SQuAD's format, or questions.
+        data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
         documents: Number of passages per prompt, two or more.
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.
@@ -88,7 +89,7 @@ def probe_retrieval_heads(
             f"{len(examples)} questions with {documents} passages rank no heads; give two or more of each"
         )
     for example in examples:  # before the model: too few passages are told at once
-        example.documents(documents, 0)
+        example.documents(documents)
     if engine is None:
         with progress("loading the model"):
             from rag_posfix.pipeline.build import build_engine
@@ -134,7 +135,7 @@ def passage_scores(
     template = PromptTemplate(question_prefix=INSTRUCTION, answer_cue="")
     scores, gold = [], []
     for done, example in enumerate(examples):
-        documents = example.documents(count, 0)
+        documents = example.documents(count)
         order = list(range(count))
         random.Random(f"{seed}:{example.id}").shuffle(order)
         checked = [checked_document(documents[index], with_relevance=False) for index in order]

@@ -14,7 +14,8 @@ import torch
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.data.datasets import PositionExample, data_facts, take_examples
+from rag_posfix.evaluation.data.datasets import data_facts, take_examples
+from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
 from rag_posfix.generation.engine import Engine
@@ -53,7 +54,7 @@ def probe_slot_attention(
     The gold passage stands at another position from question to question.
 
     Args:
-        data: A file of Lost-in-the-Middle rows or in SQuAD's format, or questions.
+        data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
         documents: Number of passages per prompt, two or more.
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from langchain_core.documents import Document
 
-from rag_posfix.evaluation.data.datasets import PositionExample
+from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.generation.engine import Engine
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
@@ -29,7 +29,7 @@ EXAMPLES = [
         id=str(n),
         question=f"Why{n}",
         answers=("so",),
-        gold=Document(page_content=f"gold {n}", id=f"g{n}"),
+        gold=(Document(page_content=f"gold {n}", id=f"g{n}"),),
         distractors=tuple(Document(page_content=f"other {n}{i}", id=f"d{n}{i}") for i in range(3)),
     )
     for n in range(3)

@@ -25,7 +25,7 @@ from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.datasets import PositionExample
+from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.generation.batching.session_batch import generate_batch, in_batches, score_batch
 from rag_posfix.generation.decode.session import Session
@@ -188,7 +188,7 @@ def score_passages(reranker: Reranker, example: PositionExample, count: int) -> 
     Relevance comes from ``reranker``, which sees the same passages in the same order whatever is asked afterwards: by
     content hash, so that the gold passage has no place of its own. A reranker with ``top_n`` returns fewer.
     """
-    given = sorted(example.documents(count, 0), key=content_key)
+    given = sorted(example.documents(count), key=content_key)
     return {str(d.id): d for d in reranker.compress_documents(given, example.question)}
 
 

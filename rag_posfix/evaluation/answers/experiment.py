@@ -11,7 +11,8 @@ from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.evaluation.answers.arrangement import Arrangement, check_arrangements
-from rag_posfix.evaluation.data.datasets import PositionExample, data_facts
+from rag_posfix.evaluation.data.datasets import data_facts
+from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.evaluation.progress import Progress
 from rag_posfix.evaluation.record import environment, model_facts
 from rag_posfix.generation.engine import Engine

@@ -27,7 +27,8 @@ from rag_posfix.evaluation.answers.experiment import (
     checked_arrangements,
     load_models,
 )
-from rag_posfix.evaluation.data.datasets import PositionExample, take_examples
+from rag_posfix.evaluation.data.datasets import take_examples
+from rag_posfix.evaluation.data.position_example import GoldPosition, PositionExample
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord
 from rag_posfix.evaluation.statistics import bootstrap_interval, mean
@@ -52,7 +53,7 @@ class PermutationRow:
         question: The question's id.
         condition: Label of the arrangement.
         order: For each position, the position of its passage in the first order; the first order is 0, 1, 2, ...
-        gold_position: Position of the gold passage.
+        gold_position: Position of the gold passage; positions of several.
         changed: Whether the text of the answer differs from that in the first order.
         logit_difference: Largest absolute difference to the first order in the log-probabilities of the first token.
         answer: The generated answer.
@@ -65,7 +66,7 @@ class PermutationRow:
     question: str
     condition: str
     order: tuple[int, ...]
-    gold_position: int
+    gold_position: GoldPosition
     changed: bool
     logit_difference: float
     answer: str
@@ -97,7 +98,7 @@ def evaluate_permutations(
     its summary.
 
     Args:
-        data: A file of Lost-in-the-Middle rows or in SQuAD's format, or questions.
+        data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
         choices: Arrangements; a method alone has the order of the experiment and relevance from ``reranker``.
         orders: Orders per question, the given one included; the others are drawn, the same ones for every method.
         documents: Number of passages per prompt.
@@ -120,7 +121,7 @@ def evaluate_permutations(
     arrangements = checked_arrangements(choices)
     draw_orders(documents, orders, seed, "")  # before the model: what cannot be done is told at once
     for example in examples:
-        example.documents(documents, 0)
+        example.documents(documents)
     engine, reranker, relevance = load_models(arrangements, engine, reranker, settings, progress)
     with progress("answering") as report:
         rows = answer_in_orders(
@@ -211,7 +212,7 @@ def answer_in_orders(
     for start in range(0, len(examples), QUESTIONS_TOGETHER):
         questions = []
         for example in examples[start : start + QUESTIONS_TOGETHER]:
-            names = [str(document.id) for document in example.documents(n_documents, 0)]
+            names = [str(document.id) for document in example.documents(n_documents)]
             given = {}
             for label in used:
                 passages = score_passages(scorers[label], example, n_documents)
@@ -247,11 +248,17 @@ def _in_each_order(
                 question=questions[index].example.id,
                 condition=arrangement.label,
                 order=orders[index],
-                gold_position=orders[index].index(0),
+                gold_position=_gold_position(questions[index].example, orders[index]),
                 changed=answer.answer != first[index][0],
                 logit_difference=largest_difference(log_probs, first[index][1]),
                 **asdict(answer),
             )
+
+
+def _gold_position(example: PositionExample, order: Sequence[int]) -> GoldPosition:
+    """Return where the gold passages stand, which are the first ones of the first order."""
+    found = tuple(map(list(order).index, range(len(example.gold))))
+    return found[0] if len(found) == 1 else found
 
 
 def _ordered(passages: Sequence[Document | None], order: Sequence[int]) -> tuple[Document, ...]:

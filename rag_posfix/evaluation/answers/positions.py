@@ -29,7 +29,8 @@ from rag_posfix.evaluation.answers.experiment import (
     checked_arrangements,
     load_models,
 )
-from rag_posfix.evaluation.data.datasets import PositionExample, take_examples
+from rag_posfix.evaluation.data.datasets import take_examples
+from rag_posfix.evaluation.data.position_example import GoldPosition, PositionExample, position_label
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord
 from rag_posfix.evaluation.speed.runs import with_store
@@ -61,7 +62,7 @@ class PositionRow:
     Attributes:
         question: The question's id.
         condition: Label of the arrangement, ``closed_book`` or ``gold_only``.
-        gold_position: Position of the gold passage, None without distractors.
+        gold_position: Position of the gold passage, positions of several; None without distractors.
         answer: The generated answer.
         accuracy: best_subspan_em of the first line.
         accuracy_full_text: best_subspan_em of the whole answer.
@@ -69,13 +70,13 @@ class PositionRow:
         seconds: Time of the prefill, plus a share of the time to generate its batch.
         reused: Whether the answer was not computed for this row. It is from the journal, or from another order of the
             same passages under an order-free arrangement.
-        gold_rank: Rank of the gold passage among the scored ones, from 1. None if the reranker left it out, and
-            without distractors.
+        gold_rank: Rank of the gold passage among the scored ones, from 1; of several the lowest. None if the reranker
+            left one out, and without distractors.
     """
 
     question: str
     condition: str
-    gold_position: int | None
+    gold_position: GoldPosition | None
     answer: str
     accuracy: float
     accuracy_full_text: float
@@ -89,7 +90,7 @@ def evaluate_positions(
     data: Path | Sequence[PositionExample],
     choices: Sequence[MitigationChoice | Arrangement],
     *,
-    gold_positions: Sequence[int] = (0, 4, 9),
+    gold_positions: Sequence[GoldPosition] = (0, 4, 9),
     documents: int = 10,
     limit: int | None = None,
     skip: int = 0,
@@ -110,9 +111,9 @@ def evaluate_positions(
     with more questions, positions or methods, computes only what is missing.
 
     Args:
-        data: A file of Lost-in-the-Middle rows or in SQuAD's format, or questions.
+        data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
         choices: Arrangements; a method alone has the order of the experiment and relevance from ``reranker``.
-        gold_positions: Positions of the gold passage in the prompt, from 0.
+        gold_positions: Positions of the gold passage in the prompt, from 0; (0, 9) places two gold passages.
         documents: Number of passages per prompt.
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.
@@ -164,7 +165,7 @@ class _PlannedRow:
 
     trial: Trial
     condition: str
-    gold_position: int | None
+    gold_position: GoldPosition | None
     key: str
     gold_rank: int | None = None
 
@@ -174,7 +175,7 @@ def answer_at_positions(
     examples: Sequence[PositionExample],
     choices: Sequence[MitigationChoice | Arrangement],
     *,
-    gold_positions: Sequence[int],
+    gold_positions: Sequence[GoldPosition],
     n_documents: int,
     reranker: Reranker,
     rerankers: Mapping[str, Reranker] = MappingProxyType({}),
@@ -192,7 +193,7 @@ def answer_at_positions(
         engine: The model; the same for all conditions.
         examples: The questions.
         choices: What is compared.
-        gold_positions: Positions of the gold passage, from 0.
+        gold_positions: Positions of the gold passage, from 0; (0, 9) places two.
         n_documents: Number of passages per prompt.
         reranker: Scores the passages for arrangements without a reranker.
         rerankers: The rerankers of arrangements, by label.
@@ -221,7 +222,7 @@ def answer_at_positions(
     def planned_rows(example: PositionExample) -> Iterable[_PlannedRow]:
         baseline = MitigationChoice("none")
         for condition, read in ((CLOSED_BOOK, False), (GOLD_ONLY, True)):
-            trial = Trial(example, (example.gold,) if read else (), baseline)
+            trial = Trial(example, example.gold if read else (), baseline)
             yield _PlannedRow(trial, condition, None, answer_key(engine, trial, max_new_tokens, any_order=False))
         scored = {label: score_passages(scorers[label], example, n_documents) for label in used}
         gold_rank = {label: _gold_rank(example, passages) for label, passages in scored.items()}
@@ -241,10 +242,11 @@ def answer_at_positions(
 
 
 def _gold_rank(example: PositionExample, passages: Mapping[str, Document]) -> int | None:
-    """Return the rank of the gold passage by relevance, from 1; equal scores by content."""
+    """Return the rank of the gold passage by relevance, from 1; equal scores by content; of several the lowest."""
     ranked = sorted(passages.values(), key=lambda d: (-float(d.metadata["relevance_score"]), content_key(d)))
     names = [str(one.id) for one in ranked]
-    return names.index(str(example.gold.id)) + 1 if str(example.gold.id) in names else None
+    gold = [str(one.id) for one in example.gold]
+    return max(map(names.index, gold)) + 1 if set(gold) <= set(names) else None
 
 
 def _answered(
@@ -264,7 +266,7 @@ def _answered(
         else:
             missing.setdefault(row.key, row)
             repeats[row.key] = repeats.get(row.key, 0) + 1
-    together: dict[tuple[str, int | None], list[_PlannedRow]] = {}
+    together: dict[tuple[str, GoldPosition | None], list[_PlannedRow]] = {}
     for row in missing.values():
         together.setdefault((row.condition, row.gold_position), []).append(row)
     for group in together.values():
@@ -313,16 +315,16 @@ def summarize_positions(rows: Sequence[PositionRow]) -> dict[str, Any]:
     }
 
 
-def _by_position(rows: Sequence[PositionRow], condition: str) -> dict[int, list[PositionRow]]:
-    table: dict[int, list[PositionRow]] = {}
+def _by_position(rows: Sequence[PositionRow], condition: str) -> dict[GoldPosition, list[PositionRow]]:
+    table: dict[GoldPosition, list[PositionRow]] = {}
     for row in rows:
         if row.condition == condition and row.gold_position is not None:
             table.setdefault(row.gold_position, []).append(row)
-    return dict(sorted(table.items()))
+    return dict(sorted(table.items(), key=lambda item: item[0] if isinstance(item[0], tuple) else (item[0],)))
 
 
-def _summary(table: Mapping[int, Sequence[PositionRow]]) -> dict[str, Any]:
-    positions = {str(position): _scores(found) for position, found in table.items()}
+def _summary(table: Mapping[GoldPosition, Sequence[PositionRow]]) -> dict[str, Any]:
+    positions = {position_label(position): _scores(found) for position, found in table.items()}
     accuracy = [scores["accuracy"] for scores in positions.values()]
     log_probability = [scores["log_probability"] for scores in positions.values()]
     by_question = list(zip(*([row.accuracy for row in found] for found in table.values()), strict=True))
@@ -344,7 +346,7 @@ def _summary(table: Mapping[int, Sequence[PositionRow]]) -> dict[str, Any]:
 
 def _recall(ranks: Sequence[int | None]) -> dict[str, float]:
     """Return how often the gold passage is among the first k of the scored ones."""
-    return {f"recall_at_{k}": mean([float(rank is not None and rank <= k) for rank in ranks]) for k in (1, 3)}
+    return {f"recall_at_{k}": mean([float(rank is not None and rank <= k) for rank in ranks]) for k in (1, 2, 3)}
 
 
 def _scores(rows: Sequence[PositionRow]) -> dict[str, float]:
@@ -357,7 +359,7 @@ def _scores(rows: Sequence[PositionRow]) -> dict[str, float]:
 
 
 def _versus(
-    table: Mapping[int, Sequence[PositionRow]], baseline: Mapping[int, Sequence[PositionRow]]
+    table: Mapping[GoldPosition, Sequence[PositionRow]], baseline: Mapping[GoldPosition, Sequence[PositionRow]]
 ) -> dict[str, float | list[float]]:
     def log_probability(row: PositionRow) -> float:
         return row.log_probability
@@ -379,14 +381,14 @@ def _versus(
     }
 
 
-def _accuracies(table: Mapping[int, Sequence[PositionRow]]) -> list[list[float]]:
+def _accuracies(table: Mapping[GoldPosition, Sequence[PositionRow]]) -> list[list[float]]:
     """Return the accuracy of each question at each position."""
     return [[row.accuracy for row in found] for found in table.values()]
 
 
 def _difference(
-    table: Mapping[int, Sequence[PositionRow]],
-    baseline: Mapping[int, Sequence[PositionRow]],
+    table: Mapping[GoldPosition, Sequence[PositionRow]],
+    baseline: Mapping[GoldPosition, Sequence[PositionRow]],
     score: Callable[[PositionRow], float],
     pick: Callable[[Sequence[float]], float],
 ) -> tuple[float, list[float]]:

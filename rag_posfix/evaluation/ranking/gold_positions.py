@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.data.datasets import PositionExample, data_facts, take_examples
+from rag_posfix.evaluation.data.datasets import data_facts, take_examples
+from rag_posfix.evaluation.data.position_example import GoldPosition, PositionExample, position_label
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.ranking.rankings import QueryCandidates, Ranking, RankJournal
 from rag_posfix.evaluation.ranking.rerankers import (
@@ -49,7 +50,7 @@ class GoldRank:
     Attributes:
         question: The question's id.
         reranker: Label of the reranker.
-        gold_position: Position of the gold passage in the input, from 0.
+        gold_position: Position of the gold passage in the input, from 0; positions of several.
         gold_rank: Its rank in the output, from 0; None if it is not in the output.
         seconds: Time to rank the list.
         calls: Number of generations, if the reranker counts them.
@@ -60,7 +61,7 @@ class GoldRank:
 
     question: str
     reranker: str
-    gold_position: int
+    gold_position: GoldPosition
     gold_rank: int | None
     seconds: float
     calls: int | None
@@ -73,7 +74,7 @@ def evaluate_reranking_positions(
     data: Path | Sequence[PositionExample],
     rerankers: Sequence[RerankerChoice],
     *,
-    gold_positions: Sequence[int] = (0, 4, 9),
+    gold_positions: Sequence[GoldPosition] = (0, 4, 9),
     documents: int = 10,
     limit: int | None = None,
     skip: int = 0,
@@ -88,7 +89,7 @@ def evaluate_reranking_positions(
     summary. With ``out``, every ranking goes to ``rerank-positions-journal.jsonl`` there as soon as it is made.
 
     Args:
-        data: A file of Lost-in-the-Middle rows or in SQuAD's format, or questions.
+        data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
         rerankers: At least one.
         gold_positions: Positions of the gold passage in the list, from 0, each once.
         documents: Number of passages per list.
@@ -146,7 +147,7 @@ def rank_gold_positions(
     ranker: Ranker,
     examples: Sequence[PositionExample],
     *,
-    gold_positions: Sequence[int],
+    gold_positions: Sequence[GoldPosition],
     n_documents: int,
     journal: RankJournal,
     progress: Progress = silent,
@@ -169,7 +170,11 @@ def rank_gold_positions(
     """
     asked = [(example, position) for example in examples for position in gold_positions]
     queries = [
-        QueryCandidates(f"{example.id}@{position}", example.question, tuple(example.documents(n_documents, position)))
+        QueryCandidates(
+            f"{example.id}@{position_label(position)}",
+            example.question,
+            tuple(example.documents(n_documents, position)),
+        )
         for example, position in asked
     ]
     found = rerank(ranker, queries, journal, progress)
@@ -204,21 +209,23 @@ def summarize_gold_ranks(rows: Sequence[GoldRank]) -> dict[str, Any]:
     }
 
 
-def _gold_rank(label: str, example: PositionExample, position: int, ranking: Ranking, reused: bool) -> GoldRank:
-    gold = str(example.gold.id)
+def _gold_rank(
+    label: str, example: PositionExample, position: GoldPosition, ranking: Ranking, reused: bool
+) -> GoldRank:
+    gold = {str(one.id) for one in example.gold}
     cost = {name: value for name, value in asdict(ranking).items() if name not in ("ids", "scores")}
-    rank = ranking.ids.index(gold) if gold in ranking.ids else None
+    rank = max(map(ranking.ids.index, gold)) if gold <= set(ranking.ids) else None
     return GoldRank(example.id, label, position, rank, reused=reused, **cost)
 
 
 def _summary(rows: Sequence[GoldRank]) -> dict[str, Any]:
-    table: dict[int, list[GoldRank]] = {}
+    table: dict[GoldPosition, list[GoldRank]] = {}
     for row in rows:
         table.setdefault(row.gold_position, []).append(row)
     ranks = zip(*([row.gold_rank for row in found] for found in table.values()), strict=True)
     calls = [float(row.calls) for row in rows if row.calls is not None]
     return {
-        "places": {str(position): _at_position(found) for position, found in table.items()},
+        "places": {position_label(position): _at_position(found) for position, found in table.items()},
         **{f"recall@{cut}": _over_positions(list(table.values()), cut) for cut in CUTS},
         "rankings_that_change": mean([float(len(set(found)) > 1) for found in ranks]),
         "seconds": mean([row.seconds for row in rows]),

@@ -5,7 +5,7 @@ import torch
 from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.data.datasets import PositionExample
+from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.generation.decode.question_attention import question_attention, question_attention_by_head
 from rag_posfix.plan.bias_profile import read_head_list
 from rag_posfix.probing import retrieval_heads as module
@@ -16,7 +16,7 @@ from tests.support.tiny_evaluation import tiny_engine
 
 EXAMPLES = [
     PositionExample(
-        str(n), "Which?", ("x",), Document(id=f"g{n}", page_content=f"gold {n}"),
+        str(n), "Which?", ("x",), (Document(id=f"g{n}", page_content=f"gold {n}"),),
         tuple(Document(id=f"d{n}{i}", page_content=f"other {i} {n}") for i in range(3)),
     )
     for n in range(6)

@@ -80,7 +80,7 @@ def layout_of(engine, example, documents):
 
 
 def test_answering_and_scoring_share_one_reading(engine):
-    layout = layout_of(engine, EXAMPLES[0], [EXAMPLES[0].gold])
+    layout = layout_of(engine, EXAMPLES[0], EXAMPLES[0].gold)
     with CountedForwards(engine) as forwards:
         generation, score = answer_and_score(engine, layout, MitigationChoice("none"), "so", 2)
     # The prompt, one token to score two, one token to generate two.
@@ -119,7 +119,7 @@ def test_an_answer_is_right_by_its_first_line_and_by_its_whole_text(engine, monk
 
 def test_passages_that_repeat_are_refused(engine):
     example = EXAMPLES[0]
-    trial = Trial(example, (example.gold, example.gold), MitigationChoice("none"))
+    trial = Trial(example, (*example.gold, *example.gold), MitigationChoice("none"))
     with pytest.raises(EvaluationError, match="question 0: 1 of 2 passages do not fit or repeat"):
         list(answer_all(engine, [trial], 2))
 

@@ -10,11 +10,11 @@ from rag_posfix.evaluation.answers.answering import Trial, answer_all, score_pas
 from rag_posfix.evaluation.answers.arrangement import Arrangement, check_arrangements, parse_arrangement
 from rag_posfix.evaluation.answers.permutations import answer_in_orders
 from rag_posfix.evaluation.answers.positions import answer_at_positions, summarize_positions
-from rag_posfix.evaluation.data.datasets import PositionExample
+from rag_posfix.evaluation.data.position_example import PositionExample
 from tests.support.tiny_evaluation import Alphabetical, tiny_engine
 
 EXAMPLE = PositionExample(
-    "0", "Which one?", ("three",), Document(id="g", page_content="three"),
+    "0", "Which one?", ("three",), (Document(id="g", page_content="three"),),
     tuple(Document(id=name, page_content=text) for name, text in (("a", "one"), ("b", "two!"), ("c", "four"))),
 )  # fmt: skip
 

@@ -33,8 +33,8 @@ def test_a_row_is_a_question_with_its_gold_passage_and_its_distractors(tmp_path,
     assert example.id == "0"
     assert example.question == "who got the first nobel prize in physics"
     assert example.answers == ("Wilhelm Conrad Röntgen", "Röntgen")
-    assert (example.gold.id, example.gold.page_content) == ("0-1", "The first went to Röntgen.")
-    assert example.gold.metadata == {"title": "Nobel Prize"}
+    assert (example.gold[0].id, example.gold[0].page_content) == ("0-1", "The first went to Röntgen.")
+    assert example.gold[0].metadata == {"title": "Nobel Prize"}
     assert [(d.id, d.metadata["title"]) for d in example.distractors] == [("0-0", "Asian Americans"), ("0-2", "")]
 
 
@@ -193,7 +193,7 @@ class TestSquad:
         examples = load_examples(write_squad(tmp_path / name, SQUAD, indent))
         assert len(examples) == 7
         assert (examples[0].question, examples[0].answers) == ("why 0", ("so",))
-        assert examples[0].gold.metadata == {"title": "Some title"}
+        assert examples[0].gold[0].metadata == {"title": "Some title"}
 
     def test_questions_come_one_per_paragraph_and_article_in_turn(self, tmp_path):
         examples = load_examples(write_squad(tmp_path / "x.json", SQUAD))
@@ -205,7 +205,7 @@ class TestSquad:
         texts = {name: [d.page_content for d in e.distractors] for name, e in examples.items()}
         assert texts["q010"] == ["text 00", "text 02", "text 10", "text 20", "text 11"]
         assert texts["q100"] == ["text 11", "text 20", "text 00", "text 01", "text 02"]
-        assert examples["q010"].gold.page_content == "text 01"
+        assert examples["q010"].gold[0].page_content == "text 01"
         ids = [d.id for d in examples["q010"].documents(6, 2)]
         assert ids == ["0-0", "0-2", "0-1", "1-0", "2-0", "1-1"]
 
@@ -272,9 +272,9 @@ class TestOutsideData:
         examples = load_examples(outside_data("xquad/xquad-en.json.gz"))
         assert len(examples) == len({e.id for e in examples}) == 632
         assert {len(e.distractors) for e in examples} == {119}
-        assert len({e.gold.metadata["title"] for e in examples[:24]}) == 24
-        assert all(e.answers[0] in e.gold.page_content for e in examples)
-        assert all(d.metadata["title"] == e.gold.metadata["title"] for e in examples for d in e.distractors[:4])
+        assert len({e.gold[0].metadata["title"] for e in examples[:24]}) == 24
+        assert all(e.answers[0] in e.gold[0].page_content for e in examples)
+        assert all(d.metadata["title"] == e.gold[0].metadata["title"] for e in examples for d in e.distractors[:4])
 
     def test_lost_in_the_middle_has_220_rows_of_20_passages(self):
         examples = load_examples(outside_data("litm/nq-open-20docs-gold-first.jsonl.gz"))
