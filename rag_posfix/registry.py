@@ -1,4 +1,4 @@
-"""Registry: entries by name, with aliases, for mitigations, orders, rerankers, first stages and cache backends."""
+"""Registry: entries by name: mitigations, orders, rerankers, first stages and cache backends."""
 
 from __future__ import annotations
 
@@ -42,30 +42,50 @@ class Registry(Generic[T]):
         self.parts = tuple(parts)
         self._entries: dict[str, T] = {}
         self._aliases: dict[str, str] = {}
+        self._presets: dict[str, tuple[str, Mapping[str, Any]]] = {}
 
-    def register(self, name: str, *, aliases: Sequence[str] = ()) -> Callable[[T], T]:
+    def register(
+        self, name: str, *, aliases: Sequence[str] = (), presets: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Callable[[T], T]:
         """Return a decorator that registers a class or function under ``name``.
 
         Args:
             name: Name of the entry in results and cache keys.
             aliases: Other names of the entry, such as the one in its paper.
+            presets: Names that stand for the entry with some parameters. A user may give others beside such a name, or
+                the same with another value.
 
         Raises:
-            ConfigError: the name or an alias is registered already.
+            ConfigError: the name, an alias or a preset is registered already.
         """
 
         def add(entry: T) -> T:
-            for one in (name, *aliases):
-                if one in self._entries or one in self._aliases:
+            for one in (name, *aliases, *(presets or {})):
+                if one in self:
                     raise ConfigError(f"{self.kind} {one!r} is registered already; choose another name")
             self._entries[name] = entry
             self._aliases.update(dict.fromkeys(aliases, name))
+            self._presets.update({preset: (name, dict(parameters)) for preset, parameters in (presets or {}).items()})
             return entry
 
         return add
 
+    def presets(self, name: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return the presets of the entry registered as ``name``, with their parameters."""
+        return {preset: parameters for preset, (entry, parameters) in self._presets.items() if entry == name}
+
+    def expand(self, spec: Spec) -> tuple[str, dict[str, Any]]:
+        """Return name and parameters of ``spec``, without alias and preset.
+
+        Raises:
+            UnknownNameError: no such name.
+        """
+        name = self.resolve(spec.name)
+        _, preset = self._presets.get(spec.name, (name, {}))
+        return name, {**preset, **spec.parameters}
+
     def resolve(self, name: str) -> str:
-        """Return the name of the entry with the name or alias ``name``.
+        """Return the name of the entry with the name, alias or preset ``name``.
 
         Raises:
             UnknownNameError: no entry has it; the message suggests similar names and aliases.
@@ -76,7 +96,10 @@ class Registry(Generic[T]):
             return name
         if name in self._aliases:
             return self._aliases[name]
-        near = difflib.get_close_matches(name[:100].lower(), [*self._entries, *self._aliases], n=3, cutoff=0.5)
+        if name in self._presets:
+            return self._presets[name][0]
+        known = [*self._entries, *self._aliases, *self._presets]
+        near = difflib.get_close_matches(name[:100].lower(), known, n=3, cutoff=0.5)
         hint = f" Did you mean {', '.join(map(self._suggestion, near))}?" if near else ""
         raise UnknownNameError(
             f"unknown {self.kind} {shown(name)}.{hint} Available: {', '.join(self.names())}"
@@ -106,11 +129,12 @@ class Registry(Generic[T]):
             UnknownNameError: no such name.
             ConfigError: an unknown parameter, or a value of another type or outside of its range.
         """
-        entry: Any = self._checked(spec)
+        name, parameters = self._checked(spec)
+        entry: Any = self._entries[name]
         taken = parameters_of(entry)
         made = {part: make() for part, make in (parts or {}).items() if part in taken}
-        with refused_by_pydantic(self.resolve(spec.name)):
-            return entry(**made, **spec.parameters)
+        with refused_by_pydantic(name):
+            return entry(**made, **parameters)
 
     def check(self, spec: Spec) -> None:
         """Check the name and the parameters of ``spec`` without creating ``parts``, so before a model is loaded.
@@ -119,18 +143,19 @@ class Registry(Generic[T]):
             UnknownNameError: no such name.
             ConfigError: an unknown parameter, or a value of another type or outside of its range.
         """
-        entry: Any = self._checked(spec)
-        with refused_by_pydantic(self.resolve(spec.name)):
+        name, parameters = self._checked(spec)
+        entry: Any = self._entries[name]
+        with refused_by_pydantic(name):
             if any(part in parameters_of(entry) for part in self.parts):
-                check_fields(entry, spec.parameters)
+                check_fields(entry, parameters)
             else:
-                entry(**spec.parameters)
+                entry(**parameters)
 
-    def _checked(self, spec: Spec) -> T:
-        """Return the entry of ``spec``, after a check of its name and the names of its parameters."""
-        name = self.resolve(spec.name)
-        check_names(f"{self.kind} {name}", spec.parameters, self.parameters(name))
-        return self._entries[name]
+    def _checked(self, spec: Spec) -> tuple[str, dict[str, Any]]:
+        """Return ``spec`` expanded, after a check of its name and the names of its parameters."""
+        name, parameters = self.expand(spec)
+        check_names(f"{self.kind} {name}", parameters, self.parameters(name))
+        return name, parameters
 
     def names(self) -> tuple[str, ...]:
         """Return all names, sorted, without aliases."""
@@ -146,10 +171,10 @@ class Registry(Generic[T]):
             yield name, self._entries[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries or name in self._aliases
+        return name in self._entries or name in self._aliases or name in self._presets
 
     def _suggestion(self, name: str) -> str:
-        return f"{name!r} ({self._aliases[name]})" if name in self._aliases else repr(name)
+        return repr(name) if name in self._entries else f"{name!r} ({self.resolve(name)})"
 
 
 def check_names(label: str, given: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:

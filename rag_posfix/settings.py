@@ -148,7 +148,7 @@ class Settings(BaseSettings):
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
     tp: int = Field(default=1, ge=1)
     index: Path | None = None
-    mitigation: str = "context_experts"
+    mitigation: str = "default"
     order: str = "relevance"
     profile: Path | None = None
     passage_tokens: int | None = Field(default=None, ge=1)

@@ -53,7 +53,7 @@ def demo(
     questions: Annotated[int, typer.Option("--questions", min=1, max=24, help="Number of questions.")] = 3,
     mitigation: Annotated[
         str, typer.Option("--mitigation", help="Method to compare with the unmodified model.")
-    ] = "context_experts",
+    ] = "default",
     model: ModelName = None,
     device: DeviceName = None,
     as_json: AsJson = False,

@@ -31,7 +31,7 @@ Mitigations = Annotated[
     str | None,
     typer.Option(
         "--mitigation",
-        help="Methods, comma-separated; name:parameter=value, values in JSON. Default: none,context_experts; with "
+        help="Methods, comma-separated; name:parameter=value, values in JSON. Default: none,default; with "
         "--arrangement: none.",
     ),
 ]

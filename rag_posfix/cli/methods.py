@@ -10,6 +10,7 @@ import typer
 
 from rag_posfix.cli.options import AsJson
 from rag_posfix.cli.output import emit_json, out
+from rag_posfix.contracts.method_spec import MethodSpec
 
 __all__ = ["describe_mitigation", "methods"]
 
@@ -26,6 +27,7 @@ def describe_mitigation(cls: Any) -> dict[str, Any]:
     return {
         "name": cls.name,
         "aliases": list(MITIGATIONS.aliases(cls.name)),
+        "presets": {preset: dict(parameters) for preset, parameters in MITIGATIONS.presets(cls.name).items()},
         "summary": (inspect.getdoc(cls) or "").split("\n", 1)[0],
         "paper": cls.paper,
         "deviations": list(cls.deviations),
@@ -75,6 +77,9 @@ def _show(mitigations: list[dict[str, Any]]) -> None:
         order_free = "yes" if one["order_invariant"] else "no"
         table.add_row(_with_aliases(one["name"], one["aliases"], "\n"), order_free, one["summary"], parameters)
     out().print(table)
+    for one in mitigations:
+        for preset, parameters in one["presets"].items():
+            out().print(f"{preset}: {MethodSpec(one['name'], parameters).label}", highlight=False)
     for kind, registry in (("orders", ORDERS), ("rerankers", RERANKERS)):
         names = (_with_aliases(name, registry.aliases(name), " ") for name in registry.names())
         out().print(f"{kind}: {', '.join(names)}", highlight=False)

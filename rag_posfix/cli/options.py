@@ -31,7 +31,7 @@ __all__ = [
     "split_outside",
 ]
 
-BASIC_METHODS = "none,context_experts"
+BASIC_METHODS = "none,default"
 """What is compared where the command line does not say."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]

@@ -24,7 +24,9 @@ __all__ = ["ContextExperts"]
 DIVERGENCE = "divergence"
 
 
-@MITIGATIONS.register("context_experts", aliases=("pced",))
+@MITIGATIONS.register(
+    "context_experts", aliases=("pced",), presets={"default": {"contrast": 0.3, "relevance": "both"}}
+)
 @dataclass(frozen=True)
 class ContextExperts(Mitigation):
     """Read the question once per passage and once without any, and combine the next-token distributions of these rows.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rag_posfix.contracts.method_spec import split_outside
+from rag_posfix.contracts.method_spec import MethodSpec, split_outside
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create
 from rag_posfix.parameters import shown
@@ -95,10 +95,11 @@ def _canonical(given: Any) -> str:
     fields = _fields(given)
     if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
         raise ConfigError(f'stack: {shown(given)} must be a name, or {{"name": ..., parameter: value}}')
-    name = MITIGATIONS.resolve(fields["name"])
+    name, parameters = MITIGATIONS.expand(
+        MethodSpec(fields["name"], {key: value for key, value in fields.items() if key != "name"})
+    )
     if name == Stack.name:
         raise ConfigError("stack: a stack cannot hold a stack; list its methods instead")
-    parameters = {key: value for key, value in fields.items() if key != "name"}
     try:
         return json.dumps({"name": name, **parameters}, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:

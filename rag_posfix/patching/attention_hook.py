@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from rag_posfix.attention.causal import attend_causal_rows
 from rag_posfix.attention.weights import head_attention, last_query_attention
 from rag_posfix.errors import GenerationError
-from rag_posfix.patching.forward_context import ForwardContext, Observer, current
+from rag_posfix.patching.forward_context import ForwardContext, LastLayerRead, Observer, current
 from rag_posfix.patching.hidden import attend_with_scaled_channel
 from rag_posfix.patching.rotation import LayerRotation, layer_rotation
 from rag_posfix.patching.spec import ModelSpec
@@ -92,7 +92,11 @@ def hooked_attention(
             module, query, key, value, attention_mask, **kwargs
         )
         return stock
-    return _Layer(module, context, attention_mask, kwargs).run(query, key, value), None
+    layer = _Layer(module, context, attention_mask, kwargs)
+    if context.last_layer == layer.layer:  # its keys are in the cache; what its attention returns, nobody reads
+        layer.observe(query, key)
+        raise LastLayerRead
+    return layer.run(query, key, value), None
 
 
 class _Layer:
@@ -114,7 +118,7 @@ class _Layer:
             return self._attend(
                 query, key, value, layer_rotation(self.context.overrides, _needed(self.context)[0], self.module)
             )
-        self._observe(query, key)
+        self.observe(query, key)
         return self._plain(query, key, value)
 
     def _rotating(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -126,7 +130,7 @@ class _Layer:
                 self.module, self.context, overrides.hidden_scale, rotation, query, key, positions,
                 lambda q, k: self._plain(q, k, value),
             )  # fmt: skip
-            self._observe(turned, key)
+            self.observe(turned, key)
             return out
         attend = overrides.attend if self._in_layers() else None
         rotated = Rotated.BOTH if attend is None else attend.rotated
@@ -137,7 +141,7 @@ class _Layer:
         query = rotation(query, positions[:, -n_query:])
         if attend is not None:
             return self._attend(query, key, value, rotation)
-        self._observe(query, key)
+        self.observe(query, key)
         return self._plain(query, key, value)
 
     def _rotation(self, query: Tensor, key: Tensor) -> LayerRotation:
@@ -180,7 +184,7 @@ class _Layer:
         )
         out, newest = attend(given)  # (B, Hq, Tq, D)
         if observer is not None and newest is None:
-            self._observe(*ordinary())
+            self.observe(*ordinary())
         elif observer is not None and newest is not None:
             observer.add(newest)
         return out.transpose(1, 2)
@@ -211,7 +215,7 @@ class _Layer:
         observer = self.context.observer
         return observer if observer is not None and observer.asks(self.layer) else None
 
-    def _observe(self, query: Tensor, key: Tensor) -> None:
+    def observe(self, query: Tensor, key: Tensor) -> None:
         """Hand the attention of the newest queries to the observer."""
         observer = self._observer()
         if observer is None:

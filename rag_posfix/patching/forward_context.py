@@ -103,6 +103,10 @@ class LayerState:
         return LayerState(dict(self.head_divisors), {})
 
 
+class LastLayerRead(Exception):
+    """Ends a forward pass after ``ForwardContext.last_layer``. Whoever sets ``last_layer`` catches it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardContext:
     """What one forward pass does differently.
@@ -118,6 +122,8 @@ class ForwardContext:
         on_hidden_states: Receives each layer's number and what its attention reads, (B, Tq, hidden).
         starts: The first token of each row among the keys; those before it are padding. If given, causality and
             padding follow from it, and a mask is made only where the plan has one. None: the model's own mask counts.
+        last_layer: The pass ends with the keys, values and observed attention of this layer, by ``LastLayerRead``; for
+            contexts without overrides. None reads all layers.
         slices: Parts of the batch with caches of their own, in the order of the batch; then nothing above is used.
     """
 
@@ -129,6 +135,7 @@ class ForwardContext:
     observer: Observer | None = None
     on_hidden_states: Callable[[int, Tensor], None] | None = None
     starts: tuple[int, ...] | None = None
+    last_layer: int | None = None
     slices: tuple[BatchSlice, ...] = ()
 
 

@@ -19,7 +19,7 @@ __all__ = ["order_with_values", "with_file_parameters"]
 
 
 def with_file_parameters(spec: MethodSpec, registry: Registry[Any]) -> MethodSpec:
-    """Return ``spec`` under its registry name, with file parameters replaced by the values of their files.
+    """Return ``spec`` without alias and preset, with file parameters replaced by the values of their files.
 
     Methods in the parameters of ``spec`` (``stack``) are processed in the same way.
 
@@ -31,9 +31,9 @@ def with_file_parameters(spec: MethodSpec, registry: Registry[Any]) -> MethodSpe
         UnknownNameError: no such name.
         ConfigError: a file cannot be read, or has a parameter that is also given directly.
     """
-    name = registry.resolve(spec.name)
+    name, given = registry.expand(spec)
     entry = registry.get(name)
-    parameters = _with_values(name, spec.parameters, getattr(entry, "file_parameters", {}))
+    parameters = _with_values(name, given, getattr(entry, "file_parameters", {}))
     held = getattr(entry, "holds_methods", "")
     if held and isinstance(parameters.get(held), list | tuple):
         parameters[held] = [_member(member, registry) for member in parameters[held]]

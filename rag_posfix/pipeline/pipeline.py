@@ -51,7 +51,7 @@ class Defaults:
             make decoding a few per cent slower.
     """
 
-    mitigation: MitigationChoice = field(default_factory=lambda: MitigationChoice("context_experts"))
+    mitigation: MitigationChoice = field(default_factory=lambda: MitigationChoice("default"))
     order: str = "relevance"
     k: int = 10
     sampling: Sampling = field(default_factory=Sampling)

@@ -166,3 +166,43 @@ def test_a_check_needs_no_part_and_creating_does(methods):
     methods.check(spec)
     with pytest.raises(ConfigError, match="Field required"):
         methods.create(spec, {})
+
+
+@dataclass(frozen=True)
+class Scaled:
+    factor: Annotated[float, Number(0, 2)] = 1.0
+    kind: str = "plain"
+
+    def __post_init__(self) -> None:
+        check_parameters(self, "scaled")
+
+
+@pytest.fixture
+def scaled() -> Registry[type[Scaled]]:
+    registry: Registry[type[Scaled]] = Registry("mitigation")
+    registry.register("scaled", aliases=("paper",), presets={"default": {"factor": 0.5, "kind": "soft"}})(Scaled)
+    return registry
+
+
+def test_a_preset_stands_for_an_entry_with_parameters_that_a_user_may_replace(scaled):
+    assert scaled.create(MethodSpec("default")) == Scaled(0.5, "soft")
+    assert scaled.create(MethodSpec("default", {"factor": 2.0})) == Scaled(2.0, "soft")
+    assert scaled.expand(MethodSpec("default", {"kind": "x"})) == ("scaled", {"factor": 0.5, "kind": "x"})
+    assert scaled.create(MethodSpec("paper")) == scaled.create(MethodSpec("scaled")) == Scaled()
+    assert scaled.presets("scaled") == {"default": {"factor": 0.5, "kind": "soft"}}
+    assert scaled.names() == ("scaled",)
+
+
+def test_parameters_beside_a_preset_are_checked(scaled):
+    with pytest.raises(ConfigError, match="factor"):
+        scaled.check(MethodSpec("default", {"factor": 3.0}))
+    with pytest.raises(ConfigError, match="mitigation scaled has no parameter 'facto'"):
+        scaled.check(MethodSpec("default", {"facto": 1.0}))
+
+
+def test_a_preset_takes_no_name_that_exists_and_is_suggested(scaled):
+    for taken in ("scaled", "paper", "default"):
+        with pytest.raises(ConfigError, match="is registered already"):
+            scaled.register("other", presets={taken: {}})(Scaled)
+    with pytest.raises(UnknownNameError, match=r"Did you mean 'default' \(scaled\)"):
+        scaled.get("defaul")

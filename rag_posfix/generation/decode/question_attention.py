@@ -34,8 +34,9 @@ def question_attention(
 
     Formula: s_i = sum over the layers and all heads, or over ``heads``, of the mean over the suffix's tokens t of
         A(t, i).
-    Cost: prefix and passages are read once, then each suffix. Of each layer's attention only the suffix's rows are
-        materialised. Where layers do not keep all keys (sliding windows), each prompt is read whole.
+    Cost: prefix and passages are read once, then each suffix. Layers after the last one that counts do not run, except
+        for what the store keeps. Of each layer's attention only the suffix's rows are materialised. Where layers do
+        not keep all keys (sliding windows), each prompt is read whole.
 
     Args:
         loaded: The model.
@@ -59,7 +60,8 @@ def question_attention(
         raise ConfigError(
             f"{len(layouts)} prompts differ before their suffix; give prompts with the same prefix and passages"
         )
-    before = prefill_context(loaded, layouts[0], kv_lookup) if layouts and loaded.keeps_all_keys else None
+    last = max(by_layer or layers or [shape.n_layers - 1])
+    before = prefill_context(loaded, layouts[0], kv_lookup, last) if layouts and loaded.keeps_all_keys else None
     found = []
     for layout in layouts:
         if check is not None:
@@ -87,11 +89,12 @@ def question_attention_by_head(
     """
     shape = loaded.spec.shape
     heads = {layer: tuple(range(shape.n_heads)) for layer in range(shape.n_layers)}
-    before = prefill_context(loaded, layouts[0], kv_lookup) if layouts and loaded.keeps_all_keys else None
+    last = shape.n_layers - 1
+    before = prefill_context(loaded, layouts[0], kv_lookup, last) if layouts and loaded.keeps_all_keys else None
     found = []
     for layout in layouts:
         observer = Observer(queries=len(layout.suffix), heads=heads)
-        _read_suffix(loaded, layout, before, observer)
+        _read_suffix(loaded, layout, before, observer, last)
         found.append(torch.stack([observer.by_head[layer][0].float().cpu() for layer in heads]))
     return found
 
@@ -109,15 +112,17 @@ def _by_layer(heads: Collection[tuple[int, int]], shape: ModelShape) -> dict[int
     return found
 
 
-def _read_suffix(loaded: LoadedModel, layout: Layout, before: SequenceBatch | None, observer: Observer) -> None:
-    """Read what ``before`` does not hold of a prompt."""
+def _read_suffix(
+    loaded: LoadedModel, layout: Layout, before: SequenceBatch | None, observer: Observer, last_layer: int
+) -> None:
+    """Read what ``before`` does not hold of a prompt, up to the last layer that counts."""
     if before is None:
         start, batch = 0, SequenceBatch.empty(loaded)
     else:
         start, batch = layout.suffix.start, before.branch()
     ids = torch.tensor([layout.token_ids[start:]], device=loaded.device)
     positions = torch.arange(start, len(layout.token_ids), dtype=torch.float32)
-    batch.forward(ids, positions[None], 1, observer)
+    batch.read_layers(ids, positions[None], last_layer, observer)
 
 
 def _of_suffix(
@@ -130,7 +135,7 @@ def _of_suffix(
     """Return the attention to every token, (T,) float32 on the CPU."""
     asked = None if layers is None else frozenset(layers)
     observer = Observer(queries=len(layout.suffix), layers=asked, heads=heads)
-    _read_suffix(loaded, layout, before, observer)
+    _read_suffix(loaded, layout, before, observer, max(heads or layers or [loaded.spec.shape.n_layers - 1]))
     if heads is not None:
         return torch.stack([found[0].sum(dim=0).float().cpu() for found in observer.by_head.values()]).sum(dim=0)
     if observer.total is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rag_posfix.generation.model.kv_cache import ConcatenatedCache, GrowingCache
-from rag_posfix.patching.forward_context import BatchSlice, ForwardContext, LayerState, Observer, Overrides, active
+from rag_posfix.patching.forward_context import (
+    BatchSlice,
+    ForwardContext,
+    LastLayerRead,
+    LayerState,
+    Observer,
+    Overrides,
+    active,
+)
 from rag_posfix.patching.placement import main_device
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
@@ -125,6 +134,24 @@ class SequenceBatch:
             positions = positions.to(self.loaded.device)
         context = self.append(positions, observer, ends_prompt=ends_prompt)
         return run_model(self.loaded, context, self.cache, token_ids, _as_ids(positions, self.integer_positions), keep)
+
+    def read_layers(
+        self, token_ids: Tensor, positions: Tensor, last_layer: int, observer: Observer | None = None
+    ) -> None:
+        """Append tokens to every row in the layers up to ``last_layer``; the later layers do not run.
+
+        For batches without overrides. Only ``read_layers`` may follow, with the same ``last_layer`` or an earlier one.
+
+        Args:
+            token_ids: (R, Tq), the tokens.
+            positions: (R, Tq) float32, where they stand: whole numbers.
+            last_layer: The last layer that runs, from 0.
+            observer: Receives the attention of the newest tokens.
+        """
+        context = self.append(positions.to(self.loaded.device), observer, ends_prompt=False)
+        with contextlib.suppress(LastLayerRead):
+            ids = _as_ids(positions, integer=True)
+            run_model(self.loaded, replace(context, last_layer=last_layer), self.cache, token_ids, ids, 1)
 
     def append(
         self, positions: Tensor, observer: Observer | None = None, *, ends_prompt: bool = True

@@ -49,10 +49,18 @@ def extend(loaded: LoadedModel, layout: Layout, row: RowPlan, before: SequenceBa
     return _prefill_rest(loaded, layout, resolved, before.truncated(length, resolved.overrides), 1)
 
 
-def prefill_context(loaded: LoadedModel, layout: Layout, kv_lookup: KVLookup | None = None) -> SequenceBatch:
+def prefill_context(
+    loaded: LoadedModel, layout: Layout, kv_lookup: KVLookup | None = None, last_layer: int | None = None
+) -> SequenceBatch:
     """Read prefix and passages of a prompt as the model was trained to; any suffix may follow in the batch returned.
 
     For models whose every layer keeps all keys. Shares what ``kv_lookup`` finds with prompts that are read whole.
+
+    Args:
+        loaded: The model.
+        layout: The prompt.
+        kv_lookup: The passage KV store; it keeps all layers, so all are read.
+        last_layer: Without ``kv_lookup``: the last layer that is read (``SequenceBatch.read_layers``); None reads all.
     """
     row = resolve(RowPlan(reusable=layout.boundaries), layout, loaded.device)
     if kv_lookup is not None and row.reusable:
@@ -64,7 +72,11 @@ def prefill_context(loaded: LoadedModel, layout: Layout, kv_lookup: KVLookup | N
     context = layout.token_ids[: layout.suffix.start]
     if context:
         ids = torch.tensor([context], device=loaded.device)
-        batch.forward(ids, row.positions[:, : len(context)], keep=1, ends_prompt=False)
+        positions = row.positions[:, : len(context)]
+        if last_layer is None:
+            batch.forward(ids, positions, keep=1, ends_prompt=False)
+        else:
+            batch.read_layers(ids, positions, last_layer)
     return batch
 
 

@@ -54,7 +54,7 @@ class RagPosfixChatModel(BaseChatModel):
     """
 
     model_name: str = Field(default="smollm2", alias="model")
-    mitigation: str = "context_experts"
+    mitigation: str = "default"
     mitigation_parameters: Mapping[str, Any] = Field(default_factory=dict)
     order: str = "relevance"
     temperature: float = 0.0

@@ -205,3 +205,26 @@ def test_padding_in_front_gets_nothing():
     # Row 0: 4 and 5 keys, evenly. Row 1: keys 3, and 3 with 4: (1 + 1/2) / 2 and (0 + 1/2) / 2.
     assert found[0].tolist() == pytest.approx([(1 / 4 + 1 / 5) / 2] * 4 + [1 / 10])
     assert found[1].tolist() == pytest.approx([0, 0, 0, 0.75, 0.25])
+
+
+@pytest.mark.parametrize(("asked", "expected"), [({"layers": [0]}, []), ({"heads": [(1, 2)]}, [0]), ({}, [0, 1])])
+def test_layers_after_the_last_one_that_counts_do_not_run(loaded, asked, expected):
+    read = []
+    handles = [
+        layer.mlp.register_forward_hook(lambda module, arguments, output, number=number: read.append(number))
+        for number, layer in enumerate(loaded.model.model.layers)
+    ]
+    question_attention(loaded, [LAYOUT, OTHER], **asked)
+    for handle in handles:
+        handle.remove()
+    # Passages once, each suffix once. The perceptron of the last layer that counts gives nothing that is looked at.
+    assert read == expected * 3
+
+
+def test_what_the_store_keeps_is_read_in_all_layers(loaded):
+    store = PassageStore([MemoryPassages(1 << 20)])
+    engine = engine_of(loaded, store)
+    short = engine.question_attention([LAYOUT], layers=[0])
+    assert short == engine_of(loaded).question_attention([LAYOUT], layers=[0])
+    request = GenerationRequest(LAYOUT, MitigationChoice("none"), Sampling(max_tokens=3))
+    assert engine.generate(request).token_ids == engine_of(loaded).generate(request).token_ids
