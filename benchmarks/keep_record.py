@@ -1,7 +1,8 @@
 """Puts a record into benchmarks/results under a name: ``python -m benchmarks.keep_record RECORD NAME``.
 
 RECORD is the ``.json`` file that a command wrote with ``--out``, its rows beside it; or what ``rag-posfix demo
---json`` printed, which becomes a record of kind ``demo`` with a summary.
+--json`` printed, which becomes a record of kind ``demo`` with a summary. The summary of a position experiment is made
+anew from its rows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rag_posfix.evaluation.answers.position_summary import PositionRow, summarize_positions
 from rag_posfix.evaluation.record import read_head, read_record, save_record
 
 RESULTS = Path(__file__).parent / "results"
@@ -29,7 +31,17 @@ def keep(source: Path, target: Path) -> None:
         save_record(target, {"kind": "demo", **head, "summary": summarize_demo(rows)}, rows)
         return
     record = read_record(source)
+    if head.get("kind") == "positions":
+        head = {**record.head, "summary": summarize_positions([position_row(row) for row in record.rows])}
+        save_record(target, head, record.rows)
+        return
     save_record(target, record.head, record.rows if "rows" in head else None)
+
+
+def position_row(row: Mapping[str, Any]) -> PositionRow:
+    """Return a row of a position experiment; the positions of several gold passages are a tuple again."""
+    position = row["gold_position"]
+    return PositionRow(**{**row, "gold_position": tuple(position) if isinstance(position, list) else position})
 
 
 def summarize_demo(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

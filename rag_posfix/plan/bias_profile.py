@@ -1,7 +1,9 @@
 """Bias profiles: how a model favours places of a prompt, measured once. Reading, checking and stretching them.
 
 A slot profile holds one number for each slot of a prompt: the attention that a dummy passage got there. A channel
-profile names the hidden channel that follows the position. The probes write both as JSON files; methods take values.
+profile names the hidden channel that follows the position. A head list names the attention heads that find passages.
+The probes write them as JSON files; methods take values. Slot profiles and head lists of the packaged models are
+shipped: where a method takes the path of a file, ``smollm2`` or ``gemma3-270m`` is that of the model.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from rag_posfix.errors import ConfigError
@@ -22,6 +25,7 @@ __all__ = [
     "BIAS_PROFILE",
     "FileReader",
     "bias_profile_from",
+    "packaged_profiles",
     "read_channel_profile",
     "read_head_list",
     "scaled",
@@ -33,6 +37,9 @@ FILE_BYTES = 1 << 20
 
 BIAS_PROFILE = Numbers(0, 1e6, fewest=2, most=1000, nonzero=True)
 """What a slot profile may hold: attention in any unit."""
+
+PACKAGED = Path(__file__).parent / "profiles"
+"""Shipped profiles, written by ``python -m benchmarks.packaged_profiles``."""
 
 FileReader = Callable[[str], Mapping[str, Any]]
 """Path of a file -> values of parameters."""
@@ -88,8 +95,18 @@ def read_head_list(path: str) -> Mapping[str, Any]:
     return {"heads": found}
 
 
+def packaged_profiles() -> tuple[str, ...]:
+    """Return the names of the models whose profiles are shipped."""
+    return tuple(sorted(path.stem for path in PACKAGED.glob("*.json")))
+
+
 def _read_json(path: str, expected: str) -> Any:
-    """Return what a regular file holds; devices and pipes are refused, and no more than ``FILE_BYTES`` are read."""
+    """Return what a regular file holds; devices and pipes are refused, and no more than ``FILE_BYTES`` are read.
+
+    The name of a packaged model is its shipped profile, unless a file has that name.
+    """
+    if path in packaged_profiles() and not os.path.exists(path):
+        path = str(PACKAGED / f"{path}.json")
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(descriptor, "rb") as opened:

@@ -51,7 +51,7 @@ def probe_slot_attention(
 ) -> SlotAttentionRecord:
     """Measure the attention to a dummy passage in each slot, averaged over questions (``mean_dummy_attention``).
 
-    The gold passage stands at another position from question to question.
+    The gold passage stands at another position from question to question; several of them stand first.
 
     Args:
         data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
@@ -69,7 +69,7 @@ def probe_slot_attention(
     """
     examples = take_examples(data, limit, skip)
     for example in examples:  # before the model: too few passages are told at once
-        example.documents(documents, 0)
+        example.documents(documents)
     if engine is None:
         with progress("loading the model"):
             from rag_posfix.pipeline.build import build_engine
@@ -126,8 +126,9 @@ def mean_dummy_attention(
 
 
 def _layout(engine: Engine, example: PositionExample, count: int, gold_position: int) -> Layout:
+    documents = example.documents(count, gold_position if len(example.gold) == 1 else None)
     assembled = Assembler(engine.encoder, engine.context_window).assemble(
-        example.question, example.documents(count, gold_position), order="original", max_new_tokens=1
+        example.question, documents, order="original", max_new_tokens=1
     )
     if assembled.layout.n_passages != count or assembled.truncated:
         raise EvaluationError(

@@ -61,8 +61,9 @@ class InContextReranker(PassageReadingReranker, WindowedReranker):
         layers: Indices of the layers that are used, from 0; all if None, as in the paper. Only few layers carry the
             signal (Selective-ICR, https://arxiv.org/abs/2602.22591, uses those in the middle).
         heads: The query heads that are used, as [[layer, head], ...] from 0, in place of ``layers``; all if None. On
-            the command line also a record of ``rag-posfix probe retrieval-heads``. Few heads retrieve (QRHead,
-            https://arxiv.org/abs/2506.09944; CoRe, https://arxiv.org/abs/2510.02219).
+            the command line also a record of ``rag-posfix probe retrieval-heads``, or ``smollm2`` or ``gemma3-270m``
+            for the shipped lists. Few heads retrieve (QRHead, https://arxiv.org/abs/2506.09944; CoRe,
+            https://arxiv.org/abs/2510.02219).
     """
 
     name: ClassVar[str] = "in_context"

@@ -7,12 +7,8 @@ import pytest
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answering import AnswerJournal
-from rag_posfix.evaluation.answers.positions import (
-    PositionRow,
-    answer_at_positions,
-    evaluate_positions,
-    summarize_positions,
-)
+from rag_posfix.evaluation.answers.position_summary import PositionRow, summarize_positions
+from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
 
 
@@ -251,6 +247,16 @@ class TestSummary:
         # Question a alone: 1 - 0 and 1 - 1; question b alone: 0 - 0 and 0 - 1; both: 0.5 and -0.5.
         assert versus["worst_minus_worst_accuracy_ci95"] == [0.0, 1.0]
         assert versus["worst_minus_best_accuracy_ci95"] == [-1.0, 0.0]
+
+    def test_questions_are_split_by_whether_the_scorer_finds_the_gold_passage(self):
+        ranked = [replace(row, gold_rank={"a": 1, "b": 3}[row.question]) for row in OUTCOMES]
+        found = summarize_positions(ranked)["mitigations"]["none"]["by_scorer"]
+        # Position 9 is the worst of none: a is wrong there, b too; the gold passage alone is enough for both.
+        assert found["gold_first"] == {"share": 0.5, "accuracy": 0.0, "gold_only_accuracy": 1.0}
+        assert found["gold_later"] == {"share": 0.5, "accuracy": 0.0, "gold_only_accuracy": 1.0}
+        # Position 0 is the worst of method: a is right there, and b is not.
+        found = summarize_positions(ranked)["mitigations"]["method"]["by_scorer"]
+        assert (found["gold_first"]["accuracy"], found["gold_later"]["accuracy"]) == (1.0, 0.0)
 
     def test_rows_that_were_known_are_counted(self):
         assert summarize_positions(OUTCOMES)["reused"] == 0

@@ -7,7 +7,8 @@ import pytest
 from rag_posfix.cli.options import parse_gold_positions
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.answers.positions import answer_at_positions, summarize_positions
+from rag_posfix.evaluation.answers.position_summary import summarize_positions
+from rag_posfix.evaluation.answers.positions import answer_at_positions
 from rag_posfix.evaluation.data.datasets import load_examples
 from rag_posfix.evaluation.data.position_example import position_label
 from tests.support.tiny_evaluation import Alphabetical, tiny_engine
