@@ -123,6 +123,19 @@ POSITION_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
+def bounds(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per order-free method: accuracy where its scorer finds the gold passage, and where it does not."""
+    found = "scorer finds the gold passage"
+    yield ["method", found, "accuracy there (gold alone)", "accuracy elsewhere (gold alone)", "in all (gold alone)"]
+    alone = heads[0]["summary"]["gold_only"]["accuracy"]
+    for name, one in methods_of(heads).items():
+        if one["answers_that_change"]:
+            continue
+        first, later = one["by_scorer"]["gold_first"], one["by_scorer"]["gold_later"]
+        cells = [short(f"{part['accuracy']:.2f} ({part['gold_only_accuracy']:.2f})") for part in (first, later)]
+        yield [label(name), percent(first["share"]), *cells, short(f"{one['worst']:.2f} ({alone:.2f})")]
+
+
 def floor_and_ceiling(heads: Sequence[Head]) -> str:
     """Return the number of questions, and the scores with the gold passage alone and without passages."""
     summary = heads[0]["summary"]
@@ -300,6 +313,7 @@ LAYOUTS: dict[str, Layout] = {
             "sound answers",
         ),
     ),
+    "bounds": bounds,
     "permutations": permutations,
     "rerank": rerank,
     "rerank-positions": rerank_positions,

@@ -31,7 +31,8 @@ DIVERGENCE = "divergence"
 class ContextExperts(Mitigation):
     """Read the question once per passage and once without any, and combine the next-token distributions of these rows.
 
-    Each row (expert) holds one passage, so passages have no order, and the answer cannot depend on it.
+    Each row (expert) holds one passage, so passages have no order, and the answer cannot depend on it. The name
+    ``default``, which is used where no method is named, stands for ``context_experts:contrast=0.3:relevance=both``.
 
     Source: PCED, Parallel Context-of-Experts Decoding (2026), https://arxiv.org/abs/2601.08670
     Formula: s_k = log-softmax of expert k, s_0 that of the row without passages, r_k the passage's relevance:
@@ -44,10 +45,10 @@ class ContextExperts(Mitigation):
         contrast="divergence": the contrast of expert k at this token is JSD(p_k, p_0), the Jensen-Shannon divergence
         in bits between the distributions of the expert and of the row without passages, 0 (equal) to 1 (disjoint).
     Differs from the paper: experts are pooled as a mixture whose weights follow the answer so far (``hold``), because
-        a change of the expert at every token generates broken text; contrast is 0 by default for the same reason;
-        relevance is the likelihood of the question after the passage, from the same forward pass, because it finds the
-        gold passage more often than small embeddings do. ``pool="max", hold=0, relevance="given", contrast=...`` is
-        the paper's rule.
+        a change of the expert at every token generates broken text; without ``hold``, contrast does so too; relevance
+        is the likelihood of the question after the passage, from the same forward pass, because it finds the gold
+        passage more often than small embeddings do. ``pool="max", hold=0, relevance="given", contrast=...`` is the
+        paper's rule.
     Cost: N + 1 rows of prefix + passage + question; the passages are encoded once, in one batch. Each decode step
         runs N + 1 rows. ``experts`` limits N.
     Limits: every model, including those with sliding windows. Facts of two passages cannot be combined in an answer.
@@ -75,7 +76,7 @@ class ContextExperts(Mitigation):
     paper: ClassVar[str] = "PCED, Parallel Context-of-Experts Decoding (2026), https://arxiv.org/abs/2601.08670"
     deviations: ClassVar[tuple[str, ...]] = (
         "Experts are pooled as a mixture that follows the answer so far, instead of a switch at every token.",
-        "Contrast is 0 by default, because it breaks the text of small models.",
+        "Contrast is 0 unless it is asked for; ``default`` has 0.3.",
         "Relevance is the likelihood of the question given the passage, or one given score per passage.",
     )
     order_invariant: ClassVar[bool] = True

@@ -11,7 +11,7 @@ from benchmarks.keep_record import RESULTS, keep
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head, read_record, save_record
 
-HEAD = {"kind": "positions", "summary": {"n": 2}}
+HEAD = {"kind": "permutations", "summary": {"n": 2}}
 ROWS = [{"question": "a"}, {"question": "b"}]
 
 
@@ -32,6 +32,21 @@ def test_a_record_is_kept_under_another_name(tmp_path):
     kept = read_record(tmp_path / "kept.json")
     assert (kept.head, list(kept.rows)) == (HEAD, ROWS)
     assert read_head(tmp_path / "kept.json")["rows"]["file"] == "kept.jsonl.gz"
+
+
+def test_the_summary_of_a_position_experiment_is_made_anew_from_its_rows(tmp_path):
+    rows = [
+        {"question": "a", "condition": "none", "gold_position": position, "answer": "x", "accuracy": accuracy,
+         "accuracy_full_text": accuracy, "log_probability": -1.0, "seconds": 1.0, "reused": False, "gold_rank": 2}
+        for position, accuracy in (([0, 1], 1.0), ([0, 9], 0.0))
+    ]  # fmt: skip
+    save_record(tmp_path / "one.json", {"kind": "positions", "model": "m", "summary": {}}, rows)
+    keep(tmp_path / "one.json", tmp_path / "kept.json")
+    kept = read_record(tmp_path / "kept.json")
+    assert list(kept.rows) == rows
+    assert kept.head["model"] == "m"
+    assert kept.head["summary"]["mitigations"]["none"]["worst"] == 0.0
+    assert list(kept.head["summary"]["mitigations"]["none"]["positions"]) == ["0+1", "0+9"]
 
 
 def test_a_record_whose_rows_were_changed_is_not_kept(tmp_path):

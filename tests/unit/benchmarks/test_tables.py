@@ -74,6 +74,15 @@ def test_arrangements_say_what_their_scorer_finds_and_how_sound_the_answers_are(
     ]
 
 
+def test_bounds_split_the_questions_by_what_the_scorer_finds():
+    split = {
+        "gold_first": {"share": 0.4, "accuracy": 0.5, "gold_only_accuracy": 0.625},
+        "gold_later": {"share": 0.6, "accuracy": 0.0, "gold_only_accuracy": 0.25},
+    }
+    lines = table([head({"none": {**NONE, "by_scorer": split}, "free": {**FREE, "by_scorer": split}})], "bounds")
+    assert lines.splitlines()[2:] == ["| `free` | 40 % | .50 (.62) | .00 (.25) | .25 (.50) |"]
+
+
 def test_of_a_method_that_several_records_hold_the_first_counts():
     lines = table([head({"none": NONE}), head({"none": FREE, "free": FREE})], "settings").splitlines()
     assert lines[2:4] == ["| `none` | -3.21 (.20) | -2.50 (1.0) |", "| `free` | -2.00 (.25) | same |"]
