@@ -25,6 +25,9 @@ class PositionExample:
         answers: Accepted answers, the first one the most usual.
         gold: The passages that the answer needs: one, or two of a multi-hop question.
         distractors: The others, the most tempting first.
+
+    Raises:
+        EvaluationError: ``gold`` is no tuple of documents.
     """
 
     id: str
@@ -32,6 +35,12 @@ class PositionExample:
     answers: tuple[str, ...]
     gold: tuple[Document, ...]
     distractors: tuple[Document, ...]
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.gold, tuple) and self.gold and all(isinstance(one, Document) for one in self.gold)):
+            raise EvaluationError(
+                f"question {self.id}: gold is a {type(self.gold).__name__}, must be a tuple of one document or more"
+            )
 
     def documents(self, count: int, gold_position: GoldPosition | None = None) -> list[Document]:
         """Return the gold passages and the first distractors, ``count`` in all.

@@ -3,7 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.plan.bias_profile import scaled, stretched
+from rag_posfix.errors import ConfigError
+from rag_posfix.plan.bias_profile import bias_profile_from, packaged_profiles, read_head_list, scaled, stretched
+
+SHAPES = {"smollm2": (30, 9), "gemma3-270m": (18, 4)}
 
 
 def test_a_profile_is_stretched_and_scaled_by_hand():
@@ -29,3 +32,29 @@ def test_stretching_is_linear_interpolation_with_aligned_ends(slots, count):
     profile = torch.rand(slots, generator=torch.Generator().manual_seed(slots))
     expected = torch.nn.functional.interpolate(profile[None, None], size=count, mode="linear", align_corners=True)
     assert stretched(profile.tolist(), count) == pytest.approx(expected[0, 0].tolist(), rel=1e-5)
+
+
+def test_the_packaged_models_have_profiles():
+    assert packaged_profiles() == tuple(sorted(SHAPES))
+
+
+@pytest.mark.parametrize("model", sorted(SHAPES))
+def test_a_packaged_profile_has_a_value_per_slot_and_heads_that_the_model_has(model):
+    slots = bias_profile_from("slots")(model)["slots"]
+    assert len(slots) == 10
+    assert slots.index(max(slots)) == 9, "both models pay most attention to the last passage"
+    layers, heads = SHAPES[model]
+    found = read_head_list(model)["heads"]
+    assert len({tuple(head) for head in found}) == len(found) == 8
+    assert all(0 <= layer < layers and 0 <= head < heads for layer, head in found)
+
+
+def test_a_file_with_the_name_of_a_packaged_model_is_that_file(tmp_path, monkeypatch):
+    (tmp_path / "smollm2").write_text("[3, 4]")
+    monkeypatch.chdir(tmp_path)
+    assert bias_profile_from("slots")("smollm2") == {"slots": (3, 4)}
+
+
+def test_a_name_that_is_neither_a_file_nor_a_packaged_model_is_refused():
+    with pytest.raises(ConfigError, match="'smollm3' cannot be read"):
+        read_head_list("smollm3")

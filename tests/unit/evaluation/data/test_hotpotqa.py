@@ -1,6 +1,7 @@
 """Questions with two gold passages: reading HotpotQA rows, and placing both passages."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,13 @@ def test_gold_passages_stand_where_they_are_put(examples, count, positions, titl
 def test_positions_that_cannot_be_are_refused(examples, count, positions, message):
     with pytest.raises(EvaluationError, match=message):
         examples[0].documents(count, positions)
+
+
+def test_gold_that_is_no_tuple_of_documents_is_refused(examples):
+    with pytest.raises(EvaluationError, match="question 5a71: gold is a Document, must be a tuple of one document"):
+        replace(examples[0], gold=examples[0].gold[0])
+    with pytest.raises(EvaluationError, match="gold is a tuple"):
+        replace(examples[0], gold=())
 
 
 def test_a_supporting_title_that_the_context_lacks_is_told(tmp_path):
