@@ -255,7 +255,7 @@ def test_bad_input_is_told_on_one_line(fields: dict[str, Any], status: int, code
 def test_a_prompt_that_is_too_long_is_an_http_error_streamed_or_not():
     for fields in ({}, {"stream": True}):
         status, error = refused(make_pipeline(window=300), max_tokens=290, **fields)
-        assert (status, error["code"]) == (413, "context_length_exceeded")
+        assert (status, error["code"]) == (400, "context_length_exceeded")
         assert "context window" in error["message"]
 
 

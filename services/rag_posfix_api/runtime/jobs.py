@@ -15,6 +15,7 @@ import anyio
 import anyio.to_thread
 from starlette.types import Receive
 
+from rag_posfix.contracts.cancellation import watch
 from rag_posfix.errors import GenerationCancelled
 from rag_posfix_api.runtime.admission import Admission, Ticket
 from rag_posfix_api.runtime.admitted import TICKET
@@ -39,6 +40,7 @@ class Job:
         self._limiter = limiter
         self._context = contextvars.copy_context()
         self._context.run(TICKET.set, ticket)
+        self._context.run(watch, ticket.check)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Return the result of ``function``, run in a worker thread."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import BaseModel, Field
 
 from rag_posfix_api.dialects.documents import DocumentInput
@@ -14,7 +16,7 @@ class RerankRequest(BaseModel):
 
     model: str | None = Field(default=None, description="Read over: one reranker is served.")
     query: str
-    documents: list[DocumentInput]
+    documents: Annotated[list[DocumentInput], Field(fail_fast=True)]
     top_n: int | None = Field(default=None, ge=1, description="How many to return; all without it.")
     return_documents: bool | None = None
 

@@ -43,7 +43,11 @@ class Message(BaseModel):
 
     role: str
     content: (
-        Annotated[Annotated[str, Tag("string")] | Annotated[list[Part], Tag("array")], Forms("string", "array")] | None
+        Annotated[
+            Annotated[str, Tag("string")] | Annotated[list[Part], Field(fail_fast=True), Tag("array")],
+            Forms("string", "array"),
+        ]
+        | None
     ) = None
 
 
@@ -67,7 +71,9 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    messages: list[Message] = Field(min_length=1, description="The last one must be the user's: it is the question.")
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
+        min_length=1, description="The last one must be the user's: it is the question."
+    )
     model: str | None = Field(default=None, description="The served model, or 'default'.")
     temperature: FiniteFloat | None = None
     top_p: FiniteFloat | None = None
@@ -75,13 +81,17 @@ class ChatRequest(BaseModel):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stop: (
-        Annotated[Annotated[str, Tag("string")] | Annotated[list[str], Tag("array")], Forms("string", "array")] | None
+        Annotated[
+            Annotated[str, Tag("string")] | Annotated[list[str], Field(fail_fast=True), Tag("array")],
+            Forms("string", "array"),
+        ]
+        | None
     ) = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="Seeds sampling and the order 'random'.")
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    documents: list[DocumentInput] | None = Field(
+    documents: Annotated[list[DocumentInput], Field(fail_fast=True)] | None = Field(
         default=None,
         description="The passages to answer from. Without the field they are retrieved, where an index is served; an "
         "empty list answers without passages.",
