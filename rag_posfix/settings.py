@@ -174,7 +174,9 @@ class ServiceSettings(BaseSettings):
         port: Port to listen on; 0 takes a free one.
         max_concurrent: Maximum number of requests that share the decode steps of the model. Each takes memory for its
             prompt.
-        max_queue: Maximum number of waiting requests; further ones are refused with 429.
+        max_queue: Maximum number of waiting requests; further ones that need the model are refused with 429.
+        max_open: Maximum number of open requests, those with cached answers included; further ones are refused with
+            429.
         queue_timeout_seconds: How long a request may wait for the model before it is refused with 429.
         request_timeout_seconds: How long a request may take in total before it is stopped with 504.
         shutdown_timeout_seconds: How long running requests may continue after a signal to stop.
@@ -189,6 +191,7 @@ class ServiceSettings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     max_concurrent: int = Field(default=8, ge=1)
     max_queue: int = Field(default=32, ge=0)
+    max_open: int = Field(default=1024, ge=1)
     queue_timeout_seconds: float = Field(default=60.0, gt=0)
     request_timeout_seconds: float = Field(default=300.0, gt=0)
     shutdown_timeout_seconds: int = Field(default=30, ge=0)

@@ -19,7 +19,7 @@ from rag_posfix.assembly.documents import (
 from rag_posfix.assembly.orders import OrderFacts, apply_order, create_order
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_passage, tokenize_prompt
-from rag_posfix.contracts.cancellation import check_wanted
+from rag_posfix.cancellation import check_wanted
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError, PromptTooLongError
 from rag_posfix.plan.layout import Layout

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rag_posfix.assembly.prompt import BLANK_LINE, PromptTemplate, merge_messages
-from rag_posfix.contracts.cancellation import check_wanted
+from rag_posfix.cancellation import check_wanted
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.layout import Layout, Span

@@ -98,7 +98,7 @@ def test_an_end_of_the_request_reaches_assembly(over: str):
     """Assembly takes no check as an argument; it reads the one of the running job."""
     import contextvars
 
-    from rag_posfix.contracts.cancellation import watch
+    from rag_posfix.cancellation import watch
 
     ticket = Ticket(10 if over == "gone" else 0, time.monotonic(), cancelled=over == "gone")
     context = contextvars.copy_context()

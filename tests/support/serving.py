@@ -35,7 +35,7 @@ def chat(question: str = QUESTION, **fields: Any) -> dict[str, Any]:
 
 def post(url: str, **fields: Any) -> httpx2.Response:
     """Ask the service at ``url`` with one document."""
-    return httpx2.post(url + CHAT, json=chat(documents=[BRIDGE], **fields), timeout=20)
+    return httpx2.post(url + CHAT, json=chat(**{"documents": [BRIDGE], **fields}), timeout=20)
 
 
 def in_flight(url: str) -> float:

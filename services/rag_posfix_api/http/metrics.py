@@ -36,9 +36,16 @@ class Metrics:
         in_flight: Returns the number of running and waiting requests.
         working: Returns the number of requests that use the model.
         is_ready: Returns whether the model is loaded.
+        oldest: Returns the age of the oldest open request in seconds.
     """
 
-    def __init__(self, in_flight: Callable[[], int], working: Callable[[], int], is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        in_flight: Callable[[], int],
+        working: Callable[[], int],
+        is_ready: Callable[[], bool],
+        oldest: Callable[[], float],
+    ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._requests = Histogram(
@@ -65,6 +72,9 @@ class Metrics:
         Gauge(
             "rag_posfix_in_flight_requests", "Requests being answered or waiting.", registry=self.registry
         ).set_function(in_flight)
+        Gauge(
+            "rag_posfix_oldest_request_seconds", "Age of the oldest open request.", registry=self.registry
+        ).set_function(oldest)
         Gauge("rag_posfix_running_answers", "Answers that the model works on.", registry=self.registry).set_function(
             working
         )

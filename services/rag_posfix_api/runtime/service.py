@@ -22,7 +22,7 @@ from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.metrics import Metrics
 from rag_posfix_api.runtime.admission import Admission
-from rag_posfix_api.runtime.admitted import AdmittedGenerator
+from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
 from rag_posfix_api.runtime.jobs import Jobs
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ class Service:
         self.started = int(time.time())
         self.chat = self._jobs(limits.max_concurrent)
         self.rerank = self._jobs(1)  # scores are not batched over requests
-        self.metrics = Metrics(self._in_flight, lambda: self.chat.admission.working, lambda: self.is_ready)
+        self.metrics = Metrics(
+            self._in_flight, lambda: self.chat.admission.working, lambda: self.is_ready, self._oldest_seconds
+        )
         self._pipeline: Pipeline | None = None
         self._loaded: Pipeline | None = None
         self._batching: BatchingGenerator | None = None
@@ -91,7 +93,8 @@ class Service:
         if callable(counts):
             self.metrics.count_reranking(counts)
         generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
-        self._pipeline = pipeline.with_generator(generator)
+        cache = None if pipeline.cache is None else AdmittedCache(pipeline.cache, self.chat.admission)
+        self._pipeline = pipeline.with_generator(generator, cache)
 
     async def load(self) -> None:
         """Build, verify and warm up the pipeline in a worker thread, then serve it. Never raises."""
@@ -152,11 +155,14 @@ class Service:
     def _jobs(self, at_once: int) -> Jobs:
         limits = self.limits
         waiting = limits.max_concurrent + limits.max_queue - at_once
-        admission = Admission(at_once, waiting, limits.queue_timeout_seconds)
+        admission = Admission(at_once, waiting, limits.queue_timeout_seconds, limits.max_open)
         return Jobs(admission, limits.request_timeout_seconds)
 
     def _in_flight(self) -> int:
         return self.chat.admission.in_flight + self.rerank.admission.in_flight
+
+    def _oldest_seconds(self) -> float:
+        return max(self.chat.admission.oldest_seconds, self.rerank.admission.oldest_seconds)
 
 
 def package_version() -> str:
