@@ -41,8 +41,8 @@ def test_a_body_of_a_million_values_is_refused_before_it_is_parsed(entry: bytes)
 
 def test_marks_inside_of_strings_are_no_values():
     text = '[{,:\\\\", ' * MAX_VALUES
-    check_shape(json.dumps({"a": text, "b": [text]}).encode())
-    check_shape(json.dumps({"a": "\\", "b": '\\"'}).encode())
+    assert check_shape(json.dumps({"a": text, "b": [text]}).encode()) < 10
+    assert check_shape(json.dumps({"a": "\\", "b": '\\"'}).encode()) < 10
 
 
 def test_as_many_values_as_allowed_and_one_more():

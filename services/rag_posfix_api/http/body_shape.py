@@ -23,8 +23,8 @@ MAX_LIST: Final = 4096
 _BRACKET = re.compile(rb"[\[{\]}]")
 
 
-def check_shape(body: bytes) -> None:
-    """Raise for a body with too many values or levels, whether or not it is valid JSON.
+def check_shape(body: bytes) -> int:
+    """Return an estimate of the number of values; raise for too many values or levels. The body may be invalid JSON.
 
     Cost: linear; about 40 ms for 8 MB.
 
@@ -40,7 +40,8 @@ def check_shape(body: bytes) -> None:
     _check_values(values)
     outside = b'"'.join(plain.split(b'"')[::2])
     # A comma or colon precedes all values but the first of each list and object.
-    _check_values(max(values, sum(outside.count(mark) for mark in (b",", b":", b"[", b"{"))))
+    values = max(values, sum(outside.count(mark) for mark in (b",", b":", b"[", b"{")))
+    _check_values(values)
     depth = 0
     for bracket in _BRACKET.findall(outside):
         depth += 1 if bracket in b"[{" else -1
@@ -48,6 +49,7 @@ def check_shape(body: bytes) -> None:
             raise TooLargeError(
                 f"the body nests lists and objects more than {MAX_DEPTH} levels deep; write it flatter"
             )
+    return values
 
 
 def check_lists(body: Any, max_list: int) -> None:
