@@ -106,3 +106,34 @@ def test_an_end_of_the_request_reaches_assembly(over: str):
     turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 3
     with pytest.raises(GenerationCancelled if over == "gone" else RequestTimeoutError):
         context.run(make_pipeline().assembler.assemble, "Why?", (), history=turns)
+
+
+@pytest.mark.parametrize("stop", ["s" * 257, ["ok", "s" * 257]])
+def test_a_stop_string_has_a_length_limit(stop: Any):
+    response = client().post(CHAT, json=chat(documents=[BRIDGE], stop=stop))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stop")
+    assert "at most 256" in response.json()["error"]["message"]
+    assert client().post(CHAT, json=chat(documents=[BRIDGE], stop="s" * 256)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["{broken", '{"name":"head_scaling","low":' + "1" * 5000 + "}", '{"a":' * 30 + "1" + "}" * 30, "{" + "x" * 10**6],
+)
+def test_inline_parameters_of_methods_are_bounded_and_never_status_500(method: str):
+    stack = {"name": "stack", "parameters": {"methods": [method]}}
+    orders = (f"profile:slots={method}", "profile:slots=" + "1" * 5000, "profile:slots=" + "[" * 50 + "]" * 50)
+    for fields in ({"mitigation": stack}, *({"order": order} for order in orders)):
+        response = client().post(CHAT, json=chat(documents=[BRIDGE], **fields))
+        assert response.status_code == 400
+        assert len(response.content) < 1000
+
+
+def test_the_schema_tells_the_roles_and_that_a_query_is_not_blank():
+    schemas = client().get("/openapi.json").json()["components"]["schemas"]
+    assert schemas["Message"]["properties"]["role"]["enum"] == ["system", "developer", "user", "assistant"]
+    assert schemas["RerankRequest"]["properties"]["query"]["pattern"] == r"\S"
+    number = next(
+        one for one in schemas["ChatRequest"]["properties"]["temperature"]["anyOf"] if one["type"] == "number"
+    )
+    assert (number["minimum"], number["maximum"]) == (0, 5)

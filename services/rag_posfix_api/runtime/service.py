@@ -16,10 +16,12 @@ from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
+from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError
 from rag_posfix_api.http.facts import Facts
+from rag_posfix_api.http.identifiers import Identifiers
 from rag_posfix_api.http.metrics import Metrics
 from rag_posfix_api.runtime.admission import Admission
 from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
@@ -45,6 +47,7 @@ class Service:
         self.settings = settings
         self.limits = limits
         self.started = int(time.time())
+        self.identifiers = Identifiers()
         self.chat = self._jobs(limits.max_concurrent)
         self.rerank = self._jobs(1)  # scores are not batched over requests
         self.metrics = Metrics(
@@ -127,7 +130,7 @@ class Service:
         """
         if name not in (self.model_id, self.settings.model, "default", ""):
             raise ModelNotFoundError(
-                f"model {name!r} is not served here; use {self.model_id!r} or 'default'", param="model"
+                f"model {shown(name)} is not served here; use {self.model_id!r} or 'default'", param="model"
             )
 
     def record(self, answer: Answer, facts: Facts) -> None:

@@ -15,7 +15,7 @@ class RerankRequest(BaseModel):
     """A query and the documents to score."""
 
     model: str | None = Field(default=None, description="Read over: one reranker is served.")
-    query: str
+    query: str = Field(json_schema_extra={"pattern": r"\S"})
     documents: Annotated[list[DocumentInput], Field(fail_fast=True)]
     top_n: int | None = Field(default=None, ge=1, description="How many to return; all without it.")
     return_documents: bool | None = None

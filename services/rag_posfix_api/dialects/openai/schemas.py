@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
@@ -27,12 +28,23 @@ __all__ = [
 ]
 
 
+def _within(**limits: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a function that adds limits to the schema of an optional number."""
+
+    def add(schema: dict[str, Any]) -> None:
+        for member in schema["anyOf"]:
+            if member["type"] != "null":
+                member |= limits
+
+    return add
+
+
 class Part(BaseModel):
     """A part of a message; only text is supported."""
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = "text"
+    type: str = Field(default="text", json_schema_extra={"enum": ["text"]})
     text: str | None = None
 
 
@@ -41,7 +53,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: str
+    role: str = Field(json_schema_extra={"enum": ["system", "developer", "user", "assistant"]})
     content: (
         Annotated[
             Annotated[str, Tag("string")] | Annotated[list[Part], Field(fail_fast=True), Tag("array")],
@@ -75,11 +87,12 @@ class ChatRequest(BaseModel):
         min_length=1, description="The last one must be the user's: it is the question."
     )
     model: str | None = Field(default=None, description="The served model, or 'default'.")
-    temperature: FiniteFloat | None = None
-    top_p: FiniteFloat | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    # Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
+    temperature: FiniteFloat | None = Field(default=None, json_schema_extra=_within(minimum=0, maximum=5))
+    top_p: FiniteFloat | None = Field(default=None, json_schema_extra=_within(exclusiveMinimum=0, maximum=1))
+    top_k: int | None = Field(default=None, json_schema_extra=_within(minimum=0))
+    max_tokens: int | None = Field(default=None, json_schema_extra=_within(minimum=1))
+    max_completion_tokens: int | None = Field(default=None, json_schema_extra=_within(minimum=1))
     stop: (
         Annotated[
             Annotated[str, Tag("string")] | Annotated[list[str], Field(fail_fast=True), Tag("array")],
@@ -88,7 +101,7 @@ class ChatRequest(BaseModel):
         | None
     ) = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="Seeds sampling and the order 'random'.")
-    n: int | None = None
+    n: int | None = Field(default=None, json_schema_extra=_within(enum=[1]))
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     documents: Annotated[list[DocumentInput], Field(fail_fast=True)] | None = Field(
