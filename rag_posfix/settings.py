@@ -181,6 +181,10 @@ class ServiceSettings(BaseSettings):
         request_timeout_seconds: How long a request may take in total before it is stopped with 504.
         shutdown_timeout_seconds: How long running requests may continue after a signal to stop.
         api_key: Key that every request must have as ``Authorization: Bearer``; None turns authentication off.
+        shutdown_notice_seconds: How long the service answers with 503 after a signal to stop, even if no request is
+            running: time for load balancers to notice.
+        max_header_bytes: Size limit of request line and headers together; larger ones are refused with 431.
+        read_timeout_seconds: How long a client may take to send a request, its body included, before 408.
         max_body_bytes: Size limit of a request body; larger requests are refused with 413.
         max_documents: Maximum number of documents in a request.
     """
@@ -195,6 +199,9 @@ class ServiceSettings(BaseSettings):
     queue_timeout_seconds: float = Field(default=60.0, gt=0)
     request_timeout_seconds: float = Field(default=300.0, gt=0)
     shutdown_timeout_seconds: int = Field(default=30, ge=0)
+    shutdown_notice_seconds: float = Field(default=0.0, ge=0)
+    max_header_bytes: int = Field(default=32 * 1024, ge=1024)
+    read_timeout_seconds: float = Field(default=60.0, gt=0)
     api_key: SecretStr | None = Field(default=None, min_length=1)
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1)
     max_documents: int = Field(default=1000, ge=1)

@@ -36,6 +36,7 @@ from rag_posfix_api.http.facts import facts_of
 __all__ = [
     "TABLE",
     "ErrorRenderers",
+    "ForbiddenHostError",
     "InvalidRequestError",
     "Kind",
     "ModelNotFoundError",
@@ -43,6 +44,7 @@ __all__ = [
     "Problem",
     "RenderError",
     "RequestTimeoutError",
+    "StoppingError",
     "TooLargeError",
     "UnauthorizedError",
     "UnsupportedFeatureError",
@@ -91,8 +93,16 @@ class UnauthorizedError(RagPosfixError):
     """The API key is missing or wrong."""
 
 
+class ForbiddenHostError(RagPosfixError):
+    """The request was sent to a name that this service does not have."""
+
+
 class NotReadyError(RagPosfixError):
     """The model is not loaded yet, or could not be loaded."""
+
+
+class StoppingError(NotReadyError):
+    """The service is stopping."""
 
 
 class RequestTimeoutError(RagPosfixError):
@@ -168,6 +178,7 @@ TABLE: Mapping[type[Exception], Kind] = {
     UnsupportedModelError: Kind(400, _INVALID, "unsupported"),
     PlanConflictError: Kind(400, _INVALID, "unsupported"),
     UnauthorizedError: Kind(401, "authentication_error", "invalid_api_key"),
+    ForbiddenHostError: Kind(403, _INVALID, "forbidden_host"),
     ModelNotFoundError: Kind(404, _INVALID, "model_not_found"),
     TooLargeError: Kind(413, _INVALID, "request_too_large"),
     PromptTooLongError: Kind(400, _INVALID, "context_length_exceeded"),
@@ -178,6 +189,7 @@ TABLE: Mapping[type[Exception], Kind] = {
     GenerationError: Kind(500, _SERVER, "generation_failed", "the model failed" + _SEE_LOG),
     Exception: Kind(500, _SERVER, "internal_error", "internal error" + _SEE_LOG),
     NotReadyError: Kind(503, "unavailable", "not_ready"),
+    StoppingError: Kind(503, "unavailable", "stopping"),
     RequestTimeoutError: Kind(504, "timeout", "timeout"),
 }
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rag_posfix.errors import GenerationCancelled, OverloadedError
-from rag_posfix_api.http.errors import RequestTimeoutError
+from rag_posfix_api.http.errors import RequestTimeoutError, StoppingError
 
 __all__ = ["Admission", "Ticket"]
 
@@ -28,6 +28,7 @@ class Ticket:
         timeout: Time limit of the request in seconds.
         started: Time of admission, on the monotonic clock.
         cancelled: Whether the client has disconnected.
+        stopped: Whether the service stops and cannot wait for the answer.
         queued_seconds: How long the request waited for a permit.
         placed: Whether the request has a place.
     """
@@ -35,8 +36,14 @@ class Ticket:
     timeout: float
     started: float
     cancelled: bool = False
+    stopped: bool = False
     queued_seconds: float = 0.0
     placed: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the request ends without an answer."""
+        return self.cancelled or self.stopped
 
     @property
     def remaining(self) -> float:
@@ -48,8 +55,11 @@ class Ticket:
 
         Raises:
             GenerationCancelled: the client has disconnected.
+            StoppingError: the service stops.
             RequestTimeoutError: the time limit is exceeded.
         """
+        if self.stopped:
+            raise StoppingError("the service stopped before the answer was complete; ask again")
         if self.cancelled:
             raise GenerationCancelled("the client went away before the answer was complete")
         if self.remaining <= 0:
@@ -157,7 +167,7 @@ class Admission:
         with self._changed:
             self._waiting.append(ticket)
             try:
-                free = self._changed.wait_for(lambda: ticket.cancelled or self._is_next(ticket), patience)
+                free = self._changed.wait_for(lambda: ticket.ended or self._is_next(ticket), patience)
             finally:
                 self._waiting.remove(ticket)
                 ticket.queued_seconds += time.monotonic() - started
@@ -180,6 +190,13 @@ class Admission:
         """Mark the ticket's client as disconnected: the ticket stops waiting, and its work stops at the next step."""
         with self._changed:
             ticket.cancelled = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End every open request at its next step, with an error that says that the service stops."""
+        with self._changed:
+            for ticket in self._open:
+                ticket.stopped = True
             self._changed.notify_all()
 
     def _is_next(self, ticket: Ticket) -> bool:

@@ -19,7 +19,7 @@ from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
-from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError
+from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
 from rag_posfix_api.http.metrics import Metrics
@@ -51,12 +51,13 @@ class Service:
         self.chat = self._jobs(limits.max_concurrent)
         self.rerank = self._jobs(1)  # scores are not batched over requests
         self.metrics = Metrics(
-            self._in_flight, lambda: self.chat.admission.working, lambda: self.is_ready, self._oldest_seconds
+            lambda: self.in_flight, lambda: self.chat.admission.working, lambda: self.is_ready, self._oldest_seconds
         )
         self._pipeline: Pipeline | None = None
         self._loaded: Pipeline | None = None
         self._batching: BatchingGenerator | None = None
         self._generator: Generator | None = None
+        self._draining = False
         self._reason = "the model is being loaded; try again later"
 
     @property
@@ -74,8 +75,13 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the pipeline is loaded and its model has not failed."""
-        return self._pipeline is not None and self._failure is None
+        """Whether the pipeline is loaded, its model has not failed, and the service is not stopping."""
+        return self._pipeline is not None and self._failure is None and not self._draining
+
+    @property
+    def in_flight(self) -> int:
+        """Number of open requests."""
+        return self.chat.admission.in_flight + self.rerank.admission.in_flight
 
     @property
     def _failure(self) -> str | None:
@@ -114,6 +120,26 @@ class Service:
         self._loaded = pipeline
         self.adopt(pipeline)
         _log.info("serving %s, loaded in %.1f s", pipeline.generator.model_id, time.monotonic() - started)
+
+    def drain(self) -> None:
+        """Answer new requests with 503 from now on. Running ones continue."""
+        self._draining = True
+
+    def stop(self) -> None:
+        """End the requests that are still running: their answers are errors that say so."""
+        self._draining = True
+        self.chat.admission.stop()
+        self.rerank.admission.stop()
+
+    def check_ready(self) -> None:
+        """Raise if no new request can be answered.
+
+        Raises:
+            NotReadyError: the model is not loaded or has failed, or the service is stopping.
+        """
+        if self._draining:
+            raise StoppingError("the service is stopping; ask another replica, or again later")
+        _ = self.pipeline
 
     def close(self) -> None:
         """Stop the model, and close the pipeline that ``load`` built; a pipeline of the caller is not closed."""
@@ -161,9 +187,6 @@ class Service:
         admission = Admission(at_once, waiting, limits.queue_timeout_seconds, limits.max_open)
         return Jobs(admission, limits.request_timeout_seconds)
 
-    def _in_flight(self) -> int:
-        return self.chat.admission.in_flight + self.rerank.admission.in_flight
-
     def _oldest_seconds(self) -> float:
         return max(self.chat.admission.oldest_seconds, self.rerank.admission.oldest_seconds)
 
@@ -203,7 +226,7 @@ async def _service(request: Request) -> Service:
 
 async def _ready_service(request: Request) -> Service:
     service = service_of(request)
-    _ = service.pipeline  # refuse before the work
+    service.check_ready()  # refuse before the work
     return service
 
 
