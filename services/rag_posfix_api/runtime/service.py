@@ -101,6 +101,9 @@ class Service:
         counts = getattr(pipeline.reranker, "counts", None)
         if callable(counts):
             self.metrics.count_reranking(counts)
+        caches = {"answers": pipeline.cache, "passages": pipeline.passages}
+        counted = {name: getattr(cache, "stats", None) for name, cache in caches.items()}
+        self.metrics.count_caches({name: stats for name, stats in counted.items() if callable(stats)})
         generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
         cache = None if pipeline.cache is None else AdmittedCache(pipeline.cache, self.chat.admission)
         self._pipeline = pipeline.with_generator(generator, cache)
