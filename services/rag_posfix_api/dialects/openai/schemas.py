@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag, model_validator
 
 from rag_posfix_api.dialects.documents import DocumentInput, Forms
 
@@ -26,6 +26,9 @@ __all__ = [
     "Provenance",
     "UsageOutput",
 ]
+
+
+MAX_FIELDS = 16
 
 
 def _within(**limits: Any) -> Callable[[dict[str, Any]], None]:
@@ -70,6 +73,14 @@ class MitigationInput(BaseModel):
 
     name: str
     parameters: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, given: Any) -> Any:
+        # Each unknown field would be an error of its own.
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"{len(given)} fields are given; a mitigation has 'name' and 'parameters'")
+        return given
 
 
 class StreamOptions(BaseModel):
