@@ -48,8 +48,8 @@ class CacheSettings(BaseSettings):
         disk_bytes: Size limit of the disk tier in bytes, at least 131072; 0 turns it off.
         redis_url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``; None turns
             the Redis tier off.
-        redis_timeout_seconds: Time limit of one Redis operation, including the connection, while Redis is fast; it grows
-            with the measured latency, up to ten times.
+        redis_timeout_seconds: Time limit of one Redis operation, including the connection, while Redis is fast. It
+            grows with the measured latency, up to ten times.
         ttl_seconds: Lifetime of a cached answer.
         max_entry_bytes: Size limit of a cached answer; larger answers are not cached.
     """

@@ -100,6 +100,9 @@ class Metrics:
         )
         self._reranking = _RerankingFailures()
         self.registry.register(self._reranking)
+        self._tied = Counter(
+            "rag_posfix_reranking_ties", "Rankings whose documents all have one score.", registry=self.registry
+        )
         self._tiers = _CacheTiers()
         self.registry.register(self._tiers)
         self._info = Info("rag_posfix", "What is served.", registry=self.registry)
@@ -127,6 +130,10 @@ class Metrics:
     def count_caches(self, stats: Mapping[str, Callable[[], Mapping[str, Any]]]) -> None:
         """Register functions that return the statistics of caches, by name of the cache."""
         self._tiers.stats = stats
+
+    def tied_ranking(self) -> None:
+        """Count a ranking whose documents all have the same score."""
+        self._tied.inc()
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """Count one request; ``route`` is the template of its path."""

@@ -25,6 +25,7 @@ class RerankDocument(BaseModel):
     """The document that was scored."""
 
     text: str
+    id: str | None = None
 
 
 class RerankResult(BaseModel):
@@ -43,8 +44,9 @@ class RerankUsage(BaseModel):
 
 
 class RerankResponse(BaseModel):
-    """Scores, best first."""
+    """Scores, best first. Cohere's version 1 has ``id`` and ``results`` as well."""
 
+    id: str
     model: str
     results: list[RerankResult]
     usage: RerankUsage
