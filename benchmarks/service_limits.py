@@ -67,7 +67,10 @@ def bodies(size: int) -> Iterator[tuple[str, bytes]]:
     yield "unknown fields", b"{" + b",".join(b'"k%d":1' % i for i in range(24_000)) + b"}"
     extra = b",".join(b'"k%d":1' % i for i in range(16_000))
     yield "unknown fields of a method", OPEN + b'""],"mitigation":{' + extra + b"}}"
-    yield "parts", json.dumps(chat([{"type": "text", "text": "a"}] * 4000)).encode()
+    yield (
+        "parts",
+        json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 4000}]}).encode(),
+    )
     yield "turns", turns(4096)
 
 

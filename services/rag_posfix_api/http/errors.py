@@ -272,7 +272,7 @@ def _validation_message(error: RequestValidationError) -> tuple[str, str | None]
     if isinstance(first.get("input"), bytes):
         return "the body must be JSON, sent with the header 'content-type: application/json'", None
     # Steps into a union carry the tag of the form that was chosen; it is no part of the body.
-    path = [step for step in first["loc"][1:] if step not in ("string", "array", "object")]
+    path = [step for step in first["loc"][1:] if not _is_tag(step)]
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{_short(step)}" for step in path).lstrip(".")
     given = "" if first["type"] == "missing" else f", got {_shortened(first.get('input'))}"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -286,6 +286,10 @@ def _shortened(value: Any) -> str:
     if isinstance(value, dict | list):  # the text of all of it could be as long as the body
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}" if value else repr(value)
     return _short(repr(value))
+
+
+def _is_tag(step: object) -> bool:
+    return step in ("string", "array", "object") or (isinstance(step, str) and step.startswith("form:"))
 
 
 def _short(text: str) -> str:

@@ -11,7 +11,7 @@ from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.parameters import shown
 from rag_posfix_api.dialects.documents import to_documents
-from rag_posfix_api.dialects.openai.schemas import ChatRequest, Message
+from rag_posfix_api.dialects.openai.schemas import ChatRequest, Message, MitigationInput
 from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
 
 __all__ = ["MAX_STOPS", "MAX_STOP_CHARACTERS", "to_question"]
@@ -65,10 +65,10 @@ def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Qu
         text=asked["content"],
         documents=None if body.documents is None else to_documents(body.documents, max_documents),
         history=history,
-        mitigation=_mitigation(body),
-        order=body.order,
+        mitigation=_mitigation(_chosen(body, "mitigation")),
+        order=_chosen(body, "order"),
         seed=body.seed or 0,
-        k=body.k,
+        k=_chosen(body, "k"),
         sampling=_sampling(body, defaults),
         use_cache=body.cache is not False,
     )
@@ -113,8 +113,15 @@ def _chat_message(message: Message, index: int) -> ChatMessage:
     return {"role": role, "content": "\n".join(part.text or "" for part in parts)}
 
 
-def _mitigation(body: ChatRequest) -> MitigationChoice | None:
-    given = body.mitigation
+def _chosen(body: ChatRequest, name: str) -> Any:
+    """Return a field of this service, which may stand beside ``messages`` or in ``posfix``."""
+    beside, inside = getattr(body, name), getattr(body.posfix, name, None)
+    if beside is not None and inside is not None and beside != inside:
+        raise InvalidRequestError(f"{name} is given twice, beside messages and in posfix; give it once", param=name)
+    return inside if beside is None else beside
+
+
+def _mitigation(given: str | MitigationInput | None) -> MitigationChoice | None:
     if given is None or isinstance(given, str):
         return None if given is None else MitigationChoice(given)
     return MitigationChoice(given.name, given.parameters)

@@ -22,6 +22,7 @@ __all__ = [
     "ModelList",
     "ModelObject",
     "Part",
+    "PosfixInput",
     "PromptTokensDetails",
     "Provenance",
     "UsageOutput",
@@ -83,6 +84,19 @@ class MitigationInput(BaseModel):
         return given
 
 
+class PosfixInput(BaseModel):
+    """What this service adds to OpenAI's API, in one object; the same fields beside ``messages`` do the same."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mitigation: (
+        Annotated[Annotated[str, Tag("string")] | Annotated[MitigationInput, Tag("object")], Forms("string", "object")]
+        | None
+    ) = Field(default=None, description="A mitigation by name, or with its parameters.")
+    order: str | None = Field(default=None, description="The order that the passages stand in.")
+    k: int | None = Field(default=None, ge=1, le=1000, description="How many passages to retrieve.")
+
+
 class StreamOptions(BaseModel):
     """Options of streaming."""
 
@@ -126,6 +140,7 @@ class ChatRequest(BaseModel):
     ) = Field(default=None, description="A mitigation by name, or with its parameters.")
     order: str | None = Field(default=None, description="The order that the passages stand in.")
     k: int | None = Field(default=None, ge=1, le=1000, description="How many passages to retrieve.")
+    posfix: PosfixInput | None = Field(default=None, description="``mitigation``, ``order`` and ``k`` in one object.")
     cache: bool | None = Field(default=None, description="False neither reads nor writes the answer cache.")
 
 

@@ -27,12 +27,12 @@ router = APIRouter(tags=["rerank"], route_class=CleanRoute)
 
 def _dialect(body: Any) -> str:
     if isinstance(body, dict):
-        return "documents" if "documents" in body else "texts"
-    return "documents" if isinstance(body, VllmRerankRequest) else "texts"
+        return "form:vllm" if "documents" in body else "form:tei"
+    return "form:vllm" if isinstance(body, VllmRerankRequest) else "form:tei"
 
 
 Body = Annotated[
-    Annotated[TeiRerankRequest, Tag("texts")] | Annotated[VllmRerankRequest, Tag("documents")],
+    Annotated[TeiRerankRequest, Tag("form:tei")] | Annotated[VllmRerankRequest, Tag("form:vllm")],
     Discriminator(_dialect),
 ]
 
