@@ -48,7 +48,8 @@ class CacheSettings(BaseSettings):
         disk_bytes: Size limit of the disk tier in bytes, at least 131072; 0 turns it off.
         redis_url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``; None turns
             the Redis tier off.
-        redis_timeout_seconds: Time limit of one Redis operation, including the connection.
+        redis_timeout_seconds: Time limit of one Redis operation, including the connection, while Redis is fast. It
+            grows with the measured latency, up to ten times.
         ttl_seconds: Lifetime of a cached answer.
         max_entry_bytes: Size limit of a cached answer; larger answers are not cached.
     """
@@ -174,11 +175,17 @@ class ServiceSettings(BaseSettings):
         port: Port to listen on; 0 takes a free one.
         max_concurrent: Maximum number of requests that share the decode steps of the model. Each takes memory for its
             prompt.
-        max_queue: Maximum number of waiting requests; further ones are refused with 429.
+        max_queue: Maximum number of waiting requests; further ones that need the model are refused with 429.
+        max_open: Maximum number of open requests, those with cached answers included; further ones are refused with
+            429.
         queue_timeout_seconds: How long a request may wait for the model before it is refused with 429.
         request_timeout_seconds: How long a request may take in total before it is stopped with 504.
         shutdown_timeout_seconds: How long running requests may continue after a signal to stop.
         api_key: Key that every request must have as ``Authorization: Bearer``; None turns authentication off.
+        shutdown_notice_seconds: How long the service answers with 503 after a signal to stop, even if no request is
+            running: time for load balancers to notice.
+        max_header_bytes: Size limit of request line and headers together; larger ones are refused with 431.
+        read_timeout_seconds: How long a client may take to send a request, its body included, before 408.
         max_body_bytes: Size limit of a request body; larger requests are refused with 413.
         max_documents: Maximum number of documents in a request.
     """
@@ -189,9 +196,13 @@ class ServiceSettings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     max_concurrent: int = Field(default=8, ge=1)
     max_queue: int = Field(default=32, ge=0)
+    max_open: int = Field(default=1024, ge=1)
     queue_timeout_seconds: float = Field(default=60.0, gt=0)
     request_timeout_seconds: float = Field(default=300.0, gt=0)
     shutdown_timeout_seconds: int = Field(default=30, ge=0)
+    shutdown_notice_seconds: float = Field(default=0.0, ge=0)
+    max_header_bytes: int = Field(default=32 * 1024, ge=1024)
+    read_timeout_seconds: float = Field(default=60.0, gt=0)
     api_key: SecretStr | None = Field(default=None, min_length=1)
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1)
     max_documents: int = Field(default=1000, ge=1)

@@ -160,6 +160,7 @@ IMPORT_RULES = [
         among=("rag_posfix",),
         only=(
             "rag_posfix.caching",
+            "rag_posfix.cancellation",
             "rag_posfix.errors",
             "rag_posfix.folders",
             "rag_posfix.registry",
@@ -180,6 +181,7 @@ IMPORT_RULES = [
         among=("rag_posfix",),
         only=(
             "rag_posfix.assembly",
+            "rag_posfix.cancellation",
             "rag_posfix.contracts",
             "rag_posfix.errors",
             "rag_posfix.parameters",

@@ -19,12 +19,20 @@ from rag_posfix.assembly.documents import (
 from rag_posfix.assembly.orders import OrderFacts, apply_order, create_order
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_passage, tokenize_prompt
+from rag_posfix.cancellation import check_wanted
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError, PromptTooLongError
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import clean_text
 
-__all__ = ["Assembled", "Assembler"]
+__all__ = ["MOST_CHARACTERS", "Assembled", "Assembler"]
+
+MOST_CHARACTERS = 64
+"""Characters of a token, on average over a prompt, that are never reached: words have 4 or 5, code fewer.
+
+Text of more than so many characters for each token of the context window is too long, and is not tokenised to find out
+by how much: tokenising 8 MB takes seconds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +128,7 @@ class Assembler:
             PromptTooLongError: the question leaves no room, or the budget is too small for any passage.
         """
         _check(question, max_new_tokens, budget_tokens)
+        self._check_characters(question, history)
         chosen_order = create_order(order, self._order_parameters)
         checked = [checked_document(document, index) for index, document in enumerate(documents)]
         distinct, dropped = distinct_indices(checked)
@@ -147,6 +156,14 @@ class Assembler:
             order=chosen_order.name,
         )
 
+    def _check_characters(self, question: str, history: Sequence[ChatMessage]) -> None:
+        given = len(question) + sum(len(content) for m in history if isinstance(content := m.get("content"), str))
+        if given > MOST_CHARACTERS * self.context_window:
+            raise PromptTooLongError(
+                f"question and history have {given} characters, which do not fit into the context window of "
+                f"{self.context_window} tokens; shorten the question or the conversation"
+            )
+
     def _room(self, prompt: TokenizedPrompt, max_new_tokens: int) -> int:
         """Return the number of tokens that the context window leaves for passages."""
         room = self.context_window - len(prompt) - max_new_tokens
@@ -167,6 +184,7 @@ class Assembler:
 
         def sizes() -> Iterator[int]:
             for index in ranked:
+                check_wanted()
                 tokenized.append(self._tokenize(candidates[index]))
                 yield len(tokenized[-1])
 
@@ -190,9 +208,15 @@ class Assembler:
         return kept, tuple(ranked[rank] for rank in selection.cut)
 
     def _tokenize(self, document: CheckedDocument) -> TokenizedPassage:
-        return tokenize_passage(
-            self.encoder, self.template, document.text, title=document.title, relevance=document.relevance
+        most = MOST_CHARACTERS * self.context_window
+        passage = tokenize_passage(
+            self.encoder,
+            self.template,
+            document.text[:most],
+            title=document.title[:most],
+            relevance=document.relevance,
         )
+        return passage if len(document.text) <= most else replace(passage, key=document.key)
 
     def _cut(self, passage: TokenizedPassage, budget: int, *, required: bool) -> TokenizedPassage | None:
         """Return the passage cut to ``budget`` tokens; None if too few are left for it and it is not required.

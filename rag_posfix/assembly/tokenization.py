@@ -8,10 +8,12 @@ the boundary of a span.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rag_posfix.assembly.prompt import BLANK_LINE, PromptTemplate, merge_messages
+from rag_posfix.cancellation import check_wanted
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.layout import Layout, Span
@@ -133,6 +135,8 @@ def tokenize_prompt(
 ) -> TokenizedPrompt:
     """Render the chat template and tokenise all parts of the prompt except its passages.
 
+    Cost: linear in the characters and in the number of messages.
+
     Args:
         encoder: The generator's tokenizer.
         template: The text of the user's turn.
@@ -166,17 +170,18 @@ def _render(encoder: TokenEncoder, earlier: Sequence[ChatMessage]) -> tuple[list
     placeholders = [{"role": role, "content": f"\ue000{index}\ue001"} for index, role in enumerate(roles)]
     # An odd number of parts: text of the template, alternating with indices of messages.
     parts = _PLACEHOLDER.split(encoder.render_chat(placeholders, open_answer=True))
-    found = [int(part) for part in parts[1::2]]
+    found = Counter(int(part) for part in parts[1::2])
     for index, role in enumerate(roles):
-        if found.count(index) != 1:
+        if found[index] != 1:
             raise ConfigError(
-                f"the chat template wrote message {index} ({role}) {found.count(index)} times, must be once; "
-                f"it was given the roles {', '.join(roles)}: leave that message out or use another chat template"
+                f"the chat template wrote message {index} ({role}) {found[index]} times, must be once; "
+                f"it was given the roles {_shown(roles)}: leave that message out or use another chat template"
             )
     before: list[int] = []
     after: list[int] = []
     side = before
     for index, part in enumerate(parts):
+        check_wanted()
         if index % 2 == 0:
             side += encoder.encode_template(part) if part else []
         elif int(part) == len(earlier):
@@ -184,3 +189,7 @@ def _render(encoder: TokenEncoder, earlier: Sequence[ChatMessage]) -> tuple[list
         else:
             side += encoder.encode_text(earlier[int(part)]["content"])
     return before, after
+
+
+def _shown(roles: Sequence[str]) -> str:
+    return ", ".join(roles) if len(roles) <= 20 else f"{', '.join(roles[:20])}, ... ({len(roles)} messages)"

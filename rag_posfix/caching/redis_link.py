@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rag_posfix.caching.adaptive_deadline import AdaptiveDeadline
 from rag_posfix.caching.breaker import CircuitBreaker
 from rag_posfix.caching.deadline import DeadlineRunner
 from rag_posfix.caching.redis_client import redis_target
@@ -16,6 +18,9 @@ from rag_posfix.errors import CacheError
 
 __all__ = ["RedisLink"]
 
+_SLOWER = 10
+_LONGEST_SECONDS = 1.0
+_COOLDOWN_SECONDS = (0.5, 5.0)
 _DELETE_SECONDS = 10.0
 _DELETE_ATTEMPTS = 3
 _T = TypeVar("_T")
@@ -25,12 +30,14 @@ _logger = logging.getLogger(__name__)
 class RedisLink:
     """Runs operations on a Redis.
 
-    If Redis is down, slow, full, locked or replies with garbage, an operation takes ``timeout_seconds`` at most and
-    returns None. The circuit breaker then skips Redis, and tries it again after its cool-down.
+    If Redis is down, full, locked or replies with garbage, an operation takes ``timeout_seconds`` at most and returns
+    None. The circuit breaker then skips Redis, and tries it again after its cool-down: half a second at first, five at
+    most. If Redis answers, but late (a busy machine or network), the deadline follows the measured latency, up to ten
+    times ``timeout_seconds`` and to one second; and the late answer closes the breaker.
 
     Args:
         url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``.
-        timeout_seconds: Bound of one operation, connecting included, > 0.
+        timeout_seconds: Bound of one operation while Redis is fast, connecting included, > 0.
         cache: The cache that uses it, for the log.
         counters: Where ``errors`` are counted.
         breaker: Decides when a failing Redis is asked again.
@@ -51,13 +58,14 @@ class RedisLink:
     ) -> None:
         if timeout_seconds <= 0:
             raise CacheError(f"redis cache: timeout_seconds={timeout_seconds} must be above 0, e.g. 0.02")
-        self._target = redis_target(url, timeout_seconds)
-        self._timeout = timeout_seconds
+        longest = max(timeout_seconds, min(_SLOWER * timeout_seconds, _LONGEST_SECONDS))
+        self._target = redis_target(url, longest)
+        self._deadline = AdaptiveDeadline(timeout_seconds, longest)
         self._cache = cache
-        self._breaker = breaker or CircuitBreaker()
+        self._breaker = breaker or CircuitBreaker(*_COOLDOWN_SECONDS)
         failures = StoreFailures(cache, counters, self._breaker, is_refusal=_is_refusal)
         self._reads = StoreAccess(f"reading {self._target.label}", failures)
-        self._writes = StoreAccess(f"writing {self._target.label}", failures)
+        self._writes = StoreAccess(f"writing {self._target.label}", failures, skipped="skipped_writes")
         self._runner = DeadlineRunner("rag-posfix-redis")
         self._client: Any = None
         self._client_lock = threading.Lock()
@@ -74,11 +82,11 @@ class RedisLink:
 
     def read(self, operation: Callable[[Any], _T]) -> _T | None:
         """Return what ``operation`` returns for the client, or None if Redis fails or the circuit breaker is open."""
-        return self._call(operation, self._reads, self._timeout)
+        return self._measured(operation, self._reads)
 
     def write(self, operation: Callable[[Any], _T]) -> _T | None:
         """Do the same as ``read``; in the log, a Redis that refuses writes is separate from one that fails to read."""
-        return self._call(operation, self._writes, self._timeout)
+        return self._measured(operation, self._writes)
 
     def delete(self, operation: Callable[[Any], int]) -> int:
         """Return how many entries ``operation`` deleted, 0 if Redis fails.
@@ -104,6 +112,25 @@ class RedisLink:
             client, self._client = self._client, None
         if client is not None:
             client.close()
+
+    @property
+    def deadline_seconds(self) -> float:
+        """How long an operation may take now."""
+        return self._deadline.seconds
+
+    def _measured(self, operation: Callable[[Any], _T], access: StoreAccess) -> _T | None:
+        """Run an operation within the deadline of now, and take its latency, also if nobody waits for it any more."""
+        seconds, started = self._deadline.seconds, time.monotonic()
+
+        def run(client: Any) -> _T:
+            result = operation(client)
+            latency = time.monotonic() - started
+            self._deadline.record(latency)
+            if latency > seconds:  # late, but Redis works
+                self._breaker.success()
+            return result
+
+        return self._call(run, access, seconds)
 
     def _call(
         self, operation: Callable[[Any], _T], access: StoreAccess, seconds: float, *, ignore_breaker: bool = False

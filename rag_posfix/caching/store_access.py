@@ -44,9 +44,11 @@ class StoreAccess:
     Args:
         label: What the log calls this use of the store ("reading redis://host:6379/0"), without a password.
         failures: How its failures are recognised and reported.
+        skipped: Where operations are counted that the open breaker does not allow.
     """
 
-    def __init__(self, label: str, failures: StoreFailures) -> None:
+    def __init__(self, label: str, failures: StoreFailures, skipped: str = "skipped") -> None:
+        self._skipped = skipped
         self._health = Health(label, failures.cache)
         self._failures = failures
 
@@ -59,6 +61,7 @@ class StoreAccess:
         """
         breaker = self._failures.breaker
         if not (breaker.allow() or ignore_breaker):
+            self._failures.counters.add(self._skipped)
             return None
         try:
             result = operation()

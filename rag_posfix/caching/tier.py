@@ -35,8 +35,10 @@ class TierStats:
     Attributes:
         name: Name of the backend: ``memory``, ``disk``, ``redis``.
         hits: Number of keys that were found.
-        misses: Number of keys that were not found, for any reason.
+        misses: Number of keys that were not found. In the answer cache only those that the store was asked for; in
+            the passage store for any reason.
         errors: Number of operations that failed.
+        skipped: Number of look-ups that were not made, because the circuit breaker was open.
         corrupt: Number of damaged entries; each was a miss.
         evictions: Number of entries that were removed to make room for others.
         entries: Number of entries, or None if counting is expensive.
@@ -48,6 +50,7 @@ class TierStats:
     hits: int = 0
     misses: int = 0
     errors: int = 0
+    skipped: int = 0
     corrupt: int = 0
     evictions: int = 0
     entries: int | None = None
@@ -78,6 +81,7 @@ class TierStats:
             hits=counters["hits"],
             misses=counters["misses"],
             errors=counters["errors"],
+            skipped=counters["skipped"],
             corrupt=counters["corrupt"],
             evictions=counters["evictions"],
             entries=entries,

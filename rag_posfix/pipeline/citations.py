@@ -11,6 +11,9 @@ __all__ = ["Quote", "find_quotes"]
 _WORD = re.compile(r"\w+")
 MIN_WORDS = 3
 
+MOST_CHARACTERS = 1_000_000
+"""Characters of a passage that are searched: more than any context window holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quote:
@@ -30,13 +33,14 @@ class Quote:
 def find_quotes(answer: str, passages: Sequence[str]) -> list[Quote]:
     """Return the longest spans of at least three words of ``answer`` that ``passages`` contain, left to right.
 
-    Case and punctuation are ignored. An answer of fewer than three words is one span.
+    Case and punctuation are ignored. An answer of fewer than three words is one span. Of a passage, the first
+    ``MOST_CHARACTERS`` are searched.
 
     Cost: words of the answer squared at worst, times the passages.
     """
     words = list(_WORD.finditer(answer))
     # Lower case comes after the split: some capitals become two characters, of which one is no part of a word.
-    texts = [" ".join(["", *map(str.lower, _WORD.findall(passage)), ""]) for passage in passages]
+    texts = [" ".join(["", *map(str.lower, _WORD.findall(passage[:MOST_CHARACTERS])), ""]) for passage in passages]
     least = min(MIN_WORDS, len(words))
     quotes: list[Quote] = []
     at = 0

@@ -129,18 +129,19 @@ class Pipeline:
         self._on_close = on_close
         self.candidates = candidates
 
-    def with_generator(self, generator: Generator) -> Pipeline:
+    def with_generator(self, generator: Generator, cache: AnswerCache | None = None) -> Pipeline:
         """Return a pipeline with the same parts and another generator; this pipeline does not change.
 
         Args:
             generator: A generator with the same tokenizer and context window.
+            cache: An answer cache in place of this pipeline's, if it has one.
         """
         return Pipeline(
             generator,
             self.assembler,
             retriever=self.retriever,
             reranker=self.reranker,
-            cache=self.cache,
+            cache=self.cache if cache is None else cache,
             defaults=self.defaults,
             passages=self.passages,
             recent=self.recent,
@@ -178,8 +179,11 @@ class Pipeline:
         """
         prepared = self._prepare(question, watcher)
         cache, key = self.cache, prepared.key
-        with cache.single_flight(key) if cache is not None and key is not None else nullcontext():
-            stored = self._look_up(prepared)
+        stored = self._look_up(prepared)
+        if stored is not None:  # waits for nobody
+            return self._finish(prepared, stored, cached=True)
+        with cache.single_flight(key) if cache is not None and key is not None else nullcontext() as again:
+            stored = self._look_up(prepared) if again else None
             if stored is not None:
                 return self._finish(prepared, stored, cached=True)
             self.recent.add(prepared.scope, prepared.assembled.layout.keys)

@@ -104,8 +104,11 @@ class AnswerCache(Protocol):
         """Store an answer; ``document_ids`` are the documents it was made from."""
         ...
 
-    def single_flight(self, key: str) -> AbstractContextManager[None]:
-        """Hold while computing ``key``: equal concurrent keys wait and then read the answer from the cache."""
+    def single_flight(self, key: str) -> AbstractContextManager[bool | None]:
+        """Hold while computing ``key``, after a look-up found nothing; equal concurrent keys wait.
+
+        The value says whether another call may have stored the answer since that look-up.
+        """
         ...
 
     def drop_documents(self, document_ids: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 from fastapi import FastAPI
@@ -11,27 +11,44 @@ from fastapi import FastAPI
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api import operations
+from rag_posfix_api.dialects.cohere import errors as cohere_errors
+from rag_posfix_api.dialects.cohere import routes as cohere
 from rag_posfix_api.dialects.jina import errors as jina_errors
 from rag_posfix_api.dialects.jina import routes as jina
 from rag_posfix_api.dialects.openai import errors as openai_errors
 from rag_posfix_api.dialects.openai import routes as openai
+from rag_posfix_api.dialects.tei import errors as tei_errors
+from rag_posfix_api.dialects.tei import routes as tei
+from rag_posfix_api.dialects.vllm import routes as vllm
 from rag_posfix_api.http.auth import ApiKeyAuth
 from rag_posfix_api.http.errors import ErrorRenderers, install_handlers
+from rag_posfix_api.http.hosts import AllowedHosts
 from rag_posfix_api.http.limits import BodyLimit
 from rag_posfix_api.http.observability import ObservedRequests
 from rag_posfix_api.runtime.service import Service, package_version
 
-__all__ = ["ROUTERS", "create_app"]
+__all__ = ["RENDERERS", "ROUTERS", "create_app"]
 
-ROUTERS = (openai.router, jina.router, operations.router)
+ROUTERS = (openai.router, jina.router, cohere.router, vllm.router, tei.router, operations.router)
 """The routes of every dialect, and what orchestrators ask."""
 
-RENDERERS = ErrorRenderers(openai_errors.render_error, {jina.PATH: jina_errors.render_error})
+RENDERERS = ErrorRenderers(
+    openai_errors.render_error,
+    {
+        jina.PATH: jina_errors.render_error,
+        cohere.PATH: cohere_errors.render_error,
+        tei.PATH: tei_errors.render_error,
+    },
+)
 """The dialect that reports errors: that of the path, OpenAI's elsewhere."""
 
 
 def create_app(
-    settings: Settings, pipeline: Pipeline | None = None, service: ServiceSettings | None = None
+    settings: Settings,
+    pipeline: Pipeline | None = None,
+    service: ServiceSettings | None = None,
+    *,
+    hosts: Collection[str] | None = None,
 ) -> FastAPI:
     """Return the application.
 
@@ -39,6 +56,7 @@ def create_app(
         settings: The model to load, and defaults of requests.
         pipeline: The pipeline to serve at once, instead of loading one.
         service: Settings of the service; read from the environment if None.
+        hosts: Names in the header ``Host`` that are answered; all if None.
     """
     limits = service or ServiceSettings()
     state = Service(settings, limits)
@@ -59,6 +77,8 @@ def create_app(
     install_handlers(app, RENDERERS)
     app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes, renderers=RENDERERS)
     app.add_middleware(ApiKeyAuth, api_key=limits.api_key, renderers=RENDERERS)
+    if hosts is not None:
+        app.add_middleware(AllowedHosts, names=hosts, renderers=RENDERERS)
     app.add_middleware(ObservedRequests, metrics=state.metrics, renderers=RENDERERS)
     return app
 

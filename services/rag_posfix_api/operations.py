@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anyio.to_thread
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import choose_encoder
@@ -40,4 +41,6 @@ async def ready(service: ReadyService) -> Health:
 async def metrics(request: Request, service: ServiceState) -> Response:
     """Return the metrics in the text format, or in OpenMetrics if the client accepts it."""
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(encode(service.metrics.registry), headers={"content-type": media_type})
+    # In a thread: a tier may ask its store what it holds.
+    text = await anyio.to_thread.run_sync(encode, service.metrics.registry)
+    return Response(text, headers={"content-type": media_type})

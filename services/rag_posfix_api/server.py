@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import socket
+import time
+from collections.abc import Collection
+from types import FrameType
 
 import uvicorn
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
-from rag_posfix_api.app import create_app
+from rag_posfix_api.app import RENDERERS, create_app
+from rag_posfix_api.http.connection import bounded_connection
+from rag_posfix_api.http.hosts import LOOPBACK_NAMES
 from rag_posfix_api.http.observability import configure_logging
+from rag_posfix_api.runtime.service import Service
 
 __all__ = ["bind", "make_server", "run"]
+
+_CUT_SECONDS = 5
+"""How long requests that were ended at the end of the drain have to send their error."""
 
 _log = logging.getLogger(__name__)
 
@@ -45,26 +55,83 @@ def run(
         configure_logging()
         address, number = listener.getsockname()[:2]
         _log.info("listening on http://%s:%d", f"[{address}]" if ":" in address else address, number)
-        make_server(settings, limits, pipeline).run(sockets=[listener])
+        hosts = None
+        if limits.api_key is None and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            hosts = LOOPBACK_NAMES | {f"[{address}]" if ":" in address else address}
+        make_server(settings, limits, pipeline, hosts=hosts).run(sockets=[listener])
 
 
-def make_server(settings: Settings, service: ServiceSettings, pipeline: Pipeline | None = None) -> uvicorn.Server:
+class DrainingServer(uvicorn.Server):
+    """A server that, after a signal, answers new requests with 503 while the running ones end.
+
+    The first signal starts the drain: ``/readyz`` turns 503, and the port stays open. It ends when no request is
+    running, or after ``drain_seconds``; requests that are still running then end with an error. A second signal ends
+    the drain at once.
+
+    Args:
+        config: The configuration of uvicorn.
+        service: The state of the application.
+        drain_seconds: Longest drain.
+        notice_seconds: Shortest drain.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float, notice_seconds: float) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain_seconds = drain_seconds
+        self._notice_seconds = min(notice_seconds, drain_seconds)
+        self._signalled_at: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Start the drain, or end it. A signal handler: the work is done by ``on_tick``."""
+        if self._signalled_at is None:
+            self._signalled_at = time.monotonic()
+        elif self.should_exit:
+            self.force_exit = True
+        else:
+            self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether the server is to close its port and to end. Called ten times a second."""
+        ends = await super().on_tick(counter)
+        if self._signalled_at is None:
+            return ends
+        self._service.drain()
+        waited = time.monotonic() - self._signalled_at
+        drained = self._service.in_flight == 0 and waited >= self._notice_seconds
+        if not (ends or drained or waited >= self._drain_seconds):
+            return False
+        self._service.stop()
+        self.config.timeout_graceful_shutdown = _CUT_SECONDS
+        return True
+
+
+def make_server(
+    settings: Settings,
+    service: ServiceSettings,
+    pipeline: Pipeline | None = None,
+    *,
+    hosts: Collection[str] | None = None,
+) -> uvicorn.Server:
     """Return the server, which runs on a socket of ``bind``.
 
     Args:
         settings: The model to load, and defaults of requests.
         service: Settings of the service.
         pipeline: The pipeline to serve, instead of loading one.
+        hosts: Names in the header ``Host`` that are answered; all if None.
     """
+    app = create_app(settings, pipeline, service, hosts=hosts)
     config = uvicorn.Config(
-        create_app(settings, pipeline, service),
+        app,
+        http=bounded_connection(service.max_header_bytes, service.read_timeout_seconds, RENDERERS.of("")),
         log_config=None,
         access_log=False,  # the app writes its own lines, without paths and queries
         server_header=False,
         ws="none",
         timeout_graceful_shutdown=service.shutdown_timeout_seconds,
     )
-    return uvicorn.Server(config)
+    return DrainingServer(config, app.state.service, service.shutdown_timeout_seconds, service.shutdown_notice_seconds)
 
 
 def bind(host: str, port: int) -> socket.socket:

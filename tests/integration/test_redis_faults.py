@@ -228,6 +228,40 @@ def test_a_closed_cache_only_misses():
         cache.close()
 
 
+def test_a_redis_that_is_late_and_works_is_used():
+    """A deadline of 20 ms on a busy machine: Redis answers after 60, and was given up for half a minute."""
+
+    def serve(connection, over):
+        while not over.is_set() and connection.recv(65536):
+            time.sleep(0.06)
+            connection.sendall(b"$-1\r\n")
+
+    with faulty.faulty_server(serve) as url, closing(open_cache(url)) as cache:
+        cache.get("key")
+        wait_until(lambda: cache.stats().available)  # the late answer says that it works
+        before = cache.stats()
+        for _ in range(10):
+            cache.get("key")
+        after = cache.stats()
+        assert after.misses - before.misses >= 9
+        assert after.skipped == before.skipped
+
+
+def test_a_redis_that_comes_back_is_used_within_seconds_and_rests_are_counted():
+    with RedisServer() as server, closing(open_cache(server.url)) as cache:
+        wait_until(lambda: cache.set("key", b"answer", 60) or cache.get("key") == b"answer")
+        server.kill()
+        misses = cache.stats().misses
+        for _ in range(20):
+            cache.get("key")
+        assert cache.stats().skipped >= 15, "a tier at rest is told from a miss"
+        assert cache.stats().misses == misses
+        server.start()
+        started = time.monotonic()
+        wait_until(lambda: cache.set("key", b"answer", 60) or cache.get("key") == b"answer")
+        assert time.monotonic() - started < 3
+
+
 @contextmanager
 def warm(server, timeout_seconds=0.02):
     clock = Clock()

@@ -255,7 +255,7 @@ def test_bad_input_is_told_on_one_line(fields: dict[str, Any], status: int, code
 def test_a_prompt_that_is_too_long_is_an_http_error_streamed_or_not():
     for fields in ({}, {"stream": True}):
         status, error = refused(make_pipeline(window=300), max_tokens=290, **fields)
-        assert (status, error["code"]) == (413, "context_length_exceeded")
+        assert (status, error["code"]) == (400, "context_length_exceeded")
         assert "context window" in error["message"]
 
 
@@ -341,3 +341,15 @@ def test_the_pipeline_given_is_not_changed():
     generator = pipeline.generator
     ask(pipeline, documents=[BRIDGE])
     assert pipeline.generator is generator
+
+
+def test_mitigation_order_and_k_may_come_in_one_object():
+    pipeline = make_pipeline(retriever=ListRetriever(BRIDGE, HARBOUR))
+    posfix = {"mitigation": {"name": "none"}, "order": "reverse", "k": 1}
+    answer = ask(pipeline, posfix=posfix)
+    assert (answer["mitigation"], answer["order"], len(answer["documents"])) == ("none", "reverse", 1)
+    assert ask(pipeline, posfix={"order": "reverse"}, order="reverse")["order"] == "reverse"
+    status, error = refused(pipeline, posfix={"order": "reverse"}, order="random")
+    assert (status, error["param"]) == (400, "order")
+    status, error = refused(pipeline, posfix={"index": "other"})
+    assert (status, error["param"]) == (422, "posfix.index")

@@ -10,6 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from rag_posfix.caching.answers.memory import MemoryCache
+from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.contracts.request import GenerationRequest
 from rag_posfix.errors import GenerationCancelled, GenerationError, OverloadedError
 from rag_posfix.settings import Settings
@@ -20,6 +22,7 @@ from rag_posfix_api.runtime.admitted import TICKET, AdmittedGenerator
 from tests.support.serving import (
     BRIDGE,
     CHAT,
+    HARBOUR,
     DictCache,
     EndlessGenerator,
     FailingGenerator,
@@ -234,15 +237,74 @@ def test_a_ticket_that_is_cancelled_or_late_gets_no_permit():
         admission.acquire(Ticket(0.05, time.monotonic()))
 
 
-def test_no_more_tickets_than_capacity():
+def test_no_more_places_than_capacity():
     admission = Admission(1, 0, 1.0)
     with admission.admit(1) as ticket:
         admission.acquire(ticket)
-        with pytest.raises(OverloadedError, match="1 requests"), admission.admit(1):
-            pass
+        with admission.admit(1) as other, pytest.raises(OverloadedError, match="1 requests"):
+            admission.acquire(other)
+        admission.enter(ticket)  # it has one already
     with admission.admit(1) as ticket:  # permit and ticket are back
         admission.acquire(ticket)
     assert admission.in_flight == 0
+
+
+def test_no_more_tickets_than_open_requests_allowed():
+    admission = Admission(1, 0, 1.0, max_open=1)
+    with admission.admit(1), pytest.raises(OverloadedError, match="1 requests are open"), admission.admit(1):
+        pass
+    with admission.admit(1):
+        pass
+
+
+def test_the_age_of_the_oldest_request_is_in_the_metrics():
+    generator = GatedGenerator()
+    with serving(make_pipeline(generator)) as url, ThreadPoolExecutor(1) as pool:
+        assert gauge(url, "rag_posfix_oldest_request_seconds") == 0
+        answer = pool.submit(post, url)
+        assert generator.entered.wait(10)
+        wait_until(lambda: gauge(url, "rag_posfix_oldest_request_seconds") > 0.2)
+        generator.gate.set()
+        assert answer.result().status_code == 200
+        wait_until(lambda: gauge(url, "rag_posfix_oldest_request_seconds") == 0)
+
+
+def test_a_full_queue_turns_no_stored_answer_away():
+    generator = GatedGenerator()
+    generator.gate.set()
+    pipeline = make_pipeline(generator, cache=DictCache())
+    with serving(pipeline, max_concurrent=1, max_queue=1) as url, ThreadPoolExecutor(14) as pool:
+        assert post(url).json()["cached"] is False
+        generator.gate.clear()
+        slow = [pool.submit(post, url, cache=False) for _ in range(2)]
+        wait_until(lambda: in_flight(url) == 2)
+        stored = [pool.submit(post, url, stream=bool(i % 2)) for i in range(12)]
+        assert [answer.result().status_code for answer in stored] == [200] * 12
+        assert post(url, cache=False).status_code == 429
+        generator.gate.set()
+        assert [answer.result().status_code for answer in slow] == [200, 200]
+
+
+def test_who_waits_for_an_equal_question_and_leaves_lets_go_at_once():
+    generator = GatedGenerator()
+    cache = TieredAnswerCache([MemoryCache(max_entries=10)])
+    served = serving(make_pipeline(generator, cache=cache), max_concurrent=1, max_queue=3)
+    with served as url, ThreadPoolExecutor(4) as pool:
+        first = pool.submit(post, url)
+        assert generator.entered.wait(10)
+
+        def leave() -> None:
+            with httpx2.Client(timeout=0.5) as client, pytest.raises(httpx2.TimeoutException):
+                client.post(url + CHAT, json=chat(documents=[BRIDGE]))
+
+        for left in [pool.submit(leave) for _ in range(3)]:
+            left.result()
+        wait_until(lambda: in_flight(url) == 1)
+        other = pool.submit(post, url, documents=[HARBOUR])  # there is a place for it
+        wait_until(lambda: in_flight(url) == 2)
+        generator.gate.set()
+        assert (first.result().status_code, other.result().status_code) == (200, 200)
+    cache.close()
 
 
 def test_without_a_ticket_the_generator_is_passed_through():

@@ -108,9 +108,9 @@ def test_errors_have_openais_types(client: openai.OpenAI):
     assert refused.value.param == "n"
     with pytest.raises(openai.UnprocessableEntityError):
         create(model="fake", messages=MESSAGES, extra_body={"documents": 5})
-    with pytest.raises(openai.APIStatusError) as long:
+    with pytest.raises(openai.BadRequestError) as long:
         create(model="fake", messages=MESSAGES, max_tokens=1990)
-    assert (long.value.status_code, long.value.code) == (413, "context_length_exceeded")
+    assert (long.value.status_code, long.value.code) == (400, "context_length_exceeded")
 
 
 def test_a_failure_in_the_stream_reaches_the_client_as_an_error():

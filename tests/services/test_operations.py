@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from fastapi.testclient import TestClient
 from langchain_core.documents import BaseDocumentCompressor
 from pydantic import ValidationError
 
+from rag_posfix.caching.answers.memory import MemoryCache
+from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.tier import TierStats
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Pipeline
@@ -165,7 +169,7 @@ def test_unknown_paths_and_wrong_methods_have_the_same_shape():
         (b"", 422, "field required"),
         (b"[]", 422, "body: input should be a valid dictionary"),
         (b"\xff\xfe\xfd", 400, "parsing the body"),
-        (b"[" * 100_000, 400, "body"),
+        (b"[" * 100_000, 413, "50000 JSON values"),
         (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 422, "temperature"),
         (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": 1e999}', 422, "temperature"),
         (b'{"messages": [{"role": "user", "content": "hi"}], "seed": 1' + b"0" * 5000 + b"}", 400, "body"),
@@ -264,6 +268,27 @@ def test_metrics_count_requests_stages_tokens_and_the_cache():
     assert "secret" not in text
     openmetrics = client.get("/metrics", headers={"accept": "application/openmetrics-text"})
     assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
+
+
+def test_the_metrics_tell_a_miss_from_a_tier_at_rest():
+    class Resting(MemoryCache):
+        def stats(self) -> TierStats:
+            return replace(super().stats(), name="redis", skipped=7, errors=1, available=False)
+
+    cache = TieredAnswerCache([MemoryCache(max_entries=10), Resting(max_entries=10)])
+    client = client_for(make_pipeline(cache=cache))
+    for _ in range(2):
+        client.post(CHAT, json=chat(documents=[BRIDGE]))
+    text = client.get("/metrics").text
+    for line in (
+        'rag_posfix_cache_tier_lookups_total{cache="answers",result="hit",tier="memory"} 1.0',
+        'rag_posfix_cache_tier_lookups_total{cache="answers",result="miss",tier="redis"} 1.0',
+        'rag_posfix_cache_tier_lookups_total{cache="answers",result="rest",tier="redis"} 7.0',
+        'rag_posfix_cache_tier_errors_total{cache="answers",tier="redis"} 1.0',
+        'rag_posfix_cache_tier_available{cache="answers",tier="memory"} 1.0',
+        'rag_posfix_cache_tier_available{cache="answers",tier="redis"} 0.0',
+    ):
+        assert line in text, line
 
 
 def test_a_request_leaves_one_json_line_without_any_text_of_client_or_model(caplog: pytest.LogCaptureFixture):

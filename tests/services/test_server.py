@@ -61,13 +61,17 @@ def test_the_server_runs_on_the_port_given_and_stops_on_a_signal():
         assert line["message"].startswith("listening on http://127.0.0.1:")
         port = int(line["message"].rsplit(":", 1)[1])
         with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-            connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            connection.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
             assert connection.recv(20).startswith(b"HTTP/1.1 200")
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(b"GET /livez HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
+            assert connection.recv(20).startswith(b"HTTP/1.1 403")
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=20)
     finally:
         process.kill()
     assert out == ""
+    assert process.returncode == 0
     for rest in err.splitlines():
         json.loads(rest)
     assert "Finished server process" in err

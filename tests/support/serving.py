@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import httpx2
+import uvicorn
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
@@ -35,7 +36,7 @@ def chat(question: str = QUESTION, **fields: Any) -> dict[str, Any]:
 
 def post(url: str, **fields: Any) -> httpx2.Response:
     """Ask the service at ``url`` with one document."""
-    return httpx2.post(url + CHAT, json=chat(documents=[BRIDGE], **fields), timeout=20)
+    return httpx2.post(url + CHAT, json=chat(**{"documents": [BRIDGE], **fields}), timeout=20)
 
 
 def in_flight(url: str) -> float:
@@ -176,14 +177,23 @@ class FailingGenerator(FakeGenerator):
 @contextmanager
 def serving(pipeline: Pipeline | None, **fields: Any) -> Iterator[str]:
     """Serve on a free port and yield the address."""
-    service = limits(shutdown_timeout_seconds=5, **fields)
+    with running(pipeline, **fields) as (url, _):
+        yield url
+
+
+@contextmanager
+def running(
+    pipeline: Pipeline | None, hosts: Collection[str] | None = None, **fields: Any
+) -> Iterator[tuple[str, uvicorn.Server]]:
+    """Serve on a free port; yield the address and the server."""
+    service = limits(**{"shutdown_timeout_seconds": 5, **fields})
     listener = bind("127.0.0.1", 0)
-    server = make_server(Settings(), service, pipeline)
+    server = make_server(Settings(), service, pipeline, hosts=hosts)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
         wait_until(lambda: server.started)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
     finally:
         server.should_exit = True
         thread.join(15)

@@ -31,7 +31,7 @@ class RedisCache:
 
     Args:
         url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``.
-        timeout_seconds: Bound of one operation, connecting included, > 0.
+        timeout_seconds: Bound of one operation while Redis is fast, connecting included, > 0.
         max_entry_bytes: Larger values are not sent.
         breaker: Decides when a failing Redis is asked again.
         clock: Seconds since 1970, the same for every process that shares the Redis.
@@ -64,7 +64,10 @@ class RedisCache:
 
     def get(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None."""
-        sealed = self._link.read(lambda client: client.get(_KEYSPACE.entry(key)))
+        reply = self._link.read(lambda client: (client.get(_KEYSPACE.entry(key)),))
+        if reply is None:  # counted as skipped or as an error
+            return None
+        (sealed,) = reply
         value = unseal(key, sealed)
         if value is None and sealed is not None:
             # Damaged, or the reply to another request: the connection, which is idle by now, must not be used again.

@@ -96,8 +96,8 @@ class TieredAnswerCache:
         }
         _store(self._tiers, key, orjson.dumps(envelope), self._ttl, tags)
 
-    def single_flight(self, key: str) -> AbstractContextManager[None]:
-        """Hold while computing ``key``; requests for the same key wait, and then read the answer from the cache."""
+    def single_flight(self, key: str) -> AbstractContextManager[bool]:
+        """Hold while computing ``key``; requests for the same key wait. True if one may have stored the answer now."""
         return self._flight.hold(key)
 
     def drop_documents(self, document_ids: Sequence[str]) -> int:

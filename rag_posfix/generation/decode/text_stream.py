@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rag_posfix.generation.decode.stop_matcher import StopMatcher
+
 __all__ = ["TextStream"]
 
 REPLACEMENT = "\ufffd"
@@ -19,7 +21,7 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode = decode
-        self._stop = tuple(stop)
+        self._matcher = StopMatcher(stop)
         self._ids: list[int] = []
         self._window = 0  # tokens before it are never decoded again
         self._seen = 0  # characters of the window's text that are in `text` already
@@ -33,34 +35,24 @@ class TextStream:
         window = self._decode(self._ids[self._window :])
         if window.endswith(REPLACEMENT):  # half a character: wait for the rest
             return ""
-        self.text += window[self._seen :]
+        new = window[self._seen :]
         # Keep a few tokens of context: some tokenizers write a word differently at the start of a text.
         self._window = max(self._window, len(self._ids) - 4)
         self._seen = len(self._decode(self._ids[self._window :]))
-        return self._emit(hold_back=True)
+        return self._emit(new, hold_back=True)
 
     def finish(self) -> str:
         """Return what was held back. Call once, at the end."""
-        if not self.stopped:
-            self.text += self._decode(self._ids[self._window :])[self._seen :]
-        return self._emit(hold_back=False)
+        rest = "" if self.stopped else self._decode(self._ids[self._window :])[self._seen :]
+        return self._emit(rest, hold_back=False)
 
-    def _emit(self, hold_back: bool) -> str:
-        found = [at for at in (self.text.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self.text = self.text[: min(found)]
+    def _emit(self, new: str, hold_back: bool) -> str:
+        self.text += new
+        found = None if self.stopped else self._matcher.push(new)
+        if found is not None:
+            self.text = self.text[:found]
             self.stopped = True
-            hold_back = False
-        end = len(self.text) - (self._undecided() if hold_back else 0)
-        new = self.text[self._emitted : end]
+        end = len(self.text) - (self._matcher.undecided if hold_back and not self.stopped else 0)
+        certain = self.text[self._emitted : end]
         self._emitted = max(self._emitted, end)
-        return new
-
-    def _undecided(self) -> int:
-        """Return how many trailing characters are the beginning of a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for size in range(min(longest, len(self.text)), 0, -1):
-            tail = self.text[-size:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return size
-        return 0
+        return certain

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rag_posfix.errors import ConfigError, missing_extra
+from rag_posfix.errors import ConfigError, RetrievalError, missing_extra
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,7 +127,10 @@ class BM25Index:
         rows = [self.words[word] for word in split_words(question) if word in self.words]
         if not rows:
             return np.zeros(self._count, dtype=np.float32)
-        scores: NDArray[np.float32] = self._scorer.get_scores_from_ids(rows)
+        try:
+            scores: NDArray[np.float32] = self._scorer.get_scores_from_ids(rows)
+        except (IndexError, ValueError) as error:  # of memory-mapped statistics, not all is checked when they are read
+            raise RetrievalError("the word statistics of the index are damaged; build the index again") from error
         return scores
 
     def bound(self, question: str) -> float:

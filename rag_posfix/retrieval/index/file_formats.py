@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
@@ -40,6 +42,10 @@ BM25_ROLES = ("bm25_words", "bm25_shares", "bm25_texts", "bm25_starts")
 """Roles of the files of word statistics: words and parameters as JSON, then three arrays of ``BM25Index`` (.npy)."""
 
 
+_KEYS = 2**63
+_MAGIC = b"\x93NUMPY"
+
+
 def write_vectors(vectors: Any, path: Path) -> None:
     """Write a faiss index.
 
@@ -56,8 +62,9 @@ def read_vectors(path: Path, *, mapped: bool) -> Any:
     """Return an ``IndexIDMap2`` over a flat index or a graph; with ``mapped``, its numbers stay in the file."""
     faiss = import_faiss()
     try:
-        vectors = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC if mapped else 0)
-    except RuntimeError as error:
+        with _bounded_by(faiss, path.stat().st_size):
+            vectors = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC if mapped else 0)
+    except (RuntimeError, MemoryError) as error:
         raise ValueError(f"faiss cannot read {path.name}") from error
     if not isinstance(vectors, faiss.IndexIDMap2):
         raise ValueError(f"{path.name} holds a {type(vectors).__name__}, expected an IndexIDMap2")
@@ -65,7 +72,24 @@ def read_vectors(path: Path, *, mapped: bool) -> Any:
     kinds = (faiss.IndexFlat, faiss.IndexHNSWFlat)
     if not isinstance(inner, kinds) or inner.metric_type != faiss.METRIC_INNER_PRODUCT:
         raise ValueError(f"{path.name} holds a {type(inner).__name__}, expected inner products, flat or as a graph")
+    keys = faiss.vector_to_array(vectors.id_map)
+    if not (vectors.ntotal == inner.ntotal == len(keys) and vectors.d == inner.d and (keys[1:] > keys[:-1]).all()):
+        raise ValueError(f"{path.name} holds vectors that contradict their keys")
     return vectors
+
+
+@contextmanager
+def _bounded_by(faiss: Any, n_bytes: int) -> Iterator[None]:
+    """Let faiss allocate no array larger than its file: a damaged length would take all memory."""
+    if not hasattr(faiss, "set_deserialization_vector_byte_limit"):  # before faiss 1.14
+        yield
+        return
+    before = faiss.get_deserialization_vector_byte_limit()
+    faiss.set_deserialization_vector_byte_limit(n_bytes)
+    try:
+        yield
+    finally:
+        faiss.set_deserialization_vector_byte_limit(before)
 
 
 def write_document_lines(entries: Mapping[int, IndexEntry], path: Path, offsets: Path) -> None:
@@ -125,10 +149,16 @@ class _MappedDocuments(Mapping[int, IndexEntry]):
         if row == len(self._keys) or self._keys[row] != key:
             raise KeyError(key)
         end = int(self._offsets[row + 1]) if row + 1 < len(self._offsets) else len(self._lines)
-        found, entry = _parse_document(self._lines[int(self._offsets[row]) : end])
+        try:
+            found, entry = _parse_document(self._lines[int(self._offsets[row]) : end])
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._damaged(key) from error
         if found != key:
-            raise ValueError(f"{self._name} holds document {found} at the offset of document {key}")
+            raise self._damaged(key)
         return entry
+
+    def _damaged(self, key: int) -> RetrievalError:
+        return RetrievalError(f"{self._name} does not hold document {key} where its table says; build the index again")
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._keys.tolist())
@@ -154,7 +184,7 @@ def read_bm25_files(paths: Mapping[str, Path], *, mapped: bool) -> BM25Index:
         kept = json.loads(paths["bm25_words"].read_text(encoding="utf-8"))
         words = {str(word): row for row, word in enumerate(kept["words"])}
         k1, b, count = float(kept["k1"]), float(kept["b"]), int(kept["count"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{paths['bm25_words'].name} holds no words") from error
     term_scores, texts, starts = (_load_array(paths[role], mapped=mapped) for role in BM25_ROLES[1:])
     if not (
@@ -174,8 +204,12 @@ def _load_array(path: Path, *, mapped: bool) -> NDArray[Any]:
     import numpy as np
 
     try:
+        with path.open("rb") as handle:
+            if handle.read(len(_MAGIC)) != _MAGIC:  # numpy would read archives and pickles, too
+                raise ValueError("no array")
         found: NDArray[Any] = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+    # A hostile header makes numpy raise any of these.
+    except (ValueError, EOFError, MemoryError, OverflowError, SyntaxError, TypeError, TokenError) as error:
         raise ValueError(f"{path.name} holds no array") from error
     return found
 
@@ -199,7 +233,7 @@ def _document_line(key: int, entry: IndexEntry) -> str:
 def _parse_document(line: bytes) -> tuple[int, IndexEntry]:
     fields = parse_json(line.decode())
     key, files = fields["key"], fields.get("files", [])
-    if not isinstance(key, int) or not isinstance(files, list):
+    if not isinstance(key, int) or not 0 <= key < _KEYS or not isinstance(files, list):
         raise TypeError("key or files")
     document = Document(id=fields["id"], page_content=fields["text"], metadata=fields["metadata"])
     return key, IndexEntry(document, tuple(str(file) for file in files))

@@ -101,17 +101,17 @@ def to_documents(given: Sequence[str | DocumentObject], max_documents: int) -> l
     return [_document(document, index) for index, document in enumerate(given)]
 
 
-def check_count(count: int, max_documents: int) -> None:
+def check_count(count: int, max_documents: int, param: str = "documents") -> None:
     """Raise for too many documents.
 
     Args:
         count: Number of documents.
         max_documents: Maximum number of documents.
+        param: The field of the documents.
     """
     if count > max_documents:
         raise TooLargeError(
-            f"documents has {count} entries, at most {max_documents} are allowed; send the best ones",
-            param="documents",
+            f"{param} has {count} entries, at most {max_documents} are allowed; send the best ones", param=param
         )
 
 

@@ -12,7 +12,7 @@ _DESCRIPTIONS = {
     400: "The request asks for something that is not allowed or not served.",
     401: "The API key is missing or wrong.",
     404: "The model is not served.",
-    413: "The prompt or the request is too long.",
+    413: "The request is too large.",
     422: "The body has the wrong shape.",
     429: "There is no capacity now; see the header retry-after.",
     500: "The service failed.",

@@ -36,6 +36,7 @@ from rag_posfix_api.http.facts import facts_of
 __all__ = [
     "TABLE",
     "ErrorRenderers",
+    "ForbiddenHostError",
     "InvalidRequestError",
     "Kind",
     "ModelNotFoundError",
@@ -43,6 +44,7 @@ __all__ = [
     "Problem",
     "RenderError",
     "RequestTimeoutError",
+    "StoppingError",
     "TooLargeError",
     "UnauthorizedError",
     "UnsupportedFeatureError",
@@ -56,6 +58,10 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1
+
+MAX_MESSAGE = 1000
+"""Characters of an error message; a client's own text is not sent back at length."""
+_SHOWN = 60
 
 
 class InvalidRequestError(ConfigError):
@@ -87,8 +93,16 @@ class UnauthorizedError(RagPosfixError):
     """The API key is missing or wrong."""
 
 
+class ForbiddenHostError(RagPosfixError):
+    """The request was sent to a name that this service does not have."""
+
+
 class NotReadyError(RagPosfixError):
     """The model is not loaded yet, or could not be loaded."""
+
+
+class StoppingError(NotReadyError):
+    """The service is stopping."""
 
 
 class RequestTimeoutError(RagPosfixError):
@@ -164,9 +178,10 @@ TABLE: Mapping[type[Exception], Kind] = {
     UnsupportedModelError: Kind(400, _INVALID, "unsupported"),
     PlanConflictError: Kind(400, _INVALID, "unsupported"),
     UnauthorizedError: Kind(401, "authentication_error", "invalid_api_key"),
+    ForbiddenHostError: Kind(403, _INVALID, "forbidden_host"),
     ModelNotFoundError: Kind(404, _INVALID, "model_not_found"),
     TooLargeError: Kind(413, _INVALID, "request_too_large"),
-    PromptTooLongError: Kind(413, _INVALID, "context_length_exceeded"),
+    PromptTooLongError: Kind(400, _INVALID, "context_length_exceeded"),
     OverloadedError: Kind(429, "rate_limit_error", "overloaded"),
     GenerationCancelled: Kind(499, "cancelled", "client_closed_request"),
     RetrievalError: Kind(500, _SERVER, "retrieval_failed", "the index could not be searched" + _SEE_LOG),
@@ -174,6 +189,7 @@ TABLE: Mapping[type[Exception], Kind] = {
     GenerationError: Kind(500, _SERVER, "generation_failed", "the model failed" + _SEE_LOG),
     Exception: Kind(500, _SERVER, "internal_error", "internal error" + _SEE_LOG),
     NotReadyError: Kind(503, "unavailable", "not_ready"),
+    StoppingError: Kind(503, "unavailable", "stopping"),
     RequestTimeoutError: Kind(504, "timeout", "timeout"),
 }
 
@@ -194,7 +210,7 @@ def problem_of(error: Exception) -> Problem:
     if kind.status == 500:
         log_failure(error)
     status = 400 if _is_malformed(error) else kind.status
-    return Problem(status, kind.type, kind.code, _one_line(message), param)
+    return Problem(status, kind.type, kind.code, _one_line(message), param if param is None else _short(param))
 
 
 def error_response(error: Exception, render: RenderError) -> Response:
@@ -239,7 +255,8 @@ def _http_response(request: Request, error: Exception, render: RenderError) -> R
 
 
 def _one_line(message: str) -> str:
-    return " ".join(message.split())
+    line = " ".join(message[: 4 * MAX_MESSAGE].split())
+    return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}..."
 
 
 def _is_malformed(error: Exception) -> bool:
@@ -255,8 +272,8 @@ def _validation_message(error: RequestValidationError) -> tuple[str, str | None]
     if isinstance(first.get("input"), bytes):
         return "the body must be JSON, sent with the header 'content-type: application/json'", None
     # Steps into a union carry the tag of the form that was chosen; it is no part of the body.
-    path = [step for step in first["loc"][1:] if step not in ("string", "array", "object")]
-    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+    path = [step for step in first["loc"][1:] if not _is_tag(step)]
+    name = "".join(f"[{step}]" if isinstance(step, int) else f".{_short(step)}" for step in path).lstrip(".")
     given = "" if first["type"] == "missing" else f", got {_shortened(first.get('input'))}"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     reason = first["msg"][:1].lower() + first["msg"][1:]
@@ -264,8 +281,19 @@ def _validation_message(error: RequestValidationError) -> tuple[str, str | None]
 
 
 def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if isinstance(value, str):
+        return _short(repr(value[: 2 * _SHOWN]))
+    if isinstance(value, dict | list):  # the text of all of it could be as long as the body
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}" if value else repr(value)
+    return _short(repr(value))
+
+
+def _is_tag(step: object) -> bool:
+    return step in ("string", "array", "object") or (isinstance(step, str) and step.startswith("form:"))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def log_failure(error: Exception) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 __all__ = ["Metrics"]
@@ -29,6 +31,36 @@ class _RerankingFailures(Collector):
         yield family
 
 
+class _CacheTiers(Collector):
+    """Counters that the tiers of both caches hold, read when the metrics are collected."""
+
+    def __init__(self) -> None:
+        self.stats: Mapping[str, Callable[[], Mapping[str, Any]]] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        lookups = CounterMetricFamily(
+            "rag_posfix_cache_tier_lookups",
+            "Look-ups by tier: hit, miss, or rest where the circuit breaker kept the tier from being asked.",
+            labels=["cache", "tier", "result"],
+        )
+        failures = CounterMetricFamily(
+            "rag_posfix_cache_tier_errors", "Operations of a tier that failed.", labels=["cache", "tier"]
+        )
+        available = GaugeMetricFamily(
+            "rag_posfix_cache_tier_available",
+            "1 unless the tier is failing and its circuit breaker is open.",
+            labels=["cache", "tier"],
+        )
+        for cache, stats in self.stats.items():
+            for tier in stats().get("tiers", ()):
+                name = tier["name"]
+                for result, field in (("hit", "hits"), ("miss", "misses"), ("rest", "skipped")):
+                    lookups.add_metric([cache, name, result], tier.get(field, 0))
+                failures.add_metric([cache, name], tier.get("errors", 0))
+                available.add_metric([cache, name], tier.get("available", True))
+        yield from (lookups, failures, available)
+
+
 class Metrics:
     """The metrics of one app.
 
@@ -36,9 +68,16 @@ class Metrics:
         in_flight: Returns the number of running and waiting requests.
         working: Returns the number of requests that use the model.
         is_ready: Returns whether the model is loaded.
+        oldest: Returns the age of the oldest open request in seconds.
     """
 
-    def __init__(self, in_flight: Callable[[], int], working: Callable[[], int], is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        in_flight: Callable[[], int],
+        working: Callable[[], int],
+        is_ready: Callable[[], bool],
+        oldest: Callable[[], float],
+    ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._requests = Histogram(
@@ -61,10 +100,18 @@ class Metrics:
         )
         self._reranking = _RerankingFailures()
         self.registry.register(self._reranking)
+        self._tied = Counter(
+            "rag_posfix_reranking_ties", "Rankings whose documents all have one score.", registry=self.registry
+        )
+        self._tiers = _CacheTiers()
+        self.registry.register(self._tiers)
         self._info = Info("rag_posfix", "What is served.", registry=self.registry)
         Gauge(
             "rag_posfix_in_flight_requests", "Requests being answered or waiting.", registry=self.registry
         ).set_function(in_flight)
+        Gauge(
+            "rag_posfix_oldest_request_seconds", "Age of the oldest open request.", registry=self.registry
+        ).set_function(oldest)
         Gauge("rag_posfix_running_answers", "Answers that the model works on.", registry=self.registry).set_function(
             working
         )
@@ -79,6 +126,14 @@ class Metrics:
     def count_reranking(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Register a function that returns the number of failed rerankings by reason."""
         self._reranking.counts = counts
+
+    def count_caches(self, stats: Mapping[str, Callable[[], Mapping[str, Any]]]) -> None:
+        """Register functions that return the statistics of caches, by name of the cache."""
+        self._tiers.stats = stats
+
+    def tied_ranking(self) -> None:
+        """Count a ranking whose documents all have the same score."""
+        self._tied.inc()
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """Count one request; ``route`` is the template of its path."""

@@ -10,13 +10,13 @@ import logging
 import re
 import sys
 import time
-import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rag_posfix_api.http.errors import ErrorRenderers, error_response, kind_of, log_failure
 from rag_posfix_api.http.facts import Facts
+from rag_posfix_api.http.identifiers import Identifiers
 from rag_posfix_api.http.metrics import Metrics
 
 __all__ = ["JsonFormatter", "ObservedRequests", "configure_logging"]
@@ -41,6 +41,7 @@ class ObservedRequests:
         self._app = app
         self._metrics = metrics
         self._renderers = renderers
+        self._identifiers = Identifiers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -48,7 +49,7 @@ class ObservedRequests:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if _REQUEST_ID.fullmatch(given) else self._identifiers.new()
         facts = Facts()
         scope.setdefault("state", {})["facts"] = facts
         started = time.perf_counter()

@@ -1,7 +1,8 @@
 """Admission: limits on running and waiting requests. Independent of HTTP and of models.
 
-A *ticket* is one admitted request. A *permit* is the right to use the model. Steps before the model (retrieval, the
-answer cache) need a ticket only, so a cached answer never waits for a generation.
+A *ticket* is one open request. A *place* is the right to wait for the model, or for another request that computes the
+same answer. A *permit* is the right to use the model. A cached answer needs a ticket only: it never waits for a
+generation, and a full queue does not turn it away.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rag_posfix.errors import GenerationCancelled, OverloadedError
-from rag_posfix_api.http.errors import RequestTimeoutError
+from rag_posfix_api.http.errors import RequestTimeoutError, StoppingError
 
 __all__ = ["Admission", "Ticket"]
 
@@ -27,13 +28,22 @@ class Ticket:
         timeout: Time limit of the request in seconds.
         started: Time of admission, on the monotonic clock.
         cancelled: Whether the client has disconnected.
+        stopped: Whether the service stops and cannot wait for the answer.
         queued_seconds: How long the request waited for a permit.
+        placed: Whether the request has a place.
     """
 
     timeout: float
     started: float
     cancelled: bool = False
+    stopped: bool = False
     queued_seconds: float = 0.0
+    placed: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the request ends without an answer."""
+        return self.cancelled or self.stopped
 
     @property
     def remaining(self) -> float:
@@ -45,8 +55,11 @@ class Ticket:
 
         Raises:
             GenerationCancelled: the client has disconnected.
+            StoppingError: the service stops.
             RequestTimeoutError: the time limit is exceeded.
         """
+        if self.stopped:
+            raise StoppingError("the service stopped before the answer was complete; ask again")
         if self.cancelled:
             raise GenerationCancelled("the client went away before the answer was complete")
         if self.remaining <= 0:
@@ -57,27 +70,37 @@ class Ticket:
 
 
 class Admission:
-    """Hands out tickets and permits. Safe to use from any thread.
+    """Hands out tickets, places and permits. Safe to use from any thread.
 
     Args:
         max_concurrent: Number of permits.
-        max_queue: Number of tickets beyond the permits.
+        max_queue: Number of places beyond the permits.
         queue_timeout: Seconds that a ticket waits for a permit.
+        max_open: Number of tickets; no limit if None.
     """
 
-    def __init__(self, max_concurrent: int, max_queue: int, queue_timeout: float) -> None:
+    def __init__(self, max_concurrent: int, max_queue: int, queue_timeout: float, max_open: int | None = None) -> None:
         self.capacity = max_concurrent + max_queue
+        self._max_open = max_open
         self._max_concurrent = max_concurrent
         self._queue_timeout = queue_timeout
         self._changed = threading.Condition()
-        self._tickets = 0
+        self._open: dict[Ticket, None] = {}  # in the order of admission
+        self._placed = 0
         self._working: set[Ticket] = set()
         self._waiting: deque[Ticket] = deque()
 
     @property
     def in_flight(self) -> int:
         """Number of tickets in use."""
-        return self._tickets
+        return len(self._open)
+
+    @property
+    def oldest_seconds(self) -> float:
+        """Age of the oldest open request in seconds; 0 if none is open."""
+        with self._changed:
+            oldest = next(iter(self._open), None)
+        return 0.0 if oldest is None else time.monotonic() - oldest.started
 
     @property
     def working(self) -> int:
@@ -91,40 +114,60 @@ class Admission:
 
     @contextmanager
     def admit(self, timeout: float) -> Iterator[Ticket]:
-        """Hold a ticket during the block; its permit is released at the end too.
+        """Hold a ticket during the block; its place and its permit are released at the end too.
 
         Raises:
             OverloadedError: all tickets are in use.
         """
-        with self._changed:
-            if self._tickets >= self.capacity:
-                raise OverloadedError(
-                    f"{self._tickets} requests are being answered or waiting and {self.capacity} are allowed; "
-                    "try again later"
-                )
-            self._tickets += 1
         ticket = Ticket(timeout, time.monotonic())
+        with self._changed:
+            if self._max_open is not None and len(self._open) >= self._max_open:
+                raise OverloadedError(
+                    f"{len(self._open)} requests are open and {self._max_open} are allowed; try again later"
+                )
+            self._open[ticket] = None
         try:
             yield ticket
         finally:
-            self.release(ticket)
             with self._changed:
-                self._tickets -= 1
+                self._working.discard(ticket)
+                self._placed -= ticket.placed
+                ticket.placed = False
+                del self._open[ticket]
+                self._changed.notify_all()
 
-    def acquire(self, ticket: Ticket) -> None:
-        """Wait for a permit, first come first served. Blocks the calling thread.
+    def enter(self, ticket: Ticket) -> None:
+        """Give the ticket a place, until its request ends; it may have one already.
 
         Raises:
-            OverloadedError: no permit was free within the queue timeout.
+            OverloadedError: all places are taken.
+        """
+        with self._changed:
+            if ticket.placed:
+                return
+            if self._placed >= self.capacity:
+                raise OverloadedError(
+                    f"{self._placed} requests are being answered or waiting and {self.capacity} are allowed; "
+                    "try again later"
+                )
+            ticket.placed = True
+            self._placed += 1
+
+    def acquire(self, ticket: Ticket) -> None:
+        """Wait for a permit, first come first served, with a place. Blocks the calling thread.
+
+        Raises:
+            OverloadedError: all places are taken, or no permit was free within the queue timeout.
             GenerationCancelled: the client has disconnected.
             RequestTimeoutError: the time limit of the request is exceeded.
         """
+        self.enter(ticket)
         started = time.monotonic()
         patience = min(self._queue_timeout, max(ticket.remaining, 0.0))
         with self._changed:
             self._waiting.append(ticket)
             try:
-                free = self._changed.wait_for(lambda: ticket.cancelled or self._is_next(ticket), patience)
+                free = self._changed.wait_for(lambda: ticket.ended or self._is_next(ticket), patience)
             finally:
                 self._waiting.remove(ticket)
                 ticket.queued_seconds += time.monotonic() - started
@@ -147,6 +190,13 @@ class Admission:
         """Mark the ticket's client as disconnected: the ticket stops waiting, and its work stops at the next step."""
         with self._changed:
             ticket.cancelled = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End every open request at its next step, with an error that says that the service stops."""
+        with self._changed:
+            for ticket in self._open:
+                ticket.stopped = True
             self._changed.notify_all()
 
     def _is_next(self, ticket: Ticket) -> bool:

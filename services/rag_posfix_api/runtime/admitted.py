@@ -1,19 +1,26 @@
-"""A generator with admission: it runs with a permit only, and stops when the client has disconnected."""
+"""Generator and answer cache with admission.
+
+The generator runs with a permit only, and stops when the client has disconnected. Who waits for an equal question, or
+computes its answer, has a place in the queue.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator as Generated
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from rag_posfix.contracts.generator import Generator, WatchedGenerator
 from rag_posfix.contracts.request import Chunk, GenerationRequest
 from rag_posfix.generation.delegating import DelegatingGenerator
+from rag_posfix.pipeline.protocols import AnswerCache
 from rag_posfix_api.runtime.admission import Admission, Ticket
 
-__all__ = ["TICKET", "AdmittedGenerator"]
+__all__ = ["TICKET", "AdmittedCache", "AdmittedGenerator"]
 
 TICKET: ContextVar[Ticket | None] = ContextVar("rag_posfix_service_ticket", default=None)
 """The ticket of the request that this thread works for."""
@@ -61,3 +68,45 @@ class AdmittedGenerator(DelegatingGenerator[Generator]):
         if isinstance(self._inner, WatchedGenerator):
             return self._inner.stream_watched(request, ticket.check, partial(self._admission.release, ticket))
         return self._inner.stream(request)
+
+
+class AdmittedCache:
+    """An answer cache whose ``single_flight`` takes a place for the request: waiting is what places are for.
+
+    Args:
+        cache: The cache.
+        admission: Hands out the places.
+    """
+
+    def __init__(self, cache: AnswerCache, admission: Admission) -> None:
+        self._cache = cache
+        self._admission = admission
+
+    def get(self, key: str) -> Mapping[str, Any] | None:
+        """Return the stored answer, or None."""
+        return self._cache.get(key)
+
+    def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
+        """Store an answer."""
+        self._cache.put(key, value, document_ids)
+
+    @contextmanager
+    def single_flight(self, key: str) -> Iterator[bool | None]:
+        """Hold while computing ``key``, with a place.
+
+        Raises:
+            OverloadedError: all places are taken.
+        """
+        ticket = TICKET.get()
+        if ticket is not None:
+            self._admission.enter(ticket)
+        with self._cache.single_flight(key) as again:
+            yield again
+
+    def drop_documents(self, document_ids: Sequence[str]) -> int:
+        """Drop every answer made from one of these documents."""
+        return self._cache.drop_documents(document_ids)
+
+    def close(self) -> None:
+        """Close the cache."""
+        self._cache.close()

@@ -15,6 +15,7 @@ import anyio
 import anyio.to_thread
 from starlette.types import Receive
 
+from rag_posfix.cancellation import watch
 from rag_posfix.errors import GenerationCancelled
 from rag_posfix_api.runtime.admission import Admission, Ticket
 from rag_posfix_api.runtime.admitted import TICKET
@@ -22,6 +23,9 @@ from rag_posfix_api.runtime.admitted import TICKET
 __all__ = ["Job", "Jobs"]
 
 T = TypeVar("T")
+
+_FREE_THREADS = 8
+"""Threads for requests that do not wait for the model: retrieval, assembly, cached answers."""
 
 
 class Job:
@@ -39,6 +43,7 @@ class Job:
         self._limiter = limiter
         self._context = contextvars.copy_context()
         self._context.run(TICKET.set, ticket)
+        self._context.run(watch, ticket.check)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Return the result of ``function``, run in a worker thread."""
@@ -105,7 +110,8 @@ class Jobs:
     def __init__(self, admission: Admission, timeout: float) -> None:
         self.admission = admission
         self._timeout = timeout
-        self._limiter = anyio.CapacityLimiter(admission.capacity)
+        # Every place may block a thread. The others stay free for what waits for nobody.
+        self._limiter = anyio.CapacityLimiter(admission.capacity + _FREE_THREADS)
 
     @contextmanager
     def open(self) -> Iterator[Job]:

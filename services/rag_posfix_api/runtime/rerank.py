@@ -29,6 +29,11 @@ class Scored:
     ranked: tuple[tuple[int, float], ...]
     tokens: int
 
+    @property
+    def tied(self) -> bool:
+        """Whether there are several documents, all with the same score."""
+        return len(self.ranked) > 1 and self.ranked[0][1] == self.ranked[-1][1]
+
 
 def score_texts(pipeline: Pipeline, query: str, texts: Sequence[str]) -> Scored:
     """Return the relevance of each text for ``query``.
@@ -38,7 +43,7 @@ def score_texts(pipeline: Pipeline, query: str, texts: Sequence[str]) -> Scored:
         RerankingError: the reranker scored nothing.
     """
     if pipeline.reranker is None:
-        raise UnsupportedFeatureError("this server has no reranker; serve a pipeline with one to use /v1/rerank")
+        raise UnsupportedFeatureError("this server has no reranker; serve a pipeline with one to rerank")
     documents = [Document(page_content=text) for text in texts]
     with salted(tenant_salt(pipeline.defaults.tenant)):
         scored = rerank_indexed(pipeline.reranker, query, documents)

@@ -16,13 +16,15 @@ from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
+from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
-from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError
+from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError
 from rag_posfix_api.http.facts import Facts
+from rag_posfix_api.http.identifiers import Identifiers
 from rag_posfix_api.http.metrics import Metrics
 from rag_posfix_api.runtime.admission import Admission
-from rag_posfix_api.runtime.admitted import AdmittedGenerator
+from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
 from rag_posfix_api.runtime.jobs import Jobs
 
 if TYPE_CHECKING:
@@ -45,13 +47,17 @@ class Service:
         self.settings = settings
         self.limits = limits
         self.started = int(time.time())
+        self.identifiers = Identifiers()
         self.chat = self._jobs(limits.max_concurrent)
         self.rerank = self._jobs(1)  # scores are not batched over requests
-        self.metrics = Metrics(self._in_flight, lambda: self.chat.admission.working, lambda: self.is_ready)
+        self.metrics = Metrics(
+            lambda: self.in_flight, lambda: self.chat.admission.working, lambda: self.is_ready, self._oldest_seconds
+        )
         self._pipeline: Pipeline | None = None
         self._loaded: Pipeline | None = None
         self._batching: BatchingGenerator | None = None
         self._generator: Generator | None = None
+        self._draining = False
         self._reason = "the model is being loaded; try again later"
 
     @property
@@ -69,8 +75,13 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the pipeline is loaded and its model has not failed."""
-        return self._pipeline is not None and self._failure is None
+        """Whether the pipeline is loaded, its model has not failed, and the service is not stopping."""
+        return self._pipeline is not None and self._failure is None and not self._draining
+
+    @property
+    def in_flight(self) -> int:
+        """Number of open requests."""
+        return self.chat.admission.in_flight + self.rerank.admission.in_flight
 
     @property
     def _failure(self) -> str | None:
@@ -90,8 +101,12 @@ class Service:
         counts = getattr(pipeline.reranker, "counts", None)
         if callable(counts):
             self.metrics.count_reranking(counts)
+        caches = {"answers": pipeline.cache, "passages": pipeline.passages}
+        counted = {name: getattr(cache, "stats", None) for name, cache in caches.items()}
+        self.metrics.count_caches({name: stats for name, stats in counted.items() if callable(stats)})
         generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
-        self._pipeline = pipeline.with_generator(generator)
+        cache = None if pipeline.cache is None else AdmittedCache(pipeline.cache, self.chat.admission)
+        self._pipeline = pipeline.with_generator(generator, cache)
 
     async def load(self) -> None:
         """Build, verify and warm up the pipeline in a worker thread, then serve it. Never raises."""
@@ -109,6 +124,26 @@ class Service:
         self.adopt(pipeline)
         _log.info("serving %s, loaded in %.1f s", pipeline.generator.model_id, time.monotonic() - started)
 
+    def drain(self) -> None:
+        """Answer new requests with 503 from now on. Running ones continue."""
+        self._draining = True
+
+    def stop(self) -> None:
+        """End the requests that are still running: their answers are errors that say so."""
+        self._draining = True
+        self.chat.admission.stop()
+        self.rerank.admission.stop()
+
+    def check_ready(self) -> None:
+        """Raise if no new request can be answered.
+
+        Raises:
+            NotReadyError: the model is not loaded or has failed, or the service is stopping.
+        """
+        if self._draining:
+            raise StoppingError("the service is stopping; ask another replica, or again later")
+        _ = self.pipeline
+
     def close(self) -> None:
         """Stop the model, and close the pipeline that ``load`` built; a pipeline of the caller is not closed."""
         if self._batching is not None:
@@ -124,7 +159,7 @@ class Service:
         """
         if name not in (self.model_id, self.settings.model, "default", ""):
             raise ModelNotFoundError(
-                f"model {name!r} is not served here; use {self.model_id!r} or 'default'", param="model"
+                f"model {shown(name)} is not served here; use {self.model_id!r} or 'default'", param="model"
             )
 
     def record(self, answer: Answer, facts: Facts) -> None:
@@ -152,11 +187,11 @@ class Service:
     def _jobs(self, at_once: int) -> Jobs:
         limits = self.limits
         waiting = limits.max_concurrent + limits.max_queue - at_once
-        admission = Admission(at_once, waiting, limits.queue_timeout_seconds)
+        admission = Admission(at_once, waiting, limits.queue_timeout_seconds, limits.max_open)
         return Jobs(admission, limits.request_timeout_seconds)
 
-    def _in_flight(self) -> int:
-        return self.chat.admission.in_flight + self.rerank.admission.in_flight
+    def _oldest_seconds(self) -> float:
+        return max(self.chat.admission.oldest_seconds, self.rerank.admission.oldest_seconds)
 
 
 def package_version() -> str:
@@ -194,7 +229,7 @@ async def _service(request: Request) -> Service:
 
 async def _ready_service(request: Request) -> Service:
     service = service_of(request)
-    _ = service.pipeline  # refuse before the work
+    service.check_ready()  # refuse before the work
     return service
 
 

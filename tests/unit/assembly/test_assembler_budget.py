@@ -7,6 +7,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.budget import PassageBudget
+from rag_posfix.assembly.documents import content_key
 from rag_posfix.errors import PromptTooLongError
 from tests.support.toy_encoder import ToyEncoder
 
@@ -100,3 +101,24 @@ def test_every_passage_keeps_its_limit_and_all_keep_the_budget(lengths, tokens, 
     assert sorted([*made.ids, *(dropped.id for dropped in made.dropped)]) == sorted(
         str(i) for i in range(len(lengths))
     )
+
+
+class Counting(ToyEncoder):
+    """Counts the characters that it encodes."""
+
+    characters = 0
+
+    def encode_text(self, text):
+        self.characters += len(text)
+        return super().encode_text(text)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised_to_its_end():
+    encoder = Counting()
+    made = Assembler(encoder, 4096).assemble("Who?", [Document(page_content="word " * 1_000_000, id="long")])
+    assert made.truncated == ("long",)
+    assert made.layout.keys == (content_key(Document(page_content="word " * 1_000_000)),)
+    assert encoder.characters < 300_000
+    with pytest.raises(PromptTooLongError, match="5000000 characters"):
+        Assembler(encoder, 4096).assemble("Who? " * 1_000_000)
+    assert encoder.characters < 300_000

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from rag_posfix.assembly.prompt import PromptTemplate
@@ -87,3 +89,11 @@ def test_equal_content_gives_equal_segments_and_keys_wherever_it_stands():
     assert [first.tokens(s) for s in first.passages] == [second.tokens(s) for s in second.passages][::-1]
     assert first.tokens(first.prefix) == second.tokens(second.prefix)
     assert first.tokens(first.suffix) == second.tokens(second.suffix)
+
+
+def test_the_cost_of_a_conversation_grows_with_its_length_and_not_with_its_square():
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 15_000
+    started = time.process_time()
+    prompt = tokenize_prompt(ToyEncoder(), PromptTemplate(), "Why?", history=turns)
+    assert len(prompt) > len(turns)
+    assert time.process_time() - started < 5  # it was 9 s, and four times as much for twice the turns

@@ -1,21 +1,17 @@
-"""POST /v1/rerank."""
+"""POST /v1/rerank, for clients of Jina and of Cohere's version 1."""
 
 from __future__ import annotations
-
-from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from rag_posfix_api.dialects.documents import check_count, document_text
 from rag_posfix_api.dialects.jina.errors import errors
 from rag_posfix_api.dialects.jina.render import to_response
 from rag_posfix_api.dialects.jina.schemas import RerankRequest, RerankResponse
+from rag_posfix_api.dialects.reranking import rank
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.encoding import SafeJSONResponse
-from rag_posfix_api.http.errors import InvalidRequestError
 from rag_posfix_api.http.facts import RequestFacts
-from rag_posfix_api.runtime.rerank import score_texts
 from rag_posfix_api.runtime.service import ReadyService
 
 __all__ = ["PATH", "router"]
@@ -33,13 +29,6 @@ router = APIRouter(tags=["rerank"], route_class=CleanRoute)
 )
 async def rerank(body: RerankRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
     """Score documents for a query, best first; documents with equal scores stay in the order of the request."""
-    check_count(len(body.documents), service.limits.max_documents)
-    if not body.query.strip():
-        raise InvalidRequestError("query is empty; give at least one visible character", param="query")
-    facts.documents = len(body.documents)
-    texts = [document_text(document) for document in body.documents]
-    score = partial(score_texts, service.pipeline, body.query, texts)
-    with service.rerank.open() as job:
-        scored = await job.until_gone(request.receive, lambda: job.permitted(score))
-    response = to_response(scored, body, texts, service.settings.embedding_model)
+    scored = await rank(service, request, facts, body.query, body.documents)
+    response = to_response(scored, body, service.identifiers.new(), service.settings.embedding_model)
     return SafeJSONResponse(response.model_dump(exclude_none=True))

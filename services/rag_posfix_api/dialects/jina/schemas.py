@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import BaseModel, Field
 
 from rag_posfix_api.dialects.documents import DocumentInput
@@ -13,8 +15,8 @@ class RerankRequest(BaseModel):
     """A query and the documents to score."""
 
     model: str | None = Field(default=None, description="Read over: one reranker is served.")
-    query: str
-    documents: list[DocumentInput]
+    query: str = Field(json_schema_extra={"pattern": r"\S"})
+    documents: Annotated[list[DocumentInput], Field(fail_fast=True)]
     top_n: int | None = Field(default=None, ge=1, description="How many to return; all without it.")
     return_documents: bool | None = None
 
@@ -23,6 +25,7 @@ class RerankDocument(BaseModel):
     """The document that was scored."""
 
     text: str
+    id: str | None = None
 
 
 class RerankResult(BaseModel):
@@ -41,8 +44,9 @@ class RerankUsage(BaseModel):
 
 
 class RerankResponse(BaseModel):
-    """Scores, best first."""
+    """Scores, best first. Cohere's version 1 has ``id`` and ``results`` as well."""
 
+    id: str
     model: str
     results: list[RerankResult]
     usage: RerankUsage

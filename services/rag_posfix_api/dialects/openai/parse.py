@@ -9,13 +9,15 @@ from typing import Any
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.request import MitigationChoice, Sampling
+from rag_posfix.parameters import shown
 from rag_posfix_api.dialects.documents import to_documents
-from rag_posfix_api.dialects.openai.schemas import ChatRequest, Message
+from rag_posfix_api.dialects.openai.schemas import ChatRequest, Message, MitigationInput
 from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
 
-__all__ = ["MAX_STOPS", "to_question"]
+__all__ = ["MAX_STOPS", "MAX_STOP_CHARACTERS", "to_question"]
 
 MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 256
 
 # Fields that would change the answer, with the values that ask for what happens anyway.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -54,7 +56,7 @@ def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Qu
     *history, asked = [_chat_message(message, index) for index, message in enumerate(body.messages)]
     if asked["role"] != "user":
         raise InvalidRequestError(
-            f"the last message has the role {body.messages[-1].role!r}; it must be a 'user' message: the question",
+            f"the last message has the role {shown(body.messages[-1].role)}; it must be 'user': the question",
             param="messages",
         )
     if not asked["content"].strip():
@@ -63,10 +65,10 @@ def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Qu
         text=asked["content"],
         documents=None if body.documents is None else to_documents(body.documents, max_documents),
         history=history,
-        mitigation=_mitigation(body),
-        order=body.order,
+        mitigation=_mitigation(_chosen(body, "mitigation")),
+        order=_chosen(body, "order"),
         seed=body.seed or 0,
-        k=body.k,
+        k=_chosen(body, "k"),
         sampling=_sampling(body, defaults),
         use_cache=body.cache is not False,
     )
@@ -84,13 +86,18 @@ def _refuse(body: ChatRequest) -> None:
         raise UnsupportedFeatureError(f"n={body.n} is not supported; one answer is given, so n must be 1", param="n")
     if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
         raise InvalidRequestError(f"stop has {len(body.stop)} entries, at most {MAX_STOPS} are allowed", param="stop")
+    longest = max(map(len, [body.stop] if isinstance(body.stop, str) else body.stop or []), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise InvalidRequestError(
+            f"stop holds a string of {longest} characters, at most {MAX_STOP_CHARACTERS} are allowed", param="stop"
+        )
 
 
 def _chat_message(message: Message, index: int) -> ChatMessage:
     role = _ROLES.get(message.role)
     if role is None:
         raise UnsupportedFeatureError(
-            f"messages[{index}]: role {message.role!r} is not supported; use one of {', '.join(_ROLES)}",
+            f"messages[{index}]: role {shown(message.role)} is not supported; use one of {', '.join(_ROLES)}",
             param="messages",
         )
     if isinstance(message.content, str):
@@ -99,15 +106,22 @@ def _chat_message(message: Message, index: int) -> ChatMessage:
     for part in parts:
         if part.type != "text" or part.text is None:
             raise UnsupportedFeatureError(
-                f"messages[{index}]: a part of type {part.type!r} is not supported; use "
+                f"messages[{index}]: a part of type {shown(part.type)} is not supported; use "
                 '{"type": "text", "text": ...}',
                 param="messages",
             )
     return {"role": role, "content": "\n".join(part.text or "" for part in parts)}
 
 
-def _mitigation(body: ChatRequest) -> MitigationChoice | None:
-    given = body.mitigation
+def _chosen(body: ChatRequest, name: str) -> Any:
+    """Return a field of this service, which may stand beside ``messages`` or in ``posfix``."""
+    beside, inside = getattr(body, name), getattr(body.posfix, name, None)
+    if beside is not None and inside is not None and beside != inside:
+        raise InvalidRequestError(f"{name} is given twice, beside messages and in posfix; give it once", param=name)
+    return inside if beside is None else beside
+
+
+def _mitigation(given: str | MitigationInput | None) -> MitigationChoice | None:
     if given is None or isinstance(given, str):
         return None if given is None else MitigationChoice(given)
     return MitigationChoice(given.name, given.parameters)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,15 +32,16 @@ class Completion:
     """The common fields of all parts of one response.
 
     Args:
+        identity: Unique among all responses.
         model: Name of the served model.
         fingerprint: Identity of its weights.
         include_usage: Whether a stream ends with a chunk that has the usage.
     """
 
-    def __init__(self, model: str, fingerprint: str, *, include_usage: bool = False) -> None:
+    def __init__(self, identity: str, model: str, fingerprint: str, *, include_usage: bool = False) -> None:
         self._include_usage = include_usage
         self._shared = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "id": f"chatcmpl-{identity}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": f"fp_{fingerprint[:12]}",

@@ -46,7 +46,8 @@ async def create_chat_completion(
     facts.documents = None if body.documents is None else len(body.documents)
     question = to_question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
     usage = bool(body.stream_options and body.stream_options.include_usage)
-    completion = Completion(service.model_id, service.pipeline.generator.fingerprint, include_usage=usage)
+    identity, fingerprint = service.identifiers.new(), service.pipeline.generator.fingerprint
+    completion = Completion(identity, service.model_id, fingerprint, include_usage=usage)
     if body.stream:
         return await _stream(service, request, question, completion, facts)
     with service.chat.open() as job:

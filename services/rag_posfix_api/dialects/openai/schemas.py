@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag, model_validator
 
 from rag_posfix_api.dialects.documents import DocumentInput, Forms
 
@@ -21,10 +22,25 @@ __all__ = [
     "ModelList",
     "ModelObject",
     "Part",
+    "PosfixInput",
     "PromptTokensDetails",
     "Provenance",
     "UsageOutput",
 ]
+
+
+MAX_FIELDS = 16
+
+
+def _within(**limits: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a function that adds limits to the schema of an optional number."""
+
+    def add(schema: dict[str, Any]) -> None:
+        for member in schema["anyOf"]:
+            if member["type"] != "null":
+                member |= limits
+
+    return add
 
 
 class Part(BaseModel):
@@ -32,7 +48,7 @@ class Part(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = "text"
+    type: str = Field(default="text", json_schema_extra={"enum": ["text"]})
     text: str | None = None
 
 
@@ -41,9 +57,13 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: str
+    role: str = Field(json_schema_extra={"enum": ["system", "developer", "user", "assistant"]})
     content: (
-        Annotated[Annotated[str, Tag("string")] | Annotated[list[Part], Tag("array")], Forms("string", "array")] | None
+        Annotated[
+            Annotated[str, Tag("string")] | Annotated[list[Part], Field(fail_fast=True), Tag("array")],
+            Forms("string", "array"),
+        ]
+        | None
     ) = None
 
 
@@ -54,6 +74,27 @@ class MitigationInput(BaseModel):
 
     name: str
     parameters: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, given: Any) -> Any:
+        # Each unknown field would be an error of its own.
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"{len(given)} fields are given; a mitigation has 'name' and 'parameters'")
+        return given
+
+
+class PosfixInput(BaseModel):
+    """What this service adds to OpenAI's API, in one object; the same fields beside ``messages`` do the same."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mitigation: (
+        Annotated[Annotated[str, Tag("string")] | Annotated[MitigationInput, Tag("object")], Forms("string", "object")]
+        | None
+    ) = Field(default=None, description="A mitigation by name, or with its parameters.")
+    order: str | None = Field(default=None, description="The order that the passages stand in.")
+    k: int | None = Field(default=None, ge=1, le=1000, description="How many passages to retrieve.")
 
 
 class StreamOptions(BaseModel):
@@ -67,21 +108,28 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    messages: list[Message] = Field(min_length=1, description="The last one must be the user's: it is the question.")
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
+        min_length=1, description="The last one must be the user's: it is the question."
+    )
     model: str | None = Field(default=None, description="The served model, or 'default'.")
-    temperature: FiniteFloat | None = None
-    top_p: FiniteFloat | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    # Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
+    temperature: FiniteFloat | None = Field(default=None, json_schema_extra=_within(minimum=0, maximum=5))
+    top_p: FiniteFloat | None = Field(default=None, json_schema_extra=_within(exclusiveMinimum=0, maximum=1))
+    top_k: int | None = Field(default=None, json_schema_extra=_within(minimum=0))
+    max_tokens: int | None = Field(default=None, json_schema_extra=_within(minimum=1))
+    max_completion_tokens: int | None = Field(default=None, json_schema_extra=_within(minimum=1))
     stop: (
-        Annotated[Annotated[str, Tag("string")] | Annotated[list[str], Tag("array")], Forms("string", "array")] | None
+        Annotated[
+            Annotated[str, Tag("string")] | Annotated[list[str], Field(fail_fast=True), Tag("array")],
+            Forms("string", "array"),
+        ]
+        | None
     ) = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="Seeds sampling and the order 'random'.")
-    n: int | None = None
+    n: int | None = Field(default=None, json_schema_extra=_within(enum=[1]))
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    documents: list[DocumentInput] | None = Field(
+    documents: Annotated[list[DocumentInput], Field(fail_fast=True)] | None = Field(
         default=None,
         description="The passages to answer from. Without the field they are retrieved, where an index is served; an "
         "empty list answers without passages.",
@@ -92,6 +140,7 @@ class ChatRequest(BaseModel):
     ) = Field(default=None, description="A mitigation by name, or with its parameters.")
     order: str | None = Field(default=None, description="The order that the passages stand in.")
     k: int | None = Field(default=None, ge=1, le=1000, description="How many passages to retrieve.")
+    posfix: PosfixInput | None = Field(default=None, description="``mitigation``, ``order`` and ``k`` in one object.")
     cache: bool | None = Field(default=None, description="False neither reads nor writes the answer cache.")
 
 

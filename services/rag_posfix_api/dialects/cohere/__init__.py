@@ -1,0 +1,1 @@
+"""Cohere rerank, version 2."""

@@ -1,0 +1,1 @@
+"""Text Embeddings Inference (TEI) rerank, and vLLM's body on the same path."""

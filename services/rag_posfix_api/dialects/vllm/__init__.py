@@ -1,0 +1,1 @@
+"""vLLM rerank and score."""

@@ -1,0 +1,139 @@
+"""Bodies that are small in bytes and large in values, and conversations of many turns."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from rag_posfix.errors import GenerationCancelled
+from rag_posfix.settings import Settings
+from rag_posfix_api.app import create_app
+from rag_posfix_api.http.body_shape import MAX_DEPTH, MAX_LIST, MAX_VALUES, check_shape
+from rag_posfix_api.http.errors import RequestTimeoutError, TooLargeError
+from rag_posfix_api.runtime.admission import Ticket
+from tests.support.serving import BRIDGE, CHAT, chat, limits, make_pipeline
+
+OPEN = b'{"messages":[{"role":"user","content":"hi"}],"documents":['
+JSON = {"content-type": "application/json"}
+
+
+def client() -> TestClient:
+    return TestClient(create_app(Settings(), make_pipeline(), limits()))
+
+
+def sent(content: bytes) -> tuple[int, dict[str, Any]]:
+    response = client().post(CHAT, content=content, headers=JSON)
+    return response.status_code, response.json()["error"]
+
+
+@pytest.mark.parametrize("entry", [b"{},", b'"",', b"1,", b"[],", b'{"a":1},', b'"\\"",'])
+def test_a_body_of_a_million_values_is_refused_before_it_is_parsed(entry: bytes):
+    started = time.process_time()
+    status, error = sent(OPEN + entry * (3 * 1024**2 // len(entry)) + b"{}]}")
+    assert (status, error["code"]) == (413, "request_too_large")
+    assert str(MAX_VALUES) in error["message"]
+    assert time.process_time() - started < 2  # it was 24 s
+
+
+def test_marks_inside_of_strings_are_no_values():
+    text = '[{,:\\\\", ' * MAX_VALUES
+    assert check_shape(json.dumps({"a": text, "b": [text]}).encode()) < 10
+    assert check_shape(json.dumps({"a": "\\", "b": '\\"'}).encode()) < 10
+
+
+def test_as_many_values_as_allowed_and_one_more():
+    check_shape(b"[" + b"1," * (MAX_VALUES - 2) + b"1]")
+    with pytest.raises(TooLargeError, match=str(MAX_VALUES)):
+        check_shape(b"[" + b"1," * MAX_VALUES + b"1]")
+
+
+def test_deep_nesting_is_refused_with_the_limit():
+    check_shape(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+    status, error = sent(b'{"x":' + b"[" * 900 + b"]" * 900 + b"}")
+    assert (status, error["code"]) == (413, "request_too_large")
+    assert f"more than {MAX_DEPTH} levels" in error["message"]
+
+
+def test_a_long_list_is_refused_before_its_entries_are_validated():
+    status, error = sent(OPEN + b"{}," * MAX_LIST + b"{}]}")
+    assert (status, error["param"]) == (413, "documents")
+    assert str(MAX_LIST) in error["message"]
+
+
+def test_validation_stops_at_the_first_wrong_entry():
+    status, error = sent(OPEN + b"{}," * 999 + b"{}]}")
+    assert (status, error["param"]) == (422, "documents[0]")
+    assert "more)" not in error["message"]
+
+
+@pytest.mark.parametrize("field", ["model", "order", "mitigation", "role", "unknown"])
+def test_a_name_of_a_megabyte_is_not_sent_back(field: str):
+    name = "n" * 1024**2
+    body = chat(documents=[BRIDGE])
+    if field == "role":
+        body["messages"] = [{"role": name, "content": "hi"}]
+    elif field == "unknown":
+        body["mitigation"] = {"name": "none", name: 1}
+    else:
+        body[field] = name
+    response = client().post(CHAT, json=body)
+    assert 400 <= response.status_code < 500
+    assert len(response.content) < 2000
+
+
+def test_lone_surrogates_by_the_million_are_replaced_quickly():
+    started = time.process_time()
+    escaped = b"\\ud800" * (8 * 1024**2 // 6 - 100)
+    response = client().post(CHAT, content=OPEN + b'"' + escaped + b'"]}', headers=JSON)
+    assert response.status_code == 200
+    assert time.process_time() - started < 4
+
+
+@pytest.mark.parametrize("over", ["gone", "late"])
+def test_an_end_of_the_request_reaches_assembly(over: str):
+    """Assembly takes no check as an argument; it reads the one of the running job."""
+    import contextvars
+
+    from rag_posfix.cancellation import watch
+
+    ticket = Ticket(10 if over == "gone" else 0, time.monotonic(), cancelled=over == "gone")
+    context = contextvars.copy_context()
+    context.run(watch, ticket.check)
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 3
+    with pytest.raises(GenerationCancelled if over == "gone" else RequestTimeoutError):
+        context.run(make_pipeline().assembler.assemble, "Why?", (), history=turns)
+
+
+@pytest.mark.parametrize("stop", ["s" * 257, ["ok", "s" * 257]])
+def test_a_stop_string_has_a_length_limit(stop: Any):
+    response = client().post(CHAT, json=chat(documents=[BRIDGE], stop=stop))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stop")
+    assert "at most 256" in response.json()["error"]["message"]
+    assert client().post(CHAT, json=chat(documents=[BRIDGE], stop="s" * 256)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["{broken", '{"name":"head_scaling","low":' + "1" * 5000 + "}", '{"a":' * 30 + "1" + "}" * 30, "{" + "x" * 10**6],
+)
+def test_inline_parameters_of_methods_are_bounded_and_never_status_500(method: str):
+    stack = {"name": "stack", "parameters": {"methods": [method]}}
+    orders = (f"profile:slots={method}", "profile:slots=" + "1" * 5000, "profile:slots=" + "[" * 50 + "]" * 50)
+    for fields in ({"mitigation": stack}, *({"order": order} for order in orders)):
+        response = client().post(CHAT, json=chat(documents=[BRIDGE], **fields))
+        assert response.status_code == 400
+        assert len(response.content) < 1000
+
+
+def test_the_schema_tells_the_roles_and_that_a_query_is_not_blank():
+    schemas = client().get("/openapi.json").json()["components"]["schemas"]
+    assert schemas["Message"]["properties"]["role"]["enum"] == ["system", "developer", "user", "assistant"]
+    assert schemas["RerankRequest"]["properties"]["query"]["pattern"] == r"\S"
+    number = next(
+        one for one in schemas["ChatRequest"]["properties"]["temperature"]["anyOf"] if one["type"] == "number"
+    )
+    assert (number["minimum"], number["maximum"]) == (0, 5)

@@ -1,0 +1,154 @@
+"""What holds before a request is parsed, and how the service ends. Real servers: a test client has no connections."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from rag_posfix_api.http.hosts import LOOPBACK_NAMES
+from tests.support.serving import (
+    BRIDGE,
+    CHAT,
+    EndlessGenerator,
+    GatedGenerator,
+    chat,
+    in_flight,
+    make_pipeline,
+    post,
+    running,
+    serving,
+)
+from tests.support.waiting import wait_until
+
+
+def connected(url: str) -> socket.socket:
+    parts = urlsplit(url)
+    assert parts.port is not None
+    return socket.create_connection(("127.0.0.1", parts.port), timeout=20)
+
+
+def everything(connection: socket.socket) -> bytes:
+    found = b""
+    while True:
+        try:
+            data = connection.recv(65536)
+        except ConnectionResetError:  # the server closed with bytes of ours unread
+            return found
+        if not data:
+            return found
+        found += data
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 5000 + b"\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a\r\n" + b"a: b\r\n" * 1000 + b"\r\n",
+    ],
+    ids=["path", "header", "headers"],
+)
+def test_a_long_head_is_refused_before_the_key_is_looked_at(head: bytes):
+    with serving(make_pipeline(), max_header_bytes=2048, api_key="key") as url, connected(url) as connection:
+        connection.sendall(head)
+        answer = everything(connection)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert error["code"] == "head_too_large"
+        assert "2048" in error["message"]
+        assert httpx2.get(url + "/livez").status_code == 200
+
+
+def test_a_header_without_an_end_is_refused_and_not_kept_in_memory():
+    with serving(make_pipeline(), max_header_bytes=2048) as url, connected(url) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: a\r\nX: ")
+        with pytest.raises(OSError, match=r"reset|[Bb]roken|timed out"):
+            connection.sendall(b"x" * 50 * 1024**2)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /livez HT", b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nX: "])
+def test_a_head_that_does_not_come_is_not_waited_for(sent: bytes):
+    with serving(make_pipeline(), read_timeout_seconds=0.3) as url, connected(url) as connection:
+        started = time.monotonic()
+        connection.sendall(sent)
+        answer = everything(connection)
+        assert 0.2 < time.monotonic() - started < 5
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"0.3 seconds" in answer
+
+
+def test_a_body_that_does_not_come_is_not_waited_for():
+    with serving(make_pipeline(), read_timeout_seconds=0.3) as url, connected(url) as connection:
+        lines = (f"POST {CHAT} HTTP/1.1", "Host: a", "Content-Type: application/json", "Content-Length: 100", "", "")
+        connection.sendall("\r\n".join(lines).encode() + b'{"messages"')
+        assert everything(connection).startswith(b"HTTP/1.1 408 ")
+        assert in_flight(url) == 0
+
+
+def test_an_answer_may_take_longer_than_its_request():
+    generator = GatedGenerator()
+    with serving(make_pipeline(generator), read_timeout_seconds=0.2) as url, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, url)
+        assert generator.entered.wait(10)
+        time.sleep(0.4)
+        generator.gate.set()
+        assert answer.result().status_code == 200
+
+
+def test_on_loopback_without_a_key_other_names_are_refused():
+    with running(make_pipeline(), hosts=LOOPBACK_NAMES) as (url, _):
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]:1"):
+            response = httpx2.get(url + "/v1/models", headers={"host": host})
+            assert (response.status_code, response.json()["error"]["code"]) == (403, "forbidden_host")
+        for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]", "[::1]:8000"):
+            assert httpx2.get(url + "/v1/models", headers={"host": host}).status_code == 200
+    with serving(make_pipeline()) as url:
+        assert httpx2.get(url + "/v1/models", headers={"host": "any.example"}).status_code == 200
+
+
+def test_after_a_signal_new_requests_are_told_and_running_ones_end():
+    generator = GatedGenerator()
+    with running(make_pipeline(generator)) as (url, server), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, url)
+        assert generator.entered.wait(10)
+        server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: httpx2.get(url + "/readyz").status_code == 503)
+        refused = post(url)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+        assert refused.headers["retry-after"]
+        assert httpx2.get(url + "/livez").status_code == 200
+        generator.gate.set()
+        assert answer.result().status_code == 200
+        wait_until(lambda: not server.servers[0].is_serving())
+
+
+def test_the_service_stays_for_its_notice_although_nothing_runs():
+    with running(make_pipeline(), shutdown_notice_seconds=0.6) as (url, server):
+        server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: httpx2.get(url + "/readyz").status_code == 503)
+        assert post(url).status_code == 503
+        wait_until(lambda: not server.servers[0].is_serving())
+
+
+def test_a_stream_that_is_cut_at_the_end_gets_an_error_event_and_an_access_line(caplog: pytest.LogCaptureFixture):
+    generator = EndlessGenerator()
+    with (
+        caplog.at_level(logging.INFO, logger="rag_posfix_api.access"),
+        running(make_pipeline(generator), shutdown_timeout_seconds=1) as (url, server),
+        httpx2.stream("POST", url + CHAT, json=chat(documents=[BRIDGE], stream=True), timeout=20) as response,
+    ):
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        server.handle_exit(signal.SIGTERM, None)
+        *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stopping"
+        wait_until(lambda: any(getattr(r, "fields", {}).get("error") == "stopping" for r in caplog.records))
+    assert generator.closed.is_set()
