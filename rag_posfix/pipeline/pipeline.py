@@ -185,8 +185,7 @@ class Pipeline:
 
         Raises:
             RagPosfixError: the question, its parameters or its documents are wrong, or generation failed. A failing
-            cache
-                never raises.
+                cache never raises.
         """
         prepared = self._prepare(question, watcher)
         cache, key = self.cache, prepared.key

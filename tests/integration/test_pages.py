@@ -15,7 +15,9 @@ from tests.support.pages import blocks, examples
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("page", ["assembly.md", "evaluation.md", "haystack.md", "langchain.md", "llama_index.md"])
+@pytest.mark.parametrize(
+    "page", ["assembly.md", "evaluation.md", "haystack.md", "index.md", "langchain.md", "llama_index.md"]
+)
 def test_the_examples_of_a_page_print_what_it_says(page, engine, monkeypatch):
     def load(*_, **__):
         """Return an engine on the weights that are loaded already."""
