@@ -83,7 +83,7 @@ class TestWithoutDocuments:
         assert model.invoke(QUESTION).content
         assert model.invoke(QUESTION).content
         (record,) = caplog.records
-        assert "the prompt holds no documents, so context_experts corrects nothing" in record.getMessage()
+        assert "the prompt holds no documents, so the method default corrects nothing" in record.getMessage()
 
     def test_it_is_not_told_with_documents_or_without_a_method(self, caplog):
         chat().invoke(QUESTION, documents=[ROME])
