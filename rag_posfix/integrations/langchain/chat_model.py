@@ -159,8 +159,8 @@ class RagPosfixChatModel(BaseChatModel):
             return
         self._has_warned = True
         _log.warning(
-            "the prompt holds no documents, so the method %s corrects nothing: passages in the text of a prompt are read as they "
-            "are; pass them as documents=[...] or as content blocks (rag_posfix.document_block), or set "
+            "the prompt holds no documents, so the method %s corrects nothing: passages in the text of a prompt are "
+            "read as they are; pass them as documents=[...] or as content blocks (rag_posfix.document_block), or set "
             "mitigation='none'",
             choice.name,
         )
