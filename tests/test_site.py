@@ -57,6 +57,13 @@ def site(tmp_path_factory):
     return folder
 
 
+def test_make_docs_writes_the_generated_parts_and_builds_the_site():
+    planned = subprocess.run(["make", "--dry-run", "docs"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert planned.returncode == 0, planned.stderr
+    written, built = planned.stdout.index("docs.generate"), planned.stdout.index("mkdocs build --strict")
+    assert written < built
+
+
 def test_every_link_of_the_site_has_its_target(site):
     pages = {page: Links(page) for page in site.rglob("*.html") if page.name != "404.html"}
     assert len(pages) > 50
