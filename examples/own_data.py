@@ -31,7 +31,7 @@ def examples() -> list[PositionExample]:
             id=str(number),
             question=one["question"],
             answers=tuple(one["answers"]),
-            gold=passages[one["passage"]],
+            gold=(passages[one["passage"]],),
             distractors=tuple(passage for name, passage in passages.items() if name != one["passage"]),
         )
         for number, one in enumerate(read("questions.jsonl"))
