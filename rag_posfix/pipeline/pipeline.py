@@ -136,7 +136,7 @@ class Pipeline:
             generator: A generator with the same tokenizer and context window.
             cache: An answer cache in place of this pipeline's, if it has one.
         """
-        return self._with(generator, self.retriever)
+        return self._with(generator, self.retriever, self.cache if cache is None else cache)
 
     def with_retriever(self, retriever: Retriever) -> Pipeline:
         """Return a pipeline with the same parts and another retriever; this pipeline does not change.
@@ -144,15 +144,15 @@ class Pipeline:
         Args:
             retriever: Finds the passages of questions without documents.
         """
-        return self._with(self.generator, retriever)
+        return self._with(self.generator, retriever, self.cache)
 
-    def _with(self, generator: Generator, retriever: Retriever | None) -> Pipeline:
+    def _with(self, generator: Generator, retriever: Retriever | None, cache: AnswerCache | None) -> Pipeline:
         return Pipeline(
             generator,
             self.assembler,
             retriever=retriever,
             reranker=self.reranker,
-            cache=self.cache if cache is None else cache,
+            cache=cache,
             defaults=self.defaults,
             passages=self.passages,
             recent=self.recent,
