@@ -70,8 +70,9 @@ bench: $(DEV_STAMP) ## Measure the idle patched model, then each method, against
 	@$(BIN)/python -m benchmarks.idle
 	@$(BIN)/rag-posfix bench $(ARGS)
 
-docs: $(DEV_STAMP) ## Write the generated parts of the documentation anew
+docs: $(DEV_STAMP) ## Write the generated parts of the documentation anew and build the site into build/site
 	@$(BIN)/python -m docs.generate $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 setup: $(DEV_STAMP) ## Set up .venv for development
 

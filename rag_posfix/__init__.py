@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rag_posfix.integrations.langchain.byte_store import RagPosfixStore
     from rag_posfix.integrations.langchain.cache import RagPosfixCache
     from rag_posfix.integrations.langchain.chat_model import RagPosfixChatModel
+    from rag_posfix.integrations.langchain.content_blocks import document_block
     from rag_posfix.integrations.langchain.rag import PosfixRAG
     from rag_posfix.integrations.langchain.retriever import PosfixRetriever
     from rag_posfix.pipeline.build import build_pipeline
@@ -36,6 +37,7 @@ __all__ = [  # noqa: RUF022 - without regard to case, as people look names up
     "BatchingGenerator",
     "BM25Retriever",
     "build_pipeline",
+    "document_block",
     "FaissVectorStore",
     "HybridRetriever",
     "load_engine",
@@ -61,6 +63,7 @@ _EXPORTS = {
     "BatchingGenerator": "rag_posfix.generation.batching.scheduler",
     "BM25Retriever": "rag_posfix.retrieval.bm25",
     "build_pipeline": "rag_posfix.pipeline.build",
+    "document_block": "rag_posfix.integrations.langchain.content_blocks",
     "FaissVectorStore": "rag_posfix.retrieval.faiss_store",
     "HybridRetriever": "rag_posfix.retrieval.hybrid",
     "load_engine": "rag_posfix.generation.load",

@@ -10,10 +10,13 @@ import torch
 
 import docs.generate
 from benchmarks.keep_record import RESULTS
+from docs.figure import pictures
+from docs.first_screen import first_screen
 from docs.generate import expected
 from docs.picture import COLOURS, draw, render, toy_layout, toy_plan
 from docs.tables import MARKED, fill_tables
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.record import read_record, save_record
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.plan.attention_override import AttentionOverride
 from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
@@ -25,8 +28,8 @@ def test_generated_pages_and_tables_are_current():
 
 
 def changed_results(folder):
-    """Copy the heads of all records, one accuracy of one of them changed."""
-    for path in RESULTS.glob("*.json"):
+    """Copy the heads of all records, one accuracy of one of them changed, and the rows that a page shows."""
+    for path in (*RESULTS.glob("*.json"), RESULTS / "demo-24.jsonl.gz"):
         (folder / path.name).write_bytes(path.read_bytes())
     path = folder / "positions-litm-10-methods.json"
     head = json.loads(path.read_text("utf-8"))
@@ -38,7 +41,7 @@ def changed_results(folder):
 def test_a_table_that_differs_from_its_head_is_stale(tmp_path, monkeypatch):
     monkeypatch.setattr(docs.generate, "RESULTS", changed_results(tmp_path))
     stale = [path.name for path, text in expected().items() if path.read_text("utf-8") != text]
-    assert stale == ["results.md"]
+    assert stale == ["choosing-a-method.md", "results.md"]
 
 
 def test_a_table_that_was_edited_by_hand_is_written_anew():
@@ -157,7 +160,7 @@ def test_what_holds_for_some_rows_only_says_for_which():
 def test_a_method_without_a_plan_before_measuring_gets_a_page_without_a_picture(monkeypatch):
     monkeypatch.setattr(docs.generate, "draw", lambda name: None)
     files = expected()
-    assert not [path for path in files if path.suffix == ".svg"]
+    assert not [path for path in files if path.suffix == ".svg" and path.parent.name == "methods"]
     assert not [path for path, text in files.items() if path.parent.name == "methods" and ".svg" in text]
 
 
@@ -172,3 +175,32 @@ def test_the_toy_prompt_is_the_one_that_the_pages_describe():
     layout = toy_layout()
     spans = (layout.prefix, *layout.passages, layout.suffix)
     assert [len(span) for span in spans] == [2, 3, 4, 3, 3]
+
+
+def test_the_first_screen_shows_answers_of_the_demos_record_and_the_curve():
+    readme = (docs.generate.ROOT / "README.md").read_text("utf-8")
+    shown = first_screen()
+    assert shown in readme.split("```bash")[0]
+    assert "docs/images/first-screen.svg" in readme.split("```bash")[0]
+    question = shown.split("**")[1]
+    rows = [row for row in read_record(RESULTS / "demo-24.json").rows if row["question"] == question]
+    answers = {(row["mitigation"], row["gold"]): row["answer"] for row in rows if row["gold"] != "last"}
+    assert all(answer in shown for answer in answers.values())
+    assert answers["none", "first"] != answers["none", "middle"]
+    assert len({answer for (method, _), answer in answers.items() if method != "none"}) == 1
+
+
+def test_a_record_in_which_no_answer_changes_has_no_first_screen(tmp_path):
+    record = read_record(RESULTS / "demo-24.json")
+    save_record(tmp_path / "demo-24.json", record.head, [{**row, "right": True} for row in record.rows])
+    with pytest.raises(EvaluationError, match="no question whose answer changes under none alone"):
+        first_screen(tmp_path)
+
+
+def test_a_picture_is_stale_if_its_record_changed(tmp_path):
+    changed_results(tmp_path)
+    head = json.loads((tmp_path / "positions-xquad-5-methods.json").read_text("utf-8"))
+    head["summary"]["mitigations"]["none"]["positions"]["4"]["log_probability"] += 0.5
+    (tmp_path / "positions-xquad-5-methods.json").write_text(json.dumps(head), "utf-8")
+    now, then = pictures(), pictures(tmp_path)
+    assert [name for name in now if now[name] != then[name]] == ["first-screen.svg"]

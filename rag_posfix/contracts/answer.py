@@ -53,6 +53,7 @@ class AnswerDocument:
         attention: Its share of the attention to passages, 0 to 1.
         title: Its title, or None.
         source: Its file, or None.
+        text: Its text, complete even if the prompt holds a part of it.
     """
 
     id: str
@@ -61,6 +62,7 @@ class AnswerDocument:
     attention: float
     title: str | None = None
     source: str | None = None
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from rag_posfix.pipeline.precompute import precompute
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker, read_reranker
 from rag_posfix.reranking.guarded import GuardedReranker
+from rag_posfix.retrieval.any_retriever import as_retriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
@@ -59,17 +60,25 @@ DEFAULT_RERANKER = "embedding"
 
 
 def build_pipeline(
-    settings: Settings | None = None, *, index: str | Path | None = None, generator: Generator | None = None
+    settings: Settings | None = None,
+    *,
+    index: str | Path | None = None,
+    retriever: object = None,
+    generator: Generator | None = None,
 ) -> Pipeline:
     """Return a pipeline with the model, embeddings, index, reranker and caches of ``settings``.
 
     Args:
         settings: The settings; read from the environment if None.
-        index: Folder of an index, instead of ``settings.index``. Without an index, documents must be in the question.
+        index: Folder of an index, instead of ``settings.index``. Without an index and a retriever, documents must be
+            in the question.
+        retriever: Finds the passages, instead of an index: a langchain retriever, a runnable or function from a
+            question to documents, or an object with ``retrieve(question, k)``. Documents without a
+            ``relevance_score`` are scored by the reranker.
         generator: The generator, instead of loading ``settings.model``.
 
     Raises:
-        ConfigError: the model or a setting is wrong.
+        ConfigError: the model or a setting is wrong, or both an index and a retriever are given.
         RetrievalError: the index is damaged, is of another program, or was built with other embeddings.
         UnsupportedModelError: the model cannot take the attention hook.
     """
@@ -78,10 +87,7 @@ def build_pipeline(
     order = order_with_values(chosen.order)
     assembly = _assembly(chosen, order)
     embeddings = build_embeddings(chosen)
-    folder = index if index is not None else chosen.index
-    retriever, store = None, None
-    if folder is not None:  # before the model: a wrong path is told at once
-        retriever, store = _retriever(chosen, Path(folder), embeddings)
+    found_by, store = _retrieval(chosen, index, retriever, embeddings)  # before the model: errors are told at once
     with ExitStack() as undo:  # closes what was opened if a later part cannot be made
         engine = generator if generator is not None else _load(chosen, undo)
         engine, passages = _with_passages(engine, chosen, undo)
@@ -89,7 +95,7 @@ def build_pipeline(
         pipeline = Pipeline(
             engine,
             Assembler(engine.encoder, engine.context_window, **assembly),
-            retriever=retriever,
+            retriever=found_by,
             reranker=guarded,
             cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
             defaults=Defaults(
@@ -263,6 +269,18 @@ def _reranker(
     guarded = GuardedReranker(reranker=made, deadline_seconds=settings.reranker_deadline_seconds)
     undo.callback(guarded.close)
     return guarded
+
+
+def _retrieval(
+    settings: Settings, index: str | Path | None, retriever: object, embeddings: SentenceEmbeddings
+) -> tuple[Retriever | None, FaissVectorStore | None]:
+    """Return the given retriever, or that of an index with its vector store; None without both."""
+    if retriever is not None:
+        if index is not None:
+            raise ConfigError(f"index={str(index)!r} and a retriever are given; give one of them")
+        return as_retriever(retriever), None
+    folder = index if index is not None else settings.index
+    return (None, None) if folder is None else _retriever(settings, Path(folder), embeddings)
 
 
 def _retriever(

@@ -94,7 +94,7 @@ class Pipeline:
         generator: Generates answers to prompts.
         assembler: Makes prompts for ``generator``.
         retriever: Finds passages. Without a retriever, questions have documents or are answered without.
-        reranker: Scores documents without a ``relevance_score``; with ``candidates``, also retrieved documents.
+        reranker: Scores documents without a ``relevance_score``; with ``candidates``, chooses among those retrieved.
         cache: The answer cache.
         defaults: Default values for questions.
         passages: The passage KV store of ``generator``; closed with the pipeline.
@@ -136,12 +136,23 @@ class Pipeline:
             generator: A generator with the same tokenizer and context window.
             cache: An answer cache in place of this pipeline's, if it has one.
         """
+        return self._with(generator, self.retriever, self.cache if cache is None else cache)
+
+    def with_retriever(self, retriever: Retriever) -> Pipeline:
+        """Return a pipeline with the same parts and another retriever; this pipeline does not change.
+
+        Args:
+            retriever: Finds the passages of questions without documents.
+        """
+        return self._with(self.generator, retriever, self.cache)
+
+    def _with(self, generator: Generator, retriever: Retriever | None, cache: AnswerCache | None) -> Pipeline:
         return Pipeline(
             generator,
             self.assembler,
-            retriever=self.retriever,
+            retriever=retriever,
             reranker=self.reranker,
-            cache=self.cache if cache is None else cache,
+            cache=cache,
             defaults=self.defaults,
             passages=self.passages,
             recent=self.recent,
@@ -174,8 +185,7 @@ class Pipeline:
 
         Raises:
             RagPosfixError: the question, its parameters or its documents are wrong, or generation failed. A failing
-            cache
-                never raises.
+                cache never raises.
         """
         prepared = self._prepare(question, watcher)
         cache, key = self.cache, prepared.key
@@ -261,6 +271,17 @@ class Pipeline:
         documents = list(asked.documents)
         if not all(isinstance(d, Document) for d in documents):
             return documents  # assembly says which one is not
+        return self._scored(asked, documents, timings, watcher, salt)
+
+    def _scored(
+        self,
+        asked: Question,
+        documents: Sequence[Document],
+        timings: dict[str, float],
+        watcher: StageWatcher,
+        salt: str,
+    ) -> Sequence[Document]:
+        """Return the documents in the given order, scored by the reranker if one of them has no score."""
         if self.reranker is None or all("relevance_score" in d.metadata for d in documents):
             return documents
         with _timed(timings, "rerank"), watcher.stage("reranker", asked.text, documents) as stage:
@@ -278,7 +299,7 @@ class Pipeline:
             found = self.retriever.retrieve(asked.text, max(k, self.candidates))
             stage.done(found)
         if self.reranker is None or not self.candidates:
-            return found
+            return self._scored(asked, found, timings, watcher, salt)
         with _timed(timings, "rerank"), watcher.stage("reranker", asked.text, found) as stage:
             best = best_of(self.reranker, asked.text, found, k, salt)
             stage.done(best)

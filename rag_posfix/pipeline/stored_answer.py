@@ -110,6 +110,7 @@ def _documents(attention: Mapping[str, float], assembled: Assembled) -> tuple[An
             attention=float(attention.get(key, 0.0)),
             title=_text_or_none(document.metadata.get("title")),
             source=_text_or_none(document.metadata.get("source")),
+            text=clean_text(document.page_content),
         )
         for position, (identity, score, key, document) in enumerate(
             zip(assembled.ids, relevance, layout.keys, assembled.documents, strict=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.documents import Document
 from pydantic import Field, PrivateAttr
 
+from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.base import QuestionRetriever
 from rag_posfix.retrieval.index.bm25_index import BM25Index, check_bm25_parameters, split_words, top_rows
 from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry, deep_copy, stored_copy
@@ -97,6 +98,51 @@ class BM25Retriever(QuestionRetriever):
         retriever = cls(table=table, **options)
         retriever.statistics()
         return retriever
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: Iterable[str],
+        metadatas: Iterable[dict[str, Any]] | None = None,
+        *,
+        ids: Iterable[str | None] | None = None,
+        **options: Any,
+    ) -> BM25Retriever:
+        """Return a retriever of ``texts``.
+
+        Args:
+            texts: The texts of the passages.
+            metadatas: One per text.
+            ids: One per text; None for a text is a hash of its content.
+            **options: As for ``from_documents``.
+
+        Raises:
+            ConfigError: there is not one of ``metadatas`` or ``ids`` per text, or bm25s is not installed.
+            ValidationError: an option is outside of its range (pydantic's, a ``ValueError``).
+        """
+        given = list(texts)
+        about = [{} for _ in given] if metadatas is None else list(metadatas)
+        names = [None] * len(given) if ids is None else list(ids)
+        for name, values in (("metadatas", about), ("ids", names)):
+            if len(values) != len(given):
+                raise ConfigError(f"{len(values)} {name} for {len(given)} texts; pass one per text")
+        return cls.from_documents(
+            (
+                Document(page_content=text, metadata=metadata, id=identity)
+                for text, metadata, identity in zip(given, about, names, strict=True)
+            ),
+            **options,
+        )
+
+    @classmethod
+    def load_local(cls, folder_path: str | Path, **options: Any) -> BM25Retriever:
+        """Do what ``load`` does, under langchain's name for reading a folder.
+
+        Args:
+            folder_path: A folder that ``FaissVectorStore.save_local``, ``save`` or ``rag-posfix index`` wrote.
+            **options: Those of ``load``.
+        """
+        return cls.load(folder_path, **options)
 
     @classmethod
     def load(

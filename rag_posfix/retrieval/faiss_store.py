@@ -227,6 +227,44 @@ class FaissVectorStore(VectorStore):
         metadata_filter = _checked_filter(k, kwargs)
         return [document for document, _ in self._nearest(embedding, k, metadata_filter)]
 
+    def max_marginal_relevance_search(
+        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
+    ) -> list[Document]:
+        """Return ``k`` of the ``fetch_k`` nearest documents, chosen for relevance and variety.
+
+        Maximal marginal relevance (Carbonell and Goldstein 1998), computed by langchain-core. The first document is
+        the nearest.
+
+        Args:
+            query: Any text.
+            k: Maximum number of documents.
+            fetch_k: Number of nearest documents to choose from.
+            lambda_mult: Weight of relevance, 0 to 1; the rest is the weight of variety.
+            **kwargs: ``filter``: see ``index.filters.MetadataFilter``. Any other raises ConfigError.
+
+        Raises:
+            ConfigError: a number is out of range, or an option is not supported.
+            RetrievalError: the embedding model does not fit the index.
+        """
+        metadata_filter = _checked_filter(k, kwargs)
+        if not len(self):
+            return []
+        return self._varied(self._embeddings.embed_query(query), k, fetch_k, lambda_mult, metadata_filter)
+
+    def max_marginal_relevance_search_by_vector(
+        self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
+    ) -> list[Document]:
+        """Do what ``max_marginal_relevance_search`` does for a vector.
+
+        Args:
+            embedding: Need not have length one.
+            k: Maximum number of documents.
+            fetch_k: Number of nearest documents to choose from.
+            lambda_mult: Weight of relevance, 0 to 1.
+            **kwargs: ``filter``: see ``index.filters.MetadataFilter``. Any other raises ConfigError.
+        """
+        return self._varied(embedding, k, fetch_k, lambda_mult, _checked_filter(k, kwargs))
+
     @classmethod
     def from_texts(
         cls,
@@ -312,6 +350,39 @@ class FaissVectorStore(VectorStore):
         vectors = VectorIndex(saved.vectors.d, kind, stored=saved.vectors, removed=saved.removed())
         return cls(embeddings, kind=kind, contents=DocumentVectors(kind, DocumentTable(saved.entries), vectors))
 
+    def save_local(self, folder_path: str | Path) -> None:
+        """Do what ``save`` does, under the name of langchain's FAISS store.
+
+        Args:
+            folder_path: New, empty, or an existing index.
+
+        Raises:
+            RetrievalError: the folder holds something else, or writing failed.
+        """
+        self.save(folder_path)
+
+    @classmethod
+    def load_local(
+        cls,
+        folder_path: str | Path,
+        embeddings: Embeddings,
+        *,
+        allow_dangerous_deserialization: bool = False,
+        **options: Any,
+    ) -> FaissVectorStore:
+        """Do what ``load`` does, under the name of langchain's FAISS store. Folders of that store cannot be read.
+
+        Args:
+            folder_path: A folder that ``save_local``, ``save`` or ``rag-posfix index`` wrote.
+            embeddings: The model that the index was built with.
+            allow_dangerous_deserialization: Accepted for langchain and not used: nothing is unpickled.
+            **options: ``kind``, ``mmap`` and ``verify`` of ``load``.
+
+        Raises:
+            RetrievalError: the index is missing, damaged, of another program or version, or of another model.
+        """
+        return cls.load(folder_path, embeddings, **options)
+
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         return cosine_relevance
 
@@ -340,6 +411,22 @@ class FaissVectorStore(VectorStore):
     ) -> list[tuple[Document, float]]:
         found = self._contents.nearest(unit_rows([vector]), k, metadata_filter)
         return [(deep_copy(document), score) for document, score in found]
+
+    def _varied(
+        self, vector: list[float], k: int, fetch_k: int, lambda_mult: float, metadata_filter: MetadataFilter | None
+    ) -> list[Document]:
+        from langchain_core.vectorstores.utils import maximal_marginal_relevance
+
+        if not isinstance(fetch_k, int) or fetch_k < 1:
+            raise ConfigError(f"fetch_k={fetch_k!r} must be an integer >= 1")
+        if not 0 <= lambda_mult <= 1:
+            raise ConfigError(f"lambda_mult={lambda_mult!r} must be from 0 (variety) to 1 (relevance)")
+        found = [document for document, _ in self._nearest(vector, max(k, fetch_k), metadata_filter)]
+        if not found:
+            return []
+        rows = self.vectors_of([str(document.id) for document in found])
+        chosen = maximal_marginal_relevance(unit_rows([vector]), list(rows), lambda_mult=lambda_mult, k=k)
+        return [found[index] for index in chosen]
 
 
 def _checked_filter(k: int, options: dict[str, Any]) -> MetadataFilter | None:

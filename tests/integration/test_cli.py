@@ -359,7 +359,7 @@ class TestAsk:
         assert "Ilse Korvanth" in found["answer"]
         assert (found["mitigation"], found["order"], found["cached"]) == ("context_experts", "relevance", False)
         assert [document["position"] for document in found["documents"]] == [0, 1, 2]
-        assert set(found["documents"][0]) == {"id", "score", "position", "attention", "title", "source"}
+        assert set(found["documents"][0]) == {"id", "score", "position", "attention", "title", "source", "text"}
         assert found["documents"][0]["id"] == "lighthouse"
         assert found["documents"][0]["attention"] > 0.5
         assert found["citations"][0]["document_ids"] == ["lighthouse"]

@@ -29,7 +29,7 @@ PAGES = {
 @pytest.fixture
 def copy(tmp_path):
     """A copy of the repository without what was built or measured."""
-    for folder in ("rag_posfix", "services", "tests", "docs"):
+    for folder in ("rag_posfix", "services", "tests", "docs", "examples"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, tmp_path / file)

@@ -11,11 +11,13 @@ import rag_posfix
 import rag_posfix.generation.load
 import rag_posfix.pipeline.build
 from rag_posfix.generation.engine import Engine
-from tests.support.pages import examples
+from tests.support.pages import blocks, examples
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("page", ["assembly.md", "evaluation.md", "langchain.md"])
+@pytest.mark.parametrize(
+    "page", ["assembly.md", "evaluation.md", "haystack.md", "index.md", "langchain.md", "llama_index.md"]
+)
 def test_the_examples_of_a_page_print_what_it_says(page, engine, monkeypatch):
     def load(*_, **__):
         """Return an engine on the weights that are loaded already."""
@@ -35,3 +37,11 @@ def test_the_examples_of_a_page_print_what_it_says(page, engine, monkeypatch):
             assert printed.getvalue() == expected, code
     if "pipeline" in names:
         names["pipeline"].close()
+
+
+def test_the_two_changed_lines_of_a_chain_are_lines_of_the_program_below_them():
+    (changes,) = [text for kind, text, _ in blocks("langchain.md") if kind == "diff"]
+    added = [line[1:] for line in changes.splitlines() if line.startswith("+")]
+    assert len(added) == 2
+    program, _ = examples("langchain.md")[0]
+    assert all(line in program.splitlines() for line in added)

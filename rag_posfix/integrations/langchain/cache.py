@@ -12,6 +12,7 @@ from langchain_core.messages import message_to_dict, messages_from_dict
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, Generation, GenerationChunk
 
 from rag_posfix.caching.answers.keys import SCHEMA_VERSION
+from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.text import content_hash
 
@@ -28,12 +29,17 @@ class RagPosfixCache(BaseCache):
     langchain-core does not define. A damaged entry is a miss.
 
     Args:
-        cache: Stores the generations. ``clear`` deletes all its entries, so do not share it with other answers that
-            must be kept.
+        cache: Stores the generations; None keeps up to 1024 of them in the memory of this process. ``clear`` deletes
+            all its entries, so do not share it with other answers that must be kept.
+
+    Example:
+        .. code-block:: python
+
+            set_llm_cache(RagPosfixCache())
     """
 
-    def __init__(self, cache: TieredAnswerCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: TieredAnswerCache | None = None) -> None:
+        self._cache = TieredAnswerCache([MemoryCache()]) if cache is None else cache
 
     def lookup(self, prompt: str, llm_string: str) -> list[Generation] | None:
         """Return the generations of the model ``llm_string`` for ``prompt``, or None."""

@@ -2,42 +2,61 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 
 from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel, LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 
 from rag_posfix.assembly.assembler import Assembled, Assembler
 from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, GenerationError
+from rag_posfix.integrations.document_ordering import checked_order
 from rag_posfix.integrations.langchain.content_blocks import read_conversation
+from rag_posfix.integrations.method_choice import checked_method
+from rag_posfix.registry import check_names
 
 __all__ = ["RagPosfixChatModel"]
 
+_log = logging.getLogger(__name__)
+
+_CALL_ARGUMENTS = (
+    "documents", "model", "mitigation", "mitigation_parameters", "order", "temperature", "max_tokens", "top_p", "seed",
+)  # fmt: skip
+
 
 class RagPosfixChatModel(BaseChatModel):
-    """A chat model whose answer, by default, does not depend on the order of the documents in the message.
+    """A chat model whose answer, by default, does not depend on the order of the documents.
 
     Example:
         .. code-block:: python
 
             model = RagPosfixChatModel()
-            message = HumanMessage([*(document_block(d) for d in documents), {"type": "text", "text": "Who ...?"}])
+            model.invoke("Who designed the lighthouse?", documents=documents).content
+            message = HumanMessage([*map(document_block, documents), {"type": "text", "text": "Who ...?"}])
             model.invoke([message]).content
 
-    Documents with ``relevance_score`` in their metadata are weighted by it. The model is loaded for the first answer.
+    Documents are given as ``documents=[...]`` to ``invoke``, ``stream``, ``batch`` or ``bind``, or as content blocks
+    of the message. Documents with ``relevance_score`` in their metadata are weighted by it. Passages that are part of
+    a prompt's text cannot be told apart from it and are read as they are; the first such prompt logs a warning. The
+    model is loaded for the first answer. Unknown arguments are refused.
+
+    ``invoke`` and the other methods also take ``model``, ``mitigation``, ``mitigation_parameters``, ``order``,
+    ``temperature``, ``max_tokens``, ``top_p``, ``seed`` and ``stop``, in place of the fields.
 
     Attributes:
         model_name: ``smollm2``, ``gemma3-270m``, a model id or a folder; alias ``model``.
-        mitigation: Name of the mitigation.
+        mitigation: Name of the mitigation, or ``name:parameter=value``; checked when the object is made.
         mitigation_parameters: Its parameters.
         order: The order of the documents in the prompt: a name, or ``name:parameter=value``.
         temperature: 0 is greedy.
@@ -47,9 +66,11 @@ class RagPosfixChatModel(BaseChatModel):
         stop: Strings that end the answer.
         timeout: Time limit of an answer in seconds; None for no limit.
         max_retries: Accepted for compatibility; a local model does not retry.
+        api_key: Accepted for compatibility; a local model needs no key.
         passage_bytes: Memory for cached keys and values of documents, so that a document in a later message is not
             read again (``cache_read`` in ``usage_metadata`` counts its tokens); 0 for no cache. Not used if
             ``generator`` is given.
+        streaming: Whether ``invoke`` streams to callbacks.
         generator: Used instead of loading ``model_name``.
     """
 
@@ -64,13 +85,26 @@ class RagPosfixChatModel(BaseChatModel):
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
     timeout: float | None = None
     max_retries: int = 0
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     passage_bytes: int = Field(default=256 * 1024**2, ge=0)
+    streaming: bool = False
     generator: Any = Field(default=None, exclude=True, repr=False)
 
-    model_config = ConfigDict(populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True, extra="forbid")
 
     _lock: Lock = PrivateAttr(default_factory=Lock)
     _loaded: Any = PrivateAttr(default=None)
+    _has_warned: bool = PrivateAttr(default=False)
+
+    @field_validator("order")
+    @classmethod
+    def _known_order(cls, order: str) -> str:
+        return checked_order(order)
+
+    @model_validator(mode="after")
+    def _known_mitigation(self) -> Self:
+        checked_method(self._choice({}))
+        return self
 
     @property
     def _llm_type(self) -> str:
@@ -112,9 +146,30 @@ class RagPosfixChatModel(BaseChatModel):
     def _stops(self, stop: Sequence[str] | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*(self.stop or ()), *(stop or ())]))
 
+    def _choice(self, options: Mapping[str, Any]) -> MitigationChoice:
+        """Return the mitigation of a call. Parameters of the object belong to the object's mitigation."""
+        own = {} if "mitigation" in options else self.mitigation_parameters
+        parsed = parse_method(options.get("mitigation", self.mitigation), "mitigation", "experts=5")
+        return MitigationChoice(
+            parsed.name, {**parsed.parameters, **(options.get("mitigation_parameters", own) or {})}
+        )
+
+    def _warn_once(self, choice: MitigationChoice) -> None:
+        if choice.name == "none" or self._has_warned:
+            return
+        self._has_warned = True
+        _log.warning(
+            "the prompt holds no documents, so the method %s corrects nothing: passages in the text of a prompt are "
+            "read as they are; pass them as documents=[...] or as content blocks (rag_posfix.document_block), or set "
+            "mitigation='none'",
+            choice.name,
+        )
+
     def _prepare(
         self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, options: Mapping[str, Any]
     ) -> tuple[Generator, Assembled, GenerationRequest]:
+        check_names("RagPosfixChatModel, called,", options, dict.fromkeys(_CALL_ARGUMENTS))
+        choice = self._choice(options)
         generator = self._load()
         if options.get("model", self.model_name) not in (self.model_name, generator.model_id):
             raise ConfigError(
@@ -128,13 +183,12 @@ class RagPosfixChatModel(BaseChatModel):
             seed=options.get("seed", self.seed),
             stop=self._stops(stop),
         )
-        choice = MitigationChoice(
-            options.get("mitigation", self.mitigation),
-            options.get("mitigation_parameters", self.mitigation_parameters),
-        )
+        documents = [*conversation.documents, *_checked_documents(options.get("documents"))]
+        if not documents:
+            self._warn_once(choice)
         assembled = Assembler(generator.encoder, generator.context_window).assemble(
             conversation.question,
-            conversation.documents,
+            documents,
             order=options.get("order", self.order),
             max_new_tokens=sampling.max_tokens,
             history=conversation.history,
@@ -203,6 +257,14 @@ class RagPosfixChatModel(BaseChatModel):
                 for place, (identity, share) in enumerate(zip(assembled.ids, attention, strict=True))
             ],
         }
+
+
+def _checked_documents(given: object) -> Sequence[Document]:
+    if given is None:
+        return ()
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise ConfigError(f"documents is {type(given).__name__}; give a list of langchain_core Documents")
+    return given
 
 
 def _usage(generation: Generation) -> UsageMetadata:

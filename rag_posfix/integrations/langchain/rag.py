@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import aclosing
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, Self, TypeVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
-from langchain_core.messages import BaseMessage
 from langchain_core.runnables import AddableDict, ConfigurableFieldSpec, RunnableConfig, RunnableSerializable
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from rag_posfix.assembly.orders import ORDERS
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.method_spec import parse_method
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError
+from rag_posfix.integrations.langchain.rag_input import RAGInput, joined_input, question_fields
 from rag_posfix.integrations.langchain.trace import TracedStages
-from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.integrations.method_choice import checked_method
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline
+from rag_posfix.retrieval.any_retriever import as_retriever
 
 __all__ = ["PosfixRAG", "RAGInput"]
 
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-RAGInput: TypeAlias = str | dict[str, Any] | Question
-"""The question; or ``{"question", "documents", "history", ...}``, the fields of ``Question``."""
-
 _CONFIGURABLE = {"k": int, "order": str, "mitigation": str, "tenant": str}
-_FIELDS = ("documents", "history", "mitigation", "order", "seed", "k", "sampling", "tenant", "use_cache")
-_ROLES = {"human": "user", "ai": "assistant", "system": "system"}
 
 
 class PosfixRAG(RunnableSerializable[RAGInput, Any]):
@@ -41,31 +42,67 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
     Example:
         .. code-block:: python
 
-            rag = PosfixRAG(pipeline=build_pipeline(index="my.index"))
+            rag = PosfixRAG(retriever=store.as_retriever())
             rag.invoke("Who designed the lighthouse?")["answer"]
             asked = {"question": "Who designed it?", "documents": documents}
             rag.invoke(asked, {"configurable": {"order": "reverse"}})
+            chain = {"context": retriever, "question": RunnablePassthrough()} | PosfixRAG(output="text")
 
     ``k``, ``order``, ``mitigation`` and ``tenant`` are taken from the first of these that gives them: the input, bound
     arguments (``rag.bind(k=3)``), the call (``{"configurable": {"k": 3}}``), the object.
 
     Attributes:
-        pipeline: The pipeline. It is not closed by this object.
+        pipeline: The pipeline; by default one from the settings of the environment, which loads the model. It is not
+            closed by this object: ``rag.pipeline.close()``.
+        retriever: Finds the passages of questions without documents, instead of the pipeline's index: a langchain
+            retriever, a runnable or function from a question to documents, or an object with
+            ``retrieve(question, k)``.
         k: Number of passages to retrieve; the pipeline's default if None.
-        order: The order of the passages, a name or ``name:parameter=value``; the pipeline's default if None.
+        order: The order of the passages, a name or ``name:parameter=value``. None keeps the order of documents that
+            come with the question or from ``retriever``, unless the pipeline has an order other than ``relevance``;
+            for passages from an index it is the pipeline's default.
         mitigation: The mitigation, a name or ``name:parameter=value``; the pipeline's default if None.
         output: ``dict``: the object of ``rag-posfix ask --json``; streamed, chunks ``{"answer": text}`` and then the
             other fields, whose sum is that object. ``text``: the text of the answer. ``answer``: an ``Answer``;
             streamed, ``AnswerChunk``.
+        answer_from_memory: Whether a question is answered from the model's memory if there are neither documents nor
+            an index nor a retriever. If False, such a question is refused; a search that finds nothing logs a warning.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    pipeline: Pipeline = Field(exclude=True, repr=False)
+    pipeline: Pipeline = Field(default=cast(Pipeline, None), exclude=True, repr=False)
+    retriever: Any = Field(default=None, exclude=True, repr=False)
     k: int | None = Field(default=None, ge=1)
     order: str | None = None
     mitigation: str | None = None
     output: Literal["dict", "text", "answer"] = "dict"
+    answer_from_memory: bool = False
+
+    @field_validator("order")
+    @classmethod
+    def _known_order(cls, order: str | None) -> str | None:
+        if order is not None:  # its parameters may come from the pipeline's settings
+            ORDERS.get(parse_method(order, "order", "base=reverse").name)
+        return order
+
+    @field_validator("mitigation")
+    @classmethod
+    def _known_mitigation(cls, mitigation: str | None) -> str | None:
+        if mitigation is not None:
+            checked_method(_method(mitigation))
+        return mitigation
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        """Build what was not given; after the checks of the fields, because loading a model takes long."""
+        if self.pipeline is None:
+            from rag_posfix.pipeline.build import build_pipeline
+
+            self.pipeline = build_pipeline(retriever=self.retriever)
+        elif self.retriever is not None:
+            self.pipeline = self.pipeline.with_retriever(as_retriever(self.retriever))
+        return self
 
     @property
     def config_specs(self) -> list[ConfigurableFieldSpec]:
@@ -157,6 +194,7 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         self, input: RAGInput, run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
     ) -> Any:
         answer = self.pipeline.ask(self._question(input, config, kwargs), self._watcher(run_manager))
+        _warn_without_passages(answer)
         return answer.text if self.output == "text" else answer.to_dict() if self.output == "dict" else answer
 
     async def _aask(
@@ -167,7 +205,7 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
     def _stream_chunks(
         self, input: Iterator[RAGInput], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
     ) -> Iterator[Any]:
-        yield from self._chunks(_joined(list(input)), run_manager, config, kwargs)
+        yield from self._chunks(joined_input(list(input)), run_manager, config, kwargs)
 
     async def _astream_chunks(
         self,
@@ -176,7 +214,7 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         config: RunnableConfig,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        asked = _joined([chunk async for chunk in input])
+        asked = joined_input([chunk async for chunk in input])
         stream = _iterate_in_thread(self._chunks(asked, run_manager.get_sync(), config, kwargs))
         async with _closing(stream) as chunks:
             async for chunk in chunks:
@@ -187,6 +225,8 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
     ) -> Any:
         chunks = self.pipeline.stream(self._question(asked, config, bound), self._watcher(run_manager))
         for chunk in chunks:
+            if chunk.answer is not None:
+                _warn_without_passages(chunk.answer)
             if self.output == "answer":
                 yield chunk
             elif self.output == "dict":
@@ -204,14 +244,24 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
             raise ConfigError(f"PosfixRAG takes no argument {unknown[0]!r}; it takes {', '.join(_CONFIGURABLE)}")
         configured = config.get("configurable") or {}
         own = {"k": self.k, "order": self.order, "mitigation": self.mitigation}
-        fields = _read(asked)
+        fields = question_fields(asked)
         for source in (bound, configured, own):
             for name in _CONFIGURABLE:
                 if fields.get(name) in (None, "") and source.get(name) is not None:
                     fields[name] = source[name]
         mitigation = fields.get("mitigation")
         if isinstance(mitigation, str):
-            fields["mitigation"] = parse_method(mitigation, "mitigation", "experts=5")
+            fields["mitigation"] = _method(mitigation)
+        given = fields.get("documents") is not None
+        if not given and self.pipeline.retriever is None and not self.answer_from_memory:
+            raise ConfigError(
+                "there are neither documents nor an index, so the answer would come from the model's memory; give "
+                '{"question": ..., "documents": [...]}, PosfixRAG(retriever=...) or build_pipeline(index=...), or set '
+                "answer_from_memory=True"
+            )
+        kept = given or self.retriever is not None
+        if kept and not fields.get("order") and self.pipeline.defaults.order == Defaults().order:
+            fields["order"] = "original"
         return Question(**fields)
 
 
@@ -243,33 +293,13 @@ def _closing(chunks: AsyncIterator[Any]) -> aclosing[Any]:
     return aclosing(chunks)
 
 
-def _read(asked: RAGInput) -> dict[str, Any]:
-    """Return the given fields of the question."""
-    if isinstance(asked, str):
-        return {"text": asked}
-    if isinstance(asked, Question):
-        return {"text": asked.text, **{name: getattr(asked, name) for name in _FIELDS}}
-    if not isinstance(asked, dict) or not isinstance(asked.get("question"), str):
-        raise ConfigError(
-            f"PosfixRAG was asked with {type(asked).__name__}; give the question as text, as "
-            '{"question": text, "documents": [...]}, or as a Question'
-        )
-    unknown = sorted(set(asked) - {"question", *_FIELDS})
-    if unknown:
-        raise ConfigError(
-            f"PosfixRAG was asked with {unknown[0]!r}; a question may hold question, {', '.join(_FIELDS)}"
-        )
-    fields = {name: asked[name] for name in _FIELDS if name in asked}
-    if "history" in fields:
-        fields["history"] = [_message(message) for message in fields["history"]]
-    return {"text": asked["question"], **fields}
+def _method(text: str) -> MethodSpec:
+    return parse_method(text, "mitigation", "experts=5")
 
 
-def _message(message: Any) -> Any:
-    """Return a langchain message as ``{"role", "content"}``; any other object unchanged."""
-    if not isinstance(message, BaseMessage):
-        return message
-    return {"role": _ROLES.get(message.type, message.type), "content": message.text}
+def _warn_without_passages(answer: Answer) -> None:
+    if not answer.documents:
+        _log.warning("the prompt holds no passages: the answer comes from the model's memory")
 
 
 def _addable(chunk: AnswerChunk) -> AddableDict:
@@ -277,13 +307,3 @@ def _addable(chunk: AnswerChunk) -> AddableDict:
     if isinstance(chunk.answer, Answer):
         rest = {name: value for name, value in chunk.answer.to_dict().items() if name != "answer"}
     return AddableDict(answer=chunk.text, **rest)
-
-
-def _joined(chunks: list[RAGInput]) -> RAGInput:
-    if not chunks:
-        raise ConfigError("PosfixRAG was asked nothing; give a question")
-    whole: Any = chunks[0]
-    for chunk in chunks[1:]:
-        whole = whole + chunk
-    asked: RAGInput = whole
-    return asked

@@ -289,3 +289,15 @@ def test_parts_of_rerankers_are_made_when_they_are_needed_and_once(monkeypatch):
     assert parts.embeddings() is parts.embeddings()
     assert parts.generator() is parts.generator()
     assert made == ["some", "other"]
+
+
+def test_a_given_retriever_takes_the_place_of_an_index(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: LetterEmbeddings())
+    settings = settings_in(tmp_path, index=tmp_path / "absent")
+    engine = Engine(loaded, ToyEncoder(), "tiny", "print")
+    with closing(build_pipeline(settings, retriever=lambda question: DOCUMENTS[1:], generator=engine)) as pipeline:
+        answer = pipeline.ask("Which river?")
+    assert sorted(document.id for document in answer.documents) == ["bread", "paris"]
+    assert all(document.score is not None for document in answer.documents), "scored by their embeddings"
+    with pytest.raises(ConfigError, match=r"index='x' and a retriever are given; give one of them"):
+        build_pipeline(settings, index="x", retriever=lambda question: [], generator=engine)

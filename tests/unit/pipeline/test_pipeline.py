@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.runnables import RunnableLambda
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.answers.keys import tenant_salt
@@ -18,6 +19,7 @@ from rag_posfix.contracts.cache_salt import current_salt
 from rag_posfix.contracts.request import MitigationChoice, Sampling, TokenSource
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError
 from rag_posfix.generation.fake import FakeGenerator
+from rag_posfix.integrations.langchain.retriever import PosfixRetriever
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.reranking import GuardedReranker
 from tests.support.texts import NASTY, texts
@@ -114,11 +116,32 @@ class TestDocuments:
         answer = pipeline().ask(Question(QUESTION, [BREAD, ROME]))
         assert answer.text == "Rome lies on the Tiber"
         # Common with the question: none of the words of the first, "rome", "the", "tiber" of the second.
-        assert answer.documents == (AnswerDocument("bread", None, 0, 0.0), AnswerDocument("rome", None, 1, 1.0))
+        assert answer.documents == (
+            AnswerDocument("bread", None, 0, 0.0, text=BREAD.page_content),
+            AnswerDocument("rome", None, 1, 1.0, text=ROME.page_content),
+        )
         assert answer.citations == (Citation(0, 22, "Rome lies on the Tiber", ("rome",)),)
         assert (answer.mitigation, answer.order, answer.finish_reason) == ("context_experts", "relevance", "stop")
         assert (answer.cached, answer.dropped) == (False, ())
         assert answer.usage.completion_tokens == 5
+
+    def test_retrieved_documents_without_a_score_are_scored_in_their_order(self):
+        class Unscored:
+            def retrieve(self, question, k):
+                return [BREAD, ROME]
+
+        reranker = ByLength()
+        made = pipeline(retriever=Unscored(), reranker=reranker, defaults=Defaults(order="original"))
+        answer = made.ask(QUESTION)
+        assert [(d.id, d.score) for d in answer.documents] == [("bread", 10 / 24), ("rome", 10 / 34)]
+        assert reranker.calls == 1
+
+    def test_a_pipeline_with_another_retriever_leaves_the_first_as_it_is(self):
+        first = pipeline(retriever=Shelf())
+        second = first.with_retriever(PosfixRetriever(base_retriever=RunnableLambda(lambda _: [BREAD])))
+        assert ids(second.ask(QUESTION)) == ["bread"]
+        assert ids(first.ask(QUESTION)) == ["rome", "paris", "bread"]
+        assert second.generator is first.generator
 
     def test_without_documents_they_are_retrieved(self):
         shelf = Shelf()
@@ -292,8 +315,8 @@ class TestCache:
         answer = made.ask(Question(QUESTION, [renamed, BREAD]))
         assert answer.cached is True
         assert answer.documents == (
-            AnswerDocument("city of seven hills", None, 0, 1.0),
-            AnswerDocument("bread", None, 1, 0.0),
+            AnswerDocument("city of seven hills", None, 0, 1.0, text=ROME.page_content),
+            AnswerDocument("bread", None, 1, 0.0, text=BREAD.page_content),
         )
         assert answer.citations[0].document_ids == ("city of seven hills",)
 
@@ -574,7 +597,15 @@ class TestAnswer:
         }  # fmt: skip
         assert data["answer"] == "Rome lies on the Tiber"
         assert data["documents"] == (
-            {"id": "rome", "score": None, "position": 0, "attention": 1.0, "title": None, "source": None},
+            {
+                "id": "rome",
+                "score": None,
+                "position": 0,
+                "attention": 1.0,
+                "title": None,
+                "source": None,
+                "text": ROME.page_content,
+            },
         )
         assert set(data["usage"]) == {"prompt_tokens", "completion_tokens", "cached_tokens"}
         assert data["dropped"] == [{"id": "rome", "reason": "duplicate"}]

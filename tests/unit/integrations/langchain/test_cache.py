@@ -135,3 +135,10 @@ async def test_langchain_models_use_it(cache):
     assert [plain.invoke("question"), plain.invoke("question")] == ["first", "first"]
     await cache.aclear()
     assert plain.invoke("question") == "second"
+
+
+def test_without_arguments_it_caches_in_memory():
+    cache = RagPosfixCache()
+    cache.update("prompt", "model", [Generation(text="x")])
+    assert cache.lookup("prompt", "model") == [Generation(text="x")]
+    assert RagPosfixCache().lookup("prompt", "model") is None

@@ -5,9 +5,10 @@ import pytest
 from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 
-from rag_posfix import PosfixRAG
+from rag_posfix import PosfixRAG, PosfixRetriever, document_block
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
@@ -56,17 +57,14 @@ class Even:
         return [d.model_copy(update={"metadata": {**d.metadata, "relevance_score": 0.5}}) for d in documents]
 
 
-def rag(*, cache=None, **options):
+def made_pipeline(**options):
     generator = Slow(ToyEncoder(), order_invariant=False)
-    pipeline = Pipeline(
-        generator,
-        Assembler(generator.encoder, generator.context_window),
-        retriever=Shelf(),
-        reranker=Even(),
-        cache=cache,
-        defaults=Defaults(k=3, sampling=Sampling(max_tokens=16)),
-    )
-    return PosfixRAG(pipeline=pipeline, **options)
+    defaults = {"reranker": Even(), "defaults": Defaults(k=3, sampling=Sampling(max_tokens=16))}
+    return Pipeline(generator, Assembler(generator.encoder, generator.context_window), **(defaults | options))
+
+
+def rag(*, cache=None, **options):
+    return PosfixRAG(pipeline=made_pipeline(retriever=Shelf(), cache=cache), **options)
 
 
 def ids(answer):
@@ -87,15 +85,25 @@ class TestInvoke:
         asked = {"question": QUESTION, "documents": [BREAD, ROME]}
         answer = rag().invoke(asked)
         assert (answer["answer"], sorted(ids(answer))) == (TEXT, ["bread", "rome"])
-        turned = rag().invoke({"question": QUESTION, "documents": [ROME, BREAD]})
-        assert ids(turned) == ids(answer), "equal scores are ordered by content"
+        assert [document["text"] for document in answer["documents"]] == [BREAD.page_content, ROME.page_content]
         history = [HumanMessage("Hello"), AIMessage("Hi"), {"role": "user", "content": "Well?"}]
         longer = rag().invoke({**asked, "history": history})
         assert longer["usage"]["prompt_tokens"] > answer["usage"]["prompt_tokens"]
 
     def test_a_question_object_is_asked_as_it_is(self):
         answer = rag().invoke(Question(QUESTION, [BREAD, ROME], order="reverse"))
-        assert ids(answer) == ids(rag().invoke(Question(QUESTION, [BREAD, ROME])))[::-1]
+        assert ids(answer) == ids(rag().invoke(Question(QUESTION, [BREAD, ROME], order="relevance")))[::-1]
+
+    def test_documents_keep_the_order_they_are_given_in_unless_told_otherwise(self):
+        for documents in ([BREAD, ROME, PARIS], [PARIS, BREAD, ROME]):
+            assert ids(rag().invoke({"question": QUESTION, "documents": documents})) == [d.id for d in documents]
+        told = rag(order="relevance")
+        assert ids(told.invoke({"question": QUESTION, "documents": [BREAD, ROME]})) == ids(
+            told.invoke({"question": QUESTION, "documents": [ROME, BREAD]})
+        )
+        by_settings = PosfixRAG(pipeline=made_pipeline(defaults=Defaults(k=3, order="ends_first")))
+        scored = Shelf().retrieve(QUESTION, 3)
+        assert ids(by_settings.invoke({"question": QUESTION, "documents": scored})) == ["rome", "bread", "paris"]
 
     def test_the_output_may_be_text_or_an_answer(self):
         assert rag(output="text").invoke(QUESTION) == TEXT
@@ -119,7 +127,10 @@ class TestInvoke:
         ("asked", "message"),
         [
             (5, "was asked with int; give the question as text"),
-            ({"query": "x"}, "was asked with dict; give the question as text"),
+            ({"query": "x"}, "was asked with a dict of 'query' without a question; give the question as text"),
+            ([ROME, BREAD], 'was asked with 2 documents and no question; .*"context": retriever'),
+            ({"question": "x", "input": "y"}, "was asked with 'question' under two names"),
+            ({"question": "x", "documents": 3}, "documents is int; give a list of Documents or texts"),
             ({"question": "x", "top_k": 3}, "was asked with 'top_k'; a question may hold question, documents"),
             ({"question": "x", "mitigation": "nothing"}, "unknown mitigation 'nothing'"),
             ({"question": "x", "order": "best"}, "unknown order 'best'"),
@@ -129,6 +140,33 @@ class TestInvoke:
     def test_what_cannot_be_asked_is_refused(self, asked, message):
         with pytest.raises(ConfigError, match=message):
             rag().invoke(asked)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"mitigation": "context_expert"}, "Did you mean 'context_experts'"),
+            ({"mitigation": "context_experts:expert=2"}, "Did you mean 'experts'"),
+            ({"order": "revers"}, "Did you mean 'reverse'"),
+            ({"retriever": 5}, "retriever=5 is no retriever"),
+        ],
+    )
+    def test_a_misspelt_part_is_told_when_it_is_made(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            rag(**options)
+
+    def test_without_documents_and_index_it_does_not_answer_from_memory(self):
+        with pytest.raises(ConfigError, match="neither documents nor an index"):
+            PosfixRAG(pipeline=made_pipeline()).invoke(QUESTION)
+        with pytest.raises(ConfigError, match="neither documents nor an index"):
+            list(PosfixRAG(pipeline=made_pipeline()).stream(QUESTION))
+        assert PosfixRAG(pipeline=made_pipeline(), answer_from_memory=True).invoke(QUESTION)["documents"] == ()
+
+    @pytest.mark.parametrize("ask", ["invoke", "stream"])
+    def test_a_search_that_finds_nothing_is_told(self, caplog, ask):
+        made = PosfixRAG(pipeline=made_pipeline(), retriever=lambda question: [])
+        asked = getattr(made, ask)(QUESTION)
+        assert list(asked)
+        assert "the answer comes from the model's memory" in caplog.text
 
     def test_an_argument_that_it_does_not_know_is_refused(self):
         with pytest.raises(ConfigError, match="takes no argument 'top_k'; it takes k, order"):
@@ -209,6 +247,55 @@ class TestComposition:
         assert chain.invoke(QUESTION) == TEXT.upper()
         ask = {"question": RunnablePassthrough(), "documents": lambda _: [BREAD, ROME]} | rag(output="text")
         assert ask.invoke(QUESTION) == TEXT
+
+    @pytest.mark.parametrize(
+        "asked",
+        [
+            {"context": [BREAD, ROME], "question": QUESTION},
+            {"context": [BREAD, ROME], "input": QUESTION, "chat_history": []},
+            {"context": [BREAD.page_content, ROME.page_content], "question": HumanMessage(QUESTION)},
+            {"documents": [BREAD, ROME], "question": QUESTION, "history": None},
+            [HumanMessage([document_block(BREAD), document_block(ROME), {"type": "text", "text": QUESTION}])],
+            HumanMessage([document_block(BREAD), document_block(ROME), {"type": "text", "text": QUESTION}]),
+        ],
+    )
+    def test_it_takes_what_chains_of_langchain_give(self, asked):
+        answer = rag().invoke(asked)
+        assert [d["text"] for d in answer["documents"]] == [BREAD.page_content, ROME.page_content]
+        assert answer["answer"] == TEXT
+
+    def test_the_usual_dict_of_a_chain_is_asked_and_streamed(self):
+        retriever = RunnableLambda(lambda question: [BREAD, ROME] if question == QUESTION else [])
+        chain = {"context": retriever, "question": RunnablePassthrough()} | rag(output="text")
+        assert chain.invoke(QUESTION) == TEXT
+        assert "".join(chain.stream(QUESTION)) == TEXT
+        formatted = retriever | (lambda found: "\n\n".join(document.page_content for document in found))
+        chain = {"context": formatted, "question": RunnablePassthrough()} | rag()
+        assert len(chain.invoke(QUESTION)["documents"]) == 1
+        prompt = ChatPromptTemplate.from_messages([("system", "Be short."), ("human", "{question}")])
+        assert ids((prompt | rag()).invoke({"question": QUESTION})) == ["rome", "paris", "bread"]
+
+    @pytest.mark.parametrize(
+        "retriever",
+        [
+            RunnableLambda(lambda question: [BREAD, ROME]),
+            lambda question: [BREAD, ROME],
+            PosfixRetriever(base_retriever=RunnableLambda(lambda question: [BREAD, ROME]), order="original"),
+        ],
+    )
+    def test_any_retriever_finds_the_documents_and_their_order_is_kept(self, retriever):
+        made = PosfixRAG(pipeline=made_pipeline(), retriever=retriever)
+        assert ids(made.invoke(QUESTION)) == ["bread", "rome"]
+        assert ids(made.invoke(QUESTION, {"configurable": {"order": "relevance"}})) == ["rome", "bread"]
+
+    def test_without_a_pipeline_one_is_built_with_the_retriever(self, monkeypatch):
+        built = []
+        monkeypatch.setattr(
+            "rag_posfix.pipeline.build.build_pipeline", lambda **given: built.append(given) or made_pipeline(**given)
+        )
+        shelf = Shelf()
+        assert ids(PosfixRAG(retriever=shelf, k=2).invoke(QUESTION)) == ["rome", "paris"]
+        assert built == [{"retriever": shelf}]
 
     def test_it_streams_through_a_chain(self):
         chain = RunnableLambda(lambda asked: asked + " Please.") | rag(output="text")

@@ -1,0 +1,158 @@
+"""The documentation site: it builds without a warning, its commands exist, and its messages are those of the code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from docs.site_hooks import without_links_to_files
+from rag_posfix.cli.main import app
+from rag_posfix.settings import CacheSettings, PassageStoreSettings, ServiceSettings, Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+OWN = (
+    "index.md", "choosing-a-model.md", "choosing-a-method.md", "production-cache.md", "concepts.md",
+    "troubleshooting.md", "tutorials/rag-app.md", "tutorials/measure-your-model.md", "tutorials/service.md",
+)  # fmt: skip
+
+
+class Links(HTMLParser):
+    """Collects ids, and targets of links and images."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.targets, self.ids = [], set()
+        self.feed(page.read_text("utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.ids.add(found.get("id"))
+        if tag in ("a", "img"):
+            self.targets.append(found.get("href") or found.get("src") or "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built with warnings as errors; a build takes about six seconds."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_make_docs_writes_the_generated_parts_and_builds_the_site():
+    planned = subprocess.run(["make", "--dry-run", "docs"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert planned.returncode == 0, planned.stderr
+    written, built = planned.stdout.index("docs.generate"), planned.stdout.index("mkdocs build --strict")
+    assert written < built
+
+
+def test_every_link_of_the_site_has_its_target(site):
+    pages = {page: Links(page) for page in site.rglob("*.html") if page.name != "404.html"}
+    assert len(pages) > 50
+    broken = []
+    for page, links in pages.items():
+        for target in links.targets:
+            path, _, anchor = target.partition("#")
+            if re.match(r"[a-z]+:", path):
+                continue
+            found = (page.parent / path).resolve() if path else page
+            if not found.exists() or (anchor and found in pages and anchor not in pages[found].ids):
+                broken.append(f"{page.relative_to(site)}: {target}")
+    assert broken == []
+
+
+def test_the_reference_shows_signatures_and_meanings_of_the_public_names(site):
+    api = (site / "reference" / "api.html").read_text("utf-8")
+    for words in ("build_pipeline", "document_block", "PosfixRanker", "answer_from_memory", "Finds the passages"):
+        assert words in api
+    assert "accuracy_full_text" in (site / "reference" / "records.html").read_text("utf-8")
+
+
+def test_the_first_page_of_every_kind_is_in_the_navigation(site):
+    start = (site / "index.html").read_text("utf-8")
+    for title in ("Tutorials", "How-to", "Reference", "Concepts", "Results", "Troubleshooting"):
+        assert title in start
+
+
+def test_programs_that_pages_include_are_there_in_full(site):
+    for page, example in (("rag-app", "faiss_app"), ("measure-your-model", "own_data"), ("service", "service_client")):
+        text = re.sub(r"<[^>]+>", "", (site / "tutorials" / f"{page}.html").read_text("utf-8"))
+        assert "def main(" in text, example
+
+
+def test_a_link_that_leaves_the_documentation_becomes_a_path_that_exists(caplog):
+    text = "[Start](index.md), [Results](../results.md#top), [the code](../../rag_posfix/assembly)"
+    shown = "[Start](index.md), [Results](../results.md#top), the code (`rag_posfix/assembly`)"
+    assert without_links_to_files(text, "tutorials/a.md") == shown
+    assert without_links_to_files("[`results`](../benchmarks/results)", "a.md") == "`results`"
+    assert caplog.records == []
+    with caplog.at_level(logging.WARNING):
+        without_links_to_files("[x](../absent.md)", "a.md")
+    assert "a.md links to absent.md, which the repository does not have" in caplog.text
+
+
+def commands():
+    """Return each command of the program in the pages."""
+    found = []
+    for name in OWN:
+        for block in re.findall(r"```(?:bash)?\n(.*?)```", (DOCS / name).read_text("utf-8"), re.DOTALL):
+            found += [line for line in block.splitlines() if line.startswith("rag-posfix ")]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_of_a_page_is_one_that_the_program_takes(line):
+    command = typer.main.get_command(app)
+    words = shlex.split(line)[1:]
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word for word in words if word.startswith("--")} <= options
+
+
+def test_every_setting_is_on_the_page_of_the_configuration():
+    text = (DOCS / "reference" / "configuration.md").read_text("utf-8")
+    groups = (CacheSettings, PassageStoreSettings, ServiceSettings, Settings)
+    fields = {f"{kind.model_config['env_prefix']}{name}".upper() for kind in groups for name in kind.model_fields}
+    missing = {name for name in fields if f"| `{name}` |" not in text}
+    assert missing == {"RAG_POSFIX_CACHE", "RAG_POSFIX_PASSAGES"}, "groups with tables of their own"
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code():
+    page = (DOCS / "troubleshooting.md").read_text("utf-8")
+    messages = re.findall(r"^## `(.*)`$", page, re.MULTILINE)
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "rag_posfix").rglob("*.py"))
+    assert len(messages) > 4
+    assert [message for message in messages if message not in source] == []
+
+
+@pytest.mark.parametrize("term", ["order-free", "row", "warm", "gold passage", "tenant", "stock"])
+def test_every_term_of_the_concepts_is_marked_where_it_is_first_used(term):
+    text = (DOCS / "concepts.md").read_text("utf-8")
+    pictures_and_tables = r"!\[[^\]]*\]\([^)]*\)|<!-- table.*?end of table -->"
+    prose = re.sub(r"(?m)^#.*$|^- \*\*.*?\*\*", "", re.sub(pictures_and_tables, "", text, flags=re.DOTALL))
+    first = re.search(rf"\*?\b{term}s?\b", prose, re.IGNORECASE)
+    assert first[0].startswith("*"), f"{term} is used before it is defined: {prose[first.start() :][:60]!r}"
+
+
+def test_that_the_default_model_is_for_trying_out_is_said_at_the_top_of_the_first_pages():
+    for name in ("index.md", "choosing-a-model.md", "langchain.md"):
+        assert "for trying out" in (DOCS / name).read_text("utf-8")[:2500], name

@@ -1,0 +1,91 @@
+"""The arguments of the chat model, without weights; langchain's own suite runs it on real weights."""
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.messages import HumanMessage
+
+from rag_posfix import RagPosfixChatModel, document_block
+from rag_posfix.errors import ConfigError
+from rag_posfix.generation.fake import FakeGenerator
+from tests.support.toy_encoder import ToyEncoder
+
+ROME = Document(page_content="Rome lies on the Tiber. It is old.", id="rome")
+BREAD = Document(page_content="Bread is baked in ovens.", id="bread")
+QUESTION = "Which river does Rome have, the Tiber?"
+TEXT = "Rome lies on the Tiber"
+
+
+def chat(**options):
+    return RagPosfixChatModel(generator=FakeGenerator(ToyEncoder()), **options)
+
+
+def ids(message):
+    return [document["id"] for document in message.response_metadata["documents"]]
+
+
+class TestConstruction:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"mitigatoin": "none"}, "mitigatoin\n  Extra inputs are not permitted"),
+            ({"mitigation": "context_expert"}, "Did you mean 'context_experts'"),
+            ({"mitigation": "context_experts", "mitigation_parameters": {"expert": 2}}, "Did you mean 'experts'"),
+            ({"mitigation": "context_experts:expert=2"}, "Did you mean 'experts'"),
+            ({"order": "revers"}, "Did you mean 'reverse'"),
+        ],
+    )
+    def test_what_is_unknown_is_refused_before_a_model_is_loaded(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            RagPosfixChatModel(**options)
+
+    def test_a_method_may_be_named_with_its_parameters(self):
+        message = chat(mitigation="context_experts:experts=2").invoke(QUESTION, documents=[ROME])
+        assert message.response_metadata["mitigation"] == "context_experts"
+
+
+class TestDocuments:
+    def test_they_are_given_at_the_call_streamed_and_bound(self):
+        asked = chat(order="original")
+        for documents in ([BREAD, ROME], [ROME, BREAD]):
+            expected = [document.id for document in documents]
+            assert ids(asked.invoke(QUESTION, documents=documents)) == expected
+            assert ids(asked.bind(documents=documents).invoke(QUESTION)) == expected
+            chunks = list(asked.stream(QUESTION, documents=documents))
+            assert "".join(chunk.content for chunk in chunks) == TEXT
+            assert ids(chunks[-1]) == expected
+
+    def test_they_follow_those_in_the_message(self):
+        message = HumanMessage([document_block(ROME), {"type": "text", "text": QUESTION}])
+        assert ids(chat(order="original").invoke([message], documents=[BREAD])) == ["rome", "bread"]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"docs": [ROME]}, "has no parameter 'docs'. Did you mean 'documents'"),
+            ({"top_k": 3}, "has no parameter 'top_k'.*It takes: documents, model"),
+            ({"documents": "Rome"}, "documents is str; give a list of langchain_core Documents"),
+            ({"documents": ["Rome"]}, r"documents\[0\] is str"),
+            ({"mitigation": "non"}, "unknown mitigation 'non'"),
+        ],
+    )
+    def test_what_a_call_cannot_take_is_refused(self, options, message):
+        with pytest.raises(ConfigError, match=message):
+            chat().invoke(QUESTION, **options)
+
+    def test_parameters_of_the_object_are_not_those_of_another_method_of_a_call(self):
+        model = chat(mitigation="context_experts", mitigation_parameters={"experts": 2})
+        assert model.invoke(QUESTION, documents=[ROME], mitigation="none").response_metadata["mitigation"] == "none"
+
+
+class TestWithoutDocuments:
+    def test_it_is_told_once_that_nothing_is_corrected(self, caplog):
+        model = chat()
+        assert model.invoke(QUESTION).content
+        assert model.invoke(QUESTION).content
+        (record,) = caplog.records
+        assert "the prompt holds no documents, so the method default corrects nothing" in record.getMessage()
+
+    def test_it_is_not_told_with_documents_or_without_a_method(self, caplog):
+        chat().invoke(QUESTION, documents=[ROME])
+        chat(mitigation="none").invoke(QUESTION)
+        assert caplog.records == []
