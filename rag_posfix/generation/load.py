@@ -21,6 +21,7 @@ from rag_posfix.generation.model.fingerprint import (
     model_fingerprint,
 )
 from rag_posfix.generation.model.packaged import PACKAGED, PackagedModel
+from rag_posfix.generation.model.precision import cpu_has_bfloat16
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.patching.families import family_of, shape_of
@@ -153,9 +154,7 @@ def _dtype(dtype: str, device: str) -> Any:
         raise ConfigError(f"dtype={dtype!r} must be one of auto, {', '.join(names)}")
     if device != "cpu":
         return torch.bfloat16
-    # Without these instructions bfloat16 is emulated and slower than float32.
-    able = torch.cpu.get_capabilities()
-    return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16") else torch.float32
+    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
+from rag_posfix.generation.encode_texts import TextEncoder
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading
 from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
@@ -166,13 +167,14 @@ def launch_environment() -> LaunchEnvironment:
     return LaunchEnvironment(torchrun.rank, torchrun.world_size, environment_with())
 
 
-def build_embeddings(settings: Settings) -> SentenceEmbeddings:
+def build_embeddings(settings: Settings, *, many: bool = False) -> SentenceEmbeddings:
     """Return the embedding model of ``settings``; its weights are loaded at the first use.
 
     Args:
         settings: The embedding model.
+        many: Many texts will be embedded: compute on all cores, in bfloat16 where the processor has it.
     """
-    return SentenceEmbeddings(settings.embedding_model)
+    return SentenceEmbeddings(settings.embedding_model, encoder=TextEncoder if many else None)
 
 
 def build_reranker_models(settings: Settings) -> RerankerModels:
