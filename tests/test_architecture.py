@@ -201,7 +201,7 @@ IMPORT_RULES = [
         why="only retrieval knows how vectors and words are indexed and files are read",
         files=EVERYWHERE,
         but=("rag_posfix/retrieval/*",),
-        never=("faiss", "bm25s", "pypdf"),
+        never=("faiss", "bm25s", "docx", "pypdf"),
     ),
     ImportRule(
         why="concrete parts are chosen in pipeline/build.py alone; the rest of the pipeline knows contracts and data",

@@ -17,6 +17,8 @@ from rag_posfix.text import clean_text
 
 __all__ = ["app", "main"]
 
+_INTERRUPTED = 130
+
 app = typer.Typer(
     name="rag-posfix",
     help="Retrieval-augmented generation whose answers do not depend on the order of the passages.",
@@ -69,9 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             emit_json({"error": {"type": type(error).__name__, "message": message}})
         err().print(f"[bold red]error:[/bold red] {_escape(message)}", highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        err().print("interrupted", highlight=False)
-        raise SystemExit(130) from None
+    except SystemExit as stopped:
+        if stopped.code == _INTERRUPTED:
+            err().print(_escape(_interruption(stopped)), highlight=False, soft_wrap=True)
+        raise
+
+
+def _interruption(error: BaseException) -> str:
+    """Return what the command says about being interrupted; typer turns KeyboardInterrupt into an exit."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, KeyboardInterrupt) and found.args:
+            return str(found)
+        found = found.__cause__ or found.__context__
+    return "interrupted; what was finished before is kept, and the same command starts again"
 
 
 def _escape(text: str) -> str:

@@ -210,7 +210,11 @@ class TestUsage:
             raise KeyboardInterrupt
 
         monkeypatch.setattr("rag_posfix.mitigations.MITIGATIONS.names", interrupted)
-        assert run("methods").code == 130
+        result = run("methods")
+        assert (result.code, result.out) == (130, "")
+        assert result.err.splitlines() == [
+            "interrupted; what was finished before is kept, and the same command starts again"
+        ]
 
     def test_help_takes_less_than_a_second(self):
         command = [sys.executable, "-m", "rag_posfix.cli.main", "--help"]

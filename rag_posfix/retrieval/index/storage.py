@@ -35,6 +35,7 @@ from rag_posfix.retrieval.index.file_formats import (
     write_document_lines,
     write_vectors,
 )
+from rag_posfix.retrieval.index.folder_lock import locked, partial_folder
 from rag_posfix.retrieval.index.vector_index import import_faiss
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ _VERSION = 2
 _READABLE = (1, 2)
 """Version 1 had neither byte offsets of documents ("table") nor vectors of removed documents in a graph."""
 _MANIFEST = "manifest.json"
+_WAIT_SECONDS = 60.0
 _DATA_FILE = re.compile(r"\w+-[0-9a-f]{12}\.(faiss|jsonl|json|npy)")
 _REBUILD: Final = "build the index again with: rag-posfix index PATH... --out DIR --rebuild"
 
@@ -136,15 +138,16 @@ def write_index(folder: Path, contents: IndexContents) -> IndexManifest:
     folder = Path(os.path.realpath(folder))
     check_writable(folder)
     token = uuid.uuid4().hex[:12]
-    staging = folder.parent / f".{folder.name}.{token}.partial"
-    try:
-        staging.mkdir(parents=True)
-        manifest = _stage(staging, contents, token)
-        _publish(staging, folder)
-    except OSError as error:
-        raise RetrievalError(f"cannot write the index {str(folder)!r}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with locked(folder, wait_seconds=_WAIT_SECONDS):
+        staging = partial_folder(folder, token)
+        try:
+            staging.mkdir(parents=True)
+            manifest = _stage(staging, contents, token)
+            _publish(staging, folder)
+        except OSError as error:
+            raise RetrievalError(f"cannot write the index {str(folder)!r}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     return manifest
 
 
