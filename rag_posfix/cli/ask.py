@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rag_posfix.cli.options import AsJson, DeviceName, ModelName, Split, checked_choice, follows, settings_from
+from rag_posfix.cli.options import (
+    AsJson,
+    DeviceName,
+    ModelName,
+    Split,
+    check_arrangement,
+    check_index,
+    checked_choice,
+    follows,
+    settings_from,
+)
 from rag_posfix.cli.output import emit_json, out, status
 from rag_posfix.errors import ConfigError
+from rag_posfix.text import checked_question
 
 if TYPE_CHECKING:
     from rag_posfix.contracts.answer import Answer
@@ -54,18 +65,17 @@ def ask(
         model=model, device=device, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker,
         retriever=retriever,
     )  # fmt: skip
+    checked_question(question)
+    check_index(index)
+    check_arrangement(settings)
     choice = checked_choice(mitigation) if mitigation else None
-    if settings.reranker is not None:
-        from rag_posfix.reranking.build import parse_reranker
-
-        parse_reranker(settings.reranker)  # errors are reported before a model is loaded
     if follows(settings):
         return
-    with status("loading the model"):
+    with status("loading the embeddings and the tokenizer"):
         from rag_posfix.pipeline.build import build_pipeline
         from rag_posfix.pipeline.pipeline import Question
 
-        pipeline = build_pipeline(settings, index=index)
+        pipeline = build_pipeline(settings, index=index, deferred=True)
     asked = Question(question, mitigation=choice, use_cache=cache)
     with closing(pipeline):
         if as_json:

@@ -13,6 +13,7 @@ from rag_posfix.cli.options import (
     GoldPositions,
     ModelName,
     checked_choices_and_arrangements,
+    checked_output,
     parse_gold_positions,
     settings_from,
 )
@@ -61,7 +62,12 @@ def group() -> None:
 @app.command()
 def positions(
     data: Data,
-    output: Annotated[Path, typer.Option("--out", help="Folder for the result record and the journal of answers.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--out", callback=checked_output, help="Folder for the result record and the journal of answers."
+        ),
+    ],
     mitigation: Mitigations = None,
     arrangement: Arrangements = None,
     gold_positions: GoldPositions = "0,4,9",
@@ -111,7 +117,10 @@ def positions(
 @app.command()
 def permutations(
     data: Data,
-    output: Annotated[Path, typer.Option("--out", help="Folder for the result record.")],
+    output: Annotated[
+        Path,
+        typer.Option("--out", callback=checked_output, help="Folder for the result record."),
+    ],
     mitigation: Mitigations = None,
     arrangement: Arrangements = None,
     orders: Annotated[int, typer.Option("--orders", min=2, help="Orders per question, the given one included.")] = 4,

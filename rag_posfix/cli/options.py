@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,9 +22,12 @@ __all__ = [
     "GoldPositions",
     "ModelName",
     "Split",
+    "check_arrangement",
+    "check_index",
     "checked_choice",
     "checked_choices",
     "checked_choices_and_arrangements",
+    "checked_output",
     "follows",
     "parse_choice",
     "parse_gold_positions",
@@ -121,6 +125,51 @@ def checked_choices_and_arrangements(mitigation: str | None, arrangement: str | 
         found.append(Arrangement(with_file_parameters(read.mitigation, MITIGATIONS), order, scorer))
     check_arrangements(found)
     return found
+
+
+def check_index(folder: Path) -> None:
+    """Check that a folder holds an index whose files are there, without reading them.
+
+    Raises:
+        RetrievalError: it holds none, or one of another program or version, or one that is damaged.
+    """
+    from rag_posfix.retrieval.index.storage import check_sizes
+
+    check_sizes(folder)
+
+
+def check_arrangement(settings: Settings) -> None:
+    """Check reranker, order and method of the settings, so that errors are reported before a model is loaded.
+
+    Raises:
+        ConfigError: an unknown name or parameter, or a value out of range.
+    """
+    from rag_posfix.assembly.orders import create_order
+    from rag_posfix.pipeline.file_parameters import order_with_values
+    from rag_posfix.reranking.build import parse_reranker
+
+    create_order(order_with_values(settings.order))
+    if settings.reranker is not None:
+        parse_reranker(settings.reranker)
+    checked_choice(settings.mitigation)
+
+
+def checked_output(folder: Path | None) -> Path | None:
+    """Check that results can be written to a folder, before anything is computed for it.
+
+    Raises:
+        ConfigError: it, or the nearest parent that exists, is a file or cannot be written.
+    """
+    if folder is None:
+        return None
+    found = folder
+    while not found.exists() and found != found.parent:
+        found = found.parent
+    if not found.is_dir():
+        raise ConfigError(f"--out {str(folder)!r}: {str(found)!r} is a file; give a folder")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {str(folder)!r}: {str(found)!r} cannot be written; give another folder")
+    return folder
 
 
 def parse_gold_positions(text: str) -> list[int | tuple[int, ...]]:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, DeviceName, GoldPositions, ModelName, parse_gold_positions, settings_from
+from rag_posfix.cli.options import (
+    AsJson,
+    DeviceName,
+    GoldPositions,
+    ModelName,
+    checked_output,
+    parse_gold_positions,
+    settings_from,
+)
 from rag_posfix.cli.output import emit_json, experiment_step, out
 from rag_posfix.contracts.method_spec import split_outside
 from rag_posfix.errors import ConfigError
@@ -31,7 +39,12 @@ def rerank(
         Path,
         typer.Option("--corpus", help="A BEIR folder, or a file: JSON lines, tab-separated or TREC markup."),
     ],
-    output: Annotated[Path, typer.Option("--out", help="Folder for runs, record, journal, index, figure and page.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--out", callback=checked_output, help="Folder for runs, record, journal, index, figure and page."
+        ),
+    ],
     reranker: Rerankers = "",
     queries: Annotated[
         Path | None,
@@ -95,7 +108,12 @@ def rerank_positions(
         Path,
         typer.Option("--data", help="Lost-in-the-Middle or HotpotQA rows, or a file in SQuAD's format; .gz or plain."),
     ],
-    output: Annotated[Path, typer.Option("--out", help="Folder for the result record and the journal of rankings.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--out", callback=checked_output, help="Folder for the result record and the journal of rankings."
+        ),
+    ],
     reranker: Rerankers,
     gold_positions: GoldPositions = "0,4,9",
     documents: Annotated[int, typer.Option("--documents", min=1, help="Number of passages per list.")] = 10,

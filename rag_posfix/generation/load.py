@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def load_engine(
     spec = install(loaded, ranks)
     spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
     verify(loaded, spec)
-    name = packaged.title if packaged else Path(model).name if Path(model).exists() else model
+    name = _name_of(model)
     _log.info("loaded %s as %s on %s", name, kind, place)
     return Engine(LoadedModel(loaded, spec), Tokenizer(tokenizer), name, fingerprint)
 
@@ -113,6 +114,49 @@ def source_of(model: str, cache_dir: Path | None = None) -> str:
     """Return the folder or the id that a model is loaded from; a packaged model is converted if it has not been."""
     packaged = PACKAGED.get(model)
     return model if packaged is None else str(_converted(packaged, cache_dir or default_cache_dir()))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model without its weights in memory.
+
+    Attributes:
+        name: Its name in responses.
+        fingerprint: Identity of weights and dtype, as that of the loaded model.
+        context_window: Token limit of prompt and answer together.
+        tokenizer: Its tokenizer.
+    """
+
+    name: str
+    fingerprint: str
+    context_window: int
+    tokenizer: Tokenizer
+
+
+def read_facts(model: str, *, dtype: str, device: str, cache_dir: Path) -> ModelFacts:
+    """Return what is known of a model without its weights in memory; a packaged model is converted if needed.
+
+    Raises:
+        ConfigError: the model cannot be found or read.
+        UnsupportedModelError: its family is not supported.
+    """
+    from transformers import AutoTokenizer
+
+    kind = _dtype(dtype, usable_device(device))
+    source = source_of(model, cache_dir)
+    shape = read_shape(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        raise _cannot_be_loaded(source, error) from error
+    return ModelFacts(
+        _name_of(model), _fingerprint(source, kind, cache_dir), shape.context_window, Tokenizer(tokenizer)
+    )
+
+
+def _name_of(model: str) -> str:
+    packaged = PACKAGED.get(model)
+    return packaged.title if packaged else Path(model).name if Path(model).exists() else model
 
 
 def read_shape(source: str) -> ModelShape:

@@ -28,6 +28,7 @@ from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
+from rag_posfix.generation.deferred import DeferredGenerator, deferred_generator
 from rag_posfix.generation.encode_texts import TextEncoder
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading
@@ -60,7 +61,11 @@ DEFAULT_RERANKER = "embedding"
 
 
 def build_pipeline(
-    settings: Settings | None = None, *, index: str | Path | None = None, generator: Generator | None = None
+    settings: Settings | None = None,
+    *,
+    index: str | Path | None = None,
+    generator: Generator | None = None,
+    deferred: bool = False,
 ) -> Pipeline:
     """Return a pipeline with the model, embeddings, index, reranker and caches of ``settings``.
 
@@ -68,6 +73,8 @@ def build_pipeline(
         settings: The settings; read from the environment if None.
         index: Folder of an index, instead of ``settings.index``. Without an index, documents must be in the question.
         generator: The generator, instead of loading ``settings.model``.
+        deferred: Load the model when the first answer is generated, so that a cached answer needs none. Ignored for a
+            model on several devices.
 
     Raises:
         ConfigError: the model or a setting is wrong.
@@ -84,7 +91,7 @@ def build_pipeline(
     if folder is not None:  # before the model: a wrong path is told at once
         retriever, store = _retriever(chosen, Path(folder), embeddings)
     with ExitStack() as undo:  # closes what was opened if a later part cannot be made
-        engine = generator if generator is not None else _load(chosen, undo)
+        engine = generator if generator is not None else _load(chosen, undo, deferred)
         engine, passages = _with_passages(engine, chosen, undo)
         guarded = _reranker(chosen, reranker, embeddings, engine, undo)
         pipeline = Pipeline(
@@ -174,7 +181,9 @@ def build_embeddings(settings: Settings, *, many: bool = False) -> SentenceEmbed
         settings: The embedding model.
         many: Many texts will be embedded: compute on all cores, in bfloat16 where the processor has it.
     """
-    return SentenceEmbeddings(settings.embedding_model, encoder=TextEncoder if many else None)
+    if many:
+        return SentenceEmbeddings(settings.embedding_model, encoder=TextEncoder)
+    return SentenceEmbeddings(settings.embedding_model)
 
 
 def build_reranker_models(settings: Settings) -> RerankerModels:
@@ -261,7 +270,11 @@ def _reranker(
     settings: Settings, spec: MethodSpec, embeddings: Embeddings, engine: Generator, undo: ExitStack
 ) -> GuardedReranker:
     """Return the reranker that the settings ask for."""
-    made = build_reranker(spec, RerankerModels(lambda: embeddings, lambda: engine))
+
+    def generator() -> Generator:
+        return engine.loaded() if isinstance(engine, DeferredGenerator) else engine
+
+    made = build_reranker(spec, RerankerModels(lambda: embeddings, generator))
     guarded = GuardedReranker(reranker=made, deadline_seconds=settings.reranker_deadline_seconds)
     undo.callback(guarded.close)
     return guarded
@@ -293,8 +306,17 @@ def _assembly(settings: Settings, order: str) -> dict[str, Any]:
     return {"order_parameters": parameters, "budget": budget}
 
 
-def _load(settings: Settings, undo: ExitStack) -> Generator:
+def _load(settings: Settings, undo: ExitStack, deferred: bool) -> Generator:
     """Return the generator that the settings ask for."""
+    if settings.tp == 1 and deferred and settings.device_map is None:
+        opened = undo.enter_context(ExitStack())  # closed with the pipeline, whenever the model is loaded
+
+        def load() -> Generator:
+            return _with_passages(build_engine(settings), settings, opened)[0]
+
+        return deferred_generator(
+            settings.model, load, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
+        )
     if settings.tp == 1:
         return build_engine(settings)
     if settings.device_map is not None:

@@ -46,6 +46,7 @@ __all__ = [
     "IndexContents",
     "IndexFile",
     "IndexManifest",
+    "check_sizes",
     "check_writable",
     "describe_file",
     "read_bm25",
@@ -160,6 +161,11 @@ def read_manifest(folder: Path) -> IndexManifest:
     try:
         text = (folder / _MANIFEST).read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
+        if not folder.exists():
+            raise RetrievalError(
+                f"there is no folder {str(folder)!r}; check its name, or make an index with: rag-posfix index PATH... "
+                "--out DIR"
+            ) from None
         raise RetrievalError(f"no index in {str(folder)!r} ({_MANIFEST} is missing); {_REBUILD}") from None
     except UnicodeDecodeError:
         raise _damaged(folder, f"{_MANIFEST} is not text") from None
@@ -182,6 +188,18 @@ def read_manifest(folder: Path) -> IndexManifest:
     except ValidationError as error:
         fields = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
         raise _damaged(folder, f"{_MANIFEST} has missing or wrong fields: {fields}") from None
+
+
+def check_sizes(folder: Path) -> IndexManifest:
+    """Return the manifest of an index after checking that its files are there in full size; nothing is read of them.
+
+    Raises:
+        RetrievalError: the index is missing, damaged, or of another program or version.
+    """
+    manifest = read_manifest(folder)
+    for role in manifest.files:
+        _checked_file(folder, manifest, role, False)
+    return manifest
 
 
 def read_index(folder: Path, embedding: str, *, mmap: bool = False, verify: bool = True) -> IndexContents:
