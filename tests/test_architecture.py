@@ -194,7 +194,14 @@ IMPORT_RULES = [
         why="retrieval finds documents: it knows contracts and text, no model that writes and no prompt",
         files=("rag_posfix/retrieval/*",),
         among=("rag_posfix",),
-        only=("rag_posfix.contracts", "rag_posfix.errors", "rag_posfix.retrieval", "rag_posfix.text"),
+        only=(
+            "rag_posfix.contracts",
+            "rag_posfix.errors",
+            "rag_posfix.folders",
+            "rag_posfix.retrieval",
+            "rag_posfix.text",
+            "rag_posfix.weight_packages",
+        ),
         never=("torch", "transformers"),
     ),
     ImportRule(

@@ -289,12 +289,12 @@ def _load_packaged(
 
 def _converted(packaged: PackagedModel, cache_dir: Path, *, again: bool = False) -> Path:
     """Return the folder with the model as bfloat16 safetensors, converting it from the package's GGUF once."""
-    packaged.files()  # a package that was removed is told, whatever was converted from it before
+    packaged.files(cache_dir)  # a package that was removed is told, whatever was converted from it before
     target = cache_dir / "models" / packaged.folder_name
     if again or not (target / "complete").exists():
         _log.info("converting %s once, to %s", packaged.gguf, target)
         try:
-            with packaged.whole_file(target.parent) as gguf:
+            with packaged.whole_file(cache_dir) as gguf:
                 convert(gguf, target)
         except OSError as error:
             raise ConfigError(

@@ -182,8 +182,8 @@ def build_embeddings(settings: Settings, *, many: bool = False) -> SentenceEmbed
         many: Many texts will be embedded: compute on all cores, in bfloat16 where the processor has it.
     """
     if many:
-        return SentenceEmbeddings(settings.embedding_model, encoder=TextEncoder)
-    return SentenceEmbeddings(settings.embedding_model)
+        return SentenceEmbeddings(settings.embedding_model, cache_dir=settings.cache_dir, encoder=TextEncoder)
+    return SentenceEmbeddings(settings.embedding_model, cache_dir=settings.cache_dir)
 
 
 def build_reranker_models(settings: Settings) -> RerankerModels:

