@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,10 +18,11 @@ from rag_posfix.cli.options import (
     check_arrangement,
     check_index,
     checked_choice,
+    default_of,
     follows,
     settings_from,
 )
-from rag_posfix.cli.output import emit_json, out, status
+from rag_posfix.cli.output import emit_json, err, out, status
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import checked_question
 
@@ -29,43 +32,83 @@ if TYPE_CHECKING:
 
 __all__ = ["ask"]
 
+_SHOWN_SOURCES = 5
+
 
 def ask(
-    question: Annotated[str, typer.Argument(help="The question.")],
     index: Annotated[Path, typer.Option("--index", help="Index folder, written by `rag-posfix index`.")],
+    question: Annotated[str | None, typer.Argument(help="The question; not needed with --chat.")] = None,
     mitigation: Annotated[
         str | None,
-        typer.Option("--mitigation", help="Method: name, or name:parameter=value; see `rag-posfix methods`."),
+        typer.Option(
+            "--mitigation",
+            help="Method: name, or name:parameter=value; see `rag-posfix methods`.",
+            show_default=default_of("mitigation"),
+        ),
     ] = None,
     reranker: Annotated[
         str | None,
-        typer.Option("--reranker", help="Reranker that chooses the k passages: name, or name:parameter=value."),
+        typer.Option(
+            "--reranker",
+            help="Reranker that chooses the k passages: name, or name:parameter=value.",
+            show_default=default_of("reranker"),
+        ),
     ] = None,
     order: Annotated[
-        str | None, typer.Option("--order", help="Order of the passages in the prompt: name, or name:parameter=value.")
+        str | None,
+        typer.Option(
+            "--order",
+            help="Order of the passages in the prompt: name, or name:parameter=value.",
+            show_default=default_of("order"),
+        ),
     ] = None,
-    k: Annotated[int | None, typer.Option("--k", min=1, help="Number of passages in the prompt.")] = None,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", min=1, help="Number of passages in the prompt.", show_default=default_of("k")),
+    ] = None,
     retriever: Annotated[
-        str | None, typer.Option("--retriever", help="dense (by embeddings), bm25 (by words), or hybrid (both).")
+        str | None,
+        typer.Option(
+            "--retriever",
+            help="dense (by embeddings), bm25 (by words), or hybrid (both).",
+            show_default=default_of("retriever"),
+        ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Maximum number of tokens of the answer.")
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            min=1,
+            help="Maximum number of tokens of the answer.",
+            show_default=default_of("max_tokens"),
+        ),
     ] = None,
     model: ModelName = None,
     device: DeviceName = None,
     tp: Split = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use the answer cache.")] = True,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Read questions from the terminal, one per line, until an empty line.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a question from an index, and print the answer and its sources."""
+    """Answer a question from an index, and print the answer and its sources.
+
+    With --chat the model is loaded once for all questions; each is answered by itself.
+    """
+    if chat and as_json:
+        raise ConfigError("--chat and --json cannot be combined; --json prints one object at the end")
+    if question is None and not chat:
+        raise typer.BadParameter("give a question, or --chat", param_hint="QUESTION")
     if stream and as_json:
         raise ConfigError("--stream and --json cannot be combined; --json prints one object at the end")
     settings = settings_from(
         model=model, device=device, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker,
         retriever=retriever,
     )  # fmt: skip
-    checked_question(question)
+    if question is not None:
+        checked_question(question)
     check_index(index)
     check_arrangement(settings)
     choice = checked_choice(mitigation) if mitigation else None
@@ -76,16 +119,30 @@ def ask(
         from rag_posfix.pipeline.pipeline import Question
 
         pipeline = build_pipeline(settings, index=index, deferred=True)
-    asked = Question(question, mitigation=choice, use_cache=cache)
     with closing(pipeline):
-        if as_json:
-            emit_json(pipeline.ask(asked).to_dict())
-        elif stream:
-            _show_sources(_print_stream(pipeline, asked))
-        else:
-            answer = pipeline.ask(asked)
-            out().print(answer.text, markup=False, highlight=False)
-            _show_sources(answer)
+        for text in _questions(question, chat):
+            asked = Question(text, mitigation=choice, use_cache=cache)
+            if as_json:
+                emit_json(pipeline.ask(asked).to_dict())
+            elif stream:
+                _show_sources(_print_stream(pipeline, asked))
+            else:
+                answer = pipeline.ask(asked)
+                out().print(answer.text, markup=False, highlight=False)
+                _show_sources(answer)
+
+
+def _questions(first: str | None, chat: bool) -> Iterator[str]:
+    """Yield the question of the command line, and with ``chat`` those of stdin until an empty line or its end."""
+    if first is not None:
+        yield first
+    while chat:
+        if sys.stdin.isatty():
+            err().print("question (an empty line ends): ", end="", highlight=False)
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        yield line
 
 
 def _print_stream(pipeline: Pipeline, asked: Question) -> Answer | None:
@@ -100,16 +157,21 @@ def _print_stream(pipeline: Pipeline, asked: Question) -> Answer | None:
 def _show_sources(answer: Answer | None) -> None:
     if answer is None or not answer.documents:
         return
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("passage", "relevance", "attention", title=f"{answer.mitigation}, order {answer.order}")
-    for document in sorted(answer.documents, key=lambda d: -d.attention)[:5]:
-        score = "-" if document.score is None else f"{document.score:.2f}"
-        name = document.title or document.source
-        shown = f"{document.id} ({name})" if name else document.id
-        table.add_row(escape(shown), score, f"{document.attention:.0%}")
-    out().print(table)
+    lines = [f"sources in the order of the prompt ({answer.mitigation}, order {answer.order}):"]
+    for document in answer.documents[:_SHOWN_SOURCES]:
+        score = "no score" if document.score is None else f"score {document.score:.2f}"
+        page = "" if document.page is None else f", page {document.page}"
+        place = document.source or "no file"
+        title = f" ({document.title})" if document.title else ""
+        shares = f"{score}, attention {document.attention:.0%}"
+        lines.append(f"{document.position + 1}. {document.id}{title}: {place}{page}, {shares}")
+        if document.snippet:
+            lines.append(f"   {document.snippet}")
+    more = len(answer.documents) - _SHOWN_SOURCES
+    if more > 0:
+        lines.append(f"and {more} more; --json lists all")
+    for line in lines:
+        out().print(line, highlight=False, markup=False, soft_wrap=True)
     usage = answer.usage
     seconds = sum(answer.timings.values())
     note = ", from the answer cache" if answer.cached else ""

@@ -14,7 +14,7 @@ from rag_posfix.cli.options import (
     ModelName,
     checked_choices_and_arrangements,
     checked_output,
-    parse_gold_positions,
+    gold_positions_of,
     settings_from,
 )
 from rag_posfix.cli.output import emit_json, experiment_step, out
@@ -70,7 +70,7 @@ def positions(
     ],
     mitigation: Mitigations = None,
     arrangement: Arrangements = None,
-    gold_positions: GoldPositions = "0,4,9",
+    gold_positions: GoldPositions = None,
     documents: Documents = 10,
     limit: Limit = None,
     skip: Skip = 0,
@@ -104,7 +104,7 @@ def positions(
 
     record = evaluate_positions(
         data, checked_choices_and_arrangements(mitigation, arrangement),
-        gold_positions=parse_gold_positions(gold_positions),
+        gold_positions=gold_positions_of(gold_positions, documents),
         documents=documents, limit=limit, skip=skip, max_tokens=max_tokens, check_orders=check_orders, fresh=fresh,
         reuse=reuse, settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
     )  # fmt: skip

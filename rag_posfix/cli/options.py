@@ -28,12 +28,21 @@ __all__ = [
     "checked_choices",
     "checked_choices_and_arrangements",
     "checked_output",
+    "default_of",
     "follows",
+    "gold_positions_of",
     "parse_choice",
     "parse_gold_positions",
     "settings_from",
     "split_outside",
 ]
+
+
+def default_of(setting: str) -> str:
+    """Return what ``--help`` says of an option that overrides a setting: its default, and its variable."""
+    default = Settings.model_fields[setting].default
+    return f"{'none' if default is None else default}, or RAG_POSFIX_{setting.upper()}"
+
 
 BASIC_METHODS = "none,default"
 """What is compared where the command line does not say."""
@@ -44,18 +53,29 @@ Split = Annotated[
     typer.Option("--tp", min=1, help="Number of processes for tensor parallelism, each with a GPU if there are GPUs."),
 ]
 ModelName = Annotated[
-    str | None, typer.Option("--model", help="Model: smollm2, gemma3-270m, a Hugging Face model id, or a folder.")
+    str | None,
+    typer.Option(
+        "--model",
+        help="Model: smollm2, gemma3-270m, a Hugging Face model id, or a folder.",
+        show_default=default_of("model"),
+    ),
 ]
 
 DeviceName = Annotated[
-    str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...; auto uses a GPU if there is one.")
+    str | None,
+    typer.Option(
+        "--device",
+        help="auto, cpu, cuda, cuda:1, ...; auto uses a GPU if there is one.",
+        show_default=default_of("device"),
+    ),
 ]
 
 GoldPositions = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--gold-positions",
         help="Positions of the gold passage, from 0, comma-separated; 0+9 places the two gold passages of HotpotQA.",
+        show_default="first, middle and last of --documents",
     ),
 ]
 
@@ -170,6 +190,20 @@ def checked_output(folder: Path | None) -> Path | None:
     if not os.access(found, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {str(folder)!r}: {str(found)!r} cannot be written; give another folder")
     return folder
+
+
+def spread_positions(documents: int) -> list[int]:
+    """Return the first, a middle and the last place of so many passages: the default gold positions."""
+    return sorted({0, (documents - 1) // 2, documents - 1})
+
+
+def gold_positions_of(text: str | None, documents: int) -> list[int | tuple[int, ...]]:
+    """Parse ``--gold-positions``; without it, the first, a middle and the last place of the prompt.
+
+    Raises:
+        ConfigError: as ``parse_gold_positions``.
+    """
+    return parse_gold_positions(text) if text is not None else [*spread_positions(documents)]
 
 
 def parse_gold_positions(text: str) -> list[int | tuple[int, ...]]:

@@ -13,7 +13,7 @@ from rag_posfix.cli.options import (
     GoldPositions,
     ModelName,
     checked_output,
-    parse_gold_positions,
+    gold_positions_of,
     settings_from,
 )
 from rag_posfix.cli.output import emit_json, experiment_step, out
@@ -115,7 +115,7 @@ def rerank_positions(
         ),
     ],
     reranker: Rerankers,
-    gold_positions: GoldPositions = "0,4,9",
+    gold_positions: GoldPositions = None,
     documents: Annotated[int, typer.Option("--documents", min=1, help="Number of passages per list.")] = 10,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of questions.")] = None,
     skip: Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")] = 0,
@@ -132,7 +132,7 @@ def rerank_positions(
     """
     from rag_posfix.evaluation import evaluate_reranking_positions
 
-    positions = parse_gold_positions(gold_positions)
+    positions = gold_positions_of(gold_positions, documents)
     record = evaluate_reranking_positions(
         data, _reranker_choices(reranker, at_least=1), gold_positions=positions, documents=documents,
         limit=limit, skip=skip, fresh=fresh,

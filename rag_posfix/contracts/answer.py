@@ -53,6 +53,8 @@ class AnswerDocument:
         attention: Its share of the attention to passages, 0 to 1.
         title: Its title, or None.
         source: Its file, or None.
+        page: The page of its file on which it begins, or None.
+        snippet: The beginning of its text, on one line.
     """
 
     id: str
@@ -61,6 +63,8 @@ class AnswerDocument:
     attention: float
     title: str | None = None
     source: str | None = None
+    page: int | None = None
+    snippet: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

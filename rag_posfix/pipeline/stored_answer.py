@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["answer_from", "readable", "to_store"]
 
 
+SNIPPET_CHARACTERS = 120
+"""Length of the beginning of a passage that an answer carries."""
+
+
 def to_store(assembled: Assembled, generation: Generation) -> dict[str, Any]:
     """Return the cache entry of an answer. Attention is stored by content key, because ids belong to one question.
 
@@ -110,6 +114,8 @@ def _documents(attention: Mapping[str, float], assembled: Assembled) -> tuple[An
             attention=float(attention.get(key, 0.0)),
             title=_text_or_none(document.metadata.get("title")),
             source=_text_or_none(document.metadata.get("source")),
+            page=_page(document.metadata.get("page")),
+            snippet=_snippet(document.page_content),
         )
         for position, (identity, score, key, document) in enumerate(
             zip(assembled.ids, relevance, layout.keys, assembled.documents, strict=True)
@@ -129,6 +135,16 @@ def _citations(stored: Mapping[str, Any], assembled: Assembled) -> tuple[Citatio
         if index is not None:
             found.append(Citation(start, end, text[start:end], (assembled.ids[index],), "attention"))
     return tuple(sorted(found, key=lambda one: (one.start, one.origin == "attention")))
+
+
+def _page(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _snippet(text: str) -> str:
+    """Return the beginning of a text on one line."""
+    words = " ".join(clean_text(text[: 2 * SNIPPET_CHARACTERS]).split())
+    return words if len(words) <= SNIPPET_CHARACTERS else words[: SNIPPET_CHARACTERS - 1].rstrip() + "…"
 
 
 def _text_or_none(value: object) -> str | None:

@@ -96,7 +96,7 @@ def index(files, tmp_path_factory):
 class TestMethods:
     def test_json_lists_everything_that_can_be_chosen(self, run):
         found = run("methods", "--json").json
-        assert set(found) == {"mitigations", "orders", "rerankers"}
+        assert set(found) == {"mitigations", "orders", "rerankers", "first_stages"}
         by_name = {one["name"]: one for one in found["mitigations"]}
         assert {"none", "context_experts", "parallel_windows"} <= set(by_name)
         assert {"ends_first", "original", "random", "relevance", "reverse"} <= set(found["orders"])
@@ -363,7 +363,9 @@ class TestAsk:
         assert "Ilse Korvanth" in found["answer"]
         assert (found["mitigation"], found["order"], found["cached"]) == ("context_experts", "relevance", False)
         assert [document["position"] for document in found["documents"]] == [0, 1, 2]
-        assert set(found["documents"][0]) == {"id", "score", "position", "attention", "title", "source"}
+        assert set(found["documents"][0]) == {
+            "id", "score", "position", "attention", "title", "source", "page", "snippet"
+        }  # fmt: skip
         assert found["documents"][0]["id"] == "lighthouse"
         assert found["documents"][0]["attention"] > 0.5
         assert found["citations"][0]["document_ids"] == ["lighthouse"]
@@ -407,7 +409,7 @@ class TestAsk:
         for result in (plain, streamed):
             assert result.code == 0
             assert "Ilse Korvanth" in result.out
-            assert "│ lighthouse " in result.out
+            assert "1. lighthouse: " in result.out
             assert "prompt tokens" in result.out
         assert plain.out.splitlines()[0] == streamed.out.splitlines()[0]
 
