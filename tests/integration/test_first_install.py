@@ -49,7 +49,7 @@ def environment(tmp_path_factory):
     }  # fmt: skip
 
     def run(*words):
-        done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=800)
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
@@ -60,7 +60,7 @@ def environment(tmp_path_factory):
 
 @pytest.mark.weights
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_first_snippet_runs_after_the_lines_before_it(environment):
     run, python = environment
     assert INSTALL == ["pip install '.[local]'", "rag-posfix models fetch"]
