@@ -150,6 +150,7 @@ IMPORT_RULES = [
             "=rag_posfix.mitigations",
             "rag_posfix.patching",
             "rag_posfix.plan",
+            "rag_posfix.weight_packages",
             "rag_posfix.registry",
             "rag_posfix.text",
         ),
