@@ -35,80 +35,82 @@ __all__ = ["ask"]
 _SHOWN_SOURCES = 5
 
 
+Method = Annotated[
+    str | None,
+    typer.Option(
+        "--mitigation",
+        help="Method: name, or name:parameter=value; see `rag-posfix methods`.",
+        show_default=default_of("mitigation"),
+    ),
+]
+RerankerName = Annotated[
+    str | None,
+    typer.Option(
+        "--reranker",
+        help="Reranker that chooses the k passages: name, or name:parameter=value.",
+        show_default=default_of("reranker"),
+    ),
+]
+OrderName = Annotated[
+    str | None,
+    typer.Option(
+        "--order",
+        help="Order of the passages in the prompt: name, or name:parameter=value.",
+        show_default=default_of("order"),
+    ),
+]
+Number = Annotated[
+    int | None,
+    typer.Option("--k", min=1, help="Number of passages in the prompt.", show_default=default_of("k")),
+]
+FirstStage = Annotated[
+    str | None,
+    typer.Option(
+        "--retriever",
+        help="dense (by embeddings), bm25 (by words), or hybrid (both).",
+        show_default=default_of("retriever"),
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        min=1,
+        help="Maximum number of tokens of the answer.",
+        show_default=default_of("max_tokens"),
+    ),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Read questions from the terminal, one per line, until an empty line.")
+]
+
+
 def ask(
     index: Annotated[Path, typer.Option("--index", help="Index folder, written by `rag-posfix index`.")],
     question: Annotated[str | None, typer.Argument(help="The question; not needed with --chat.")] = None,
-    mitigation: Annotated[
-        str | None,
-        typer.Option(
-            "--mitigation",
-            help="Method: name, or name:parameter=value; see `rag-posfix methods`.",
-            show_default=default_of("mitigation"),
-        ),
-    ] = None,
-    reranker: Annotated[
-        str | None,
-        typer.Option(
-            "--reranker",
-            help="Reranker that chooses the k passages: name, or name:parameter=value.",
-            show_default=default_of("reranker"),
-        ),
-    ] = None,
-    order: Annotated[
-        str | None,
-        typer.Option(
-            "--order",
-            help="Order of the passages in the prompt: name, or name:parameter=value.",
-            show_default=default_of("order"),
-        ),
-    ] = None,
-    k: Annotated[
-        int | None,
-        typer.Option("--k", min=1, help="Number of passages in the prompt.", show_default=default_of("k")),
-    ] = None,
-    retriever: Annotated[
-        str | None,
-        typer.Option(
-            "--retriever",
-            help="dense (by embeddings), bm25 (by words), or hybrid (both).",
-            show_default=default_of("retriever"),
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            min=1,
-            help="Maximum number of tokens of the answer.",
-            show_default=default_of("max_tokens"),
-        ),
-    ] = None,
+    mitigation: Method = None,
+    reranker: RerankerName = None,
+    order: OrderName = None,
+    k: Number = None,
+    retriever: FirstStage = None,
+    max_tokens: MaxTokens = None,
     model: ModelName = None,
     device: DeviceName = None,
     tp: Split = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use the answer cache.")] = True,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Read questions from the terminal, one per line, until an empty line.")
-    ] = False,
+    chat: Chat = False,
     as_json: AsJson = False,
 ) -> None:
     """Answer a question from an index, and print the answer and its sources.
 
     With --chat the model is loaded once for all questions; each is answered by itself.
     """
-    if chat and as_json:
-        raise ConfigError("--chat and --json cannot be combined; --json prints one object at the end")
-    if question is None and not chat:
-        raise typer.BadParameter("give a question, or --chat", param_hint="QUESTION")
-    if stream and as_json:
-        raise ConfigError("--stream and --json cannot be combined; --json prints one object at the end")
+    _check_usage(question, chat=chat, stream=stream, as_json=as_json)
     settings = settings_from(
         model=model, device=device, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker,
         retriever=retriever,
     )  # fmt: skip
-    if question is not None:
-        checked_question(question)
     check_index(index)
     check_arrangement(settings)
     choice = checked_choice(mitigation) if mitigation else None
@@ -130,6 +132,18 @@ def ask(
                 answer = pipeline.ask(asked)
                 out().print(answer.text, markup=False, highlight=False)
                 _show_sources(answer)
+
+
+def _check_usage(question: str | None, *, chat: bool, stream: bool, as_json: bool) -> None:
+    """Raise for options that exclude each other, and for a question that is missing or empty."""
+    if chat and as_json:
+        raise ConfigError("--chat and --json cannot be combined; --json prints one object at the end")
+    if question is None and not chat:
+        raise typer.BadParameter("give a question, or --chat", param_hint="QUESTION")
+    if stream and as_json:
+        raise ConfigError("--stream and --json cannot be combined; --json prints one object at the end")
+    if question is not None:
+        checked_question(question)
 
 
 def _questions(first: str | None, chat: bool) -> Iterator[str]:
