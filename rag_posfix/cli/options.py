@@ -39,9 +39,9 @@ __all__ = [
 
 
 def default_of(setting: str) -> str:
-    """Return what ``--help`` says of an option that overrides a setting: its default, and its variable."""
+    """Return what ``--help`` shows as the default of an option that overrides a setting: that of the setting."""
     default = Settings.model_fields[setting].default
-    return f"{'none' if default is None else default}, or RAG_POSFIX_{setting.upper()}"
+    return "none" if default is None else str(default)
 
 
 BASIC_METHODS = "none,default"
