@@ -35,6 +35,7 @@ from benchmarks.torch_worker import STOCK
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.evaluation.record import environment, file_digest, write_record
 from rag_posfix.evaluation.speed.runs import bench_layout
+from rag_posfix.folders import default_cache_dir
 from rag_posfix.generation.load import source_of
 from rag_posfix.generation.model.packaged import PACKAGED
 from rag_posfix.generation.model.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ def jobs(chosen: argparse.Namespace) -> tuple[Layout, dict[str, tuple[list[str],
     layout, turned, other = (
         twice.select(passages) for passages in (range(count), range(count - 1, -1, -1), range(count, 2 * count))
     )
-    (gguf,) = PACKAGED[MODEL].files()
+    (gguf,) = PACKAGED[MODEL].files(default_cache_dir())
     both = {"new_tokens": chosen.new_tokens, "model": MODEL}
     worker = [chosen.llama_python, "-P", str(FOLDER / "llama_cpp_worker.py")]
     found: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -160,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summary = summarize(readings)
     show(summary)
     if chosen.out is not None:
-        (gguf,) = PACKAGED[MODEL].files()
+        (gguf,) = PACKAGED[MODEL].files(default_cache_dir())
         head = {
             "kind": "llama-cpp",
             **environment(),

@@ -7,6 +7,7 @@
     ├── PlanConflictError          a plan that the engine cannot run, or two plans that exclude each other
     ├── PromptTooLongError         the prompt and the tokens to generate exceed the context window
     ├── RetrievalError             reading documents, building, saving, loading or searching an index
+    │   └── NotTextError           a file that is named as text and holds other bytes
     ├── RerankingError             scoring documents
     │   └── RerankingTimeoutError  scoring took longer than it may, or nobody waits for it any more
     ├── GenerationError            the generator failed
@@ -26,6 +27,7 @@ __all__ = [
     "EvaluationError",
     "GenerationCancelled",
     "GenerationError",
+    "NotTextError",
     "OverloadedError",
     "PlanConflictError",
     "PromptTooLongError",
@@ -65,6 +67,10 @@ class PromptTooLongError(RagPosfixError):
 
 class RetrievalError(RagPosfixError):
     """Documents could not be read, or an index could not be built, saved, loaded or searched."""
+
+
+class NotTextError(RetrievalError):
+    """A file that is named as text holds other bytes."""
 
 
 class RerankingError(RagPosfixError):

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rag_posfix.cli.options import AsJson, DeviceName, ModelName, Split, checked_choice, follows, settings_from
-from rag_posfix.cli.output import emit_json, out, status
+from rag_posfix.cli.options import (
+    AsJson,
+    DeviceName,
+    ModelName,
+    Split,
+    check_arrangement,
+    check_index,
+    checked_choice,
+    default_of,
+    follows,
+    settings_from,
+)
+from rag_posfix.cli.output import emit_json, err, out, status
 from rag_posfix.errors import ConfigError
+from rag_posfix.text import checked_question
 
 if TYPE_CHECKING:
     from rag_posfix.contracts.answer import Answer
@@ -18,64 +32,132 @@ if TYPE_CHECKING:
 
 __all__ = ["ask"]
 
+_SHOWN_SOURCES = 5
+_SNIPPET_CHARACTERS = 120
+
+
+Method = Annotated[
+    str | None,
+    typer.Option(
+        "--mitigation",
+        help="Method: name, or name:parameter=value; see `rag-posfix methods`.",
+        show_default=default_of("mitigation"),
+    ),
+]
+RerankerName = Annotated[
+    str | None,
+    typer.Option(
+        "--reranker",
+        help="Reranker that chooses the k passages: name, or name:parameter=value.",
+        show_default=default_of("reranker"),
+    ),
+]
+OrderName = Annotated[
+    str | None,
+    typer.Option(
+        "--order",
+        help="Order of the passages in the prompt: name, or name:parameter=value.",
+        show_default=default_of("order"),
+    ),
+]
+Number = Annotated[
+    int | None,
+    typer.Option("--k", min=1, help="Number of passages in the prompt.", show_default=default_of("k")),
+]
+FirstStage = Annotated[
+    str | None,
+    typer.Option(
+        "--retriever",
+        help="dense (by embeddings), bm25 (by words), or hybrid (both).",
+        show_default=default_of("retriever"),
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        min=1,
+        help="Maximum number of tokens of the answer.",
+        show_default=default_of("max_tokens"),
+    ),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Read questions from the terminal, one per line, until an empty line.")
+]
+
 
 def ask(
-    question: Annotated[str, typer.Argument(help="The question.")],
     index: Annotated[Path, typer.Option("--index", help="Index folder, written by `rag-posfix index`.")],
-    mitigation: Annotated[
-        str | None,
-        typer.Option("--mitigation", help="Method: name, or name:parameter=value; see `rag-posfix methods`."),
-    ] = None,
-    reranker: Annotated[
-        str | None,
-        typer.Option("--reranker", help="Reranker that chooses the k passages: name, or name:parameter=value."),
-    ] = None,
-    order: Annotated[
-        str | None, typer.Option("--order", help="Order of the passages in the prompt: name, or name:parameter=value.")
-    ] = None,
-    k: Annotated[int | None, typer.Option("--k", min=1, help="Number of passages in the prompt.")] = None,
-    retriever: Annotated[
-        str | None, typer.Option("--retriever", help="dense (by embeddings), bm25 (by words), or hybrid (both).")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Maximum number of tokens of the answer.")
-    ] = None,
+    question: Annotated[str | None, typer.Argument(help="The question; not needed with --chat.")] = None,
+    mitigation: Method = None,
+    reranker: RerankerName = None,
+    order: OrderName = None,
+    k: Number = None,
+    retriever: FirstStage = None,
+    max_tokens: MaxTokens = None,
     model: ModelName = None,
     device: DeviceName = None,
     tp: Split = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use the answer cache.")] = True,
+    chat: Chat = False,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a question from an index, and print the answer and its sources."""
-    if stream and as_json:
-        raise ConfigError("--stream and --json cannot be combined; --json prints one object at the end")
+    """Answer a question from an index, and print the answer and its sources.
+
+    With --chat the model is loaded once for all questions; each is answered by itself.
+    """
+    _check_usage(question, chat=chat, stream=stream, as_json=as_json)
     settings = settings_from(
         model=model, device=device, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker,
         retriever=retriever,
     )  # fmt: skip
+    check_index(index)
+    check_arrangement(settings)
     choice = checked_choice(mitigation) if mitigation else None
-    if settings.reranker is not None:
-        from rag_posfix.reranking.build import parse_reranker
-
-        parse_reranker(settings.reranker)  # errors are reported before a model is loaded
     if follows(settings):
         return
-    with status("loading the model"):
+    with status("loading the embeddings and the tokenizer"):
         from rag_posfix.pipeline.build import build_pipeline
         from rag_posfix.pipeline.pipeline import Question
 
-        pipeline = build_pipeline(settings, index=index)
-    asked = Question(question, mitigation=choice, use_cache=cache)
+        pipeline = build_pipeline(settings, index=index, deferred=True)
     with closing(pipeline):
-        if as_json:
-            emit_json(pipeline.ask(asked).to_dict())
-        elif stream:
-            _show_sources(_print_stream(pipeline, asked))
-        else:
-            answer = pipeline.ask(asked)
-            out().print(answer.text, markup=False, highlight=False)
-            _show_sources(answer)
+        for text in _questions(question, chat):
+            asked = Question(text, mitigation=choice, use_cache=cache)
+            if as_json:
+                emit_json(pipeline.ask(asked).to_dict())
+            elif stream:
+                _show_sources(_print_stream(pipeline, asked))
+            else:
+                answer = pipeline.ask(asked)
+                out().print(answer.text, markup=False, highlight=False)
+                _show_sources(answer)
+
+
+def _check_usage(question: str | None, *, chat: bool, stream: bool, as_json: bool) -> None:
+    """Raise for options that exclude each other, and for a question that is missing or empty."""
+    if chat and as_json:
+        raise ConfigError("--chat and --json cannot be combined; --json prints one object at the end")
+    if question is None and not chat:
+        raise typer.BadParameter("give a question, or --chat", param_hint="QUESTION")
+    if stream and as_json:
+        raise ConfigError("--stream and --json cannot be combined; --json prints one object at the end")
+    if question is not None:
+        checked_question(question)
+
+
+def _questions(first: str | None, chat: bool) -> Iterator[str]:
+    """Yield the question of the command line, and with ``chat`` those of stdin until an empty line or its end."""
+    if first is not None:
+        yield first
+    while chat:
+        if sys.stdin.isatty():
+            err().print("question (an empty line ends): ", end="", highlight=False)
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        yield line
 
 
 def _print_stream(pipeline: Pipeline, asked: Question) -> Answer | None:
@@ -87,19 +169,29 @@ def _print_stream(pipeline: Pipeline, asked: Question) -> Answer | None:
     return answer
 
 
+def _snippet(text: str) -> str:
+    """Return the beginning of a text on one line."""
+    words = " ".join(text[: 2 * _SNIPPET_CHARACTERS].split())
+    return words if len(words) <= _SNIPPET_CHARACTERS else words[: _SNIPPET_CHARACTERS - 1].rstrip() + "…"
+
+
 def _show_sources(answer: Answer | None) -> None:
     if answer is None or not answer.documents:
         return
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("passage", "relevance", "attention", title=f"{answer.mitigation}, order {answer.order}")
-    for document in sorted(answer.documents, key=lambda d: -d.attention)[:5]:
-        score = "-" if document.score is None else f"{document.score:.2f}"
-        name = document.title or document.source
-        shown = f"{document.id} ({name})" if name else document.id
-        table.add_row(escape(shown), score, f"{document.attention:.0%}")
-    out().print(table)
+    lines = [f"sources in the order of the prompt ({answer.mitigation}, order {answer.order}):"]
+    for document in answer.documents[:_SHOWN_SOURCES]:
+        score = "no score" if document.score is None else f"score {document.score:.2f}"
+        page = "" if document.page is None else f", page {document.page}"
+        place = document.source or "no file"
+        title = f" ({document.title})" if document.title else ""
+        shares = f"{score}, attention {document.attention:.0%}"
+        lines.append(f"{document.position + 1}. {document.id}{title}: {place}{page}, {shares}")
+        lines.append(f"   {_snippet(document.text)}")
+    more = len(answer.documents) - _SHOWN_SOURCES
+    if more > 0:
+        lines.append(f"and {more} more; --json lists all")
+    for line in lines:
+        out().print(line, highlight=False, markup=False, soft_wrap=True)
     usage = answer.usage
     seconds = sum(answer.timings.values())
     note = ", from the answer cache" if answer.cached else ""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_choices, settings_from
+from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_choices, checked_output, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out
 
 __all__ = ["bench"]
@@ -44,7 +44,9 @@ def bench(
     ] = None,
     model: ModelName = None,
     device: DeviceName = None,
-    output: Annotated[Path | None, typer.Option("--out", help="Folder for a result record.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--out", callback=checked_output, help="Folder for a result record.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure time to first token, tokens per second and memory of each method, as ratios to the unmodified model."""

@@ -13,7 +13,8 @@ from rag_posfix.cli.options import (
     GoldPositions,
     ModelName,
     checked_choices_and_arrangements,
-    parse_gold_positions,
+    checked_output,
+    gold_positions_of,
     settings_from,
 )
 from rag_posfix.cli.output import emit_json, experiment_step, out
@@ -61,10 +62,15 @@ def group() -> None:
 @app.command()
 def positions(
     data: Data,
-    output: Annotated[Path, typer.Option("--out", help="Folder for the result record and the journal of answers.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--out", callback=checked_output, help="Folder for the result record and the journal of answers."
+        ),
+    ],
     mitigation: Mitigations = None,
     arrangement: Arrangements = None,
-    gold_positions: GoldPositions = "0,4,9",
+    gold_positions: GoldPositions = None,
     documents: Documents = 10,
     limit: Limit = None,
     skip: Skip = 0,
@@ -98,7 +104,7 @@ def positions(
 
     record = evaluate_positions(
         data, checked_choices_and_arrangements(mitigation, arrangement),
-        gold_positions=parse_gold_positions(gold_positions),
+        gold_positions=gold_positions_of(gold_positions, documents),
         documents=documents, limit=limit, skip=skip, max_tokens=max_tokens, check_orders=check_orders, fresh=fresh,
         reuse=reuse, settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
@@ -111,7 +117,10 @@ def positions(
 @app.command()
 def permutations(
     data: Data,
-    output: Annotated[Path, typer.Option("--out", help="Folder for the result record.")],
+    output: Annotated[
+        Path,
+        typer.Option("--out", callback=checked_output, help="Folder for the result record."),
+    ],
     mitigation: Mitigations = None,
     arrangement: Arrangements = None,
     orders: Annotated[int, typer.Option("--orders", min=2, help="Orders per question, the given one included.")] = 4,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from rag_posfix import __version__
-from rag_posfix.cli import ask, bench, cache, demo, evaluate, index, methods, probe, serve, verify
+from rag_posfix.cli import ask, bench, cache, demo, evaluate, index, methods, models, probe, serve, verify
 from rag_posfix.cli.output import emit_json, err
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.settings import wait_politely
@@ -17,12 +17,15 @@ from rag_posfix.text import clean_text
 
 __all__ = ["app", "main"]
 
+_INTERRUPTED = 130
+
 app = typer.Typer(
     name="rag-posfix",
     help="Retrieval-augmented generation whose answers do not depend on the order of the passages.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 app.command("demo")(demo.demo)
@@ -35,6 +38,7 @@ app.command("bench")(bench.bench)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(probe.app, name="probe")
 app.add_typer(cache.app, name="cache")
+app.add_typer(models.app, name="models")
 
 
 def _version(asked: bool) -> None:
@@ -69,9 +73,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             emit_json({"error": {"type": type(error).__name__, "message": message}})
         err().print(f"[bold red]error:[/bold red] {_escape(message)}", highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        err().print("interrupted", highlight=False)
-        raise SystemExit(130) from None
+    except SystemExit as stopped:
+        if stopped.code == _INTERRUPTED:
+            err().print(_escape(_interruption(stopped)), highlight=False, soft_wrap=True)
+        raise
+
+
+def _interruption(error: BaseException) -> str:
+    """Return what the command says about being interrupted; typer turns KeyboardInterrupt into an exit."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, KeyboardInterrupt) and found.args:
+            return str(found)
+        found = found.__cause__ or found.__context__
+    return "interrupted; what was finished before is kept, and the same command starts again"
 
 
 def _escape(text: str) -> str:

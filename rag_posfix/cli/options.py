@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,15 +22,27 @@ __all__ = [
     "GoldPositions",
     "ModelName",
     "Split",
+    "check_arrangement",
+    "check_index",
     "checked_choice",
     "checked_choices",
     "checked_choices_and_arrangements",
+    "checked_output",
+    "default_of",
     "follows",
+    "gold_positions_of",
     "parse_choice",
     "parse_gold_positions",
     "settings_from",
     "split_outside",
 ]
+
+
+def default_of(setting: str) -> str:
+    """Return what ``--help`` shows as the default of an option that overrides a setting: that of the setting."""
+    default = Settings.model_fields[setting].default
+    return "none" if default is None else str(default)
+
 
 BASIC_METHODS = "none,default"
 """What is compared where the command line does not say."""
@@ -40,18 +53,29 @@ Split = Annotated[
     typer.Option("--tp", min=1, help="Number of processes for tensor parallelism, each with a GPU if there are GPUs."),
 ]
 ModelName = Annotated[
-    str | None, typer.Option("--model", help="Model: smollm2, gemma3-270m, a Hugging Face model id, or a folder.")
+    str | None,
+    typer.Option(
+        "--model",
+        help="Model: smollm2, gemma3-270m, a Hugging Face model id, or a folder.",
+        show_default=default_of("model"),
+    ),
 ]
 
 DeviceName = Annotated[
-    str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...; auto uses a GPU if there is one.")
+    str | None,
+    typer.Option(
+        "--device",
+        help="auto, cpu, cuda, cuda:1, ...; auto uses a GPU if there is one.",
+        show_default=default_of("device"),
+    ),
 ]
 
 GoldPositions = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--gold-positions",
         help="Positions of the gold passage, from 0, comma-separated; 0+9 places the two gold passages of HotpotQA.",
+        show_default="first, middle and last of --documents",
     ),
 ]
 
@@ -121,6 +145,65 @@ def checked_choices_and_arrangements(mitigation: str | None, arrangement: str | 
         found.append(Arrangement(with_file_parameters(read.mitigation, MITIGATIONS), order, scorer))
     check_arrangements(found)
     return found
+
+
+def check_index(folder: Path) -> None:
+    """Check that a folder holds an index whose files are there, without reading them.
+
+    Raises:
+        RetrievalError: it holds none, or one of another program or version, or one that is damaged.
+    """
+    from rag_posfix.retrieval.index.storage import check_sizes
+
+    check_sizes(folder)
+
+
+def check_arrangement(settings: Settings) -> None:
+    """Check reranker, order and method of the settings, so that errors are reported before a model is loaded.
+
+    Raises:
+        ConfigError: an unknown name or parameter, or a value out of range.
+    """
+    from rag_posfix.assembly.orders import create_order
+    from rag_posfix.pipeline.file_parameters import order_with_values
+    from rag_posfix.reranking.build import parse_reranker
+
+    create_order(order_with_values(settings.order))
+    if settings.reranker is not None:
+        parse_reranker(settings.reranker)
+    checked_choice(settings.mitigation)
+
+
+def checked_output(folder: Path | None) -> Path | None:
+    """Check that results can be written to a folder, before anything is computed for it.
+
+    Raises:
+        ConfigError: it, or the nearest parent that exists, is a file or cannot be written.
+    """
+    if folder is None:
+        return None
+    found = folder
+    while not found.exists() and found != found.parent:
+        found = found.parent
+    if not found.is_dir():
+        raise ConfigError(f"--out {str(folder)!r}: {str(found)!r} is a file; give a folder")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {str(folder)!r}: {str(found)!r} cannot be written; give another folder")
+    return folder
+
+
+def spread_positions(documents: int) -> list[int]:
+    """Return the first, a middle and the last place of so many passages: the default gold positions."""
+    return sorted({0, (documents - 1) // 2, documents - 1})
+
+
+def gold_positions_of(text: str | None, documents: int) -> list[int | tuple[int, ...]]:
+    """Parse ``--gold-positions``; without it, the first, a middle and the last place of the prompt.
+
+    Raises:
+        ConfigError: as ``parse_gold_positions``.
+    """
+    return parse_gold_positions(text) if text is not None else [*spread_positions(documents)]
 
 
 def parse_gold_positions(text: str) -> list[int | tuple[int, ...]]:

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, DeviceName, ModelName, settings_from
+from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_output, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out
 
 __all__ = ["app", "positional_dimensions", "retrieval_heads", "slot_attention"]
 
 app = typer.Typer(help="Measure how a model uses positions.", no_args_is_help=True)
 
-Out = Annotated[Path, typer.Option("--out", help="Folder for the profile.")]
+Out = Annotated[Path, typer.Option("--out", callback=checked_output, help="Folder for the profile.")]
 
 
 @app.callback()

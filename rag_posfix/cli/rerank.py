@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, DeviceName, GoldPositions, ModelName, parse_gold_positions, settings_from
+from rag_posfix.cli.options import (
+    AsJson,
+    DeviceName,
+    GoldPositions,
+    ModelName,
+    checked_output,
+    gold_positions_of,
+    settings_from,
+)
 from rag_posfix.cli.output import emit_json, experiment_step, out
 from rag_posfix.contracts.method_spec import split_outside
 from rag_posfix.errors import ConfigError
@@ -31,7 +39,12 @@ def rerank(
         Path,
         typer.Option("--corpus", help="A BEIR folder, or a file: JSON lines, tab-separated or TREC markup."),
     ],
-    output: Annotated[Path, typer.Option("--out", help="Folder for runs, record, journal, index, figure and page.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--out", callback=checked_output, help="Folder for runs, record, journal, index, figure and page."
+        ),
+    ],
     reranker: Rerankers = "",
     queries: Annotated[
         Path | None,
@@ -95,9 +108,14 @@ def rerank_positions(
         Path,
         typer.Option("--data", help="Lost-in-the-Middle or HotpotQA rows, or a file in SQuAD's format; .gz or plain."),
     ],
-    output: Annotated[Path, typer.Option("--out", help="Folder for the result record and the journal of rankings.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--out", callback=checked_output, help="Folder for the result record and the journal of rankings."
+        ),
+    ],
     reranker: Rerankers,
-    gold_positions: GoldPositions = "0,4,9",
+    gold_positions: GoldPositions = None,
     documents: Annotated[int, typer.Option("--documents", min=1, help="Number of passages per list.")] = 10,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of questions.")] = None,
     skip: Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")] = 0,
@@ -114,7 +132,7 @@ def rerank_positions(
     """
     from rag_posfix.evaluation import evaluate_reranking_positions
 
-    positions = parse_gold_positions(gold_positions)
+    positions = gold_positions_of(gold_positions, documents)
     record = evaluate_reranking_positions(
         data, _reranker_choices(reranker, at_least=1), gold_positions=positions, documents=documents,
         limit=limit, skip=skip, fresh=fresh,

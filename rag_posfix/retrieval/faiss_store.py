@@ -27,7 +27,7 @@ from rag_posfix.retrieval.index.documents import (
     stored_copy,
 )
 from rag_posfix.retrieval.index.filters import MetadataFilter, check_filter
-from rag_posfix.retrieval.index.storage import IndexContents, IndexManifest, read_index, write_index
+from rag_posfix.retrieval.index.storage import IndexContents, IndexManifest, read_index, read_manifest, write_index
 from rag_posfix.retrieval.index.vector_index import IndexKind, VectorIndex, check_kind, import_faiss, unit_rows
 
 if TYPE_CHECKING:
@@ -346,6 +346,7 @@ class FaissVectorStore(VectorStore):
         """
         import_faiss()
         check_kind(kind)
+        read_manifest(Path(folder))  # before the embedding model is loaded
         saved = read_index(Path(folder), embedding_identity(embeddings), mmap=mmap, verify=verify)
         vectors = VectorIndex(saved.vectors.d, kind, stored=saved.vectors, removed=saved.removed())
         return cls(embeddings, kind=kind, contents=DocumentVectors(kind, DocumentTable(saved.entries), vectors))

@@ -11,18 +11,23 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.errors import RetrievalError
+from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.index.bm25_index import BM25Index
 from rag_posfix.retrieval.index.documents import IndexEntry, searchable_text
+from rag_posfix.retrieval.index.embedded_texts import EmbeddedTexts, embedded_texts
 from rag_posfix.retrieval.index.file_formats import BM25_ROLES
+from rag_posfix.retrieval.index.folder_lock import locked
 from rag_posfix.retrieval.index.storage import IndexManifest, check_writable, read_entries, read_manifest
 from rag_posfix.retrieval.index.vector_index import IndexKind
-from rag_posfix.retrieval.ingest.ingest import no_documents, read_entries_of_files
+from rag_posfix.retrieval.ingest.ingest import FilesRead, no_documents, read_files
+from rag_posfix.retrieval.ingest.skipped import SkippedFile
 from rag_posfix.retrieval.ingest.splitting import PassageSize
 
 __all__ = ["IndexUpdate", "build_index", "update_index"]
 
-_TEXTS_PER_REPORT = 128
+_TEXTS_PER_STEP = 256
+"""Texts that are embedded together and then kept: several batches for each core."""
 
 Progress = Callable[[int, int], None]
 
@@ -39,6 +44,8 @@ class IndexUpdate:
         removed: Number of removed passages.
         embedded: Number of texts that were embedded.
         gone: Documents that are not in the index any more, former versions of passages with another text included.
+        continued: Number of texts whose vectors were kept from an update that did not finish.
+        skipped: Files that gave no document of their own.
     """
 
     manifest: IndexManifest
@@ -48,6 +55,8 @@ class IndexUpdate:
     removed: int
     embedded: int
     gone: tuple[Document, ...]
+    continued: int = 0
+    skipped: tuple[SkippedFile, ...] = ()
 
 
 @dataclass(slots=True)
@@ -110,6 +119,7 @@ def update_index(
     reading: Progress | None = None,
     size: PassageSize | None = None,
     kind: IndexKind = "auto",
+    strict: bool = True,
 ) -> IndexUpdate:
     """Bring an index up to date with its files; build it if there is none.
 
@@ -118,7 +128,8 @@ def update_index(
 
     Searches then find what they find in an index that is built from the same files (with a graph: up to its
     approximation). The folder is one complete index at every moment, the old one or the new one. If nothing changed,
-    nothing is written.
+    nothing is written. Vectors are kept beside the folder as they are computed, so that an update that was stopped
+    continues where it was. One process writes an index at a time.
 
     Args:
         paths: Files and folders, as for ``read_documents``.
@@ -130,30 +141,48 @@ def update_index(
         reading: Called with (files read, files to read).
         size: Limits of a passage; the defaults of PassageSize if None.
         kind: As for ``FaissVectorStore``.
+        strict: Raise at the first file that cannot be read; otherwise skip it. What an existing index holds of an
+            unreadable file stays.
 
     Raises:
-        RetrievalError: the files cannot be read, the folder cannot be used, an existing index is damaged or of another
-            model, an id belongs to another document there, no document would be left, or writing failed.
+        RetrievalError: the files cannot be read, the folder cannot be used, another process is writing the index, an
+            existing index is damaged or of another model, an id belongs to another document there, no document would
+            be left, or writing failed.
     """
     folder, places = Path(folder), [Path(path) for path in paths]
     check_writable(folder)
+    with locked(folder):
+        read = read_files(places, size=size, strict=strict, progress=reading)
+        return _update(folder, places, read, embeddings, rebuild, progress, kind)
+
+
+def _update(
+    folder: Path,
+    places: Sequence[Path],
+    read: FilesRead,
+    embeddings: Embeddings,
+    rebuild: bool,
+    progress: Progress | None,
+    kind: IndexKind,
+) -> IndexUpdate:
     existing = (folder / "manifest.json").exists() and not rebuild
-    found = read_entries_of_files(places, size=size, progress=reading)
-    if not found and not existing:
-        raise no_documents(places)
+    if not read.entries and not existing:
+        raise no_documents(places, read.skipped)
     replaced = _readable_documents(folder) if rebuild else {}
     store = (
         FaissVectorStore.load(folder, embeddings, kind=kind) if existing else FaissVectorStore(embeddings, kind=kind)
     )
     manifest = read_manifest(folder) if existing else None
     old = _entries_by_id(store, manifest)
-    changes = _compare(old, {str(entry.document.id): entry for entry in found}, places)
+    unreadable = {skipped.file for skipped in read.skipped if skipped.kind == "unreadable"}
+    changes = _compare(old, {str(entry.document.id): entry for entry in read.entries}, places, unreadable)
     if len(old) + changes.added == len(changes.remove):
-        raise no_documents(places)
-    embedded = _apply(store, old, changes, progress)
-    if manifest is None or changes.put or changes.replace or changes.remove or BM25_ROLES[0] not in manifest.files:
-        _, _, texts = store.table.snapshot()
-        manifest = store.save(folder, bm25=BM25Index.build(texts))
+        raise no_documents(places, read.skipped)
+    with embedded_texts(folder, embedding_identity(embeddings)) as kept:
+        embedded, continued = _apply(store, old, changes, kept, progress)
+        if manifest is None or changes.put or changes.replace or changes.remove or BM25_ROLES[0] not in manifest.files:
+            _, _, texts = store.table.snapshot()
+            manifest = store.save(folder, bm25=BM25Index.build(texts))
     return IndexUpdate(
         manifest=manifest,
         added=changes.added,
@@ -162,6 +191,8 @@ def update_index(
         removed=len(changes.remove) + len(replaced.keys() - changes.put.keys()),
         embedded=embedded,
         gone=(*changes.gone, *(one for one in replaced.values() if not _has_same_text(changes.put, one))),
+        continued=continued,
+        skipped=read.skipped,
     )
 
 
@@ -185,17 +216,20 @@ def _entries_by_id(store: FaissVectorStore, manifest: IndexManifest | None) -> d
     return {str(entry.document.id): entry for entry in entries}
 
 
-def _compare(old: dict[str, IndexEntry], found: dict[str, IndexEntry], places: Sequence[Path]) -> _Changes:
+def _compare(
+    old: dict[str, IndexEntry], found: dict[str, IndexEntry], places: Sequence[Path], unreadable: set[str]
+) -> _Changes:
     """Return the changes from ``old`` to the documents found in ``places`` and those of ``old`` in other places."""
     changes = _Changes()
     roots = [os.path.abspath(place) for place in places]
+    unread = {os.path.abspath(file) for file in unreadable}
     for name, entry in found.items():
         before = old.get(name)
         if before is None:
             changes.put[name] = entry
             changes.added += 1
             continue
-        other_files = tuple(file for file in before.files if not _is_under(file, roots))
+        other_files = tuple(file for file in before.files if _stays(file, roots, unread))
         same_text = searchable_text(before.document) == searchable_text(entry.document)
         if other_files and not same_text:
             raise RetrievalError(
@@ -214,7 +248,7 @@ def _compare(old: dict[str, IndexEntry], found: dict[str, IndexEntry], places: S
     for name, entry in old.items():
         if name in found:
             continue
-        other_files = tuple(file for file in entry.files if not _is_under(file, roots))
+        other_files = tuple(file for file in entry.files if _stays(file, roots, unread))
         if entry.files and not other_files:
             changes.remove.append(name)
             changes.gone.append(entry.document)
@@ -225,8 +259,14 @@ def _compare(old: dict[str, IndexEntry], found: dict[str, IndexEntry], places: S
     return changes
 
 
-def _apply(store: FaissVectorStore, old: dict[str, IndexEntry], changes: _Changes, progress: Progress | None) -> int:
-    """Apply the changes to the store, and return the number of texts that were embedded."""
+def _apply(
+    store: FaissVectorStore,
+    old: dict[str, IndexEntry],
+    changes: _Changes,
+    kept: EmbeddedTexts | None,
+    progress: Progress | None,
+) -> tuple[int, int]:
+    """Apply the changes to the store; return the number of texts that were embedded, and of those kept before."""
     import numpy as np
 
     texts = {name: searchable_text(entry.document) for name, entry in changes.put.items()}
@@ -237,20 +277,28 @@ def _apply(store: FaissVectorStore, old: dict[str, IndexEntry], changes: _Change
     # Sorted by length, so that the texts of a batch need little padding; by content, so that batches do not depend on
     # the order of the paths.
     new = sorted(wanted - set(known), key=lambda text: (len(text), text))
-    for start in range(0, len(new), _TEXTS_PER_REPORT):
-        batch = new[start : start + _TEXTS_PER_REPORT]
-        rows.update(zip(batch, store.embed_texts(batch), strict=True))
+    before = {} if kept is None else kept.get(new)
+    rows.update(before)
+    rest = [text for text in new if text not in before]
+    for start in range(0, len(rest), _TEXTS_PER_STEP):
+        batch = rest[start : start + _TEXTS_PER_STEP]
+        vectors = store.embed_texts(batch)
+        if kept is not None:
+            kept.put(batch, vectors)
+        rows.update(zip(batch, vectors, strict=True))
         if progress is not None:
-            progress(start + len(batch), len(new))
+            progress(len(before) + start + len(batch), len(new))
     store.delete(changes.remove)
     if changes.replace:
         store.table.replace(changes.replace)
     if texts:
         names = sorted(texts, key=lambda name: (len(texts[name]), name))
         store.put_entries({name: changes.put[name] for name in names}, np.stack([rows[texts[name]] for name in names]))
-    return len(new)
+    return len(rest), len(before)
 
 
-def _is_under(file: str, roots: Sequence[str]) -> bool:
+def _stays(file: str, roots: Sequence[str], unread: set[str]) -> bool:
+    """Return whether what the index holds of a file stays: it is elsewhere, or could not be read now."""
     place = os.path.abspath(file)
-    return any(place == root or place.startswith(root.rstrip(os.sep) + os.sep) for root in roots)
+    under = any(place == root or place.startswith(root.rstrip(os.sep) + os.sep) for root in roots)
+    return not under or place in unread

@@ -96,7 +96,7 @@ def index(files, tmp_path_factory):
 class TestMethods:
     def test_json_lists_everything_that_can_be_chosen(self, run):
         found = run("methods", "--json").json
-        assert set(found) == {"mitigations", "orders", "rerankers"}
+        assert set(found) == {"mitigations", "orders", "rerankers", "first_stages"}
         by_name = {one["name"]: one for one in found["mitigations"]}
         assert {"none", "context_experts", "parallel_windows"} <= set(by_name)
         assert {"ends_first", "original", "random", "relevance", "reverse"} <= set(found["orders"])
@@ -210,7 +210,11 @@ class TestUsage:
             raise KeyboardInterrupt
 
         monkeypatch.setattr("rag_posfix.mitigations.MITIGATIONS.names", interrupted)
-        assert run("methods").code == 130
+        result = run("methods")
+        assert (result.code, result.out) == (130, "")
+        assert result.err.splitlines() == [
+            "interrupted; what was finished before is kept, and the same command starts again"
+        ]
 
     def test_help_takes_less_than_a_second(self):
         command = [sys.executable, "-m", "rag_posfix.cli.main", "--help"]
@@ -359,7 +363,9 @@ class TestAsk:
         assert "Ilse Korvanth" in found["answer"]
         assert (found["mitigation"], found["order"], found["cached"]) == ("context_experts", "relevance", False)
         assert [document["position"] for document in found["documents"]] == [0, 1, 2]
-        assert set(found["documents"][0]) == {"id", "score", "position", "attention", "title", "source", "text"}
+        assert set(found["documents"][0]) == {
+            "id", "score", "position", "attention", "title", "source", "page", "text"
+        }  # fmt: skip
         assert found["documents"][0]["id"] == "lighthouse"
         assert found["documents"][0]["attention"] > 0.5
         assert found["citations"][0]["document_ids"] == ["lighthouse"]
@@ -403,7 +409,7 @@ class TestAsk:
         for result in (plain, streamed):
             assert result.code == 0
             assert "Ilse Korvanth" in result.out
-            assert "│ lighthouse " in result.out
+            assert "1. lighthouse: " in result.out
             assert "prompt tokens" in result.out
         assert plain.out.splitlines()[0] == streamed.out.splitlines()[0]
 

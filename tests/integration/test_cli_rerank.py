@@ -16,7 +16,7 @@ from tests.support.rerank_data import write_collection
 
 @pytest.fixture(autouse=True)
 def _letters(monkeypatch):
-    monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", lambda model: LetterEmbeddings(model))
+    monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", lambda model, **_: LetterEmbeddings(model))
 
 
 @pytest.fixture

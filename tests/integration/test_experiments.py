@@ -32,7 +32,7 @@ METHODS = ["--mitigation", "none,parallel_windows"]
 
 @pytest.fixture(autouse=True)
 def _letters(monkeypatch):
-    monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", lambda model: LetterEmbeddings(model))
+    monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", lambda model, **_: LetterEmbeddings(model))
     monkeypatch.setenv("RAG_POSFIX_DTYPE", "float32")
 
 

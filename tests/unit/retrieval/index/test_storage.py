@@ -107,7 +107,9 @@ def test_another_embedding_model_is_refused_by_name(folder):
 
 
 def test_a_missing_index_says_how_to_build_one(tmp_path):
-    assert "no index in" in refusal(tmp_path / "nothing")
+    assert "there is no folder" in refusal(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    assert "no index in" in refusal(tmp_path / "empty")
     (tmp_path / "file").write_text("x")
     assert "rag-posfix index" in refusal(tmp_path / "file")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.errors import RetrievalError
-from rag_posfix.retrieval.ingest.ingest import read_documents, read_entries_of_files
+from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
 from rag_posfix.retrieval.ingest.splitting import PassageSize
 
 
@@ -130,10 +130,10 @@ def test_a_malformed_line_is_an_error_with_file_and_line(tmp_path, line, problem
 
 
 def test_an_unsupported_suffix_names_the_allowed_ones(tmp_path):
-    (tmp_path / "a.docx").write_bytes(b"")
-    allowed = r"\.htm, \.html, \.jsonl, \.jsonl\.gz, \.md, \.pdf, \.txt"
-    with pytest.raises(RetrievalError, match=rf"'\.docx' is not one of {allowed}"):
-        read_documents([tmp_path / "a.docx"])
+    (tmp_path / "a.odt").write_bytes(b"")
+    allowed = r"\.csv, \.docx, \.htm, \.html, \.jsonl, \.jsonl\.gz, \.md, \.pdf, \.txt"
+    with pytest.raises(RetrievalError, match=rf"'\.odt' is not one of {allowed}"):
+        read_documents([tmp_path / "a.odt"])
 
 
 def test_a_missing_path_is_an_error(tmp_path):
@@ -194,7 +194,7 @@ def test_entries_name_all_files_that_contain_the_document_and_progress_counts_fi
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.txt").write_text("same" if name != "b" else "other")
     seen = []
-    found = read_entries_of_files([tmp_path], progress=lambda done, total: seen.append((done, total)))
+    found = read_files([tmp_path], progress=lambda done, total: seen.append((done, total))).entries
     assert [[Path(file).name for file in entry.files] for entry in found] == [["a.txt", "c.txt"], ["b.txt"]]
     assert found[0].document.metadata["source"].endswith("a.txt")
     assert seen == [(1, 3), (2, 3), (3, 3)]

@@ -91,9 +91,7 @@ def test_one_text_under_two_titles_is_two_passages(tmp_path):
 
 
 prose = st.lists(
-    st.sampled_from(
-        ["word", "Ünï", "数据。", "end.", "\n", "\n\n", "\r\n", " ", "\ud800", "\x00", "&amp;", "<p>", "<b>", "\ufeff"]
-    ),
+    st.sampled_from(["word", "Ünï", "数据。", "end.", "\n", "\n\n", "\r\n", " ", "&amp;", "<p>", "<b>", "\ufeff"]),
     max_size=40,
 ).map("".join)
 

