@@ -48,7 +48,7 @@ def _shown(question: str, model: str, method: str, stock: list[Mapping[str, Any]
     for place, row in (("first", stock[0]), ("in the middle", stock[1])):
         verdict = "right" if row["right"] else "wrong"
         lines.append(f"| {place} | {_cell(row['answer'])} ({verdict}) | {_cell(ours['answer'])} (right) |")
-    lines += ["", f"`{method}`, one of the methods below, gives the same answer for every order of the passages."]
+    lines += ["", f"The method `{method}` gives the same answer for every order of the passages."]
     return "\n".join(lines)
 
 

@@ -173,8 +173,16 @@ def _show_positions(summary: dict[str, Any]) -> None:
         console.print(f"{name}: {found['log_probability']:.2f} ({found['accuracy']:.2f})", highlight=False)
     console.print(
         f"{summary['n']} questions; {summary['reused']} answers reused; record: {summary['record']}",
-        highlight=False,
-    )
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    _show_verdict(summary)
+
+
+def _show_verdict(summary: dict[str, Any]) -> None:
+    for sentence in summary["verdict"]:
+        out().print(sentence, highlight=False, markup=False, soft_wrap=True)
+    if "png" in summary:
+        out().print(f"picture: {summary['png']}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _show_permutations(summary: dict[str, Any]) -> None:
@@ -191,5 +199,6 @@ def _show_permutations(summary: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"{summary['n']} questions in {summary['orders']} orders, each compared with the first order; "
-        f"record: {summary['record']}", highlight=False,
+        f"record: {summary['record']}", highlight=False, soft_wrap=True,
     )  # fmt: skip
+    _show_verdict(summary)

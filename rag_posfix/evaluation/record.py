@@ -13,7 +13,6 @@ import io
 import os
 import platform
 import subprocess
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 import orjson
 
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.whole_file import write_whole
 
 if TYPE_CHECKING:
     from rag_posfix.generation.engine import Engine
@@ -232,10 +232,7 @@ def _compressed(content: bytes) -> bytes:
 def _write(path: Path, content: bytes) -> None:
     """Write a file completely or not at all."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as scratch:
-            scratch.write(content)
-        Path(scratch.name).replace(path)
+        write_whole(path, [content])
     except OSError as error:
         raise EvaluationError(
             f"cannot write a record to {path.parent}: {error.strerror}; choose another --out"

@@ -26,7 +26,10 @@ from rag_posfix.evaluation.answers.experiment import (
     arrangement_rerankers,
     checked_arrangements,
     load_models,
+    with_picture,
 )
+from rag_posfix.evaluation.answers.pictures import draw_permutations
+from rag_posfix.evaluation.answers.verdict import permutation_verdicts
 from rag_posfix.evaluation.data.datasets import take_examples
 from rag_posfix.evaluation.data.position_example import GoldPosition, PositionExample
 from rag_posfix.evaluation.progress import Progress, silent
@@ -61,6 +64,9 @@ class PermutationRow:
         accuracy_full_text: best_subspan_em of the whole answer.
         log_probability: Mean log-probability per token of the first accepted answer.
         seconds: Time of the prefill, plus a share of the time to generate its batch.
+        asked: The text of the question.
+        accepted: The accepted answers.
+        passages: Ids of the passages in this order.
     """
 
     question: str
@@ -74,6 +80,9 @@ class PermutationRow:
     accuracy_full_text: float
     log_probability: float
     seconds: float
+    asked: str = ""
+    accepted: tuple[str, ...] = ()
+    passages: tuple[str, ...] = ()
 
 
 def evaluate_permutations(
@@ -134,7 +143,7 @@ def evaluate_permutations(
         "relevance": relevance, "decoding": "greedy",
     }  # fmt: skip
     head = answers_head("permutations", engine, arrangements, data, used, summarize_permutations(rows))
-    return ExperimentRecord(head, [asdict(row) for row in rows]).write(out)
+    return with_picture(ExperimentRecord(head, [asdict(row) for row in rows]).write(out), draw_permutations)
 
 
 def draw_orders(count: int, n_orders: int, seed: int, name: str) -> list[tuple[int, ...]]:
@@ -251,6 +260,9 @@ def _in_each_order(
                 gold_position=_gold_position(questions[index].example, orders[index]),
                 changed=answer.answer != first[index][0],
                 logit_difference=largest_difference(log_probs, first[index][1]),
+                asked=questions[index].example.question,
+                accepted=questions[index].example.answers,
+                passages=tuple(str(document.id) for document in trials[index].documents),
                 **asdict(answer),
             )
 
@@ -281,8 +293,10 @@ def summarize_permutations(rows: Sequence[PermutationRow]) -> dict[str, Any]:
     tables: dict[str, dict[str, list[PermutationRow]]] = {}
     for row in rows:
         tables.setdefault(row.condition, {}).setdefault(row.question, []).append(row)
+    methods = {name: _summary(list(table.values())) for name, table in tables.items()}
     return {
-        "mitigations": {name: _summary(list(table.values())) for name, table in tables.items()},
+        "mitigations": methods,
+        "verdict": permutation_verdicts(methods),
         "n": len({row.question for row in rows}),
         "orders": max((len(found) for table in tables.values() for found in table.values()), default=0),
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rag_posfix.evaluation.answers.answer_form import summarize_form
+from rag_posfix.evaluation.answers.verdict import position_verdicts
 from rag_posfix.evaluation.data.position_example import GoldPosition, position_label
 from rag_posfix.evaluation.statistics import bootstrap_interval, mcnemar_p, mean
 
@@ -33,6 +34,9 @@ class PositionRow:
             same passages under an order-free arrangement.
         gold_rank: Rank of the gold passage among the scored ones, from 1; of several the lowest. None if the reranker
             left one out, and without distractors.
+        asked: The text of the question.
+        accepted: The accepted answers.
+        passages: Ids of the passages as they were given.
     """
 
     question: str
@@ -45,6 +49,9 @@ class PositionRow:
     seconds: float
     reused: bool = False
     gold_rank: int | None = None
+    asked: str = ""
+    accepted: tuple[str, ...] = ()
+    passages: tuple[str, ...] = ()
 
 
 def summarize_positions(rows: Sequence[PositionRow]) -> dict[str, Any]:
@@ -70,6 +77,7 @@ def summarize_positions(rows: Sequence[PositionRow]) -> dict[str, Any]:
                 result[name]["versus_none"] = _versus(table, tables["none"])
     return {
         "mitigations": result,
+        "verdict": position_verdicts(result),
         CLOSED_BOOK: _scores([row for row in rows if row.condition == CLOSED_BOOK]),
         GOLD_ONLY: _scores([row for row in rows if row.condition == GOLD_ONLY]),
         "n": len({row.question for row in rows}),

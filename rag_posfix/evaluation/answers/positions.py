@@ -26,7 +26,9 @@ from rag_posfix.evaluation.answers.experiment import (
     arrangement_rerankers,
     checked_arrangements,
     load_models,
+    with_picture,
 )
+from rag_posfix.evaluation.answers.pictures import draw_positions
 from rag_posfix.evaluation.answers.position_summary import CLOSED_BOOK, GOLD_ONLY, PositionRow, summarize_positions
 from rag_posfix.evaluation.data.datasets import take_examples
 from rag_posfix.evaluation.data.position_example import GoldPosition, PositionExample
@@ -117,7 +119,7 @@ def evaluate_positions(
         "reuse": reuse, "answers_of_earlier_runs_by": journal.sources,
     }  # fmt: skip
     head = answers_head("positions", engine, arrangements, data, used, summarize_positions(rows))
-    return ExperimentRecord(head, [asdict(row) for row in rows]).write(out)
+    return with_picture(ExperimentRecord(head, [asdict(row) for row in rows]).write(out), draw_positions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,6 +246,9 @@ def _answered(
             gold_position=row.gold_position,
             gold_rank=row.gold_rank,
             reused=missing.get(row.key) is not row,
+            asked=row.trial.example.question,
+            accepted=row.trial.example.answers,
+            passages=tuple(str(document.id) for document in row.trial.documents),
             **asdict(known[row.key]),
         )
         for row in planned

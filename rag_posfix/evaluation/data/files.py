@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import os
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.whole_file import write_whole
 
 __all__ = ["checked_id", "read_lines", "write_text"]
 
@@ -68,14 +67,6 @@ def write_text(path: Path, pieces: Iterable[str | bytes]) -> None:
         EvaluationError: it cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as scratch:
-            try:
-                for piece in pieces:
-                    scratch.write(piece.encode() if isinstance(piece, str) else piece)
-            except BaseException:
-                Path(scratch.name).unlink(missing_ok=True)
-                raise
-        os.replace(scratch.name, path)
+        write_whole(path, (piece.encode() if isinstance(piece, str) else piece for piece in pieces))
     except OSError as error:
         raise EvaluationError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error

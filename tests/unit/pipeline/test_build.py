@@ -292,7 +292,7 @@ def test_parts_of_rerankers_are_made_when_they_are_needed_and_once(monkeypatch):
 
 
 def test_a_given_retriever_takes_the_place_of_an_index(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name: LetterEmbeddings())
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_options: LetterEmbeddings())
     settings = settings_in(tmp_path, index=tmp_path / "absent")
     engine = Engine(loaded, ToyEncoder(), "tiny", "print")
     with closing(build_pipeline(settings, retriever=lambda question: DOCUMENTS[1:], generator=engine)) as pipeline:

@@ -1,0 +1,128 @@
+"""Pictures of answer experiments: log-probability by gold position, and answers that change with the order."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rag_posfix.errors import EvaluationError, missing_extra
+from rag_posfix.evaluation.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_permutations", "draw_positions", "save_figure", "svg_of"]
+
+COLORS = {"none": "#b3382c"}
+OTHER_COLORS = ("#1f6f54", "#33658a", "#f2a541", "#6a4c93", "#8a8a8a", "#2ca6a4", "#a23b72", "#5b4b2a")
+NAMES = {"none": "unmodified model"}
+FORMATS = ("svg", "png")
+
+
+def draw_positions(
+    head: Mapping[str, Any],
+    *,
+    title: str | None = None,
+    names: Mapping[str, str] = NAMES,
+    size: tuple[float, float] = (7.2, 3.6),
+    bounds: bool = True,
+) -> Figure:
+    """Return the curves of a record of ``eval positions``: log-probability of the answer by gold position.
+
+    Args:
+        head: The head of the record.
+        title: Replaces the title, which names model, questions and data.
+        names: Shown in the legend in place of a method's label.
+        size: Width and height in inches.
+        bounds: Draw the gold passage alone and the model without passages too.
+    """
+    summary = head["summary"]
+    methods = summary["mitigations"]
+    figure, axes = _axes(size)
+    labels = list(next(iter(methods.values()))["positions"])
+    for number, (name, found) in enumerate(methods.items()):
+        values = [scores["log_probability"] for scores in found["positions"].values()]
+        axes.plot(
+            range(len(values)), values, marker="o", linewidth=2.2, color=_color(name, number),
+            label=names.get(name, name),
+        )  # fmt: skip
+    for key, text in (("gold_only", "gold passage alone"), ("closed_book", "no passages")) if bounds else ():
+        value = summary[key]["log_probability"]
+        axes.axhline(value, color="#999999", linestyle=":", linewidth=1)
+        place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8, "color": "#666666"}
+        axes.text(1.02, value, text, **place)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_xlabel(f"position of the gold passage among {head['settings']['documents']}, from 0")
+    axes.set_ylabel("log-probability of the answer\nper token")
+    data = head["data"]["name"] or "given questions"
+    axes.set_title(title or f"{head['model']}, {summary['n']} questions of {data}", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def draw_permutations(head: Mapping[str, Any]) -> Figure:
+    """Return the bars of a record of ``eval permutations``: the share of answers that change with the order.
+
+    Args:
+        head: The head of the record.
+    """
+    methods = head["summary"]["mitigations"]
+    figure, axes = _axes((7.2, 1.2 + 0.4 * len(methods)))
+    for number, (name, found) in enumerate(reversed(methods.items())):
+        low, high = found["flip_rate_ci95"]
+        rate = found["flip_rate"]
+        axes.barh(number, rate, color=_color(name, number), xerr=[[max(rate - low, 0)], [max(high - rate, 0)]])
+    axes.set_yticks(range(len(methods)), [NAMES.get(name, name) for name in reversed(methods)])
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of answers that change with the order of the passages, 95 % interval")
+    axes.set_title(f"{head['model']}, {head['summary']['n']} questions", fontsize=10, loc="left")
+    return figure
+
+
+def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
+    """Write a figure as SVG and PNG beside a record, and return the paths by format.
+
+    Args:
+        figure: The figure.
+        record: The path of the record's head.
+
+    Raises:
+        EvaluationError: a file cannot be written.
+    """
+    paths = {kind: record.with_suffix(f".{kind}") for kind in FORMATS}
+    for kind, path in paths.items():
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        try:
+            write_whole(path, [drawn.getvalue()])
+        except OSError as error:
+            raise EvaluationError(
+                f"cannot write a picture to {path.parent}: {error.strerror}; choose another --out"
+            ) from error
+    return paths
+
+
+def svg_of(figure: Figure) -> str:
+    """Return a figure as SVG; equal figures give equal text."""
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return drawn.getvalue()
+
+
+def _axes(size: tuple[float, float]) -> tuple[Figure, Any]:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing_extra("matplotlib", "eval") from error
+    matplotlib.rcParams["svg.hashsalt"] = "rag_posfix"  # the same record gives the same file
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _color(name: str, number: int) -> str:
+    return COLORS.get(name, OTHER_COLORS[number % len(OTHER_COLORS)])
