@@ -298,6 +298,15 @@ def vector_search(heads: Sequence[Head]) -> Iterator[Row]:
     yield ["recall of the ten nearest", *(short(f"{one['recall_at_10']:.3f}") for one in found)]
 
 
+def nothing_relevant(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per threshold: the share of answerable and of unanswerable questions below it."""
+    below = heads[0]["summary"]["below"]
+    kinds = list(next(iter(below.values())))
+    yield ["best score below", *kinds]
+    for threshold, found in below.items():
+        yield [short(f"{float(threshold):.2f}"), *(f"{found[kind]:.1%}".replace("%", " %") for kind in kinds)]
+
+
 Layout = Callable[[Sequence[Head]], Iterator[Row]]
 
 LAYOUTS: dict[str, Layout] = {
@@ -323,6 +332,7 @@ LAYOUTS: dict[str, Layout] = {
     "expert-choice": rules,
     "llama-cpp": llama_cpp,
     "vector-search": vector_search,
+    "nothing-relevant": nothing_relevant,
 }
 """By name; the layout of a record is that of its kind unless another is named."""
 

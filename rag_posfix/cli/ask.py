@@ -29,6 +29,7 @@ from rag_posfix.text import checked_question
 if TYPE_CHECKING:
     from rag_posfix.contracts.answer import Answer
     from rag_posfix.pipeline.pipeline import Pipeline, Question
+    from rag_posfix.settings import Settings
 
 __all__ = ["ask"]
 
@@ -128,11 +129,11 @@ def ask(
             if as_json:
                 emit_json(pipeline.ask(asked).to_dict())
             elif stream:
-                _show_sources(_print_stream(pipeline, asked))
+                _show_sources(_print_stream(pipeline, asked), settings)
             else:
                 answer = pipeline.ask(asked)
                 out().print(answer.text, markup=False, highlight=False)
-                _show_sources(answer)
+                _show_sources(answer, settings)
 
 
 def _check_usage(question: str | None, *, chat: bool, stream: bool, as_json: bool) -> None:
@@ -175,8 +176,26 @@ def _snippet(text: str) -> str:
     return words if len(words) <= _SNIPPET_CHARACTERS else words[: _SNIPPET_CHARACTERS - 1].rstrip() + "…"
 
 
-def _show_sources(answer: Answer | None) -> None:
-    if answer is None or not answer.documents:
+def _warn_of_no_source(answer: Answer, settings: Settings) -> None:
+    """Say that nothing relevant was found, where scores are those of the packaged embedding model."""
+    from rag_posfix.retrieval.base import NOTHING_RELEVANT
+
+    if (settings.embedding_model, settings.retriever, settings.reranker) != ("minilm", "dense", None):
+        return
+    best = max((document.score or 0.0 for document in answer.documents), default=0.0)
+    if best < NOTHING_RELEVANT:
+        out().print(
+            f"nothing relevant found: the best passage has score {best:.2f}, below {NOTHING_RELEVANT:.2f}; the answer "
+            "may not be in the index",
+            highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def _show_sources(answer: Answer | None, settings: Settings) -> None:
+    if answer is None:
+        return
+    _warn_of_no_source(answer, settings)
+    if not answer.documents:
         return
     lines = [f"sources in the order of the prompt ({answer.mitigation}, order {answer.order}):"]
     for document in answer.documents[:_SHOWN_SOURCES]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_choices, checked_output, settings_from
-from rag_posfix.cli.output import emit_json, experiment_step, out
+from rag_posfix.cli.output import emit_json, experiment_step, out, table
 
 __all__ = ["bench"]
 
@@ -64,7 +64,6 @@ def bench(
 
 
 def _show(summary: dict[str, Any]) -> None:
-    from rich.table import Column, Table
 
     stock = summary["unmodified"]
     console = out()
@@ -77,10 +76,10 @@ def _show(summary: dict[str, Any]) -> None:
     )  # fmt: skip
     given = {key for found in summary["methods"].values() for key in found}
     columns = {key: title for key, title in _COLUMNS.items() if key in given}
-    table = Table(Column("method", no_wrap=True), *(f"{title} x" for title in columns.values()))
+    shown = table("method", *(f"{title} x" for title in columns.values()))
     for name, found in summary["methods"].items():
-        table.add_row(name, *("-" if found.get(key) is None else f"{found[key]:.2f}" for key in columns))
-    console.print(table)
+        shown.add_row(name, *("-" if found.get(key) is None else f"{found[key]:.2f}" for key in columns))
+    console.print(shown)
     console.print(
         "x: method / unmodified; lower is better, for tokens/s higher. cold, warm, disk, Redis: time to first token "
         "without cached passages, and with passages cached in memory, on disk, in Redis",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rag_posfix.cli.options import AsJson, settings_from
-from rag_posfix.cli.output import emit_json, out
+from rag_posfix.cli.output import emit_json, out, table
 from rag_posfix.errors import CacheError
 
 if TYPE_CHECKING:
@@ -51,13 +51,12 @@ def stats(as_json: AsJson = False) -> None:
     if as_json:
         emit_json(found)
         return
-    from rich.table import Table
 
-    table = Table("cache", "tier", "entries", "bytes")
+    shown = table("cache", "tier", "entries", "bytes")
     for name, tiers in (("answers", found["tiers"]), ("passages", (found["passages"] or {"tiers": []})["tiers"])):
         for tier in tiers:
-            table.add_row(name, tier["name"], str(tier.get("entries", "-")), str(tier.get("bytes", "-")))
-    out().print(table)
+            shown.add_row(name, tier["name"], str(tier.get("entries", "-")), str(tier.get("bytes", "-")))
+    out().print(shown)
 
 
 @app.command()

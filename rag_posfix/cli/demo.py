@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_choice, parse_choice, settings_from
-from rag_posfix.cli.output import emit_json, err, out, progress_bar, status
+from rag_posfix.cli.output import emit_json, err, out, progress_bar, status, table
 
 if TYPE_CHECKING:
     from langchain_core.documents import Document
@@ -159,7 +159,6 @@ def _answer(
 
 def _show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     console = out()
     console.print(
@@ -171,11 +170,11 @@ def _show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None
     for question in dict.fromkeys(cell.question for cell in cells):
         rows = [cell for cell in cells if cell.question == question]
         title = f"{escape(question)}  [dim]({escape(rows[0].expected)})[/dim]"
-        table = Table("gold passage", *_headings(names), title=title, title_justify="left")
+        shown = table("gold passage", *_headings(names), title=title, title_justify="left")
         for where in GOLD_POSITIONS:
             found = [next(c for c in rows if c.mitigation == name and c.gold == where) for name in names]
-            table.add_row(where, *(part for cell in found for part in (_mark(cell), f"{cell.log_probability:.2f}")))
-        console.print(table)
+            shown.add_row(where, *(part for cell in found for part in (_mark(cell), f"{cell.log_probability:.2f}")))
+        console.print(shown)
     for name in names:
         console.print(_verdict([cell for cell in cells if cell.mitigation == name], name), highlight=False)
 

@@ -17,7 +17,7 @@ from rag_posfix.cli.options import (
     gold_positions_of,
     settings_from,
 )
-from rag_posfix.cli.output import emit_json, experiment_step, out
+from rag_posfix.cli.output import emit_json, experiment_step, out, table
 from rag_posfix.cli.rerank import rerank, rerank_positions
 
 __all__ = ["app", "permutations", "positions"]
@@ -152,21 +152,20 @@ def permutations(
 
 
 def _show_positions(summary: dict[str, Any]) -> None:
-    from rich.table import Table
 
     mitigations = summary["mitigations"]
     positions = list(next(iter(mitigations.values()))["positions"])
-    table = Table(
+    shown = table(
         "method", *(f"gold at {position}" for position in positions), "worst", "spread", "answers that change"
     )
     for name, found in mitigations.items():
         cells = [f"{p['log_probability']:.2f} ({p['accuracy']:.2f})" for p in found["positions"].values()]
-        table.add_row(
+        shown.add_row(
             name, *cells, f"{found['worst_log_probability']:.2f} ({found['worst']:.2f})",
             f"{found['spread_log_probability']:.2f} ({found['spread']:.2f})", f"{found['answers_that_change']:.0%}",
         )  # fmt: skip
     console = out()
-    console.print(table)
+    console.print(shown)
     console.print("log-probability of the accepted answer per token (accuracy)", highlight=False)
     for name in ("closed_book", "gold_only"):
         found = summary[name]
@@ -186,17 +185,16 @@ def _show_verdict(summary: dict[str, Any]) -> None:
 
 
 def _show_permutations(summary: dict[str, Any]) -> None:
-    from rich.table import Table
 
-    table = Table("method", "answers that change", "questions with a change", "accuracy", "max. logit difference")
+    shown = table("method", "answers that change", "questions with a change", "accuracy", "max. logit difference")
     for name, found in summary["mitigations"].items():
         low, high = found["flip_rate_ci95"]
-        table.add_row(
+        shown.add_row(
             name, f"{found['flip_rate']:.0%} ({low:.0%} to {high:.0%})", f"{found['any_flip']:.0%}",
             f"{found['accuracy']:.2f}", f"{found['max_logit_difference']:.4f}",
         )  # fmt: skip
     console = out()
-    console.print(table)
+    console.print(shown)
     console.print(
         f"{summary['n']} questions in {summary['orders']} orders, each compared with the first order; "
         f"record: {summary['record']}", highlight=False, soft_wrap=True,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rag_posfix.cli.options import AsJson
-from rag_posfix.cli.output import emit_json, out
+from rag_posfix.cli.output import emit_json, out, table
 from rag_posfix.contracts.method_spec import MethodSpec
 
 __all__ = ["describe_mitigation", "methods"]
@@ -115,19 +115,16 @@ def _show_other(name: str, as_json: bool) -> None:
 
 
 def _show(mitigations: list[dict[str, Any]]) -> None:
-    from rich.table import Column, Table
 
     from rag_posfix.assembly.orders import ORDERS
     from rag_posfix.reranking import RERANKERS
 
-    table = Table(
-        Column("mitigation (aliases)", no_wrap=True), "order-free", "what it does", "parameters", title="mitigations"
-    )
+    shown = table("mitigation (aliases)", "order-free", "what it does", "parameters", title="mitigations")
     for one in mitigations:
         parameters = ", ".join(f"{key}={value['default']}" for key, value in one["parameters"].items())
         order_free = "yes" if one["order_invariant"] else "no"
-        table.add_row(_with_aliases(one["name"], one["aliases"], "\n"), order_free, one["summary"], parameters)
-    out().print(table)
+        shown.add_row(_with_aliases(one["name"], one["aliases"], "\n"), order_free, one["summary"], parameters)
+    out().print(shown)
     for one in mitigations:
         for preset, parameters in one["presets"].items():
             out().print(f"{preset}: {MethodSpec(one['name'], parameters).label}", highlight=False)

@@ -19,9 +19,20 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column, Table
 from rich.text import Text
 
-__all__ = ["RateColumn", "emit_json", "err", "experiment_step", "out", "progress_bar", "progress_bars", "status"]
+__all__ = [
+    "RateColumn",
+    "emit_json",
+    "err",
+    "experiment_step",
+    "out",
+    "progress_bar",
+    "progress_bars",
+    "status",
+    "table",
+]
 
 
 def out() -> Console:
@@ -38,6 +49,16 @@ def emit_json(data: Mapping[str, Any]) -> None:
     """Write one JSON object and a newline to stdout. All text must be valid Unicode (see ``text.clean_text``)."""
     sys.stdout.buffer.write(orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS) + b"\n")
     sys.stdout.buffer.flush()
+
+
+def table(*headings: str, **options: Any) -> Table:
+    """Return a table whose cells are never cut: a word that is too long for its column continues on the next line.
+
+    Args:
+        headings: Of the columns.
+        options: Of ``rich.table.Table``.
+    """
+    return Table(*(Column(heading, overflow="fold") for heading in headings), **options)
 
 
 class RateColumn(ProgressColumn):

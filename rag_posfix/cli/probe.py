@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_output, settings_from
-from rag_posfix.cli.output import emit_json, experiment_step, out
+from rag_posfix.cli.output import emit_json, experiment_step, out, table
 
 __all__ = ["app", "positional_dimensions", "retrieval_heads", "slot_attention"]
 
@@ -103,39 +103,36 @@ def retrieval_heads(
 
 
 def _show_channels(found: dict[str, Any]) -> None:
-    from rich.table import Table
 
-    table = Table("channel", "layers with a monotonic trend", "roughness")
+    shown = table("channel", "layers with a monotonic trend", "roughness")
     for one in found["candidates"]:
-        table.add_row(str(one["channel"]), str(len(one["layers"])), f"{one['roughness']:.3g}")
-    out().print(table)
+        shown.add_row(str(one["channel"]), str(len(one["layers"])), f"{one['roughness']:.3g}")
+    out().print(shown)
     path = found["profile"]
     out().print(f"profile: {path}", highlight=False)
     out().print(f"to use it: --mitigation hidden_scaling:profile={path}", highlight=False, soft_wrap=True)
 
 
 def _show_slots(found: dict[str, Any]) -> None:
-    from rich.table import Table
 
     mean = sum(found["slots"]) / len(found["slots"])
-    table = Table("slot", "attention per token", "relative to the mean")
+    shown = table("slot", "attention per token", "relative to the mean")
     for slot, value in enumerate(found["slots"]):
-        table.add_row(str(slot), f"{value:.3g}", f"{value / mean:.2f}")
+        shown.add_row(str(slot), f"{value:.3g}", f"{value / mean:.2f}")
     path = found["profile"]
-    out().print(table)
+    out().print(shown)
     out().print(f"profile: {path}", highlight=False, soft_wrap=True)
     out().print(f"to use it: --mitigation calibrated_attention:profile={path}", highlight=False, soft_wrap=True)
     out().print(f"or, to order passages by it: --order profile:file={path}", highlight=False, soft_wrap=True)
 
 
 def _show_heads(found: dict[str, Any]) -> None:
-    from rich.table import Table
 
-    table = Table("layer", "head", "gain (nDCG@10)")
+    shown = table("layer", "head", "gain (nDCG@10)")
     for (layer, head), gain in zip(found["heads"], found["gains"], strict=True):
-        table.add_row(str(layer), str(head), f"{gain:.2f}")
+        shown.add_row(str(layer), str(head), f"{gain:.2f}")
     console, path, held_out = out(), found["profile"], found["held_out"]
-    console.print(table)
+    console.print(shown)
     console.print(
         f"together, on questions that they were not chosen on: recall@1 {held_out['recall_at_1']:.2f}, recall@3 "
         f"{held_out['recall_at_3']:.2f}",

@@ -16,7 +16,7 @@ from rag_posfix.cli.options import (
     gold_positions_of,
     settings_from,
 )
-from rag_posfix.cli.output import emit_json, experiment_step, out
+from rag_posfix.cli.output import emit_json, experiment_step, out, table
 from rag_posfix.contracts.method_spec import split_outside
 from rag_posfix.errors import ConfigError
 
@@ -165,16 +165,15 @@ def _reranker_choices(text: str, at_least: int = 0) -> list[RerankerChoice]:
 
 def _show_runs(result: dict[str, Any]) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     first = result["first_stage"]
     measures = list(first["ci95"])
-    table = Table("run", *measures, "seconds per query")
+    shown = table("run", *measures, "seconds per query")
     for label, found in {first["name"]: first, **result["runs"]}.items():
         values = [f"{found[name]:.3f}" for name in measures]
-        table.add_row(escape(label), *values, f"{found['seconds']:.3f}")
+        shown.add_row(escape(label), *values, f"{found['seconds']:.3f}")
     console = out()
-    console.print(table)
+    console.print(shown)
     for one in result["significance"]:
         if one["measure"] == measures[0]:
             low, high = one["ci95"]
@@ -188,18 +187,17 @@ def _show_runs(result: dict[str, Any]) -> None:
 
 def _show_positions(result: dict[str, Any]) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     positions = list(next(iter(result["rerankers"].values()))["places"])
-    table = Table("reranker", *(f"at {position}" for position in positions), "spread", "changed", "seconds")
+    shown = table("reranker", *(f"at {position}" for position in positions), "spread", "changed", "seconds")
     for label, found in result["rerankers"].items():
         cells = [f"{one['recall@1']:.2f} ({one['recall@3']:.2f})" for one in found["places"].values()]
-        table.add_row(
+        shown.add_row(
             escape(label), *cells, f"{found['recall@1']['spread']:.2f} ({found['recall@3']['spread']:.2f})",
             f"{found['rankings_that_change']:.0%}", f"{found['seconds']:.3f}",
         )  # fmt: skip
     console = out()
-    console.print(table)
+    console.print(shown)
     console.print(
         "cells: recall@1 (recall@3) of the gold passage by its input position; changed: share of questions in which "
         "the rank of the gold passage depends on its input position", highlight=False,

@@ -52,9 +52,8 @@ class ContextExperts(Mitigation):
     Cost: N + 1 rows of prefix + passage + question; the passages are encoded once, in one batch. Each decode step
         runs N + 1 rows. ``experts`` limits N.
     Limits: every model, including those with sliding windows. Facts of two passages cannot be combined in an answer.
-    Helps: where one passage answers and names its subject: on the shipped corpus all 24 answers are right at every
-        position, those of the unmodified model 15 to 24 times (docs/results.md). With many passages: no row is
-        longer than one passage. With models whose sliding windows exclude other methods.
+    Helps: where one passage answers and names its subject, as in the shipped corpus and XQuAD (docs/results.md). With
+        many passages: no row is longer than one passage. With models whose sliding windows exclude other methods.
     Hurts: where the answer needs several passages, since no row sees two. Where many passages are about the subject of
         the question: a distractor is read as confidently as the gold passage (docs/results.md has the numbers on Lost
         in the Middle). In decoding: every step reads N + 1 caches.

@@ -17,7 +17,7 @@ from pydantic import Field
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import checked_question
 
-__all__ = ["QuestionRetriever", "cosine_relevance"]
+__all__ = ["NOTHING_RELEVANT", "QuestionRetriever", "cosine_relevance"]
 
 
 class QuestionRetriever(BaseRetriever):
@@ -67,6 +67,13 @@ class QuestionRetriever(BaseRetriever):
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
         return await self.aretrieve(query, self.k if k is None else k)
+
+
+NOTHING_RELEVANT = 0.3
+"""A best cosine below this means for the packaged embedding model that nothing relevant was found.
+
+Measured by ``python -m benchmarks.nothing_relevant``: docs/retrieval.md.
+"""
 
 
 def cosine_relevance(cosine: float) -> float:

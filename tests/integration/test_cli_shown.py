@@ -112,3 +112,8 @@ class TestSources:
         )
         code, out, _ = run("ask", "--index", index, "--chat", "--max-tokens", "2")
         assert (code, out.count("sources in the order of the prompt"), len(loads)) == (0, 2, 1)
+
+    def test_a_question_that_no_passage_is_about_is_told(self, run, index):
+        asked = ["--index", index, "--max-tokens", "2"]
+        assert "nothing relevant found: the best passage has score 0." in run("ask", "How do I bake bread?", *asked)[1]
+        assert "nothing relevant" not in run("ask", "Who built lighthouse 3?", *asked)[1]

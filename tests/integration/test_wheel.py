@@ -89,9 +89,9 @@ def test_the_demo_runs_from_the_wheel(installed):
     found = json.loads(run(installed, "-m", "rag_posfix.cli.main", "demo", "--questions", "1", "--json"))
     assert (found["model"], found["passages"]) == ("SmolLM2-135M-Instruct", 52)
     assert [(row["mitigation"], row["gold"]) for row in found["rows"]] == [
-        (name, place) for name in ("none", "context_experts") for place in ("first", "middle", "last")
+        (name, place) for name in ("none", "default") for place in ("first", "middle", "last")
     ]
-    corrected = [row for row in found["rows"] if row["mitigation"] == "context_experts"]
+    corrected = [row for row in found["rows"] if row["mitigation"] == "default"]
     assert len({row["answer"] for row in corrected}) == 1
     logs = [row["log_probability"] for row in corrected]
     assert max(logs) - min(logs) < 0.05
