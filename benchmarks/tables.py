@@ -20,6 +20,7 @@ Head = Mapping[str, Any]
 Row = list[str]
 
 PROFILE = re.compile(r"profile=\[.*?\]")
+HEADS = re.compile(r"heads=\[\[.*?\]\]")
 MEASURES = ("nDCG@10", "RR@10", "R@10", "P@1")
 CUTS = (1, 3)
 WORK = ("seconds", "tokens read", "passes", "calls")
@@ -49,8 +50,8 @@ LOADS = {
 
 
 def label(name: str) -> str:
-    """Return a method's label as code, without the numbers of a measured profile."""
-    return f"`{PROFILE.sub('profile=PROFILE', name)}`"
+    """Return a method's label as code, without the numbers of a measured profile or list of heads."""
+    return f"`{HEADS.sub('heads=HEADS', PROFILE.sub('profile=PROFILE', name))}`"
 
 
 def short(text: str) -> str:

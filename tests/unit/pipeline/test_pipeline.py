@@ -605,6 +605,7 @@ class TestAnswer:
                 "title": None,
                 "source": None,
                 "text": ROME.page_content,
+                "page": None,
             },
         )
         assert set(data["usage"]) == {"prompt_tokens", "completion_tokens", "cached_tokens"}
