@@ -107,7 +107,8 @@ def test_models_are_loaded_when_warming_up_and_once(monkeypatch):
 
 
 def test_a_reranker_is_found_by_name(monkeypatch):
-    monkeypatch.setattr(
+    embeddings = lambda name, **_options: LetterEmbeddings(name)  # noqa: E731
+    monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", embeddings)
         "rag_posfix.pipeline.build.SentenceEmbeddings", lambda name, **_options: LetterEmbeddings(name)
     )
     reranker = create_reranker("embedding:top_n=2", "letters", "smollm2")
