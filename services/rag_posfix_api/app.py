@@ -11,6 +11,8 @@ from fastapi import FastAPI
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api import operations
+from rag_posfix_api.dialects.anthropic import errors as anthropic_errors
+from rag_posfix_api.dialects.anthropic import routes as anthropic
 from rag_posfix_api.dialects.cohere import errors as cohere_errors
 from rag_posfix_api.dialects.cohere import routes as cohere
 from rag_posfix_api.dialects.jina import errors as jina_errors
@@ -29,12 +31,21 @@ from rag_posfix_api.runtime.service import Service, package_version
 
 __all__ = ["RENDERERS", "ROUTERS", "create_app"]
 
-ROUTERS = (openai.router, jina.router, cohere.router, vllm.router, tei.router, operations.router)
+ROUTERS = (
+    openai.router,
+    anthropic.router,
+    jina.router,
+    cohere.router,
+    vllm.router,
+    tei.router,
+    operations.router,
+)
 """The routes of every dialect, and what orchestrators ask."""
 
 RENDERERS = ErrorRenderers(
     openai_errors.render_error,
     {
+        anthropic.PATH: anthropic_errors.render_error,
         jina.PATH: jina_errors.render_error,
         cohere.PATH: cohere_errors.render_error,
         tei.PATH: tei_errors.render_error,
