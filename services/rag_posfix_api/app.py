@@ -47,7 +47,8 @@ RENDERERS = ErrorRenderers(
     {
         anthropic.PATH: anthropic_errors.render_error,
         jina.PATH: jina_errors.render_error,
-        cohere.PATH: cohere_errors.render_error,
+        cohere.CHAT_PATH: cohere_errors.render_error,
+        cohere.RERANK_PATH: cohere_errors.render_error,
         tei.PATH: tei_errors.render_error,
     },
 )

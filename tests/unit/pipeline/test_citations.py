@@ -105,7 +105,7 @@ def test_an_answer_that_is_a_passage_is_quoted_from_its_first_word_to_its_last(a
     assert find_quotes(answer, [answer]) == [Quote(found[0].start(), found[-1].end(), (0,))]
 
 
-@given(texts, texts)
+@given(texts(), texts())
 def test_every_quote_is_found_in_its_passages_word_for_word(answer, passage):
     for quote in find_quotes(answer, [passage]):
         text = answer[quote.start : quote.end]

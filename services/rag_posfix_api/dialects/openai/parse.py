@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from rag_posfix.contracts.answer import Question
-from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.request import Sampling
-from rag_posfix.parameters import shown
 from rag_posfix_api.dialects.conversation import check_stops, refuse_fields, split_question
 from rag_posfix_api.dialects.documents import to_documents
-from rag_posfix_api.dialects.openai.schemas import ChatRequest, Message
+from rag_posfix_api.dialects.messages import chat_message
+from rag_posfix_api.dialects.openai.schemas import ChatRequest
 from rag_posfix_api.dialects.posfix import mitigation_choice
 from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
 
@@ -34,7 +33,6 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
     "web_search_options": (None,),
 }
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Question:
@@ -52,7 +50,7 @@ def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Qu
         ConfigError: a sampling parameter is out of range.
     """
     _refuse(body)
-    messages = [_chat_message(message, index) for index, message in enumerate(body.messages)]
+    messages = [chat_message(message, index) for index, message in enumerate(body.messages)]
     history, text = split_question(messages, body.messages[-1].role)
     return Question(
         text=text,
@@ -72,26 +70,6 @@ def _refuse(body: ChatRequest) -> None:
     if body.n not in (None, 1):
         raise UnsupportedFeatureError(f"n={body.n} is not supported; one answer is given, so n must be 1", param="n")
     check_stops([body.stop] if isinstance(body.stop, str) else body.stop or [], "stop")
-
-
-def _chat_message(message: Message, index: int) -> ChatMessage:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise UnsupportedFeatureError(
-            f"messages[{index}]: role {shown(message.role)} is not supported; use one of {', '.join(_ROLES)}",
-            param="messages",
-        )
-    if isinstance(message.content, str):
-        return {"role": role, "content": message.content}
-    parts = message.content or []
-    for part in parts:
-        if part.type != "text" or part.text is None:
-            raise UnsupportedFeatureError(
-                f"messages[{index}]: a part of type {shown(part.type)} is not supported; use "
-                '{"type": "text", "text": ...}',
-                param="messages",
-            )
-    return {"role": role, "content": "\n".join(part.text or "" for part in parts)}
 
 
 def _chosen(body: ChatRequest, name: str) -> Any:

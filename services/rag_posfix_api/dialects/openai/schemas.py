@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
 
 from rag_posfix_api.dialects.documents import DocumentInput, Forms
+from rag_posfix_api.dialects.messages import Message
 from rag_posfix_api.dialects.posfix import MitigationInput, PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
 from rag_posfix_api.dialects.ranges import within
@@ -15,38 +16,12 @@ __all__ = [
     "ChatCompletion",
     "ChatRequest",
     "Choice",
-    "Message",
     "MessageOutput",
     "ModelList",
     "ModelObject",
-    "Part",
     "PromptTokensDetails",
     "UsageOutput",
 ]
-
-
-class Part(BaseModel):
-    """A part of a message; only text is supported."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str = Field(default="text", json_schema_extra={"enum": ["text"]})
-    text: str | None = None
-
-
-class Message(BaseModel):
-    """A message of the conversation."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: str = Field(json_schema_extra={"enum": ["system", "developer", "user", "assistant"]})
-    content: (
-        Annotated[
-            Annotated[str, Tag("string")] | Annotated[list[Part], Field(fail_fast=True), Tag("array")],
-            Forms("string", "array"),
-        ]
-        | None
-    ) = None
 
 
 class StreamOptions(BaseModel):
