@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, GET /v1/models and GET /v1/models/{model}."""
+"""POST /v1/chat/completions and /v1/embeddings, GET /v1/models and GET /v1/models/{model}."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from rag_posfix_api.dialects.answering import respond
+from rag_posfix_api.dialects.openai import embeddings
 from rag_posfix_api.dialects.openai.errors import errors
 from rag_posfix_api.dialects.openai.parse import to_question
 from rag_posfix_api.dialects.openai.render import Completion
@@ -70,4 +71,5 @@ def _model(service: Service) -> ModelObject:
 
 
 router.include_router(chat)
+router.include_router(embeddings.router)
 router.include_router(models)
