@@ -19,6 +19,7 @@ from rag_posfix_api.dialects.jina import errors as jina_errors
 from rag_posfix_api.dialects.jina import routes as jina
 from rag_posfix_api.dialects.openai import errors as openai_errors
 from rag_posfix_api.dialects.openai import routes as openai
+from rag_posfix_api.dialects.responses import routes as responses
 from rag_posfix_api.dialects.tei import errors as tei_errors
 from rag_posfix_api.dialects.tei import routes as tei
 from rag_posfix_api.dialects.vllm import routes as vllm
@@ -33,6 +34,7 @@ __all__ = ["RENDERERS", "ROUTERS", "create_app"]
 
 ROUTERS = (
     openai.router,
+    responses.router,
     anthropic.router,
     jina.router,
     cohere.router,

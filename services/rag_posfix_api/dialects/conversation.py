@@ -15,12 +15,15 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
 
 
-def split_question(messages: Sequence[ChatMessage], role: str) -> tuple[list[ChatMessage], str]:
+def split_question(
+    messages: Sequence[ChatMessage], role: str, param: str = "messages"
+) -> tuple[list[ChatMessage], str]:
     """Return the history and the question of a conversation: the last message, which must be the user's.
 
     Args:
         messages: The messages.
         role: The role of the last message as the request has it, for the error.
+        param: The field of the messages in this dialect.
 
     Raises:
         InvalidRequestError: the last message is another's, or is empty.
@@ -28,10 +31,10 @@ def split_question(messages: Sequence[ChatMessage], role: str) -> tuple[list[Cha
     *history, asked = messages
     if asked["role"] != "user":
         raise InvalidRequestError(
-            f"the last message has the role {shown(role)}; it must be 'user': the question", param="messages"
+            f"the last message has the role {shown(role)}; it must be 'user': the question", param=param
         )
     if not asked["content"].strip():
-        raise InvalidRequestError("the last message is empty; it must hold the question", param="messages")
+        raise InvalidRequestError("the last message is empty; it must hold the question", param=param)
     return history, asked["content"]
 
 

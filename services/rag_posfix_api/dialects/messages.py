@@ -40,12 +40,13 @@ class Message(BaseModel):
     ) = None
 
 
-def chat_message(message: Message, index: int) -> ChatMessage:
+def chat_message(message: Message, index: int, param: str = "messages") -> ChatMessage:
     """Return a message for the pipeline.
 
     Args:
         message: The message.
         index: Its index in the request, for errors.
+        param: The field of the messages in this dialect.
 
     Raises:
         UnsupportedFeatureError: it has another role, or a part that is no text.
@@ -53,8 +54,8 @@ def chat_message(message: Message, index: int) -> ChatMessage:
     role = _ROLES.get(message.role)
     if role is None:
         raise UnsupportedFeatureError(
-            f"messages[{index}]: role {shown(message.role)} is not supported; use one of {', '.join(_ROLES)}",
-            param="messages",
+            f"{param}[{index}]: role {shown(message.role)} is not supported; use one of {', '.join(_ROLES)}",
+            param=param,
         )
     if isinstance(message.content, str):
         return {"role": role, "content": message.content}
@@ -62,8 +63,8 @@ def chat_message(message: Message, index: int) -> ChatMessage:
     for part in parts:
         if part.type != "text" or part.text is None:
             raise UnsupportedFeatureError(
-                f"messages[{index}]: a part of type {shown(part.type)} is not supported; use "
+                f"{param}[{index}]: a part of type {shown(part.type)} is not supported; use "
                 '{"type": "text", "text": ...}',
-                param="messages",
+                param=param,
             )
     return {"role": role, "content": "\n".join(part.text or "" for part in parts)}
