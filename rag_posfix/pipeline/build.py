@@ -113,6 +113,7 @@ def build_pipeline(
             passages=passages,
             on_close=undo.pop_all().close,
             candidates=chosen.candidates if chosen.reranker is not None else 0,
+            embeddings=embeddings,
         )
     if store is not None:
         store.add_delete_listener(pipeline.invalidate)

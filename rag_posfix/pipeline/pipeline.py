@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
 
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.recent_prompts import RecentPrompts
@@ -102,6 +103,7 @@ class Pipeline:
         on_close: Called when the pipeline is closed, to close a generator that only this pipeline uses.
         candidates: Number of passages that are retrieved for the reranker, at least ``k``. With 0, the reranker does
             not score retrieved passages.
+        embeddings: The embedding model of the index, for those who ask for vectors; questions do not use it.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Pipeline:
         recent: PromptMemory | None = None,
         on_close: Callable[[], None] | None = None,
         candidates: int = 0,
+        embeddings: Embeddings | None = None,
     ) -> None:
         self.generator = generator
         self.retriever = retriever
@@ -128,6 +131,7 @@ class Pipeline:
         self.recent = recent or RecentPrompts()
         self._on_close = on_close
         self.candidates = candidates
+        self.embeddings = embeddings
 
     def with_generator(self, generator: Generator, cache: AnswerCache | None = None) -> Pipeline:
         """Return a pipeline with the same parts and another generator; this pipeline does not change.
@@ -158,6 +162,7 @@ class Pipeline:
             recent=self.recent,
             on_close=self._on_close,
             candidates=self.candidates,
+            embeddings=self.embeddings,
         )
 
     def close(self) -> None:

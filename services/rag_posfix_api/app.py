@@ -11,12 +11,15 @@ from fastapi import FastAPI
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api import operations
+from rag_posfix_api.dialects.anthropic import errors as anthropic_errors
+from rag_posfix_api.dialects.anthropic import routes as anthropic
 from rag_posfix_api.dialects.cohere import errors as cohere_errors
 from rag_posfix_api.dialects.cohere import routes as cohere
 from rag_posfix_api.dialects.jina import errors as jina_errors
 from rag_posfix_api.dialects.jina import routes as jina
 from rag_posfix_api.dialects.openai import errors as openai_errors
 from rag_posfix_api.dialects.openai import routes as openai
+from rag_posfix_api.dialects.responses import routes as responses
 from rag_posfix_api.dialects.tei import errors as tei_errors
 from rag_posfix_api.dialects.tei import routes as tei
 from rag_posfix_api.dialects.vllm import routes as vllm
@@ -29,14 +32,25 @@ from rag_posfix_api.runtime.service import Service, package_version
 
 __all__ = ["RENDERERS", "ROUTERS", "create_app"]
 
-ROUTERS = (openai.router, jina.router, cohere.router, vllm.router, tei.router, operations.router)
+ROUTERS = (
+    openai.router,
+    responses.router,
+    anthropic.router,
+    jina.router,
+    cohere.router,
+    vllm.router,
+    tei.router,
+    operations.router,
+)
 """The routes of every dialect, and what orchestrators ask."""
 
 RENDERERS = ErrorRenderers(
     openai_errors.render_error,
     {
+        anthropic.PATH: anthropic_errors.render_error,
         jina.PATH: jina_errors.render_error,
-        cohere.PATH: cohere_errors.render_error,
+        cohere.CHAT_PATH: cohere_errors.render_error,
+        cohere.RERANK_PATH: cohere_errors.render_error,
         tei.PATH: tei_errors.render_error,
     },
 )

@@ -35,9 +35,9 @@ def Forms(*allowed: str) -> Discriminator:  # reads as an annotation, as Field a
 
 
 class DocumentData(BaseModel):
-    """The content of a document in Cohere's format."""
+    """The content of a document in Cohere's format. Other fields come back with citations."""
 
-    model_config = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="allow", coerce_numbers_to_str=True)
 
     title: str | None = None
     text: str | None = None

@@ -21,7 +21,7 @@ class ApiKeyAuth:
 
     Args:
         app: The wrapped application.
-        api_key: The key that requests must have as ``Authorization: Bearer``; None turns the check off.
+        api_key: The key of requests, as ``Authorization: Bearer`` or ``x-api-key``; None turns the check off.
         renderers: Renders the error in the dialect of the path.
     """
 
@@ -42,9 +42,12 @@ class ApiKeyAuth:
     def _refusal(self, scope: Scope) -> UnauthorizedError | None:
         if self._expected is None or scope["path"] in OPEN_PATHS:
             return None
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if not scheme:  # Anthropic's clients
+            scheme, key = "bearer", headers.get("x-api-key", "")
         given = f"{scheme.lower()} {key.strip()}".encode("latin-1")
         if hmac.compare_digest(given, self._expected):
             return None
         what = "wrong" if key else "missing"
-        return UnauthorizedError(f"the API key is {what}; send it as 'Authorization: Bearer KEY'")
+        return UnauthorizedError(f"the API key is {what}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")

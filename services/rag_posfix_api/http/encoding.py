@@ -18,9 +18,15 @@ def encode_json(payload: Any) -> bytes:
     return clean_text(text).encode()
 
 
-def event(payload: Any) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + encode_json(payload) + b"\n\n"
+def event(payload: Any, name: str | None = None) -> bytes:
+    """Return one server-sent event.
+
+    Args:
+        payload: Its data.
+        name: Its type, for dialects whose clients read the type of events.
+    """
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + encode_json(payload) + b"\n\n"
 
 
 class SafeJSONResponse(Response):

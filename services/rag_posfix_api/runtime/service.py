@@ -162,6 +162,18 @@ class Service:
                 f"model {shown(name)} is not served here; use {self.model_id!r} or 'default'", param="model"
             )
 
+    def check_embedding_model(self, name: str) -> None:
+        """Raise if ``name`` is not a name of the embedding model.
+
+        Raises:
+            ModelNotFoundError: it is another model.
+        """
+        if name not in (self.settings.embedding_model, "default", ""):
+            raise ModelNotFoundError(
+                f"embedding model {shown(name)} is not served; use {self.settings.embedding_model!r} or 'default'",
+                param="model",
+            )
+
     def record(self, answer: Answer, facts: Facts) -> None:
         """Count an answer in the metrics, and set the log fields of its request."""
         usage = answer.usage

@@ -84,6 +84,8 @@ def built_with(loaded, tmp_path, monkeypatch, generator=None, **settings):
 def test_documents_without_a_score_are_scored_by_their_embeddings(pipeline):
     assert isinstance(pipeline.reranker.reranker, EmbeddingReranker)
     assert (pipeline.reranker.deadline_seconds, pipeline.candidates) == (30.0, 0)
+    assert pipeline.embeddings is pipeline.reranker.reranker.embeddings
+    assert pipeline.with_generator(pipeline.generator).embeddings is pipeline.embeddings
 
 
 def test_a_reranker_is_named_with_its_parameters_and_shares_model_and_passages(loaded, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.pipeline.citations import Quote, find_quotes
+from rag_posfix.pipeline.citations import PassageWords, Quote, find_quotes
 from tests.support.texts import texts
 
 SEINE = "The Seine flows through Paris. It is 777 km long."
@@ -103,3 +103,32 @@ def test_every_quote_stands_in_the_passages_it_names_and_nowhere_else(answer, pa
 def test_an_answer_that_is_a_passage_is_quoted_from_its_first_word_to_its_last(answer):
     found = list(re.finditer(r"\w+", answer))
     assert find_quotes(answer, [answer]) == [Quote(found[0].start(), found[-1].end(), (0,))]
+
+
+@given(texts(), texts())
+def test_every_quote_is_found_in_its_passages_word_for_word(answer, passage):
+    for quote in find_quotes(answer, [passage]):
+        text = answer[quote.start : quote.end]
+        span = PassageWords(passage).find(text)
+        assert span is not None
+        found = passage[slice(*span)]
+        assert [word.lower() for word in re.findall(r"\w+", found)] == [
+            word.lower() for word in re.findall(r"\w+", text)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("quote", "expected"),
+    [
+        ("flows through", "flows through"),
+        ("rome IT is", "Rome. It is"),
+        ("The", "The"),
+        ("km long", "km long"),
+        ("through R", None),
+        ("Seine", None),
+        ("...", None),
+    ],
+)
+def test_a_quote_has_its_characters_in_the_passage(quote: str, expected: str | None):
+    span = PassageWords(TIBER).find(quote)
+    assert (None if span is None else TIBER[slice(*span)]) == expected

@@ -1,1 +1,1 @@
-"""Cohere rerank, version 2."""
+"""Cohere chat with documents and citations, and rerank, version 2."""

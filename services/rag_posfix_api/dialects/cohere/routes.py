@@ -1,11 +1,15 @@
-"""POST /v2/rerank."""
+"""POST /v2/chat and POST /v2/rerank."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from rag_posfix_api.dialects.answering import respond
+from rag_posfix_api.dialects.cohere.chat_schemas import CohereChatRequest, CohereChatResponse
 from rag_posfix_api.dialects.cohere.errors import errors
+from rag_posfix_api.dialects.cohere.parse import to_question
+from rag_posfix_api.dialects.cohere.render import ChatRenderer
 from rag_posfix_api.dialects.cohere.schemas import CohereRerankRequest, CohereRerankResponse, CohereResult
 from rag_posfix_api.dialects.reranking import document_id, rank
 from rag_posfix_api.http.clean_json import CleanRoute
@@ -13,15 +17,34 @@ from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.facts import RequestFacts
 from rag_posfix_api.runtime.service import ReadyService
 
-__all__ = ["PATH", "router"]
+__all__ = ["CHAT_PATH", "RERANK_PATH", "router"]
 
-PATH = "/v2/rerank"
+CHAT_PATH = "/v2/chat"
+RERANK_PATH = "/v2/rerank"
 
-router = APIRouter(tags=["rerank"], route_class=CleanRoute)
+router = APIRouter()
+
+chats = APIRouter(tags=["chat"], route_class=CleanRoute)
+reranks = APIRouter(tags=["rerank"], route_class=CleanRoute)
 
 
-@router.post(
-    PATH,
+@chats.post(
+    CHAT_PATH,
+    operation_id="cohere_chat",
+    response_model=CohereChatResponse,
+    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504)
+    | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def chat(body: CohereChatRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
+    """Answer the last message from documents: those of the request, or retrieved ones, with citations."""
+    service.check_model(body.model)
+    question, documents = to_question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
+    renderer = ChatRenderer(service.identifiers.new(), documents, cites=body.cites)
+    return await respond(service, request, facts, question, renderer, stream=bool(body.stream))
+
+
+@reranks.post(
+    RERANK_PATH,
     operation_id="cohere_rerank",
     response_model=CohereRerankResponse,
     responses=errors(400, 401, 413, 422, 429, 500, 503),
@@ -35,3 +58,7 @@ async def rerank(body: CohereRerankRequest, request: Request, service: ReadyServ
     ]
     response = CohereRerankResponse(id=service.identifiers.new(), results=results)
     return SafeJSONResponse(response.model_dump(exclude_none=True))
+
+
+router.include_router(chats)
+router.include_router(reranks)

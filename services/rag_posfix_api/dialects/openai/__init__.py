@@ -1,1 +1,1 @@
-"""OpenAI chat completions and models."""
+"""OpenAI chat completions, embeddings and models."""

@@ -7,17 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from rag_posfix.contracts.answer import Question
-from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.contracts.request import MitigationChoice, Sampling
-from rag_posfix.parameters import shown
+from rag_posfix.contracts.request import Sampling
+from rag_posfix_api.dialects.conversation import check_stops, refuse_fields, split_question
 from rag_posfix_api.dialects.documents import to_documents
-from rag_posfix_api.dialects.openai.schemas import ChatRequest, Message, MitigationInput
+from rag_posfix_api.dialects.messages import chat_message
+from rag_posfix_api.dialects.openai.schemas import ChatRequest
+from rag_posfix_api.dialects.posfix import mitigation_choice
 from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
 
-__all__ = ["MAX_STOPS", "MAX_STOP_CHARACTERS", "to_question"]
-
-MAX_STOPS = 4
-MAX_STOP_CHARACTERS = 256
+__all__ = ["to_question"]
 
 # Fields that would change the answer, with the values that ask for what happens anyway.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -35,7 +33,6 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
     "web_search_options": (None,),
 }
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Question:
@@ -53,19 +50,13 @@ def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Qu
         ConfigError: a sampling parameter is out of range.
     """
     _refuse(body)
-    *history, asked = [_chat_message(message, index) for index, message in enumerate(body.messages)]
-    if asked["role"] != "user":
-        raise InvalidRequestError(
-            f"the last message has the role {shown(body.messages[-1].role)}; it must be 'user': the question",
-            param="messages",
-        )
-    if not asked["content"].strip():
-        raise InvalidRequestError("the last message is empty; it must hold the question", param="messages")
+    messages = [chat_message(message, index) for index, message in enumerate(body.messages)]
+    history, text = split_question(messages, body.messages[-1].role)
     return Question(
-        text=asked["content"],
+        text=text,
         documents=None if body.documents is None else to_documents(body.documents, max_documents),
         history=history,
-        mitigation=_mitigation(_chosen(body, "mitigation")),
+        mitigation=mitigation_choice(_chosen(body, "mitigation")),
         order=_chosen(body, "order"),
         seed=body.seed or 0,
         k=_chosen(body, "k"),
@@ -75,42 +66,10 @@ def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Qu
 
 
 def _refuse(body: ChatRequest) -> None:
-    extra = body.model_extra or {}
-    for name, harmless in _REFUSED.items():
-        if name in extra and extra[name] not in harmless:
-            allowed = ", ".join(repr(value) for value in harmless if value is not None) or "null"
-            raise UnsupportedFeatureError(
-                f"{name} is not supported here; leave it out (allowed: {allowed})", param=name
-            )
+    refuse_fields(body.model_extra, _REFUSED)
     if body.n not in (None, 1):
         raise UnsupportedFeatureError(f"n={body.n} is not supported; one answer is given, so n must be 1", param="n")
-    if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
-        raise InvalidRequestError(f"stop has {len(body.stop)} entries, at most {MAX_STOPS} are allowed", param="stop")
-    longest = max(map(len, [body.stop] if isinstance(body.stop, str) else body.stop or []), default=0)
-    if longest > MAX_STOP_CHARACTERS:
-        raise InvalidRequestError(
-            f"stop holds a string of {longest} characters, at most {MAX_STOP_CHARACTERS} are allowed", param="stop"
-        )
-
-
-def _chat_message(message: Message, index: int) -> ChatMessage:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise UnsupportedFeatureError(
-            f"messages[{index}]: role {shown(message.role)} is not supported; use one of {', '.join(_ROLES)}",
-            param="messages",
-        )
-    if isinstance(message.content, str):
-        return {"role": role, "content": message.content}
-    parts = message.content or []
-    for part in parts:
-        if part.type != "text" or part.text is None:
-            raise UnsupportedFeatureError(
-                f"messages[{index}]: a part of type {shown(part.type)} is not supported; use "
-                '{"type": "text", "text": ...}',
-                param="messages",
-            )
-    return {"role": role, "content": "\n".join(part.text or "" for part in parts)}
+    check_stops([body.stop] if isinstance(body.stop, str) else body.stop or [], "stop")
 
 
 def _chosen(body: ChatRequest, name: str) -> Any:
@@ -119,12 +78,6 @@ def _chosen(body: ChatRequest, name: str) -> Any:
     if beside is not None and inside is not None and beside != inside:
         raise InvalidRequestError(f"{name} is given twice, beside messages and in posfix; give it once", param=name)
     return inside if beside is None else beside
-
-
-def _mitigation(given: str | MitigationInput | None) -> MitigationChoice | None:
-    if given is None or isinstance(given, str):
-        return None if given is None else MitigationChoice(given)
-    return MitigationChoice(given.name, given.parameters)
 
 
 def _sampling(body: ChatRequest, defaults: Sampling) -> Sampling:

@@ -12,14 +12,11 @@ from rag_posfix_api.dialects.openai.errors import render_error
 from rag_posfix_api.dialects.openai.schemas import (
     ChatCompletion,
     Choice,
-    CitationOutput,
-    DocumentOutput,
-    DroppedOutput,
     MessageOutput,
     PromptTokensDetails,
-    Provenance,
     UsageOutput,
 )
+from rag_posfix_api.dialects.provenance import provenance
 from rag_posfix_api.http.encoding import event
 from rag_posfix_api.http.errors import Problem
 
@@ -53,7 +50,7 @@ class Completion:
             **self._shared,
             choices=[Choice(message=MessageOutput(content=answer.text), finish_reason=answer.finish_reason)],
             usage=_usage(answer.usage),
-            **_provenance(answer),
+            **dict(provenance(answer)),
         )
         return completion.model_dump()
 
@@ -67,8 +64,8 @@ class Completion:
             yield event(self._chunk({"content": chunk.text}))
         if chunk.answer is None:
             return
-        provenance = Provenance(**_provenance(chunk.answer)).model_dump()
-        yield event(self._chunk({}, chunk.answer.finish_reason) | provenance)
+        sources = provenance(chunk.answer).model_dump()
+        yield event(self._chunk({}, chunk.answer.finish_reason) | sources)
         if self._include_usage:
             yield event(self._head() | {"choices": [], "usage": _usage(chunk.answer.usage).model_dump()})
 
@@ -97,21 +94,3 @@ def _usage(usage: Usage) -> UsageOutput:
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
     )
-
-
-def _provenance(answer: Answer) -> dict[str, Any]:
-    return {
-        "documents": [
-            DocumentOutput(id=d.id, score=d.score, position=d.position, attention=d.attention)
-            for d in answer.documents
-        ],
-        "citations": [
-            CitationOutput(start=c.start, end=c.end, text=c.text, document_ids=list(c.document_ids), origin=c.origin)
-            for c in answer.citations
-        ],
-        "dropped": [DroppedOutput(id=identity, reason=reason) for identity, reason in answer.dropped],
-        "mitigation": answer.mitigation,
-        "order": answer.order,
-        "cached": answer.cached,
-        "timings": dict(answer.timings),
-    }

@@ -1,22 +1,18 @@
-"""POST /v1/chat/completions, GET /v1/models and GET /v1/models/{model}."""
+"""POST /v1/chat/completions and /v1/embeddings, GET /v1/models and GET /v1/models/{model}."""
 
 from __future__ import annotations
-
-from contextlib import ExitStack
-from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from rag_posfix.contracts.answer import Question
+from rag_posfix_api.dialects.answering import respond
+from rag_posfix_api.dialects.openai import embeddings
 from rag_posfix_api.dialects.openai.errors import errors
 from rag_posfix_api.dialects.openai.parse import to_question
 from rag_posfix_api.dialects.openai.render import Completion
 from rag_posfix_api.dialects.openai.schemas import ChatCompletion, ChatRequest, ModelList, ModelObject
 from rag_posfix_api.http.clean_json import CleanRoute
-from rag_posfix_api.http.encoding import SafeJSONResponse
-from rag_posfix_api.http.facts import Facts, RequestFacts
-from rag_posfix_api.http.streaming import AnswerStream
+from rag_posfix_api.http.facts import RequestFacts
 from rag_posfix_api.runtime.service import ReadyService, Service
 
 __all__ = ["router"]
@@ -43,28 +39,11 @@ async def create_chat_completion(
     With ``stream`` the answer is sent as server-sent events; the last chunk before the usage has the sources.
     """
     service.check_model(body.model or "")
-    facts.documents = None if body.documents is None else len(body.documents)
     question = to_question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
     usage = bool(body.stream_options and body.stream_options.include_usage)
     identity, fingerprint = service.identifiers.new(), service.pipeline.generator.fingerprint
     completion = Completion(identity, service.model_id, fingerprint, include_usage=usage)
-    if body.stream:
-        return await _stream(service, request, question, completion, facts)
-    with service.chat.open() as job:
-        ask = partial(service.pipeline.ask, question)
-        answer = await job.until_gone(request.receive, lambda: job.call(ask))
-    service.record(answer, facts)
-    return SafeJSONResponse(completion.whole(answer))
-
-
-async def _stream(
-    service: Service, request: Request, question: Question, completion: Completion, facts: Facts
-) -> Response:
-    on_close = ExitStack()
-    job = on_close.enter_context(service.chat.open())
-    stream = AnswerStream(job, completion, facts, lambda answer: service.record(answer, facts), on_close)
-    await stream.open(partial(service.pipeline.stream, question), request.receive)
-    return stream
+    return await respond(service, request, facts, question, completion, stream=bool(body.stream))
 
 
 @models.get("/v1/models", operation_id="list_models", response_model=ModelList, responses=errors(401, 500, 503))
@@ -92,4 +71,5 @@ def _model(service: Service) -> ModelObject:
 
 
 router.include_router(chat)
+router.include_router(embeddings.router)
 router.include_router(models)

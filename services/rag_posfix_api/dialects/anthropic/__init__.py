@@ -1,0 +1,1 @@
+"""Anthropic messages, with documents and citations."""

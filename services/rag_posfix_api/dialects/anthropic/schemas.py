@@ -1,0 +1,164 @@
+"""Schemas of Anthropic's messages API: text, documents and citations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
+
+from rag_posfix_api.dialects.documents import Forms
+from rag_posfix_api.dialects.posfix import PosfixInput
+from rag_posfix_api.dialects.provenance import Provenance
+from rag_posfix_api.dialects.ranges import within
+
+__all__ = [
+    "AnthropicBlock",
+    "AnthropicMessage",
+    "AnthropicRequest",
+    "AnthropicResponse",
+    "AnthropicUsage",
+    "BlockLocation",
+    "CharLocation",
+    "TextBlock",
+]
+
+
+class CitationsConfig(BaseModel):
+    """Whether a document may be cited."""
+
+    enabled: bool | None = None
+
+
+class SourceText(BaseModel):
+    """A part of a document that is cited as a whole."""
+
+    type: str = Field(default="text", json_schema_extra={"enum": ["text"]})
+    text: str | None = None
+
+
+class DocumentSource(BaseModel):
+    """The text of a document: ``data`` of type ``text``, or ``content`` of type ``content``."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str = Field(json_schema_extra={"enum": ["text", "content"]})
+    media_type: str | None = None
+    data: str | None = None
+    content: (
+        Annotated[
+            Annotated[str, Tag("string")] | Annotated[list[SourceText], Field(fail_fast=True), Tag("array")],
+            Forms("string", "array"),
+        ]
+        | None
+    ) = None
+
+
+class AnthropicBlock(BaseModel):
+    """A part of a message: text, or a document to answer from."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(json_schema_extra={"enum": ["text", "document"]})
+    text: str | None = None
+    source: DocumentSource | None = None
+    title: str | None = None
+    context: str | None = Field(default=None, description="Stands before the document's text, and is not cited.")
+    citations: (
+        Annotated[
+            Annotated[CitationsConfig, Tag("object")] | Annotated[list[Any], Tag("array")], Forms("object", "array")
+        ]
+        | None
+    ) = Field(default=None, description="Of a document: whether it may be cited. Of a text block: read over.")
+
+
+_Content = Annotated[
+    Annotated[str, Tag("string")] | Annotated[list[AnthropicBlock], Field(fail_fast=True), Tag("array")],
+    Forms("string", "array"),
+]
+
+
+class AnthropicMessage(BaseModel):
+    """A message of the conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(json_schema_extra={"enum": ["user", "assistant"]})
+    content: _Content
+
+
+class AnthropicRequest(BaseModel):
+    """A request. Fields of Anthropic's API without effect here are ignored; ``parse`` refuses unsupported ones."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = Field(description="The served model, or 'default'.")
+    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)] = Field(
+        min_length=1, description="The last one must be the user's: its text is the question."
+    )
+    # Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
+    max_tokens: int = Field(json_schema_extra={"minimum": 1})
+    system: _Content | None = None
+    temperature: FiniteFloat | None = Field(default=None, json_schema_extra=within(minimum=0, maximum=5))
+    top_p: FiniteFloat | None = Field(default=None, json_schema_extra=within(exclusiveMinimum=0, maximum=1))
+    top_k: int | None = Field(default=None, json_schema_extra=within(minimum=0))
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    stream: bool | None = None
+    posfix: PosfixInput | None = Field(default=None, description="What this service adds to Anthropic's API.")
+
+
+class Location(BaseModel):
+    """A passage that a text block is from, and the characters of the whole answer that it supports."""
+
+    cited_text: str
+    document_index: int = Field(description="Counts the document blocks of the request, from 0.")
+    document_title: str | None
+    file_id: None = None
+    answer_start_index: int = Field(description="First character in the answer: all text blocks joined.")
+    answer_end_index: int = Field(description="Character after the last in the answer.")
+
+
+class CharLocation(Location):
+    """Characters of a plain text document, counted in code points."""
+
+    type: Literal["char_location"] = "char_location"
+    start_char_index: int
+    end_char_index: int
+
+
+class BlockLocation(Location):
+    """Blocks of a document of type ``content``."""
+
+    type: Literal["content_block_location"] = "content_block_location"
+    start_block_index: int
+    end_block_index: int
+
+
+class TextBlock(BaseModel):
+    """A part of the answer."""
+
+    type: Literal["text"] = "text"
+    text: str
+    citations: list[CharLocation | BlockLocation] | None = None
+
+
+class AnthropicUsage(BaseModel):
+    """Token counts. The prompt has the sum of the first two."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+    output_tokens: int
+
+
+class AnthropicResponse(BaseModel):
+    """A complete answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextBlock]
+    stop_reason: Literal["end_turn", "max_tokens"]
+    stop_sequence: None = None
+    usage: AnthropicUsage
+    posfix: Provenance = Field(description="What this service adds to Anthropic's API.")

@@ -1,0 +1,51 @@
+"""What this service adds to the requests of chat dialects: mitigation, order and number of passages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
+
+from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix_api.dialects.documents import Forms
+
+__all__ = ["MitigationInput", "PosfixInput", "mitigation_choice"]
+
+MAX_FIELDS = 16
+
+
+class MitigationInput(BaseModel):
+    """A mitigation and its parameters."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, given: Any) -> Any:
+        # Each unknown field would be an error of its own.
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"{len(given)} fields are given; a mitigation has 'name' and 'parameters'")
+        return given
+
+
+class PosfixInput(BaseModel):
+    """What this service adds to the API of the dialect, in one object."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mitigation: (
+        Annotated[Annotated[str, Tag("string")] | Annotated[MitigationInput, Tag("object")], Forms("string", "object")]
+        | None
+    ) = Field(default=None, description="A mitigation by name, or with its parameters.")
+    order: str | None = Field(default=None, description="The order that the passages stand in.")
+    k: int | None = Field(default=None, ge=1, le=1000, description="How many passages to retrieve.")
+
+
+def mitigation_choice(given: str | MitigationInput | None) -> MitigationChoice | None:
+    """Return the mitigation of a request, or None for the default."""
+    if given is None or isinstance(given, str):
+        return None if given is None else MitigationChoice(given)
+    return MitigationChoice(given.name, given.parameters)

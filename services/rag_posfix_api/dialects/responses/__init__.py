@@ -1,0 +1,1 @@
+"""OpenAI responses: text, whole and as events."""

@@ -1,0 +1,244 @@
+"""Anthropic's messages, with the real client against a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import CitationCharLocation, CitationContentBlockLocation, DocumentBlockParam, TextBlock
+from fastapi.testclient import TestClient
+
+from rag_posfix.contracts.answer import Answer, Citation
+from rag_posfix.contracts.request import Usage
+from rag_posfix.errors import GenerationError
+from rag_posfix.settings import Settings
+from rag_posfix_api.app import create_app
+from rag_posfix_api.dialects.anthropic.citations import CitableDocument, cited_blocks
+from tests.support.serving import (
+    ANSWER,
+    BRIDGE,
+    HARBOUR,
+    QUESTION,
+    FailingGenerator,
+    ListRetriever,
+    limits,
+    make_pipeline,
+    serving,
+)
+
+
+def connect(url: str, **options: Any) -> anthropic.Anthropic:
+    return anthropic.Anthropic(**{"base_url": url, "api_key": "right", "max_retries": 0, "timeout": 20, **options})
+
+
+def document(text: str, **fields: Any) -> DocumentBlockParam:
+    source: Any = {"type": "text", "media_type": "text/plain", "data": text}
+    return {"type": "document", "source": source, "citations": {"enabled": True}, **fields}  # type: ignore[typeddict-item]
+
+
+def asked(*blocks: Any, text: str = QUESTION) -> list[Any]:
+    return [{"role": "user", "content": [*blocks, {"type": "text", "text": text}]}]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[anthropic.Anthropic]:
+    pipeline = make_pipeline(window=2000, retriever=ListRetriever(HARBOUR))
+    with serving(pipeline, api_key="right", max_documents=5) as url, connect(url) as client:
+        yield client
+
+
+def test_citations_are_characters_of_the_document(client: anthropic.Anthropic):
+    text = "News of 1911.\n\n" + BRIDGE
+    message = client.messages.create(
+        model="fake",
+        max_tokens=50,
+        messages=asked(document(HARBOUR), document(text, title="Bridges")),
+        system="Answer in one sentence.",
+    )
+    (block,) = message.content
+    assert isinstance(block, TextBlock)
+    assert block.text == text.split(". ")[0] == "News of 1911.\n\n" + ANSWER
+    assert block.citations is not None
+    (citation,) = block.citations
+    assert isinstance(citation, CitationCharLocation)
+    assert citation.cited_text == text[citation.start_char_index : citation.end_char_index] == block.text
+    assert (citation.document_index, citation.document_title) == (1, "Bridges")
+    assert (message.stop_reason, message.role, message.model) == ("end_turn", "assistant", "fake")
+    assert message.usage.output_tokens == len(block.text.split())
+    assert message.usage.input_tokens > 20
+    assert message.model_extra is not None
+    assert message.model_extra["posfix"]["documents"][0]["id"] in ("doc_0", "doc_1")
+
+
+def test_text_around_quotes_is_in_blocks_of_its_own():
+    text = f"They say: {ANSWER}, and ships waited for weeks."
+    start = text.index("The bridge")
+    end = start + len(ANSWER)
+    ships = text.index("ships")
+    answer = Answer(
+        text,
+        documents=(),
+        citations=(
+            Citation(start, end, text[start:end], ("doc_0", "doc_2")),
+            Citation(0, len(text), text, ("doc_0",), "attention"),
+            Citation(ships, len(text) - 1, text[ships:-1], ("doc_1",)),
+        ),
+        usage=Usage(1, 1),
+        cached=False,
+        mitigation="none",
+        order="relevance",
+        finish_reason="stop",
+    )
+    documents = [
+        CitableDocument("doc_0", None, "Listen! the BRIDGE of Arvo: was built in 1911.", None, enabled=True),
+        CitableDocument("doc_1", None, HARBOUR, None, enabled=False),
+        CitableDocument("doc_2", "t", "no such words", None, enabled=True),
+    ]
+    before, cited, after = cited_blocks(answer, documents)
+    assert (before.text, cited.text, after.text) == ("They say: ", ANSWER, ", and ships waited for weeks.")
+    assert before.citations is after.citations is None
+    assert cited.citations is not None
+    (citation,) = cited.citations
+    assert citation.cited_text == "the BRIDGE of Arvo: was built in 1911"
+    assert citation.type == "char_location"
+    assert (citation.start_char_index, citation.end_char_index) == (8, 45)
+    assert (citation.answer_start_index, citation.answer_end_index) == (start, end)
+
+
+def test_a_document_that_may_not_be_cited_is_read_and_not_cited(client: anthropic.Anthropic):
+    message = client.messages.create(
+        model="fake", max_tokens=50, messages=asked(document(BRIDGE, citations={"enabled": False}))
+    )
+    assert [(block.type, getattr(block, "citations", "")) for block in message.content] == [("text", None)]
+    assert message.model_extra is not None
+    assert message.model_extra["posfix"]["citations"][0]["document_ids"] == ["doc_0"]
+
+
+def test_blocks_of_a_document_are_cited_as_blocks(client: anthropic.Anthropic):
+    parts = ["It is known.", "The bridge of Arvo was built", "in 1911"]
+    source: Any = {"type": "content", "content": [{"type": "text", "text": part} for part in parts]}
+    message = client.messages.create(
+        model="fake",
+        max_tokens=50,
+        messages=asked(document("", source=source)),
+    )
+    (block,) = [one for one in message.content if isinstance(one, TextBlock) and one.citations]
+    assert block.citations is not None
+    (citation,) = block.citations
+    assert isinstance(citation, CitationContentBlockLocation)
+    cited = parts[citation.start_block_index : citation.end_block_index]
+    assert citation.cited_text == "".join(cited)
+    assert block.text in "\n".join(cited)
+
+
+def test_a_stream_has_the_events_of_the_api_and_citations_with_places_on_both_sides(client: anthropic.Anthropic):
+    with client.messages.stream(
+        model="fake", max_tokens=50, messages=asked(document(HARBOUR), document(BRIDGE, title="Bridges"))
+    ) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_message()
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    (block,) = message.content
+    assert block.type == "text"
+    assert block.text == ANSWER
+    assert block.citations is not None
+    (citation,) = block.citations
+    assert isinstance(citation, CitationCharLocation)
+    assert BRIDGE[citation.start_char_index : citation.end_char_index] == citation.cited_text == ANSWER
+    assert citation.model_extra == {"answer_start_index": 0, "answer_end_index": len(ANSWER)}
+    assert message.stop_reason == "end_turn"
+    assert message.usage.input_tokens > 20
+    assert message.usage.output_tokens == 8
+
+
+async def test_the_asynchronous_client_streams_text(client: anthropic.Anthropic):
+    async with (
+        anthropic.AsyncAnthropic(base_url=str(client.base_url), api_key="right", max_retries=0) as asynchronous,
+        asynchronous.messages.stream(model="default", max_tokens=50, messages=asked(document(BRIDGE))) as stream,
+    ):
+        text = "".join([part async for part in stream.text_stream])
+    assert text == ANSWER
+
+
+def test_without_documents_passages_are_retrieved(client: anthropic.Anthropic):
+    history: list[Any] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello!"}]
+    message = client.messages.create(
+        model="fake",
+        max_tokens=50,
+        messages=[*history, *asked(text="When did the harbour freeze?")],
+        extra_body={"posfix": {"mitigation": "none", "order": "reverse", "k": 1}},
+    )
+    assert [block.text for block in message.content if block.type == "text"] == ["The harbour froze in 1963"]
+    assert message.model_extra is not None
+    assert message.model_extra["posfix"]["documents"][0]["id"] == "r0"
+    assert message.model_extra["posfix"]["mitigation"] == "none"
+
+
+def test_max_tokens_and_stop_sequences_end_the_answer(client: anthropic.Anthropic):
+    create = client.messages.create
+    short = create(model="fake", max_tokens=2, messages=asked(document(BRIDGE)))
+    assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 2)
+    stopped = create(model="fake", max_tokens=20, messages=asked(document(BRIDGE)), stop_sequences=["was"])
+    assert "".join(block.text for block in stopped.content if block.type == "text").strip() == "The bridge of Arvo"
+
+
+def test_errors_have_anthropics_types(client: anthropic.Anthropic):
+    create = client.messages.create
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        create(model="claude-9", max_tokens=5, messages=asked())
+    assert unknown.value.type == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match="tools is not supported") as refused:
+        create(model="fake", max_tokens=5, messages=asked(), tools=[{"name": "t", "input_schema": {"type": "object"}}])
+    assert refused.value.type == "invalid_request_error"
+    with pytest.raises(anthropic.RequestTooLargeError, match="at most 5"):
+        create(model="fake", max_tokens=5, messages=asked(*[document("a")] * 6))
+    with pytest.raises(anthropic.BadRequestError, match="context window"):
+        create(model="fake", max_tokens=1990, messages=asked(document(BRIDGE)))
+    with connect(str(client.base_url), api_key="wrong") as stranger, pytest.raises(anthropic.AuthenticationError):
+        stranger.messages.create(model="fake", max_tokens=5, messages=asked())
+    with connect(str(client.base_url), api_key=None, auth_token="right") as bearer:
+        assert bearer.messages.create(model="fake", max_tokens=1, messages=asked()).stop_reason == "max_tokens"
+
+
+def test_a_failure_in_the_stream_is_an_error_event():
+    with serving(make_pipeline(FailingGenerator(2, GenerationError("secret")))) as url, connect(url) as client:
+        stream = client.messages.create(model="fake", max_tokens=50, messages=asked(document(BRIDGE)), stream=True)
+        with pytest.raises(anthropic.APIStatusError, match="the model failed") as failure:
+            list(stream)
+    assert failure.value.type == "api_error"
+    assert "secret" not in str(failure.value)
+
+
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "part"),
+    [
+        ({"messages": []}, 422, "messages"),
+        ({"max_tokens": None}, 422, "max_tokens"),
+        ({"max_tokens": 0}, 400, "max_tokens=0"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "role 'tool'"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "must be 'user'"),
+        ({"messages": asked(document(BRIDGE), text=" ")}, 400, "last message is empty"),
+        ({"messages": asked(PDF)}, 400, "'base64'"),
+        ({"messages": asked({"type": "document"})}, 400, "has no source"),
+        ({"messages": asked({"type": "image", "source": {"type": "url"}})}, 400, "'image'"),
+        ({"system": [{"type": "document", "text": "x"}]}, 400, "system: a block of type 'document'"),
+        ({"messages": asked({"type": "text", "text": "a", "citations": 5})}, 422, "citations"),
+        ({"stop_sequences": ["a"] * 5}, 400, "stop_sequences has 5"),
+        ({"posfix": {"mitigation": "nothing_like_it"}}, 400, "nothing_like_it"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "thinking"),
+    ],
+)
+def test_bad_requests_get_an_error_of_the_dialect(fields: dict[str, Any], status: int, part: str):
+    client = TestClient(create_app(Settings(), make_pipeline(), limits()))
+    response = client.post("/v1/messages", json={"model": "fake", "max_tokens": 5, "messages": asked(), **fields})
+    assert response.status_code == status, response.text
+    error = response.json()
+    assert error["type"] == "error"
+    assert error["error"]["type"] == "invalid_request_error"
+    assert part in error["error"]["message"]
