@@ -107,10 +107,10 @@ def test_models_are_loaded_when_warming_up_and_once(monkeypatch):
 
 
 def test_a_reranker_is_found_by_name(monkeypatch):
-    embeddings = lambda name, **_options: LetterEmbeddings(name)  # noqa: E731
+    def embeddings(name, **_options):
+        return LetterEmbeddings(name)
+
     monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", embeddings)
-        "rag_posfix.pipeline.build.SentenceEmbeddings", lambda name, **_options: LetterEmbeddings(name)
-    )
     reranker = create_reranker("embedding:top_n=2", "letters", "smollm2")
     assert (reranker.top_n, reranker.embeddings.identity) == (2, "letters")
     assert create_reranker(None, "", "") is None
