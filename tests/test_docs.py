@@ -199,8 +199,8 @@ def test_a_record_in_which_no_answer_changes_has_no_first_screen(tmp_path):
 
 def test_a_picture_is_stale_if_its_record_changed(tmp_path):
     changed_results(tmp_path)
-    head = json.loads((tmp_path / "positions-xquad-5-methods.json").read_text("utf-8"))
+    head = json.loads((tmp_path / "positions-xquad-5-default.json").read_text("utf-8"))
     head["summary"]["mitigations"]["none"]["positions"]["4"]["log_probability"] += 0.5
-    (tmp_path / "positions-xquad-5-methods.json").write_text(json.dumps(head), "utf-8")
+    (tmp_path / "positions-xquad-5-default.json").write_text(json.dumps(head), "utf-8")
     now, then = pictures(), pictures(tmp_path)
     assert [name for name in now if now[name] != then[name]] == ["first-screen.svg"]
