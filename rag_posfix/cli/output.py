@@ -35,9 +35,16 @@ __all__ = [
 ]
 
 
+_NO_TERMINAL = 80
+_WIDTH_OF_FILES = 160
+"""Characters of a line in a file or pipe, where rich would assume 80: names of methods then fit into one line."""
+
+
 def out() -> Console:
     """Return the console for results (stdout)."""
-    return Console()
+    console = Console()
+    assumed = not console.is_terminal and console.width == _NO_TERMINAL
+    return Console(width=_WIDTH_OF_FILES) if assumed else console
 
 
 def err() -> Console:

@@ -39,14 +39,15 @@ class CircularAttention(AttentionOverride):
         self.plain_from = self._end
 
     def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
-        """The whole prompt arrives in one pass; key positions are 0, 1, 2, ..."""
+        """Prefix and passages arrive in one pass, with the suffix or without it; key positions are 0, 1, 2, ..."""
         query, key, value, scaling = given.query, given.key, given.value, given.scaling
         first, end = self._prefix, self._end
         outs = []
         if first:
             outs.append(attend_segments(query[:, :, :first], key, value, scaling, 0, [])[0])
         outs.append(self._passage_rows(given))
-        outs.append(attend_segments(query[:, :, end:], key, value, scaling, end, [(0, end)])[0])
+        if query.shape[2] > end:
+            outs.append(attend_segments(query[:, :, end:], key, value, scaling, end, [(0, end)])[0])
         return torch.cat(outs, dim=2), None
 
     def _passage_rows(self, given: AttentionInput) -> Tensor:

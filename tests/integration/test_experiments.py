@@ -71,7 +71,18 @@ def without_time(value):
     """Return a value as JSON has it, without what differs from run to run: times, memory, names of new files."""
     if isinstance(value, dict):
         timed = ("seconds", "second", "ttft", "tokens_per_s", "ratio", "memory", "bytes")
-        changing = ("at", "record", "page", "plot", "profile_path", "run_file", "run_sha256", "load_average")
+        changing = (
+            "at",
+            "record",
+            "page",
+            "plot",
+            "profile_path",
+            "run_file",
+            "run_sha256",
+            "load_average",
+            "svg",
+            "png",
+        )
         return {
             str(name): without_time(one)
             for name, one in value.items()
