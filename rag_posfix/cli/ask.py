@@ -18,8 +18,8 @@ from rag_posfix.cli.options import (
     check_arrangement,
     check_index,
     checked_choice,
-    default_of,
     follows,
+    setting_option,
     settings_from,
 )
 from rag_posfix.cli.output import emit_json, err, out, status
@@ -39,49 +39,20 @@ _SNIPPET_CHARACTERS = 120
 
 Method = Annotated[
     str | None,
-    typer.Option(
-        "--mitigation",
-        help="Method: name, or name:parameter=value; see `rag-posfix methods`.",
-        show_default=default_of("mitigation"),
-    ),
+    setting_option("--mitigation", "Method: name, or name:parameter=value; see `rag-posfix methods`."),
 ]
 RerankerName = Annotated[
     str | None,
-    typer.Option(
-        "--reranker",
-        help="Reranker that chooses the k passages: name, or name:parameter=value.",
-        show_default=default_of("reranker"),
-    ),
+    setting_option("--reranker", "Reranker that chooses the k passages: name, or name:parameter=value."),
 ]
 OrderName = Annotated[
-    str | None,
-    typer.Option(
-        "--order",
-        help="Order of the passages in the prompt: name, or name:parameter=value.",
-        show_default=default_of("order"),
-    ),
+    str | None, setting_option("--order", "Order of the passages in the prompt: name, or name:parameter=value.")
 ]
-Number = Annotated[
-    int | None,
-    typer.Option("--k", min=1, help="Number of passages in the prompt.", show_default=default_of("k")),
-]
+Number = Annotated[int | None, setting_option("--k", "Number of passages in the prompt.", min=1)]
 FirstStage = Annotated[
-    str | None,
-    typer.Option(
-        "--retriever",
-        help="dense (by embeddings), bm25 (by words), or hybrid (both).",
-        show_default=default_of("retriever"),
-    ),
+    str | None, setting_option("--retriever", "dense (by embeddings), bm25 (by words), or hybrid (both).")
 ]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-tokens",
-        min=1,
-        help="Maximum number of tokens of the answer.",
-        show_default=default_of("max_tokens"),
-    ),
-]
+MaxTokens = Annotated[int | None, setting_option("--max-tokens", "Maximum number of tokens of the answer.", min=1)]
 Chat = Annotated[
     bool, typer.Option("--chat", help="Read questions from the terminal, one per line, until an empty line.")
 ]

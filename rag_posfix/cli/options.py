@@ -28,20 +28,26 @@ __all__ = [
     "checked_choices",
     "checked_choices_and_arrangements",
     "checked_output",
-    "default_of",
     "follows",
     "gold_positions_of",
     "parse_choice",
     "parse_gold_positions",
+    "setting_option",
     "settings_from",
     "split_outside",
 ]
 
 
-def default_of(setting: str) -> str:
-    """Return what ``--help`` shows as the default of an option that overrides a setting: that of the setting."""
-    default = Settings.model_fields[setting].default
-    return "none" if default is None else str(default)
+def setting_option(flag: str, help: str, **limits: Any) -> Any:
+    """Return an option that overrides the setting of its name, whose default ``--help`` shows.
+
+    Args:
+        flag: ``--max-tokens`` for the setting ``max_tokens``.
+        help: Its description.
+        limits: Of ``typer.Option``.
+    """
+    default = Settings.model_fields[flag.removeprefix("--").replace("-", "_")].default
+    return typer.Option(flag, help=help, show_default="none" if default is None else str(default), **limits)
 
 
 BASIC_METHODS = "none,default"
@@ -54,20 +60,12 @@ Split = Annotated[
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option(
-        "--model",
-        help="Model: smollm2, gemma3-270m, a Hugging Face model id, or a folder.",
-        show_default=default_of("model"),
-    ),
+    setting_option("--model", "Model: smollm2, gemma3-270m, a Hugging Face model id, or a folder."),
 ]
 
 DeviceName = Annotated[
     str | None,
-    typer.Option(
-        "--device",
-        help="auto, cpu, cuda, cuda:1, ...; auto uses a GPU if there is one.",
-        show_default=default_of("device"),
-    ),
+    setting_option("--device", "auto, cpu, cuda, cuda:1, ...; auto uses a GPU if there is one."),
 ]
 
 GoldPositions = Annotated[

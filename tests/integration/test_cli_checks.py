@@ -8,27 +8,15 @@ import sys
 
 import pytest
 
-from rag_posfix.cli import main as cli
-from rag_posfix.folders import default_cache_dir
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from tests.support.command_line import cache_with_models, command_line
 from tests.support.letter_embeddings import LetterEmbeddings
 
 
 @pytest.fixture
 def run(capsysbinary, tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("cache")
-    models = default_cache_dir() / "models"
-    models.mkdir(parents=True, exist_ok=True)
-    (folder / "models").symlink_to(models)
-    monkeypatch.setenv("RAG_POSFIX_CACHE_DIR", str(folder))
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsysbinary.readouterr()
-        return exit_.value.code or 0, captured.out.decode(), captured.err.decode()
-
-    return call
+    monkeypatch.setenv("RAG_POSFIX_CACHE_DIR", str(cache_with_models(tmp_path_factory.mktemp("cache"))))
+    return command_line(capsysbinary)
 
 
 @pytest.fixture

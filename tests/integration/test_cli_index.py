@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from rag_posfix.cli import main as cli
 from rag_posfix.retrieval.index.folder_lock import locked
+from tests.support.command_line import command_line
 
 pytestmark = pytest.mark.weights
 
@@ -15,14 +15,7 @@ pytestmark = pytest.mark.weights
 @pytest.fixture
 def run(capsysbinary, tmp_path, monkeypatch):
     monkeypatch.setenv("RAG_POSFIX_CACHE_DIR", str(tmp_path / "cache"))
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsysbinary.readouterr()
-        return exit_.value.code or 0, captured.out.decode(), captured.err.decode()
-
-    return call
+    return command_line(capsysbinary)
 
 
 @pytest.fixture

@@ -93,10 +93,8 @@ def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
     """
     paths = {kind: record.with_suffix(f".{kind}") for kind in FORMATS}
     for kind, path in paths.items():
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
         try:
-            write_whole(path, [drawn.getvalue()])
+            write_whole(path, [_drawn(figure, kind)])
         except OSError as error:
             raise EvaluationError(
                 f"cannot write a picture to {path.parent}: {error.strerror}; choose another --out"
@@ -106,18 +104,23 @@ def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
 
 def svg_of(figure: Figure) -> str:
     """Return a figure as SVG; equal figures give equal text."""
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return _drawn(figure, "svg").decode()
+
+
+def _drawn(figure: Figure, kind: str) -> bytes:
+    from matplotlib import rc_context
+
+    drawn = io.BytesIO()
+    with rc_context({"svg.hashsalt": "rag_posfix"}):  # equal figures give equal bytes
+        figure.savefig(drawn, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     return drawn.getvalue()
 
 
 def _axes(size: tuple[float, float]) -> tuple[Figure, Any]:
     try:
-        import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise missing_extra("matplotlib", "eval") from error
-    matplotlib.rcParams["svg.hashsalt"] = "rag_posfix"  # the same record gives the same file
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.evaluation.data.position_example import PositionExample, checked_question
+from rag_posfix.evaluation.data.position_example import PositionExample, question_and_answers
 
 __all__ = ["hotpotqa_example"]
 
@@ -26,7 +26,7 @@ def hotpotqa_example(row: Mapping[str, Any], number: int) -> PositionExample:
     Raises:
         AttributeError, KeyError, TypeError, ValueError: the row is malformed.
     """
-    question, answers = checked_question(row["question"], [row["answer"]])
+    question, answers = question_and_answers(row["question"], [row["answer"]])
     needed = {title for title, _ in row["supporting_facts"]}
     documents = [
         Document(page_content="".join(sentences).strip(), metadata={"title": title}, id=f"{number}-{i}")

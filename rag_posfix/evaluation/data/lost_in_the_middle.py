@@ -7,7 +7,7 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.evaluation.data.position_example import PositionExample, checked_question
+from rag_posfix.evaluation.data.position_example import PositionExample, question_and_answers
 
 __all__ = ["lost_in_the_middle_example"]
 
@@ -22,7 +22,7 @@ def lost_in_the_middle_example(row: Mapping[str, Any], number: int) -> PositionE
     Raises:
         AttributeError, KeyError, StopIteration, TypeError, ValueError: the row is malformed.
     """
-    question, answers = checked_question(row["question"], row["answers"])
+    question, answers = question_and_answers(row["question"], row["answers"])
     contexts: Sequence[dict[str, Any]] = row["ctxs"]
     documents = [
         Document(page_content=c["text"], metadata={"title": c.get("title", "")}, id=f"{number}-{i}")

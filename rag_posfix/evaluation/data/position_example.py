@@ -9,7 +9,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
 
-__all__ = ["GoldPosition", "PositionExample", "checked_question", "position_label", "visible"]
+__all__ = ["GoldPosition", "PositionExample", "position_label", "question_and_answers", "visible"]
 
 GoldPosition = int | tuple[int, ...]
 """The position of the gold passage in the prompt, from 0, or the positions of several gold passages in their order."""
@@ -82,7 +82,7 @@ def position_label(gold_position: GoldPosition) -> str:
     return str(gold_position) if isinstance(gold_position, int) else "+".join(map(str, gold_position))
 
 
-def checked_question(question: Any, answers: Any) -> tuple[str, tuple[str, ...]]:
+def question_and_answers(question: Any, answers: Any) -> tuple[str, tuple[str, ...]]:
     """Return question and answers, each answer once.
 
     Raises:

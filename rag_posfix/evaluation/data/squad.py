@@ -11,7 +11,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.position_example import PositionExample, checked_question, visible
+from rag_posfix.evaluation.data.position_example import PositionExample, question_and_answers, visible
 
 __all__ = ["squad_articles", "squad_examples"]
 
@@ -72,7 +72,7 @@ def _squad_example(
     row: Any, at: str, documents: Sequence[Sequence[Document]], article: int, paragraph: int
 ) -> PositionExample:
     try:
-        question, answers = checked_question(row["question"], [answer["text"] for answer in row["answers"]])
+        question, answers = question_and_answers(row["question"], [answer["text"] for answer in row["answers"]])
         name = row.get("id", at.partition(": ")[2])
     except (AttributeError, KeyError, ValueError, TypeError) as error:
         raise EvaluationError(

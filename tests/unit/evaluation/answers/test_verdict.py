@@ -87,7 +87,7 @@ def test_rows_hold_the_question_the_accepted_answers_and_the_passages(engine):
 
 
 def test_without_matplotlib_there_is_a_record_and_a_hint(engine, tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     record = run(evaluate_positions, engine, tmp_path, gold_positions=[0])
     assert set(record.files) == {"record"}
     assert "no picture was drawn: matplotlib is not installed" in caplog.text
