@@ -10,9 +10,9 @@ from pathlib import Path
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
 from rag_posfix.folders import default_cache_dir
+from rag_posfix.generation.engine import mitigation_info
 from rag_posfix.generation.load import ModelFacts, read_facts
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.mitigations import create
 
 __all__ = ["DeferredGenerator", "deferred_generator"]
 
@@ -57,8 +57,7 @@ class DeferredGenerator:
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters, and return its name, fingerprint and order invariance."""
-        method = create(choice.name, choice.parameters)
-        return MitigationInfo(method.name, method.fingerprint(), method.is_order_invariant)
+        return mitigation_info(choice)
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Return the whole answer."""

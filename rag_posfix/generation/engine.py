@@ -35,7 +35,7 @@ from rag_posfix.plan.plan import Plan
 if TYPE_CHECKING:
     from rag_posfix.caching.kv.store import PassageStore
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "mitigation_info"]
 
 
 class Engine:
@@ -161,8 +161,7 @@ class Engine:
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters and return what caching needs to know of it."""
-        method = create(choice.name, choice.parameters)
-        return MitigationInfo(method.name, method.fingerprint(), method.is_order_invariant)
+        return mitigation_info(choice)
 
     def next_log_probs(self, layout: Layout, mitigation: MitigationChoice | None = None) -> Tensor:
         """Return the log-probabilities of the first token of the answer, (V,) float32."""
@@ -325,3 +324,14 @@ class Engine:
                     f"the prompt takes {needed} tokens and max_tokens={max_tokens} more, but the context window is "
                     f"{window}; use fewer or shorter passages, or lower max_tokens"
                 )
+
+
+def mitigation_info(choice: MitigationChoice) -> MitigationInfo:
+    """Check a mitigation and its parameters and return what caching needs to know of it.
+
+    Raises:
+        UnknownNameError: no such mitigation.
+        ConfigError: an unknown parameter, or a value out of range.
+    """
+    method = create(choice.name, choice.parameters)
+    return MitigationInfo(method.name, method.fingerprint(), method.is_order_invariant)

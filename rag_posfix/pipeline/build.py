@@ -185,9 +185,8 @@ def build_embeddings(settings: Settings, *, many: bool = False) -> SentenceEmbed
         settings: The embedding model.
         many: Many texts will be embedded: compute on all cores, in bfloat16 where the processor has it.
     """
-    if many:
-        return SentenceEmbeddings(settings.embedding_model, cache_dir=settings.cache_dir, encoder=TextEncoder)
-    return SentenceEmbeddings(settings.embedding_model, cache_dir=settings.cache_dir)
+    encoder = TextEncoder if many else None
+    return SentenceEmbeddings(settings.embedding_model, cache_dir=settings.cache_dir, encoder=encoder)
 
 
 def build_reranker_models(settings: Settings) -> RerankerModels:
