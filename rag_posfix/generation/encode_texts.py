@@ -26,7 +26,7 @@ class TextEncoder:
     """Encodes texts with one model on several cores.
 
     Layers are computed in bfloat16 where the processor has instructions for it, and sums and norms in float32: vectors
-    of all-MiniLM-L6-v2 then have a cosine of at least .9999 with those in float32. A model that is not on the CPU
+    of all-MiniLM-L6-v2 then have a cosine of at least .9995 with those in float32. A model that is not on the CPU
     encodes all texts itself, as it is.
 
     Args:
