@@ -12,7 +12,7 @@ from types import FrameType
 
 import uvicorn
 
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, RagPosfixError
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.app import RENDERERS, create_app
@@ -39,6 +39,8 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM, and then finish running requests. Logs JSON lines to stderr.
 
+    A service whose model, index or embeddings cannot be loaded ends at once: what supervises it sees the exit status.
+
     Args:
         settings: The model to load, and defaults of requests.
         host: Address to listen on, instead of ``service.host``.
@@ -48,6 +50,7 @@ def run(
 
     Raises:
         ConfigError: the port is in use, or the address cannot be used.
+        RagPosfixError: the pipeline cannot be loaded.
     """
     limits = service or ServiceSettings()
     listener = bind(limits.host if host is None else host, limits.port if port is None else port)
@@ -58,7 +61,10 @@ def run(
         hosts = None
         if limits.api_key is None and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             hosts = LOOPBACK_NAMES | {f"[{address}]" if ":" in address else address}
-        make_server(settings, limits, pipeline, hosts=hosts).run(sockets=[listener])
+        server = make_server(settings, limits, pipeline, hosts=hosts)
+        server.run(sockets=[listener])
+    if server.load_error is not None:
+        raise server.load_error
 
 
 class DrainingServer(uvicorn.Server):
@@ -82,6 +88,11 @@ class DrainingServer(uvicorn.Server):
         self._notice_seconds = min(notice_seconds, drain_seconds)
         self._signalled_at: float | None = None
 
+    @property
+    def load_error(self) -> RagPosfixError | None:
+        """Why the pipeline could not be loaded, or None."""
+        return self._service.load_error
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start the drain, or end it. A signal handler: the work is done by ``on_tick``."""
         if self._signalled_at is None:
@@ -93,7 +104,7 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server is to close its port and to end. Called ten times a second."""
-        ends = await super().on_tick(counter)
+        ends = await super().on_tick(counter) or self.load_error is not None
         if self._signalled_at is None:
             return ends
         self._service.drain()
@@ -112,7 +123,7 @@ def make_server(
     pipeline: Pipeline | None = None,
     *,
     hosts: Collection[str] | None = None,
-) -> uvicorn.Server:
+) -> DrainingServer:
     """Return the server, which runs on a socket of ``bind``.
 
     Args:

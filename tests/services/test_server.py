@@ -77,6 +77,15 @@ def test_the_server_runs_on_the_port_given_and_stops_on_a_signal():
     assert "Finished server process" in err
 
 
+def test_a_service_whose_embeddings_cannot_be_loaded_ends_with_1(tmp_path: Path):
+    """Until a supervisor sees the end of the process, it would go on as not ready."""
+    command = [sys.executable, "-m", "rag_posfix.cli.main", "serve", "--port", "0"]
+    environment = {**os.environ, "RAG_POSFIX_EMBEDDING_MODEL": str(tmp_path / "missing")}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith(f"error: embedding model '{tmp_path / 'missing'}' could not")
+
+
 def test_logs_go_to_stderr_as_json(capsys: pytest.CaptureFixture[str]):
     from rag_posfix_api.http.observability import configure_logging
 

@@ -14,7 +14,7 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Sampling
-from rag_posfix.errors import RagPosfixError
+from rag_posfix.errors import GenerationError, RagPosfixError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
@@ -58,6 +58,7 @@ class Service:
         self._batching: BatchingGenerator | None = None
         self._generator: Generator | None = None
         self._draining = False
+        self._load_error: RagPosfixError | None = None
         self._reason = "the model is being loaded; try again later"
 
     @property
@@ -77,6 +78,11 @@ class Service:
     def is_ready(self) -> bool:
         """Whether the pipeline is loaded, its model has not failed, and the service is not stopping."""
         return self._pipeline is not None and self._failure is None and not self._draining
+
+    @property
+    def load_error(self) -> RagPosfixError | None:
+        """Why the pipeline could not be loaded, or None. It does not become ready any more."""
+        return self._load_error
 
     @property
     def in_flight(self) -> int:
@@ -118,6 +124,7 @@ class Service:
             known = isinstance(error, RagPosfixError)
             told = " ".join(str(error).split()) if known else f"{type(error).__name__}, see the server's log"
             self._reason = f"the model could not be loaded: {told}"
+            self._load_error = error if isinstance(error, RagPosfixError) else GenerationError(self._reason)
             _log.error("%s", self._reason, exc_info=None if known else error)
             return
         self._loaded = pipeline
@@ -215,10 +222,12 @@ def package_version() -> str:
 
 
 def _build(settings: Settings) -> Pipeline:
-    """Return a pipeline that has answered one question, which compiles, allocates and reveals a broken model."""
+    """Return a pipeline that has embedded and answered one question: a missing or broken model is told at the start."""
     from rag_posfix.pipeline.build import build_pipeline  # torch and transformers: not before they are needed
 
     pipeline = build_pipeline(settings)
+    if pipeline.embeddings is not None:
+        pipeline.embeddings.embed_query("Is the service warm?")
     passage = Document(page_content="The service is warm.", metadata={"relevance_score": 1.0})
     pipeline.ask(
         Question("Is the service warm?", documents=[passage], sampling=Sampling(max_tokens=2), use_cache=False)
