@@ -28,7 +28,7 @@ def bench(
     documents: Annotated[int, typer.Option("--documents", min=1, help="Number of passages in the prompt.")] = 20,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per passage.")] = 150,
     mitigation: Annotated[
-        str | None, typer.Option("--mitigation", help="Methods, comma-separated; default: all.")
+        str | None, typer.Option("--mitigation", help="Methods, comma-separated.", show_default="all")
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Number of rounds; ratios are medians.")] = 3,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Decode steps per round.")] = 16,
@@ -40,12 +40,17 @@ def bench(
     ] = True,
     redis_url: Annotated[
         str | None,
-        typer.Option("--redis-url", help="Also measure a Redis tier at this URL; its entries are not cleared."),
+        typer.Option(
+            "--redis-url",
+            help="Also measure a Redis tier at this URL; its entries are not cleared.",
+            show_default="no Redis tier",
+        ),
     ] = None,
     model: ModelName = None,
     device: DeviceName = None,
     output: Annotated[
-        Path | None, typer.Option("--out", callback=checked_output, help="Folder for a result record.")
+        Path | None,
+        typer.Option("--out", callback=checked_output, help="Folder for a result record.", show_default="no record"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

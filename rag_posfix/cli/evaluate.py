@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rag_posfix.cli.options import (
+    BASIC_METHODS,
     AsJson,
     DeviceName,
     GoldPositions,
@@ -32,8 +33,8 @@ Mitigations = Annotated[
     str | None,
     typer.Option(
         "--mitigation",
-        help="Methods, comma-separated; name:parameter=value, values in JSON. Default: none,default; with "
-        "--arrangement: none.",
+        help="Methods, comma-separated; name:parameter=value, values in JSON.",
+        show_default=f"{BASIC_METHODS}; none with --arrangement",
     ),
 ]
 Arrangements = Annotated[
@@ -42,10 +43,11 @@ Arrangements = Annotated[
         "--arrangement",
         help="Reranker/order/method, comma-separated, each as name:parameter=value, for example "
         "likelihood+embedding/reverse/none. An empty reranker is the embedding.",
+        show_default="no arrangement besides the methods",
     ),
 ]
 Documents = Annotated[int, typer.Option("--documents", min=1, help="Number of passages per prompt.")]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of questions.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of questions.", show_default="all")]
 Skip = Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum number of tokens of an answer.")]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_choice, settings_from
+from rag_posfix.cli.options import AsJson, DeviceName, EmbeddingModel, ModelName, checked_choice, settings_from
 from rag_posfix.cli.output import emit_json, out, progress_bar, progress_bars, status
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.folders import PASSAGES_FOLDER
@@ -43,15 +43,14 @@ def index(
         typer.Argument(help="Files (.txt, .md, .html, .pdf, .docx, .csv, .jsonl, .jsonl.gz) or folders."),
     ],
     output: Annotated[Path, typer.Option("--out", help="Index folder; an existing index is updated.")],
-    embedding_model: Annotated[
-        str | None, typer.Option("--embedding-model", help="Embedding model: minilm, a model id, or a folder.")
-    ] = None,
+    embedding_model: EmbeddingModel = None,
     precompute: Annotated[
         str | None,
         typer.Option(
             "--precompute",
             help="Method whose keys and values are computed for every passage and stored in the passage KV store, so "
             "that the first question is warm. Takes 3.5 MB per 150 tokens with the packaged model.",
+            show_default="no keys and values are computed",
         ),
     ] = None,
     model: ModelName = None,

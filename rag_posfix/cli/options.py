@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic_settings import BaseSettings
 
 from rag_posfix.contracts.method_spec import parse_method, split_outside
 from rag_posfix.contracts.request import MitigationChoice
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from rag_posfix.evaluation.answers.arrangement import Arrangement
 
 __all__ = [
+    "BASIC_METHODS",
     "AsJson",
     "DeviceName",
+    "EmbeddingModel",
     "GoldPositions",
     "ModelName",
     "Split",
@@ -38,15 +41,16 @@ __all__ = [
 ]
 
 
-def setting_option(flag: str, help: str, **limits: Any) -> Any:
+def setting_option(flag: str, help: str, *, of: type[BaseSettings] = Settings, **limits: Any) -> Any:
     """Return an option that overrides the setting of its name, whose default ``--help`` shows.
 
     Args:
         flag: ``--max-tokens`` for the setting ``max_tokens``.
         help: Its description.
+        of: The settings it belongs to.
         limits: Of ``typer.Option``.
     """
-    default = Settings.model_fields[flag.removeprefix("--").replace("-", "_")].default
+    default = of.model_fields[flag.removeprefix("--").replace("-", "_")].default
     return typer.Option(flag, help=help, show_default="none" if default is None else str(default), **limits)
 
 
@@ -56,7 +60,7 @@ BASIC_METHODS = "none,default"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Split = Annotated[
     int | None,
-    typer.Option("--tp", min=1, help="Number of processes for tensor parallelism, each with a GPU if there are GPUs."),
+    setting_option("--tp", "Number of processes for tensor parallelism, each with a GPU if there are GPUs.", min=1),
 ]
 ModelName = Annotated[
     str | None,
@@ -66,6 +70,10 @@ ModelName = Annotated[
 DeviceName = Annotated[
     str | None,
     setting_option("--device", "auto, cpu, cuda, cuda:1, ...; auto uses a GPU if there is one."),
+]
+
+EmbeddingModel = Annotated[
+    str | None, setting_option("--embedding-model", "Embedding model: minilm, a model id, or a folder.")
 ]
 
 GoldPositions = Annotated[

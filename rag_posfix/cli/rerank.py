@@ -10,6 +10,7 @@ import typer
 from rag_posfix.cli.options import (
     AsJson,
     DeviceName,
+    EmbeddingModel,
     GoldPositions,
     ModelName,
     checked_output,
@@ -28,9 +29,6 @@ __all__ = ["rerank", "rerank_positions"]
 Rerankers = Annotated[
     str, typer.Option("--reranker", help="Rerankers, comma-separated: name, or name:parameter=value with JSON values.")
 ]
-EmbeddingModel = Annotated[
-    str | None, typer.Option("--embedding-model", help="Embedding model: minilm, a model id, or a folder.")
-]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Recompute rankings that are in the journal.")]
 
 
@@ -48,11 +46,13 @@ def rerank(
     reranker: Rerankers = "",
     queries: Annotated[
         Path | None,
-        typer.Option("--queries", help="JSON lines, tab-separated or TREC topics; default: those of the BEIR folder."),
+        typer.Option(
+            "--queries", help="JSON lines, tab-separated or TREC topics.", show_default="those of the BEIR folder"
+        ),
     ] = None,
     qrels: Annotated[
         Path | None,
-        typer.Option("--qrels", help="TREC or BEIR judgements; default: qrels/test.tsv of the BEIR folder."),
+        typer.Option("--qrels", help="TREC or BEIR judgements.", show_default="qrels/SPLIT.tsv of the BEIR folder"),
     ] = None,
     first_stage: Annotated[
         str, typer.Option("--first-stage", help="bm25, dense or hybrid, with parameters, or the path of a TREC run.")
@@ -62,7 +62,9 @@ def rerank(
         str,
         typer.Option("--measures", help="Further ir-measures, besides nDCG@10, RR@10, R@10 and P@1."),
     ] = "",
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of judged topics.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Maximum number of judged topics.", show_default="all")
+    ] = None,
     skip: Annotated[int, typer.Option("--skip", min=0, help="Number of judged topics to leave out at the start.")] = 0,
     split: Annotated[str, typer.Option("--split", help="Split of a BEIR folder: qrels/SPLIT.tsv.")] = "test",
     binary: Annotated[bool, typer.Option("--binary", help="Count every grade above 0 as 1.")] = False,
@@ -117,7 +119,9 @@ def rerank_positions(
     reranker: Rerankers,
     gold_positions: GoldPositions = None,
     documents: Annotated[int, typer.Option("--documents", min=1, help="Number of passages per list.")] = 10,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of questions.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Maximum number of questions.", show_default="all")
+    ] = None,
     skip: Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")] = 0,
     fresh: Fresh = False,
     embedding_model: EmbeddingModel = None,

@@ -5,24 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from rag_posfix.cli.options import DeviceName, ModelName, Split, check_arrangement, check_index, follows, settings_from
+from rag_posfix.cli.options import (
+    DeviceName,
+    ModelName,
+    Split,
+    check_arrangement,
+    check_index,
+    follows,
+    setting_option,
+    settings_from,
+)
 from rag_posfix.errors import missing_extra
+from rag_posfix.settings import ServiceSettings
 
 __all__ = ["serve"]
 
 
 def serve(
-    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
+    host: Annotated[str | None, setting_option("--host", "Address to listen on.", of=ServiceSettings)] = None,
     port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+        int | None,
+        setting_option("--port", "Port to listen on; 0 takes a free one.", of=ServiceSettings, min=0, max=65535),
     ] = None,
-    index: Annotated[Path | None, typer.Option("--index", help="Index folder, written by `rag-posfix index`.")] = None,
+    index: Annotated[Path | None, setting_option("--index", "Index folder, written by `rag-posfix index`.")] = None,
     model: ModelName = None,
     device: DeviceName = None,
     tp: Split = None,
-    mitigation: Annotated[str | None, typer.Option("--mitigation", help="Default method of requests.")] = None,
+    mitigation: Annotated[str | None, setting_option("--mitigation", "Default method of requests.")] = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz and /metrics."""
     settings = settings_from(model=model, device=device, index=index, mitigation=mitigation, tp=tp)

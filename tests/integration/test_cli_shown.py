@@ -6,7 +6,9 @@ import io
 import json
 
 import pytest
+import typer
 
+from rag_posfix.cli.main import app
 from rag_posfix.cli.options import gold_positions_of
 from rag_posfix.settings import Settings
 from tests.support.command_line import cache_with_models, command_line
@@ -29,6 +31,26 @@ def test_help_shows_the_defaults_of_the_settings(run):
     for name in ("mitigation", "order", "k", "retriever", "max_tokens", "model", "device", "reranker"):
         default = Settings.model_fields[name].default
         assert f"[default:({'none' if default is None else default})]" in shown
+
+
+def options_of(command, path=()):
+    for parameter in command.params:
+        if parameter.param_type_name == "option":
+            yield " ".join((*path, parameter.opts[0])), parameter
+    for name, part in getattr(command, "commands", {}).items():
+        yield from options_of(part, (*path, name))
+
+
+def test_help_shows_what_every_option_is_without_a_value():
+    """A flag that is off is plain; the default of any other option must be stated."""
+    options = dict(options_of(typer.main.get_command(app)))
+    assert len(options) > 80
+    silent = [
+        name
+        for name, one in options.items()
+        if not (one.required or one.is_flag or isinstance(one.show_default, str) or one.default is not None)
+    ]
+    assert silent == []
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def package_version() -> str:
 
 
 def _build(settings: Settings) -> Pipeline:
-    """Return a pipeline that has embedded and answered one question: a missing or broken model is told at the start."""
+    """Return a pipeline that has embedded and answered one question, which reveals a missing or broken model."""
     from rag_posfix.pipeline.build import build_pipeline  # torch and transformers: not before they are needed
 
     pipeline = build_pipeline(settings)
