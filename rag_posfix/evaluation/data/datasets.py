@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.data.files import malformed
 from rag_posfix.evaluation.data.hotpotqa import hotpotqa_example
 from rag_posfix.evaluation.data.lost_in_the_middle import lost_in_the_middle_example
 from rag_posfix.evaluation.data.position_example import PositionExample
@@ -100,7 +101,7 @@ def _rows(text: str, path: Path, limit: int | None, skip: int) -> Iterator[Posit
             yield (hotpotqa_example if "supporting_facts" in row else lost_in_the_middle_example)(row, number)
         except (AttributeError, KeyError, ValueError, TypeError, StopIteration) as error:
             raise EvaluationError(
-                f"{path}:{number + 1} is not a Lost-in-the-Middle row ({type(error).__name__}: {error}); it needs "
+                f"{path}:{number + 1} is not a Lost-in-the-Middle row ({malformed(error)}); it needs "
                 "question, answers and ctxs with one isgold, or as a HotpotQA row question, answer, supporting_facts "
                 "and context"
             ) from error

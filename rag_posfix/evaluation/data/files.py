@@ -7,10 +7,12 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.whole_file import write_whole
 
-__all__ = ["checked_id", "read_lines", "write_text"]
+__all__ = ["checked_id", "malformed", "read_lines", "write_text"]
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -35,6 +37,17 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
             f"{path} cannot be read ({type(error).__name__}: {error}); it must be UTF-8 text, compressed where its "
             "name ends in .gz"
         ) from error
+
+
+def malformed(error: Exception) -> str:
+    """Return what is wrong with a row of a file, in the words of a user, from what reading it raised."""
+    if isinstance(error, KeyError):
+        return f"no {error.args[0]!r}"
+    if isinstance(error, ValueError) and not isinstance(error, ValidationError):
+        return str(error)
+    if isinstance(error, StopIteration):
+        return "no passage is marked as gold"
+    return "a part has the wrong type"  # the texts of these errors speak of classes and attributes
 
 
 def checked_id(value: object, location: str, what: str) -> str:

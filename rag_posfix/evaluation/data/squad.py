@@ -11,6 +11,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.data.files import malformed
 from rag_posfix.evaluation.data.position_example import PositionExample, question_and_answers, visible
 
 __all__ = ["squad_articles", "squad_examples"]
@@ -25,7 +26,7 @@ def squad_articles(text: str, path: Path) -> list[Any] | None:
     if not isinstance(first, dict) or "data" not in first or "ctxs" in first:
         return None
     if not isinstance(first["data"], list):
-        raise EvaluationError(f"{path}: data is {type(first['data']).__name__}, must be a list of SQuAD articles")
+        raise EvaluationError(f"{path}: data must be a list of SQuAD articles, is no list")
     return first["data"]
 
 
@@ -64,7 +65,7 @@ def _paragraphs(article: Any, at: str, number: int) -> list[Document]:
         ]
     except (AttributeError, KeyError, ValueError, TypeError) as error:
         raise EvaluationError(
-            f"{at} is not a SQuAD article ({type(error).__name__}: {error}); it needs paragraphs with context and qas"
+            f"{at} is not a SQuAD article ({malformed(error)}); it needs paragraphs with context and qas"
         ) from error
 
 
@@ -76,7 +77,7 @@ def _squad_example(
         name = row.get("id", at.partition(": ")[2])
     except (AttributeError, KeyError, ValueError, TypeError) as error:
         raise EvaluationError(
-            f"{at} is not a SQuAD question ({type(error).__name__}: {error}); it needs question and answers with text"
+            f"{at} is not a SQuAD question ({malformed(error)}); it needs question and answers with text"
         ) from error
     near = [document for p, document in enumerate(documents[article]) if p != paragraph]
     others = [documents[(article + step) % len(documents)] for step in range(1, len(documents))]

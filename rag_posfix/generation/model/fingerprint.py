@@ -90,7 +90,9 @@ def files_of(source: str) -> tuple[Path, tuple[Path, ...]]:
     try:
         base = str(json.loads(adapter.read_bytes())["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{adapter} does not name the model of its adapter: {error!r}") from error
+        raise ConfigError(
+            f"{adapter} does not name the model of its adapter; it needs base_model_name_or_path, a folder or a Hub id"
+        ) from error
     return (Path(base) if Path(base).is_dir() else _snapshot_folder(base)), (folder,)
 
 

@@ -225,10 +225,10 @@ class TestSquad:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"question": " "}, "qas[0] is not a SQuAD question (ValueError: question is ' ', must be text)"),
-            ({"answers": []}, "qas[0] is not a SQuAD question (ValueError: answers is [], must be a list of one"),
-            ({"answers": ["so"]}, "qas[0] is not a SQuAD question (TypeError"),
-            ({"answers": None}, "qas[0] is not a SQuAD question (TypeError"),
+            ({"question": " "}, "qas[0] is not a SQuAD question (question is ' ', must be text)"),
+            ({"answers": []}, "qas[0] is not a SQuAD question (answers is [], must be a list of one"),
+            ({"answers": ["so"]}, "qas[0] is not a SQuAD question (a part has the wrong type)"),
+            ({"answers": None}, "qas[0] is not a SQuAD question (a part has the wrong type)"),
         ],
     )
     def test_a_malformed_question_is_named_by_its_place(self, tmp_path, change, message):
@@ -263,7 +263,7 @@ class TestSquad:
             load_examples(write_squad(tmp_path / "x.json", {"data": data}))
 
     def test_data_that_is_no_list_is_refused(self, tmp_path):
-        with pytest.raises(EvaluationError, match="data is dict, must be a list of SQuAD articles"):
+        with pytest.raises(EvaluationError, match="data must be a list of SQuAD articles, is no list"):
             load_examples(write_squad(tmp_path / "x.json", {"data": {}}))
 
 

@@ -388,5 +388,7 @@ class TestFilesOf:
     def test_an_adapter_that_names_no_model_is_one_line(self, snapshot, peft, content):
         save_adapter(snapshot)
         (snapshot / "adapter_config.json").write_text(content)
-        with pytest.raises(ConfigError, match=r"adapter_config.json does not name the model of its adapter: "):
+        with pytest.raises(
+            ConfigError, match=r"adapter_config.json does not name the model of its adapter; it needs "
+        ):
             files_of("somebody/tiny")
