@@ -42,6 +42,7 @@ __all__ = [
     "usable_device",
 ]
 
+_STARTS_OF_PATHS = ("/", "./", "../", "~")
 _PLACED = frozenset({"device_map", "distributed_config"})
 """Options with which transformers puts the weights where they belong."""
 
@@ -263,6 +264,11 @@ def _whole_config(source: str) -> Any:
 
 
 def _cannot_be_loaded(source: str, error: Exception) -> ConfigError:
+    if source.startswith(_STARTS_OF_PATHS) and not Path(source).exists():
+        names = ", ".join(PACKAGED)
+        return ConfigError(
+            f"model {source!r} cannot be loaded: there is no such folder; give a folder, a Hub id, or one of {names}"
+        )
     return ConfigError(f"model {source!r} cannot be loaded: {' '.join(str(error).split())[:300]}")
 
 

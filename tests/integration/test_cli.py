@@ -423,7 +423,11 @@ class TestAsk:
             (["--reranker", "likelyhood"], "UnknownNameError", "Did you mean 'likelihood'"),
             (["--reranker", "likelihood:batch=2"], "ConfigError", "Did you mean 'batch_size'"),
             (["--reranker", "likelihood:batch_size=0"], "ConfigError", "likelihood: batch_size=0: "),
-            (["--model", "/no/such/model"], "ConfigError", "model '/no/such/model' cannot be loaded"),
+            (
+                ["--model", "/no/such/model"],
+                "ConfigError",
+                "model '/no/such/model' cannot be loaded: there is no such folder",
+            ),
         ],
     )
     def test_what_cannot_be_done_is_one_line(self, run, index, options, kind, part):
