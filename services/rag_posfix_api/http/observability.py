@@ -14,7 +14,7 @@ import time
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rag_posfix_api.http.errors import ErrorRenderers, error_response, kind_of, log_failure
+from rag_posfix_api.http.errors import ErrorRenderers, code_of, error_response, kind_of, log_failure
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
 from rag_posfix_api.http.metrics import Metrics
@@ -25,6 +25,8 @@ _access = logging.getLogger("rag_posfix_api.access")
 
 # Goes into logs and headers as it came, so nothing but plain ids.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_DIALECT = re.compile(r"rag_posfix_api\.dialects\.(\w+)\.")
+_NO_DIALECT = "none"
 _QUIET = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics"})
 
 
@@ -75,7 +77,8 @@ class ObservedRequests:
 
     def _finish(self, scope: Scope, request_id: str, status: int, seconds: float, facts: Facts) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
-        self._metrics.request(route, status, seconds)
+        code = facts.error or code_of(status)
+        self._metrics.request(route, status, seconds, self._dialect(scope, status), code)
         fields = {
             "request_id": request_id,
             "method": scope["method"] if route != "unmatched" else "-",
@@ -86,6 +89,14 @@ class ObservedRequests:
         }
         level = logging.DEBUG if route in _QUIET and status < 400 else logging.INFO
         _access.log(level, "request", extra={"fields": fields})
+
+    def _dialect(self, scope: Scope, status: int) -> str:
+        """Return the wire format of the response: the folder of its route, or of its error if none was reached."""
+        endpoint = getattr(scope.get("route"), "endpoint", None)
+        if endpoint is None and status in (404, 405):
+            return _NO_DIALECT
+        found = _DIALECT.match(getattr(endpoint or self._renderers.of(scope["path"]), "__module__", ""))
+        return found[1] if found else _NO_DIALECT
 
 
 class JsonFormatter(logging.Formatter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,10 +23,12 @@ from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
-from rag_posfix_api.http.metrics import Metrics
+from rag_posfix_api.http.collectors import Statistics
+from rag_posfix_api.http.metrics import ANSWER, SCORE, Metrics
 from rag_posfix_api.runtime.admission import Admission
 from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
 from rag_posfix_api.runtime.jobs import Jobs
+from rag_posfix_api.runtime.measured import MeasuredGenerator
 
 if TYPE_CHECKING:
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
@@ -48,11 +51,15 @@ class Service:
         self.limits = limits
         self.started = int(time.time())
         self.identifiers = Identifiers()
-        self.chat = self._jobs(limits.max_concurrent)
-        self.rerank = self._jobs(1)  # scores are not batched over requests
         self.metrics = Metrics(
-            lambda: self.in_flight, lambda: self.chat.admission.working, lambda: self.is_ready, self._oldest_seconds
+            lambda: self.in_flight,
+            lambda: self.chat.admission.working,
+            lambda: self.is_ready,
+            self._oldest_seconds,
+            {ANSWER: lambda: self.chat.admission.waiting, SCORE: lambda: self.rerank.admission.waiting},
         )
+        self.chat = self._jobs(limits.max_concurrent, ANSWER)
+        self.rerank = self._jobs(1, SCORE)  # scores are not batched over requests
         self._pipeline: Pipeline | None = None
         self._loaded: Pipeline | None = None
         self._batching: BatchingGenerator | None = None
@@ -101,12 +108,10 @@ class Service:
         counts = getattr(pipeline.reranker, "counts", None)
         if callable(counts):
             self.metrics.count_reranking(counts)
-        caches = {"answers": pipeline.cache, "passages": pipeline.passages}
-        counted = {name: getattr(cache, "stats", None) for name, cache in caches.items()}
-        self.metrics.count_caches({name: stats for name, stats in counted.items() if callable(stats)})
+        self.metrics.count_caches(_statistics(pipeline.cache), _statistics(pipeline.passages))
         generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
         cache = None if pipeline.cache is None else AdmittedCache(pipeline.cache, self.chat.admission)
-        self._pipeline = pipeline.with_generator(generator, cache)
+        self._pipeline = pipeline.with_generator(MeasuredGenerator(generator, self.metrics), cache)
 
     async def load(self) -> None:
         """Build, verify and warm up the pipeline in a worker thread, then serve it. Never raises."""
@@ -193,17 +198,23 @@ class Service:
             return generator
         from rag_posfix.generation.batching.scheduler import BatchingGenerator  # torch
 
-        self._batching = BatchingGenerator(generator, self.limits.max_concurrent)
+        self._batching = BatchingGenerator(generator, self.limits.max_concurrent, self.metrics.decode_step)
         return self._batching
 
-    def _jobs(self, at_once: int) -> Jobs:
+    def _jobs(self, at_once: int, work: str) -> Jobs:
         limits = self.limits
         waiting = limits.max_concurrent + limits.max_queue - at_once
         admission = Admission(at_once, waiting, limits.queue_timeout_seconds, limits.max_open)
-        return Jobs(admission, limits.request_timeout_seconds)
+        return Jobs(admission, limits.request_timeout_seconds, partial(self.metrics.queued, work))
 
     def _oldest_seconds(self) -> float:
         return max(self.chat.admission.oldest_seconds, self.rerank.admission.oldest_seconds)
+
+
+def _statistics(cache: object) -> Statistics | None:
+    """Return the function that returns the statistics of a cache, if it has one."""
+    stats = getattr(cache, "stats", None)
+    return stats if callable(stats) else None
 
 
 def package_version() -> str:
