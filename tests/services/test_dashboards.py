@@ -169,5 +169,5 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap():
 )
 def test_the_check_finds_what_does_not_exist(expression: str, problem: str, exposed: Exposed):
     assert problems(expression, exposed) == [problem]
-    with pytest.raises(ValueError, match="unclosed|unexpected|left paren"):
+    with pytest.raises(ValueError, match=r"unclosed|unexpected|left paren"):
         problems("rate(rag_posfix_ready[5m]", exposed)

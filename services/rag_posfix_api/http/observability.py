@@ -18,6 +18,7 @@ from rag_posfix_api.http.errors import ErrorRenderers, code_of, error_response, 
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
 from rag_posfix_api.http.metrics import Metrics
+from rag_posfix_api.http.tracing import UNTRACED_REQUESTS, RequestSpan, RequestTracer
 
 __all__ = ["JsonFormatter", "ObservedRequests", "configure_logging"]
 
@@ -37,11 +38,19 @@ class ObservedRequests:
         app: The wrapped application.
         metrics: The metrics that count requests.
         renderers: Renders the error in the dialect of the path.
+        tracer: Starts the span of each request but those of probes.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, renderers: ErrorRenderers) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        renderers: ErrorRenderers,
+        tracer: RequestTracer = UNTRACED_REQUESTS,
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._tracer = tracer
         self._renderers = renderers
         self._identifiers = Identifiers()
 
@@ -54,6 +63,13 @@ class ObservedRequests:
         request_id = given if _REQUEST_ID.fullmatch(given) else self._identifiers.new()
         facts = Facts()
         scope.setdefault("state", {})["facts"] = facts
+        tracer = UNTRACED_REQUESTS if scope["path"] in _QUIET else self._tracer
+        with tracer.request(scope, request_id) as span:
+            await self._observed(scope, receive, send, request_id, facts, span)
+
+    async def _observed(
+        self, scope: Scope, receive: Receive, send: Send, request_id: str, facts: Facts, span: RequestSpan
+    ) -> None:
         started = time.perf_counter()
         status: int | None = None
 
@@ -73,11 +89,16 @@ class ObservedRequests:
             else:  # the server closes the connection of a response that was left incomplete
                 log_failure(error)
         finally:
-            self._finish(scope, request_id, 499 if status is None else status, time.perf_counter() - started, facts)
+            seconds = time.perf_counter() - started
+            self._finish(scope, request_id, 499 if status is None else status, seconds, facts, span)
 
-    def _finish(self, scope: Scope, request_id: str, status: int, seconds: float, facts: Facts) -> None:
-        route = getattr(scope.get("route"), "path", "unmatched")
+    def _finish(
+        self, scope: Scope, request_id: str, status: int, seconds: float, facts: Facts, span: RequestSpan
+    ) -> None:
+        found = getattr(scope.get("route"), "path", None)
+        route = found or "unmatched"
         code = facts.error or code_of(status)
+        span.finished(found, status, code)
         self._metrics.request(route, status, seconds, self._dialect(scope, status), code)
         fields = {
             "request_id": request_id,
@@ -85,6 +106,7 @@ class ObservedRequests:
             "route": route,
             "status": status,
             "duration_ms": round(seconds * 1000, 3),
+            **span.ids(),
             **facts.to_dict(),
         }
         level = logging.DEBUG if route in _QUIET and status < 400 else logging.INFO

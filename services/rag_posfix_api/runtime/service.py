@@ -19,11 +19,13 @@ from rag_posfix.errors import RagPosfixError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.pipeline.watching import UNTRACED
 from rag_posfix.settings import ServiceSettings, Settings
+from rag_posfix.telemetry.build import OFF, Telemetry
+from rag_posfix_api.http.collectors import Statistics
 from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
-from rag_posfix_api.http.collectors import Statistics
 from rag_posfix_api.http.metrics import ANSWER, SCORE, Metrics
 from rag_posfix_api.runtime.admission import Admission
 from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
@@ -37,6 +39,9 @@ __all__ = ["ReadyService", "Service", "ServiceState", "package_version", "servic
 
 _log = logging.getLogger(__name__)
 
+_FLUSH_SECONDS = 2.0
+"""How long the last spans may take to be sent when the service stops."""
+
 
 class Service:
     """The state of one app.
@@ -44,10 +49,12 @@ class Service:
     Args:
         settings: The model to load, and defaults of requests.
         limits: Settings of the service.
+        telemetry: Where traces and metrics go.
     """
 
-    def __init__(self, settings: Settings, limits: ServiceSettings) -> None:
+    def __init__(self, settings: Settings, limits: ServiceSettings, telemetry: Telemetry = OFF) -> None:
         self.settings = settings
+        self._telemetry = telemetry
         self.limits = limits
         self.started = int(time.time())
         self.identifiers = Identifiers()
@@ -111,7 +118,10 @@ class Service:
         self.metrics.count_caches(_statistics(pipeline.cache), _statistics(pipeline.passages))
         generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
         cache = None if pipeline.cache is None else AdmittedCache(pipeline.cache, self.chat.admission)
-        self._pipeline = pipeline.with_generator(MeasuredGenerator(generator, self.metrics), cache)
+        served = pipeline.with_generator(MeasuredGenerator(generator, self.metrics), cache)
+        # A pipeline that its caller traces already stays as it is.
+        tracer = self._telemetry.question_tracer()
+        self._pipeline = served if tracer is UNTRACED else served.with_tracer(tracer)
 
     async def load(self) -> None:
         """Build, verify and warm up the pipeline in a worker thread, then serve it. Never raises."""
@@ -155,6 +165,7 @@ class Service:
             self._batching.close()
         if self._loaded is not None:
             self._loaded.close()
+        self._telemetry.flush(_FLUSH_SECONDS)
 
     def check_model(self, name: str) -> None:
         """Raise if ``name`` is not a name of the served model.
