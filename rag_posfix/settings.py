@@ -210,6 +210,7 @@ class ServiceSettings(BaseSettings):
         read_timeout_seconds: How long a client may take to send a request, its body included, before 408.
         max_body_bytes: Size limit of a request body; larger requests are refused with 413.
         max_documents: Maximum number of documents in a request.
+        log_format: ``json`` logs one JSON object for each line, ``text`` a line for people.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_SERVICE_", frozen=True, extra="forbid")
@@ -228,6 +229,7 @@ class ServiceSettings(BaseSettings):
     api_key: SecretStr | None = Field(default=None, min_length=1)
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1)
     max_documents: int = Field(default=1000, ge=1)
+    log_format: Literal["json", "text"] = "json"
 
 
 class TorchrunSettings(BaseSettings):

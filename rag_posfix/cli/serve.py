@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,6 +23,10 @@ def serve(
     device: DeviceName = None,
     tp: Split = None,
     mitigation: Annotated[str | None, typer.Option("--mitigation", help="Default method of requests.")] = None,
+    log_format: Annotated[
+        Literal["json", "text"] | None,
+        typer.Option("--log-format", help="Log JSON objects, or lines for people.", show_default="json"),
+    ] = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz and /metrics."""
     settings = settings_from(model=model, device=device, index=index, mitigation=mitigation, tp=tp)
@@ -34,4 +38,4 @@ def serve(
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
     if not follows(settings):
-        run(settings, host=host, port=port)
+        run(settings, host=host, port=port, log_format=log_format)

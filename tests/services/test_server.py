@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
@@ -75,29 +74,6 @@ def test_the_server_runs_on_the_port_given_and_stops_on_a_signal():
     for rest in err.splitlines():
         json.loads(rest)
     assert "Finished server process" in err
-
-
-def test_logs_go_to_stderr_as_json(capsys: pytest.CaptureFixture[str]):
-    from rag_posfix_api.http.observability import configure_logging
-
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
-    root.handlers.clear()
-    try:
-        configure_logging()
-        logging.getLogger("x").info("hello %s", "world", extra={"fields": {"n": 1}})
-        try:
-            1 / 0  # noqa: B018
-        except ZeroDivisionError:
-            logging.getLogger("x").exception("bad")
-    finally:
-        root.handlers[:] = before
-        root.setLevel(level)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    first, second = map(json.loads, captured.err.splitlines())
-    assert (first["message"], first["n"], first["level"]) == ("hello world", 1, "info")
-    assert "ZeroDivisionError" in second["traceback"]
 
 
 def test_the_openapi_document_is_current():

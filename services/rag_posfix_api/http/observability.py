@@ -1,14 +1,12 @@
-"""A request id on every response; a count and a JSON log line for every request.
+"""A request id on every response; a count, a span and a log line for every request.
 
 Counts and log lines contain no text of a client or a model: no prompt, passage, answer or unknown path.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import sys
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,10 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rag_posfix_api.http.errors import ErrorRenderers, code_of, error_response, kind_of, log_failure
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
+from rag_posfix_api.http.logs import REQUEST_ID
 from rag_posfix_api.http.metrics import Metrics
 from rag_posfix_api.http.tracing import UNTRACED_REQUESTS, RequestSpan, RequestTracer
 
-__all__ = ["JsonFormatter", "ObservedRequests", "configure_logging"]
+__all__ = ["ObservedRequests"]
 
 _access = logging.getLogger("rag_posfix_api.access")
 
@@ -64,8 +63,12 @@ class ObservedRequests:
         facts = Facts()
         scope.setdefault("state", {})["facts"] = facts
         tracer = UNTRACED_REQUESTS if scope["path"] in _QUIET else self._tracer
-        with tracer.request(scope, request_id) as span:
-            await self._observed(scope, receive, send, request_id, facts, span)
+        token = REQUEST_ID.set(request_id)
+        try:
+            with tracer.request(scope, request_id) as span:
+                await self._observed(scope, receive, send, request_id, facts, span)
+        finally:
+            REQUEST_ID.reset(token)
 
     async def _observed(
         self, scope: Scope, receive: Receive, send: Send, request_id: str, facts: Facts, span: RequestSpan
@@ -105,7 +108,7 @@ class ObservedRequests:
             "method": scope["method"] if route != "unmatched" else "-",
             "route": route,
             "status": status,
-            "duration_ms": round(seconds * 1000, 3),
+            "seconds": round(seconds, 6),
             **span.ids(),
             **facts.to_dict(),
         }
@@ -119,27 +122,3 @@ class ObservedRequests:
             return _NO_DIALECT
         found = _DIALECT.match(getattr(endpoint or self._renderers.of(scope["path"]), "__module__", ""))
         return found[1] if found else _NO_DIALECT
-
-
-class JsonFormatter(logging.Formatter):
-    """Formats a log record as a JSON object: the message and the entries of ``extra={"fields": {...}}``."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-def configure_logging(level: int = logging.INFO) -> None:
-    """Send the log of this process to stderr as JSON lines. For the service process only."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
