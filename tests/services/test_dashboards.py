@@ -120,6 +120,20 @@ def test_every_metric_of_the_service_is_on_the_dashboard_or_is_named_here_with_t
     assert hidden == elsewhere
 
 
+def test_the_page_has_every_metric_with_its_labels(exposed: Exposed):
+    page = (DEPLOYMENTS.parent / "docs" / "observability.md").read_text("utf-8")
+    told = {
+        name: frozenset(re.findall(r"`(\w+)`", labels))
+        for name, labels in re.findall(r"^\| `(rag_posfix_\w+)` \| ([^|]*)\|", page, re.MULTILINE)
+    }
+    families: dict[str, frozenset[str]] = {}
+    for name, labels in exposed.labels.items():
+        if name.startswith("rag_posfix") and not name.endswith("_created"):
+            family = re.sub(r"_(bucket|count|sum)$", "", name)
+            families[family] = families.get(family, frozenset()) | (labels - {"le"})
+    assert told == families
+
+
 def test_the_legend_names_labels_that_the_expression_keeps():
     for panel in panels():
         for target in panel["targets"]:
