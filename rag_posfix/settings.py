@@ -13,9 +13,11 @@ from rag_posfix.folders import PASSAGES_FOLDER, default_cache_dir
 
 __all__ = [
     "CacheSettings",
+    "OpenTelemetrySettings",
     "PassageStoreSettings",
     "ServiceSettings",
     "Settings",
+    "TelemetrySettings",
     "TorchrunSettings",
     "environment_with",
     "wait_politely",
@@ -109,6 +111,24 @@ class PassageStoreSettings(BaseSettings):
         return self.enabled and (self.disk_bytes_in(cache_dir) > 0 or self.redis_url is not None)
 
 
+class TelemetrySettings(BaseSettings):
+    """Settings of traces and metrics for OpenTelemetry, ``RAG_POSFIX_TELEMETRY_...``.
+
+    Where they are sent, how they are sampled and the name of the service are OpenTelemetry's own variables
+    (``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_TRACES_SAMPLER``, ``OTEL_SERVICE_NAME``, ...).
+
+    Attributes:
+        enabled: Whether traces and metrics are sent; None sends them if ``OTEL_EXPORTER_OTLP_ENDPOINT``, or that of a
+            signal, is set.
+        content: Whether questions, answers and ids of documents are recorded in spans.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_TELEMETRY_", frozen=True, extra="forbid")
+
+    enabled: bool | None = None
+    content: bool = False
+
+
 class Settings(BaseSettings):
     """Settings of a process, ``RAG_POSFIX_...``.
 
@@ -138,6 +158,7 @@ class Settings(BaseSettings):
         tenant: Tenant of the process. Every cache key contains it, besides the tenant of the question.
         cache: Settings of the answer cache.
         passages: Settings of the passage KV store.
+        telemetry: Settings of traces and metrics.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_", frozen=True, extra="forbid")
@@ -165,6 +186,7 @@ class Settings(BaseSettings):
     tenant: str = ""
     cache: CacheSettings = Field(default_factory=CacheSettings)
     passages: PassageStoreSettings = Field(default_factory=PassageStoreSettings)
+    telemetry: TelemetrySettings = Field(default_factory=TelemetrySettings)
 
 
 class ServiceSettings(BaseSettings):
@@ -188,6 +210,7 @@ class ServiceSettings(BaseSettings):
         read_timeout_seconds: How long a client may take to send a request, its body included, before 408.
         max_body_bytes: Size limit of a request body; larger requests are refused with 413.
         max_documents: Maximum number of documents in a request.
+        log_format: ``json`` logs one JSON object for each line, ``text`` a line for people.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_SERVICE_", frozen=True, extra="forbid")
@@ -206,6 +229,7 @@ class ServiceSettings(BaseSettings):
     api_key: SecretStr | None = Field(default=None, min_length=1)
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1)
     max_documents: int = Field(default=1000, ge=1)
+    log_format: Literal["json", "text"] = "json"
 
 
 class TorchrunSettings(BaseSettings):
@@ -220,3 +244,44 @@ class TorchrunSettings(BaseSettings):
 
     rank: int | None = None
     world_size: int | None = None
+
+
+class OpenTelemetrySettings(BaseSettings):
+    """The variables of OpenTelemetry that decide whether it is used, without prefix. It reads the others itself.
+
+    Attributes:
+        otel_sdk_disabled: Whether OpenTelemetry is off in this process.
+        otel_exporter_otlp_endpoint: Where traces and metrics are sent.
+        otel_exporter_otlp_traces_endpoint: Where traces are sent.
+        otel_exporter_otlp_metrics_endpoint: Where metrics are sent.
+        otel_exporter_otlp_protocol: How they are sent.
+        otel_traces_exporter: How traces are sent, or ``none``.
+        otel_metrics_exporter: How metrics are sent, or ``none``.
+    """
+
+    # Its specification: an empty variable is one that is not set.
+    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_ignore_empty=True)
+
+    otel_sdk_disabled: str = "false"
+    otel_exporter_otlp_endpoint: str | None = None
+    otel_exporter_otlp_traces_endpoint: str | None = None
+    otel_exporter_otlp_metrics_endpoint: str | None = None
+    otel_exporter_otlp_protocol: str = "http/protobuf"
+    otel_traces_exporter: str = "otlp"
+    otel_metrics_exporter: str = "otlp"
+
+    @property
+    def disabled(self) -> bool:
+        """Whether OpenTelemetry is off: any value but ``true`` means no."""
+        return self.otel_sdk_disabled.strip().lower() == "true"
+
+    @property
+    def has_endpoint(self) -> bool:
+        """Whether a variable names an endpoint."""
+        return any(
+            (
+                self.otel_exporter_otlp_endpoint,
+                self.otel_exporter_otlp_traces_endpoint,
+                self.otel_exporter_otlp_metrics_endpoint,
+            )
+        )

@@ -260,6 +260,26 @@ IMPORT_RULES = [
         never=("langchain", "langchain_classic", "langchain_community"),
     ),
     ImportRule(
+        why="telemetry writes spans of pipelines: the others call protocols",
+        files=EVERYWHERE,
+        but=("rag_posfix/telemetry/*", "services/rag_posfix_api/http/tracing.py"),
+        never=("opentelemetry",),
+    ),
+    ImportRule(
+        why="telemetry knows what a pipeline reports, and no part of one",
+        files=("rag_posfix/telemetry/*",),
+        among=("rag_posfix",),
+        only=(
+            "rag_posfix.__version__",
+            "rag_posfix.contracts",
+            "rag_posfix.errors",
+            "rag_posfix.pipeline.protocols",
+            "rag_posfix.pipeline.watching",
+            "rag_posfix.settings",
+            "rag_posfix.telemetry",
+        ),
+    ),
+    ImportRule(
         why="HTTP lives in services",
         files=("rag_posfix/*",),
         never=("fastapi", "starlette"),

@@ -16,7 +16,7 @@ import typer.main
 
 from docs.site_hooks import without_links_to_files
 from rag_posfix.cli.main import app
-from rag_posfix.settings import CacheSettings, PassageStoreSettings, ServiceSettings, Settings
+from rag_posfix.settings import CacheSettings, PassageStoreSettings, ServiceSettings, Settings, TelemetrySettings
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -130,10 +130,12 @@ def test_a_command_of_a_page_is_one_that_the_program_takes(line):
 
 def test_every_setting_is_on_the_page_of_the_configuration():
     text = (DOCS / "reference" / "configuration.md").read_text("utf-8")
-    groups = (CacheSettings, PassageStoreSettings, ServiceSettings, Settings)
+    groups = (CacheSettings, PassageStoreSettings, ServiceSettings, Settings, TelemetrySettings)
     fields = {f"{kind.model_config['env_prefix']}{name}".upper() for kind in groups for name in kind.model_fields}
     missing = {name for name in fields if f"| `{name}` |" not in text}
-    assert missing == {"RAG_POSFIX_CACHE", "RAG_POSFIX_PASSAGES"}, "groups with tables of their own"
+    assert missing == {"RAG_POSFIX_CACHE", "RAG_POSFIX_PASSAGES", "RAG_POSFIX_TELEMETRY"}, (
+        "groups with tables of their own"
+    )
 
 
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from rag_posfix.cli.options import (
     DeviceName,
@@ -32,6 +32,10 @@ def serve(
     device: DeviceName = None,
     tp: Split = None,
     mitigation: Annotated[str | None, setting_option("--mitigation", "Default method of requests.")] = None,
+    log_format: Annotated[
+        Literal["json", "text"] | None,
+        setting_option("--log-format", "Log JSON objects, or lines for people.", of=ServiceSettings),
+    ] = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz and /metrics."""
     settings = settings_from(model=model, device=device, index=index, mitigation=mitigation, tp=tp)
@@ -43,4 +47,4 @@ def serve(
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
     if not follows(settings):
-        run(settings, host=host, port=port)
+        run(settings, host=host, port=port, log_format=log_format)

@@ -37,6 +37,7 @@ from rag_posfix.pipeline.file_parameters import order_with_values, with_file_par
 from rag_posfix.pipeline.invalidation import invalidate
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.pipeline.precompute import precompute
+from rag_posfix.pipeline.protocols import QuestionTracer
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker, read_reranker
 from rag_posfix.reranking.guarded import GuardedReranker
@@ -68,6 +69,7 @@ def build_pipeline(
     retriever: object = None,
     generator: Generator | None = None,
     deferred: bool = False,
+    tracer: QuestionTracer | None = None,
 ) -> Pipeline:
     """Return a pipeline with the model, embeddings, index, reranker and caches of ``settings``.
 
@@ -81,6 +83,7 @@ def build_pipeline(
         generator: The generator, instead of loading ``settings.model``.
         deferred: Load the model when the first answer is generated, so that a cached answer needs none. Ignored for a
             model on several devices.
+        tracer: Traces every question, for example ``rag_posfix.telemetry.build.question_tracer()``.
 
     Raises:
         ConfigError: the model or a setting is wrong, or both an index and a retriever are given.
@@ -114,6 +117,7 @@ def build_pipeline(
             on_close=undo.pop_all().close,
             candidates=chosen.candidates if chosen.reranker is not None else 0,
             embeddings=embeddings,
+            tracer=tracer,
         )
     if store is not None:
         store.add_delete_listener(pipeline.invalidate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,13 @@ from rag_posfix.pipeline.protocols import (
     DroppablePassages,
     PromptAssembler,
     PromptMemory,
-    Stage,
+    QuestionTrace,
+    QuestionTracer,
     StageWatcher,
 )
 from rag_posfix.pipeline.rerank_step import best_of, score_in_place
 from rag_posfix.pipeline.stored_answer import answer_from, readable, to_store
+from rag_posfix.pipeline.watching import UNTRACED, watched_by
 from rag_posfix.text import content_hash
 
 if TYPE_CHECKING:
@@ -72,20 +74,7 @@ class _Prepared:
     scope: str
     timings: dict[str, float]
     watcher: StageWatcher
-
-
-class _Unwatched:
-    """Nobody watches."""
-
-    @contextmanager
-    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
-        yield self
-
-    def piece(self, text: str) -> None:
-        """Ignore it."""
-
-    def done(self, outcome: Any) -> None:
-        """Ignore it."""
+    trace: QuestionTrace
 
 
 class Pipeline:
@@ -104,6 +93,7 @@ class Pipeline:
         candidates: Number of passages that are retrieved for the reranker, at least ``k``. With 0, the reranker does
             not score retrieved passages.
         embeddings: The embedding model of the index, for those who ask for vectors; questions do not use it.
+        tracer: Traces every question, for example ``rag_posfix.telemetry.build.question_tracer()``; None traces none.
     """
 
     def __init__(
@@ -120,6 +110,7 @@ class Pipeline:
         on_close: Callable[[], None] | None = None,
         candidates: int = 0,
         embeddings: Embeddings | None = None,
+        tracer: QuestionTracer | None = None,
     ) -> None:
         self.generator = generator
         self.retriever = retriever
@@ -132,6 +123,7 @@ class Pipeline:
         self._on_close = on_close
         self.candidates = candidates
         self.embeddings = embeddings
+        self.tracer = tracer or UNTRACED
 
     def with_generator(self, generator: Generator, cache: AnswerCache | None = None) -> Pipeline:
         """Return a pipeline with the same parts and another generator; this pipeline does not change.
@@ -140,7 +132,7 @@ class Pipeline:
             generator: A generator with the same tokenizer and context window.
             cache: An answer cache in place of this pipeline's, if it has one.
         """
-        return self._with(generator, self.retriever, self.cache if cache is None else cache)
+        return self._with(generator=generator, cache=self.cache if cache is None else cache)
 
     def with_retriever(self, retriever: Retriever) -> Pipeline:
         """Return a pipeline with the same parts and another retriever; this pipeline does not change.
@@ -148,22 +140,32 @@ class Pipeline:
         Args:
             retriever: Finds the passages of questions without documents.
         """
-        return self._with(self.generator, retriever, self.cache)
+        return self._with(retriever=retriever)
 
-    def _with(self, generator: Generator, retriever: Retriever | None, cache: AnswerCache | None) -> Pipeline:
-        return Pipeline(
-            generator,
-            self.assembler,
-            retriever=retriever,
-            reranker=self.reranker,
-            cache=cache,
-            defaults=self.defaults,
-            passages=self.passages,
-            recent=self.recent,
-            on_close=self._on_close,
-            candidates=self.candidates,
-            embeddings=self.embeddings,
-        )
+    def with_tracer(self, tracer: QuestionTracer) -> Pipeline:
+        """Return a pipeline with the same parts whose questions are traced; this pipeline does not change.
+
+        Args:
+            tracer: Traces every question.
+        """
+        return self._with(tracer=tracer)
+
+    def _with(self, **changed: Any) -> Pipeline:
+        parts: dict[str, Any] = {
+            "generator": self.generator,
+            "assembler": self.assembler,
+            "retriever": self.retriever,
+            "reranker": self.reranker,
+            "cache": self.cache,
+            "defaults": self.defaults,
+            "passages": self.passages,
+            "recent": self.recent,
+            "on_close": self._on_close,
+            "candidates": self.candidates,
+            "embeddings": self.embeddings,
+            "tracer": self.tracer,
+        }
+        return Pipeline(**(parts | changed))
 
     def close(self) -> None:
         """Close the caches and end the processes of a split model. Later questions are answered without caches."""
@@ -192,7 +194,11 @@ class Pipeline:
             RagPosfixError: the question, its parameters or its documents are wrong, or generation failed. A failing
                 cache never raises.
         """
-        prepared = self._prepare(question, watcher)
+        asked = Question(question) if isinstance(question, str) else question
+        with self.tracer.question(asked, self.generator.model_id, stream=False) as trace:
+            return self._answer(self._prepare(asked, watcher, trace))
+
+    def _answer(self, prepared: _Prepared) -> Answer:
         cache, key = self.cache, prepared.key
         stored = self._look_up(prepared)
         if stored is not None:  # waits for nobody
@@ -218,15 +224,18 @@ class Pipeline:
             question: The question.
             watcher: Is notified of each stage.
         """
-        prepared = self._prepare(question, watcher)
-        stored = self._look_up(prepared)
-        if stored is not None:
-            return iter([AnswerChunk(stored["text"], self._finish(prepared, stored, cached=True))])
-        self.recent.add(prepared.scope, prepared.assembled.layout.keys)
-        return self._stream(prepared, self.generator.stream(prepared.request))
+        asked = Question(question) if isinstance(question, str) else question
+        with ExitStack() as opened:
+            trace = opened.enter_context(self.tracer.question(asked, self.generator.model_id, stream=True))
+            prepared = self._prepare(asked, watcher, trace)
+            stored = self._look_up(prepared)
+            if stored is not None:
+                return iter([AnswerChunk(stored["text"], self._finish(prepared, stored, cached=True))])
+            self.recent.add(prepared.scope, prepared.assembled.layout.keys)
+            return self._stream(prepared, self.generator.stream(prepared.request), opened.pop_all())
 
-    def _stream(self, prepared: _Prepared, chunks: Iterator[Chunk]) -> Iterator[AnswerChunk]:
-        with prepared.watcher.stage("generator", prepared.text) as stage:
+    def _stream(self, prepared: _Prepared, chunks: Iterator[Chunk], opened: ExitStack) -> Iterator[AnswerChunk]:
+        with opened, prepared.watcher.stage("generator", prepared.text) as stage:
             for chunk in chunks:
                 if chunk.text:
                     stage.piece(chunk.text)
@@ -238,9 +247,8 @@ class Pipeline:
                 stored = to_store(prepared.assembled, chunk.generation)
                 yield AnswerChunk(chunk.text, self._keep(prepared, stored))
 
-    def _prepare(self, question: Question | str, watcher: StageWatcher | None) -> _Prepared:
-        watcher = watcher or _Unwatched()
-        asked = Question(question) if isinstance(question, str) else question
+    def _prepare(self, asked: Question, watcher: StageWatcher | None, trace: QuestionTrace) -> _Prepared:
+        watcher = watched_by(trace, watcher)
         if not asked.text.strip():
             raise ConfigError("the question is empty; ask something")
         mitigation = asked.mitigation or self.defaults.mitigation
@@ -251,7 +259,7 @@ class Pipeline:
         salt = tenant_salt(self.defaults.tenant, asked.tenant)
         documents = self._documents(asked, timings, watcher, salt)
         scope = content_hash(salt, info.fingerprint, _words(asked))
-        with _timed(timings, "assemble"):
+        with _timed(timings, "assemble"), trace.stage("assembler", asked.text) as stage:
             assembled = self.assembler.assemble(
                 asked.text,
                 documents,
@@ -262,11 +270,12 @@ class Pipeline:
                 recent=self.recent.recent(scope),
                 order_free=info.order_invariant,
             )
+            stage.done(assembled.documents)
         key = None
         if self.cache is not None and asked.use_cache and sampling.deterministic:
             key = self._key(asked, assembled, info, sampling)
         request = GenerationRequest(assembled.layout, mitigation, sampling, salt, self.defaults.traced)
-        return _Prepared(asked.text, assembled, request, info, key, scope, timings, watcher)
+        return _Prepared(asked.text, assembled, request, info, key, scope, timings, watcher, trace)
 
     def _documents(
         self, asked: Question, timings: dict[str, float], watcher: StageWatcher, salt: str
@@ -345,7 +354,9 @@ class Pipeline:
         return self._finish(prepared, stored, cached=False)
 
     def _finish(self, prepared: _Prepared, stored: Mapping[str, Any], *, cached: bool) -> Answer:
-        return answer_from(stored, prepared.assembled, prepared.info.name, prepared.timings, cached=cached)
+        answer = answer_from(stored, prepared.assembled, prepared.info.name, prepared.timings, cached=cached)
+        prepared.trace.answered(answer)
+        return answer
 
 
 def _words(asked: Question) -> str:

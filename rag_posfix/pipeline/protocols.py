@@ -1,4 +1,4 @@
-"""Protocols of the parts of a pipeline besides its generator: assembler, caches, prompt memory, stage watcher."""
+"""Protocols of the parts of a pipeline besides its generator: assembler, caches, prompt memory, watchers, tracer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembled
 from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.plan.layout import Layout
@@ -20,6 +21,8 @@ __all__ = [
     "PassagePrecomputer",
     "PromptAssembler",
     "PromptMemory",
+    "QuestionTrace",
+    "QuestionTracer",
     "Stage",
     "StageWatcher",
     "WritablePassages",
@@ -86,9 +89,36 @@ class StageWatcher(Protocol):
         """Return the context manager of a stage; an exception that it sees is the failure of the stage.
 
         Args:
-            name: ``retriever``, ``reranker`` or ``generator``.
+            name: ``retriever``, ``reranker`` or ``generator``; for a ``QuestionTrace`` also ``assembler``.
             given: The question.
             documents: The documents that a reranker scores.
+        """
+        ...
+
+
+class QuestionTrace(StageWatcher, Protocol):
+    """The trace of one question."""
+
+    def answered(self, answer: Answer) -> None:
+        """Receive the complete answer."""
+        ...
+
+
+class QuestionTracer(StageWatcher, Protocol):
+    """Traces every question of a pipeline. Its methods and those of its traces do not raise.
+
+    ``stage`` is for stages outside of a question, such as a rerank request.
+    """
+
+    def question(self, question: Question, model: str, *, stream: bool) -> AbstractContextManager[QuestionTrace]:
+        """Return the context manager of a question; an exception that it sees is the failure of the question.
+
+        For a stream it is entered in one call and left in another, which may run in another thread.
+
+        Args:
+            question: The question.
+            model: Name of the model.
+            stream: Whether the answer is read in pieces.
         """
         ...
 

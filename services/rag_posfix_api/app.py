@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
+from rag_posfix.telemetry.build import Telemetry, open_telemetry
 from rag_posfix_api import operations
 from rag_posfix_api.dialects.anthropic import errors as anthropic_errors
 from rag_posfix_api.dialects.anthropic import routes as anthropic
@@ -28,6 +29,7 @@ from rag_posfix_api.http.errors import ErrorRenderers, install_handlers
 from rag_posfix_api.http.hosts import AllowedHosts
 from rag_posfix_api.http.limits import BodyLimit
 from rag_posfix_api.http.observability import ObservedRequests
+from rag_posfix_api.http.tracing import request_tracer
 from rag_posfix_api.runtime.service import Service, package_version
 
 __all__ = ["RENDERERS", "ROUTERS", "create_app"]
@@ -63,6 +65,7 @@ def create_app(
     service: ServiceSettings | None = None,
     *,
     hosts: Collection[str] | None = None,
+    telemetry: Telemetry | None = None,
 ) -> FastAPI:
     """Return the application.
 
@@ -71,9 +74,14 @@ def create_app(
         pipeline: The pipeline to serve at once, instead of loading one.
         service: Settings of the service; read from the environment if None.
         hosts: Names in the header ``Host`` that are answered; all if None.
+        telemetry: Where traces and metrics go; what ``settings.telemetry`` and the environment say if None.
+
+    Raises:
+        ConfigError: telemetry is enabled in the settings, and is not installed or cannot be sent as asked.
     """
     limits = service or ServiceSettings()
-    state = Service(settings, limits)
+    telemetry = telemetry or open_telemetry(settings.telemetry)
+    state = Service(settings, limits, telemetry)
     if pipeline is not None:
         state.adopt(pipeline)
     app = FastAPI(
@@ -82,7 +90,7 @@ def create_app(
         version=package_version(),
         lifespan=_lifespan(state, pipeline),
         redoc_url=None,
-        # Spans of requests would carry what clients wrote.
+        # Its spans would carry what clients wrote; http/tracing.py writes ours.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service = state
@@ -93,7 +101,8 @@ def create_app(
     app.add_middleware(ApiKeyAuth, api_key=limits.api_key, renderers=RENDERERS)
     if hosts is not None:
         app.add_middleware(AllowedHosts, names=hosts, renderers=RENDERERS)
-    app.add_middleware(ObservedRequests, metrics=state.metrics, renderers=RENDERERS)
+    tracer = request_tracer(telemetry.tracer_provider)
+    app.add_middleware(ObservedRequests, metrics=state.metrics, renderers=RENDERERS, tracer=tracer)
     return app
 
 

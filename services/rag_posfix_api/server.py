@@ -18,7 +18,7 @@ from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.app import RENDERERS, create_app
 from rag_posfix_api.http.connection import bounded_connection
 from rag_posfix_api.http.hosts import LOOPBACK_NAMES
-from rag_posfix_api.http.observability import configure_logging
+from rag_posfix_api.http.logs import LogFormat, configure_logging
 from rag_posfix_api.runtime.service import Service
 
 __all__ = ["bind", "make_server", "run"]
@@ -36,8 +36,9 @@ def run(
     *,
     service: ServiceSettings | None = None,
     pipeline: Pipeline | None = None,
+    log_format: LogFormat | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, and then finish running requests. Logs JSON lines to stderr.
+    """Serve until SIGINT or SIGTERM, and then finish running requests. Logs to stderr.
 
     A service whose model, index or embeddings cannot be loaded ends at once: what supervises it sees the exit status.
 
@@ -47,6 +48,7 @@ def run(
         port: Port to listen on, instead of ``service.port``; 0 takes a free one.
         service: Settings of the service; read from the environment if None.
         pipeline: The pipeline to serve, instead of loading one.
+        log_format: ``json`` or ``text``, instead of ``service.log_format``.
 
     Raises:
         ConfigError: the port is in use, or the address cannot be used.
@@ -55,7 +57,7 @@ def run(
     limits = service or ServiceSettings()
     listener = bind(limits.host if host is None else host, limits.port if port is None else port)
     with listener:
-        configure_logging()
+        configure_logging(log_format or limits.log_format)
         address, number = listener.getsockname()[:2]
         _log.info("listening on http://%s:%d", f"[{address}]" if ":" in address else address, number)
         hosts = None

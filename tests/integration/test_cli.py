@@ -167,6 +167,7 @@ class TestUsage:
             ["demo", "--questions", "0"],
             ["eval", "positions", "--data", "x"],
             ["serve", "--port", "70000"],
+            ["serve", "--log-format", "xml"],
         ],
     )
     def test_wrong_usage_exits_with_2_and_says_so_on_stderr(self, run, arguments):

@@ -20,7 +20,7 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.http.observability import JsonFormatter
+from rag_posfix_api.http.logs import JsonFormatter
 from tests.support.serving import (
     BRIDGE,
     CHAT,
@@ -303,7 +303,7 @@ def test_a_request_leaves_one_json_line_without_any_text_of_client_or_model(capl
     assert (answered["route"], answered["status"], answered["method"]) == (CHAT, 200, "POST")
     assert (answered["mitigation"], answered["order"], answered["cache"]) == ("context_experts", "relevance", "off")
     assert answered["prompt_tokens"] > answered["completion_tokens"] == 8
-    assert {"assemble", "queue", "prefill", "decode"} <= set(answered["stages_ms"])
+    assert {"assemble", "queue", "prefill", "decode"} <= set(answered["stage_seconds"])
     assert (refused["status"], refused["error"]) == (400, "unknown_name")
     assert (unknown["route"], unknown["status"]) == ("unmatched", 404)
     everything = "\n".join(JsonFormatter().format(record) for record in caplog.records if "httpx" not in record.name)

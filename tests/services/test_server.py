@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
@@ -84,29 +83,6 @@ def test_a_service_whose_embeddings_cannot_be_loaded_ends_with_1(tmp_path: Path)
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith(f"error: embedding model '{tmp_path / 'missing'}' could not")
-
-
-def test_logs_go_to_stderr_as_json(capsys: pytest.CaptureFixture[str]):
-    from rag_posfix_api.http.observability import configure_logging
-
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
-    root.handlers.clear()
-    try:
-        configure_logging()
-        logging.getLogger("x").info("hello %s", "world", extra={"fields": {"n": 1}})
-        try:
-            1 / 0  # noqa: B018
-        except ZeroDivisionError:
-            logging.getLogger("x").exception("bad")
-    finally:
-        root.handlers[:] = before
-        root.setLevel(level)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    first, second = map(json.loads, captured.err.splitlines())
-    assert (first["message"], first["n"], first["level"]) == ("hello world", 1, "info")
-    assert "ZeroDivisionError" in second["traceback"]
 
 
 def test_the_openapi_document_is_current():

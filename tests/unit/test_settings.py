@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from rag_posfix.folders import default_cache_dir
-from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings, wait_politely
+from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings, TelemetrySettings, wait_politely
 
 
 def test_defaults_need_no_environment(monkeypatch, tmp_path):
@@ -84,7 +84,7 @@ def test_a_password_in_the_redis_url_is_not_shown():
     assert "hunter2" not in f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()}"
 
 
-@pytest.mark.parametrize("cls", [Settings, CacheSettings, PassageStoreSettings])
+@pytest.mark.parametrize("cls", [Settings, CacheSettings, PassageStoreSettings, TelemetrySettings])
 def test_settings_are_frozen_and_refuse_unknown_names(cls):
     with pytest.raises(ValidationError, match="frozen"):
         setattr(cls(), next(iter(cls.model_fields)), "other")
@@ -125,7 +125,7 @@ def test_zero_turns_a_tier_off():
     assert (cache.memory_entries, cache.disk_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("cls", [Settings, CacheSettings, PassageStoreSettings])
+@pytest.mark.parametrize("cls", [Settings, CacheSettings, PassageStoreSettings, TelemetrySettings])
 def test_every_setting_is_described(cls):
     for name in cls.model_fields:
         assert f"    {name}: " in cls.__doc__

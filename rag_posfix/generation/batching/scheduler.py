@@ -33,17 +33,21 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
     Args:
         engine: The model.
         max_running: Answers that are decoded at the same time, >= 1; further requests wait, first come first served.
+        on_step: Called before each decode step, in the thread of the model, with the number of answers that share it.
 
     Raises:
         ConfigError: ``max_running`` is below 1.
     """
 
-    def __init__(self, engine: SteppedGenerator, max_running: int = 8) -> None:
+    def __init__(
+        self, engine: SteppedGenerator, max_running: int = 8, on_step: Callable[[int], None] | None = None
+    ) -> None:
         if max_running < 1:
             raise ConfigError(f"max_running={max_running} must be >= 1")
         super().__init__(engine)
         self._max_running = max_running
-        self._worker = Worker(engine, max_running)
+        self._on_step = on_step
+        self._worker = Worker(engine, max_running, on_step)
         weakref.finalize(self, self._worker.stop)  # the thread holds the worker, and would outlive whoever forgets it
 
     @property
@@ -63,7 +67,7 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
 
     def with_engine(self, engine: SteppedGenerator) -> BatchingGenerator:
         """Return a generator of the same size over another engine; this one stays as it is."""
-        return BatchingGenerator(engine, self._max_running)
+        return BatchingGenerator(engine, self._max_running, self._on_step)
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; the last chunk carries the whole.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.batching.decode_step import decode_step
@@ -23,11 +24,15 @@ class Worker:
     Args:
         engine: The model.
         max_running: Answers that are decoded at the same time.
+        on_step: Called before each decode step with the number of answers that share it. Must be quick.
     """
 
-    def __init__(self, engine: SteppedGenerator, max_running: int) -> None:
+    def __init__(
+        self, engine: SteppedGenerator, max_running: int, on_step: Callable[[int], None] | None = None
+    ) -> None:
         self._engine = engine
         self._max_running = max_running
+        self._on_step = on_step
         # Its lock is reentrant: a garbage collector may call `stop` in a thread that holds it.
         self._changed = threading.Condition()
         self._waiting: deque[RequestHandle] = deque()  # anyone appends; only the thread removes
@@ -82,6 +87,8 @@ class Worker:
                 self._drop_cancelled()
                 self._prefill_one()
                 self._drop_cancelled()  # prefill takes long
+                if self._on_step is not None and self._running:
+                    self._on_step(len(self._running))
                 self._running = decode_step(self._running)
         finally:
             self._end()

@@ -48,6 +48,7 @@ __all__ = [
     "TooLargeError",
     "UnauthorizedError",
     "UnsupportedFeatureError",
+    "code_of",
     "error_response",
     "install_handlers",
     "kind_of",
@@ -194,6 +195,14 @@ TABLE: Mapping[type[Exception], Kind] = {
 }
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+
+
+def code_of(status: int) -> str:
+    """Return the code of a response of which only the status is known: that of the first such error in the table."""
+    if status < 400:
+        return "ok"
+    known = (kind.code for kind in TABLE.values() if kind.status == status)
+    return _HTTP_CODES.get(status) or next(known, "invalid_request" if status < 500 else "internal_error")
 
 
 def kind_of(error: Exception) -> Kind:

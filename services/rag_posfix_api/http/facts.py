@@ -43,9 +43,9 @@ class Facts:
             "error": self.error,
         }
         tokens = {f"{kind}_tokens": count for kind, count in self.tokens.items()}
-        stages = {stage: round(seconds * 1000, 3) for stage, seconds in self.timings.items()}
+        stages = {stage: round(seconds, 6) for stage, seconds in self.timings.items()}
         known = {name: value for name, value in named.items() if value is not None} | tokens
-        return known | {"stages_ms": stages} if stages else known
+        return known | {"stage_seconds": stages} if stages else known
 
 
 def facts_of(request: Request) -> Facts:

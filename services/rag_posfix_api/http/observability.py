@@ -1,30 +1,32 @@
-"""A request id on every response; a count and a JSON log line for every request.
+"""A request id on every response; a count, a span and a log line for every request.
 
 Counts and log lines contain no text of a client or a model: no prompt, passage, answer or unknown path.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import sys
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rag_posfix_api.http.errors import ErrorRenderers, error_response, kind_of, log_failure
+from rag_posfix_api.http.errors import ErrorRenderers, code_of, error_response, kind_of, log_failure
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
+from rag_posfix_api.http.logs import REQUEST_ID
 from rag_posfix_api.http.metrics import Metrics
+from rag_posfix_api.http.tracing import UNTRACED_REQUESTS, RequestSpan, RequestTracer
 
-__all__ = ["JsonFormatter", "ObservedRequests", "configure_logging"]
+__all__ = ["ObservedRequests"]
 
 _access = logging.getLogger("rag_posfix_api.access")
 
 # Goes into logs and headers as it came, so nothing but plain ids.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_DIALECT = re.compile(r"rag_posfix_api\.dialects\.(\w+)\.")
+_NO_DIALECT = "none"
 _QUIET = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics"})
 
 
@@ -35,11 +37,19 @@ class ObservedRequests:
         app: The wrapped application.
         metrics: The metrics that count requests.
         renderers: Renders the error in the dialect of the path.
+        tracer: Starts the span of each request but those of probes.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, renderers: ErrorRenderers) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        renderers: ErrorRenderers,
+        tracer: RequestTracer = UNTRACED_REQUESTS,
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._tracer = tracer
         self._renderers = renderers
         self._identifiers = Identifiers()
 
@@ -52,6 +62,17 @@ class ObservedRequests:
         request_id = given if _REQUEST_ID.fullmatch(given) else self._identifiers.new()
         facts = Facts()
         scope.setdefault("state", {})["facts"] = facts
+        tracer = UNTRACED_REQUESTS if scope["path"] in _QUIET else self._tracer
+        token = REQUEST_ID.set(request_id)
+        try:
+            with tracer.request(scope, request_id) as span:
+                await self._observed(scope, receive, send, request_id, facts, span)
+        finally:
+            REQUEST_ID.reset(token)
+
+    async def _observed(
+        self, scope: Scope, receive: Receive, send: Send, request_id: str, facts: Facts, span: RequestSpan
+    ) -> None:
         started = time.perf_counter()
         status: int | None = None
 
@@ -71,42 +92,33 @@ class ObservedRequests:
             else:  # the server closes the connection of a response that was left incomplete
                 log_failure(error)
         finally:
-            self._finish(scope, request_id, 499 if status is None else status, time.perf_counter() - started, facts)
+            seconds = time.perf_counter() - started
+            self._finish(scope, request_id, 499 if status is None else status, seconds, facts, span)
 
-    def _finish(self, scope: Scope, request_id: str, status: int, seconds: float, facts: Facts) -> None:
-        route = getattr(scope.get("route"), "path", "unmatched")
-        self._metrics.request(route, status, seconds)
+    def _finish(
+        self, scope: Scope, request_id: str, status: int, seconds: float, facts: Facts, span: RequestSpan
+    ) -> None:
+        found = getattr(scope.get("route"), "path", None)
+        route = found or "unmatched"
+        code = facts.error or code_of(status)
+        span.finished(found, status, code)
+        self._metrics.request(route, status, seconds, self._dialect(scope, status), code)
         fields = {
             "request_id": request_id,
             "method": scope["method"] if route != "unmatched" else "-",
             "route": route,
             "status": status,
-            "duration_ms": round(seconds * 1000, 3),
+            "seconds": round(seconds, 6),
+            **span.ids(),
             **facts.to_dict(),
         }
         level = logging.DEBUG if route in _QUIET and status < 400 else logging.INFO
         _access.log(level, "request", extra={"fields": fields})
 
-
-class JsonFormatter(logging.Formatter):
-    """Formats a log record as a JSON object: the message and the entries of ``extra={"fields": {...}}``."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-def configure_logging(level: int = logging.INFO) -> None:
-    """Send the log of this process to stderr as JSON lines. For the service process only."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    def _dialect(self, scope: Scope, status: int) -> str:
+        """Return the wire format of the response: the folder of its route, or of its error if none was reached."""
+        endpoint = getattr(scope.get("route"), "endpoint", None)
+        if endpoint is None and status in (404, 405):
+            return _NO_DIALECT
+        found = _DIALECT.match(getattr(endpoint or self._renderers.of(scope["path"]), "__module__", ""))
+        return found[1] if found else _NO_DIALECT

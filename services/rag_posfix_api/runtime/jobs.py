@@ -35,12 +35,20 @@ class Job:
         ticket: The ticket of the request.
         admission: The admission that handed out the ticket.
         limiter: Limits the number of worker threads.
+        queued: Called with the seconds that ``permitted`` waited for its permit, whether or not it got it.
     """
 
-    def __init__(self, ticket: Ticket, admission: Admission, limiter: anyio.CapacityLimiter) -> None:
+    def __init__(
+        self,
+        ticket: Ticket,
+        admission: Admission,
+        limiter: anyio.CapacityLimiter,
+        queued: Callable[[float], None],
+    ) -> None:
         self.ticket = ticket
         self._admission = admission
         self._limiter = limiter
+        self._queued = queued
         self._context = contextvars.copy_context()
         self._context.run(TICKET.set, ticket)
         self._context.run(watch, ticket.check)
@@ -53,7 +61,10 @@ class Job:
         """Do what ``call`` does while holding a permit."""
 
         def work() -> T:
-            self._admission.acquire(self.ticket)
+            try:
+                self._admission.acquire(self.ticket)
+            finally:
+                self._queued(self.ticket.queued_seconds)
             try:
                 return function()
             finally:
@@ -105,11 +116,13 @@ class Jobs:
     Args:
         admission: Limits the jobs.
         timeout: Time limit of a job in seconds.
+        queued: Called with the seconds that a job waited for a permit.
     """
 
-    def __init__(self, admission: Admission, timeout: float) -> None:
+    def __init__(self, admission: Admission, timeout: float, queued: Callable[[float], None]) -> None:
         self.admission = admission
         self._timeout = timeout
+        self._queued = queued
         # Every place may block a thread. The others stay free for what waits for nobody.
         self._limiter = anyio.CapacityLimiter(admission.capacity + _FREE_THREADS)
 
@@ -121,4 +134,4 @@ class Jobs:
             OverloadedError: too many requests are running and waiting.
         """
         with self.admission.admit(self._timeout) as ticket:
-            yield Job(ticket, self.admission, self._limiter)
+            yield Job(ticket, self.admission, self._limiter, self._queued)

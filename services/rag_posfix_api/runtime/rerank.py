@@ -45,8 +45,9 @@ def score_texts(pipeline: Pipeline, query: str, texts: Sequence[str]) -> Scored:
     if pipeline.reranker is None:
         raise UnsupportedFeatureError("this server has no reranker; serve a pipeline with one to rerank")
     documents = [Document(page_content=text) for text in texts]
-    with salted(tenant_salt(pipeline.defaults.tenant)):
+    with salted(tenant_salt(pipeline.defaults.tenant)), pipeline.tracer.stage("reranker", query, documents) as stage:
         scored = rerank_indexed(pipeline.reranker, query, documents)
+        stage.done([one.document for one in scored])
     ranked = sorted(((one.index, _relevance(one.document)) for one in scored), key=lambda r: (-r[1], r[0]))
     encoder = pipeline.generator.encoder
     return Scored(tuple(ranked), sum(len(encoder.encode_text(text)) for text in (query, *texts)))

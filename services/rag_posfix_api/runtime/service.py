@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,14 +19,18 @@ from rag_posfix.errors import GenerationError, RagPosfixError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.pipeline.watching import UNTRACED
 from rag_posfix.settings import ServiceSettings, Settings
+from rag_posfix.telemetry.build import OFF, Telemetry
+from rag_posfix_api.http.collectors import Statistics
 from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
-from rag_posfix_api.http.metrics import Metrics
+from rag_posfix_api.http.metrics import ANSWER, SCORE, Metrics
 from rag_posfix_api.runtime.admission import Admission
 from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
 from rag_posfix_api.runtime.jobs import Jobs
+from rag_posfix_api.runtime.measured import MeasuredGenerator
 
 if TYPE_CHECKING:
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
@@ -34,6 +39,9 @@ __all__ = ["ReadyService", "Service", "ServiceState", "package_version", "servic
 
 _log = logging.getLogger(__name__)
 
+_FLUSH_SECONDS = 2.0
+"""How long the last spans may take to be sent when the service stops."""
+
 
 class Service:
     """The state of one app.
@@ -41,18 +49,24 @@ class Service:
     Args:
         settings: The model to load, and defaults of requests.
         limits: Settings of the service.
+        telemetry: Where traces and metrics go.
     """
 
-    def __init__(self, settings: Settings, limits: ServiceSettings) -> None:
+    def __init__(self, settings: Settings, limits: ServiceSettings, telemetry: Telemetry = OFF) -> None:
         self.settings = settings
+        self._telemetry = telemetry
         self.limits = limits
         self.started = int(time.time())
         self.identifiers = Identifiers()
-        self.chat = self._jobs(limits.max_concurrent)
-        self.rerank = self._jobs(1)  # scores are not batched over requests
         self.metrics = Metrics(
-            lambda: self.in_flight, lambda: self.chat.admission.working, lambda: self.is_ready, self._oldest_seconds
+            lambda: self.in_flight,
+            lambda: self.chat.admission.working,
+            lambda: self.is_ready,
+            self._oldest_seconds,
+            {ANSWER: lambda: self.chat.admission.waiting, SCORE: lambda: self.rerank.admission.waiting},
         )
+        self.chat = self._jobs(limits.max_concurrent, ANSWER)
+        self.rerank = self._jobs(1, SCORE)  # scores are not batched over requests
         self._pipeline: Pipeline | None = None
         self._loaded: Pipeline | None = None
         self._batching: BatchingGenerator | None = None
@@ -107,12 +121,13 @@ class Service:
         counts = getattr(pipeline.reranker, "counts", None)
         if callable(counts):
             self.metrics.count_reranking(counts)
-        caches = {"answers": pipeline.cache, "passages": pipeline.passages}
-        counted = {name: getattr(cache, "stats", None) for name, cache in caches.items()}
-        self.metrics.count_caches({name: stats for name, stats in counted.items() if callable(stats)})
+        self.metrics.count_caches(_statistics(pipeline.cache), _statistics(pipeline.passages))
         generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
         cache = None if pipeline.cache is None else AdmittedCache(pipeline.cache, self.chat.admission)
-        self._pipeline = pipeline.with_generator(generator, cache)
+        served = pipeline.with_generator(MeasuredGenerator(generator, self.metrics), cache)
+        # A pipeline that its caller traces already stays as it is.
+        tracer = self._telemetry.question_tracer()
+        self._pipeline = served if tracer is UNTRACED else served.with_tracer(tracer)
 
     async def load(self) -> None:
         """Build, verify and warm up the pipeline in a worker thread, then serve it. Never raises."""
@@ -157,6 +172,7 @@ class Service:
             self._batching.close()
         if self._loaded is not None:
             self._loaded.close()
+        self._telemetry.flush(_FLUSH_SECONDS)
 
     def check_model(self, name: str) -> None:
         """Raise if ``name`` is not a name of the served model.
@@ -200,17 +216,23 @@ class Service:
             return generator
         from rag_posfix.generation.batching.scheduler import BatchingGenerator  # torch
 
-        self._batching = BatchingGenerator(generator, self.limits.max_concurrent)
+        self._batching = BatchingGenerator(generator, self.limits.max_concurrent, self.metrics.decode_step)
         return self._batching
 
-    def _jobs(self, at_once: int) -> Jobs:
+    def _jobs(self, at_once: int, work: str) -> Jobs:
         limits = self.limits
         waiting = limits.max_concurrent + limits.max_queue - at_once
         admission = Admission(at_once, waiting, limits.queue_timeout_seconds, limits.max_open)
-        return Jobs(admission, limits.request_timeout_seconds)
+        return Jobs(admission, limits.request_timeout_seconds, partial(self.metrics.queued, work))
 
     def _oldest_seconds(self) -> float:
         return max(self.chat.admission.oldest_seconds, self.rerank.admission.oldest_seconds)
+
+
+def _statistics(cache: object) -> Statistics | None:
+    """Return the function that returns the statistics of a cache, if it has one."""
+    stats = getattr(cache, "stats", None)
+    return stats if callable(stats) else None
 
 
 def package_version() -> str:
