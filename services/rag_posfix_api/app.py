@@ -17,6 +17,8 @@ from rag_posfix_api.dialects.cohere import errors as cohere_errors
 from rag_posfix_api.dialects.cohere import routes as cohere
 from rag_posfix_api.dialects.jina import errors as jina_errors
 from rag_posfix_api.dialects.jina import routes as jina
+from rag_posfix_api.dialects.ollama import errors as ollama_errors
+from rag_posfix_api.dialects.ollama import routes as ollama
 from rag_posfix_api.dialects.openai import errors as openai_errors
 from rag_posfix_api.dialects.openai import routes as openai
 from rag_posfix_api.dialects.responses import routes as responses
@@ -38,6 +40,7 @@ ROUTERS = (
     anthropic.router,
     jina.router,
     cohere.router,
+    ollama.router,
     vllm.router,
     tei.router,
     operations.router,
@@ -51,6 +54,8 @@ RENDERERS = ErrorRenderers(
         jina.PATH: jina_errors.render_error,
         cohere.CHAT_PATH: cohere_errors.render_error,
         cohere.RERANK_PATH: cohere_errors.render_error,
+        ollama.CHAT_PATH: ollama_errors.render_error,
+        ollama.TAGS_PATH: ollama_errors.render_error,
         tei.PATH: tei_errors.render_error,
     },
 )
