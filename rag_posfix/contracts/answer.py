@@ -9,6 +9,7 @@ from typing import Any, Literal
 from langchain_core.documents import Document
 
 from rag_posfix.contracts.request import FinishReason, MitigationChoice, Sampling, Usage
+from rag_posfix.contracts.token_scores import ScoredToken
 
 __all__ = ["Answer", "AnswerChunk", "AnswerDocument", "Citation", "Question"]
 
@@ -102,6 +103,8 @@ class Answer:
         finish_reason: ``stop`` or ``length``.
         dropped: Ids of documents that are not in the prompt, with the reason: ``duplicate``, ``empty`` or ``budget``.
         timings: Seconds by stage.
+        log_probs: Every generated token with its log-probability, if ``sampling.top_logprobs`` asked for them. Tokens
+            that end the answer or belong to a stop string start at the end of ``text`` or later.
     """
 
     text: str
@@ -114,11 +117,13 @@ class Answer:
     finish_reason: FinishReason
     dropped: tuple[tuple[str, str], ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
+    log_probs: tuple[ScoredToken, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object that ``rag-posfix ask --json`` prints."""
         data = asdict(self)
         data["answer"] = data.pop("text")
+        del data["log_probs"]  # bytes; nothing that prints answers asks for them
         for citation in data["citations"]:
             citation["from"] = citation.pop("origin")
         data["dropped"] = [{"id": identity, "reason": reason} for identity, reason in self.dropped]
@@ -127,7 +132,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """A piece of a streamed answer; the last one has the complete ``answer``."""
+    """A piece of a streamed answer; the last one has the complete ``answer``. ``log_probs`` as in ``Chunk``."""
 
     text: str
     answer: Answer | None = None
+    log_probs: tuple[ScoredToken, ...] = ()

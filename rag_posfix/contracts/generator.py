@@ -12,8 +12,11 @@ __all__ = [
     "ChatMessage",
     "Generator",
     "PassageReader",
+    "PromptEncoder",
+    "ScoringGenerator",
     "TokenEncoder",
     "WatchedGenerator",
+    "gives_scores",
 ]
 
 ChatMessage = Mapping[str, str]
@@ -37,6 +40,24 @@ class TokenEncoder(Protocol):
 
     def render_chat(self, messages: Sequence[ChatMessage], *, open_answer: bool = True) -> str:
         """Return the chat template filled with ``messages``; ``open_answer`` starts the assistant's turn."""
+        ...
+
+
+@runtime_checkable
+class PromptEncoder(TokenEncoder, Protocol):
+    """A tokenizer that also encodes prompts that a client wrote in full, for completions without a chat template."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens; ids are below it."""
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the tokens of a whole prompt: control tokens are recognised, and the tokenizer adds its own."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token; they need not be complete characters."""
         ...
 
 
@@ -109,6 +130,21 @@ class PassageReader(Generator, Protocol):
         ``check`` is called between forward passes; an exception of ``check`` ends the computation.
         """
         ...
+
+
+@runtime_checkable
+class ScoringGenerator(Generator, Protocol):
+    """A generator that says whether it returns log-probabilities. Others return none."""
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether ``Sampling.top_logprobs`` and ``GenerationRequest.prompt_scored`` are supported."""
+        ...
+
+
+def gives_scores(generator: Generator) -> bool:
+    """Return whether a generator returns log-probabilities."""
+    return isinstance(generator, ScoringGenerator) and generator.scores_tokens
 
 
 @runtime_checkable

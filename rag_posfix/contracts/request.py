@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.token_scores import MOST_ALTERNATIVES, ScoredToken
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.plan.layout import Layout
 
@@ -40,6 +41,8 @@ class Sampling:
         top_k: Samples from this many of the most likely tokens; 0 for all.
         seed: 64-bit seed; None draws a new one.
         stop: Strings that end the answer; the answer ends before the first of them.
+        top_logprobs: Number of likeliest tokens, 0 to 20, whose log-probabilities come with that of each token of the
+            answer; None for no log-probabilities.
     """
 
     max_tokens: int = 128
@@ -48,6 +51,7 @@ class Sampling:
     top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -62,6 +66,8 @@ class Sampling:
             raise ConfigError(f"seed={self.seed} must be between -2**63 and 2**64 - 1")
         if any(not stop for stop in self.stop):
             raise ConfigError("stop holds an empty string; leave it out or give at least one character")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MOST_ALTERNATIVES:
+            raise ConfigError(f"top_logprobs={self.top_logprobs} must be between 0 and {MOST_ALTERNATIVES}")
 
     @property
     def deterministic(self) -> bool:
@@ -98,6 +104,8 @@ class GenerationRequest:
         sampling: Sampling parameters.
         salt: Cached keys and values are shared only with requests of the same salt: one per tenant.
         traced: Whether the answer has the shares of the passages in each token.
+        prompt_scored: Whether the tokens of the prompt come back with their log-probabilities, with
+            ``sampling.top_logprobs`` alternatives each. For prompts without passages.
     """
 
     layout: Layout
@@ -105,6 +113,7 @@ class GenerationRequest:
     sampling: Sampling = field(default_factory=Sampling)
     salt: str = ""
     traced: bool = False
+    prompt_scored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +153,10 @@ class Generation:
             passages; sums to 1, empty without passages.
         sources: The shares of the passages in each token, if the request was traced and the generator supports it.
         timings: Seconds by stage: ``prefill``, ``decode``, and ``queue`` if requests wait for the model.
+        log_probs: Every generated token with its log-probability, if the request asked for ``top_logprobs``: by the
+            distribution that the plan combines its rows to.
+        prompt_log_probs: Every token of the prompt with its log-probability, if the request asked for
+            ``prompt_scored``; the first token has none.
     """
 
     text: str
@@ -153,14 +166,21 @@ class Generation:
     attention: tuple[float, ...] = ()
     sources: tuple[TokenSource, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
+    log_probs: tuple[ScoredToken, ...] = ()
+    prompt_log_probs: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a streamed answer. The last one has the complete ``generation`` and may have no text."""
+    """A piece of a streamed answer. The last one has the complete ``generation`` and may have no text.
+
+    ``log_probs`` are the tokens of this piece, if the request asked for them. A token whose text is not certain yet
+    comes with a later piece.
+    """
 
     text: str
     generation: Generation | None = None
+    log_probs: tuple[ScoredToken, ...] = ()
 
 
 def whole_answer(chunks: Iterable[Chunk]) -> Generation:

@@ -55,6 +55,11 @@ class DeferredGenerator:
         """The tokenizer of the model."""
         return self._facts.tokenizer
 
+    @property
+    def scores_tokens(self) -> bool:
+        """Log-probabilities are returned."""
+        return True
+
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters, and return its name, fingerprint and order invariance."""
         return mitigation_info(choice)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from rag_posfix.contracts.generator import Generator, TokenEncoder
+from rag_posfix.contracts.generator import Generator, TokenEncoder, gives_scores
 from rag_posfix.contracts.request import (
     Chunk,
     Generation,
@@ -50,6 +50,11 @@ class DelegatingGenerator(ABC, Generic[Inner]):
     def encoder(self) -> TokenEncoder:
         """The tokenizer that prompts must be counted and encoded with."""
         return self._inner.encoder
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether log-probabilities are returned."""
+        return gives_scores(self._inner)
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters and return what caching needs to know of it."""

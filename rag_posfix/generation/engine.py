@@ -16,9 +16,11 @@ from rag_posfix.contracts.request import (
     MitigationInfo,
     whole_answer,
 )
+from rag_posfix.contracts.token_scores import ScoredToken
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from rag_posfix.generation.decode.answer_writer import AnswerWriter
 from rag_posfix.generation.decode.drafts import AnswerText
+from rag_posfix.generation.decode.prompt_scores import open_scored
 from rag_posfix.generation.decode.question_attention import question_attention
 from rag_posfix.generation.decode.question_likelihood import question_likelihood
 from rag_posfix.generation.decode.session import Session
@@ -159,6 +161,11 @@ class Engine:
         resolved = [resolve(row, alone, self._loaded.device) for row in plan.rows if not row.joint]
         return passage_starts(resolved, 0) == passage_starts(rows, shortest)
 
+    @property
+    def scores_tokens(self) -> bool:
+        """Log-probabilities are returned."""
+        return True
+
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters and return what caching needs to know of it."""
         return mitigation_info(choice)
@@ -261,11 +268,19 @@ class Engine:
         return self._stream(request, self.plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
     def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:
+        if request.prompt_scored:
+            session, prompt = open_scored(self.open, request, self._encoder.token_bytes)
+            yield from self.resume(session, request, prompt=prompt)
+            return
         session = self.prefill(request.layout, plan, request.mitigation, request.salt)
         yield from self.resume(session, request)
 
     def resume(
-        self, session: Session, request: GenerationRequest, advance: Callable[[int], None] | None = None
+        self,
+        session: Session,
+        request: GenerationRequest,
+        advance: Callable[[int], None] | None = None,
+        prompt: Sequence[ScoredToken] = (),
     ) -> Iterator[Chunk]:
         """Decode from a session that has read the request's prompt; as ``stream`` otherwise.
 
@@ -273,15 +288,16 @@ class Engine:
             session: The session.
             request: What is answered.
             advance: Called with each token in the place of ``session.advance``.
+            prompt: The tokens of the prompt with their log-probabilities, if the request asked for them.
         """
         advance = advance or session.advance
-        writer = AnswerWriter(self._encoder, session, request)
+        writer = AnswerWriter(self._encoder, session, request, prompt)
         while not writer.done:
-            if new := writer.write(session.next_log_probs()):
-                yield Chunk(new)
+            if (chunk := writer.write(session.next_log_probs())).text:
+                yield chunk
             if not writer.done:
                 advance(writer.last)
-        yield Chunk(*writer.end())
+        yield writer.end()
 
     def prefill(self, layout: Layout, plan: Plan, choice: MitigationChoice | None = None, salt: str = "") -> Session:
         """Read a prompt under a plan that was made for it by ``plan``, and return the session that continues it.

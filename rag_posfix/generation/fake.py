@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.contracts.request import (
@@ -13,8 +15,10 @@ from rag_posfix.contracts.request import (
     GenerationRequest,
     MitigationChoice,
     MitigationInfo,
+    Sampling,
     Usage,
 )
+from rag_posfix.contracts.token_scores import ScoredToken, TokenScore
 from rag_posfix.errors import PromptTooLongError
 
 __all__ = ["FakeGenerator"]
@@ -26,7 +30,8 @@ class FakeGenerator:
     """Answers with the first sentence of the passage that shares the most words with the question.
 
     Which passage that is depends on content alone, so the answer does not depend on order. Implements ``Generator``;
-    applies ``max_tokens`` (one token a word) and stop strings; ignores sampling otherwise.
+    applies ``max_tokens`` (one token a word) and stop strings; ignores sampling otherwise. Every token has the
+    log-probability log 1/2, and made-up alternatives.
 
     Args:
         encoder: A tokenizer.
@@ -59,6 +64,11 @@ class FakeGenerator:
         """The tokenizer given."""
         return self._encoder
 
+    @property
+    def scores_tokens(self) -> bool:
+        """Log-probabilities are returned."""
+        return True
+
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Return what the name says; mitigations are checked as the engine checks them."""
         from rag_posfix.mitigations import create
@@ -80,6 +90,7 @@ class FakeGenerator:
         shared = [len(asked & set(re.findall(r"\w+", passage.lower()))) for passage in passages]
         chosen = max(range(len(passages)), key=lambda i: (shared[i], layout.keys[i]), default=None)
         text = f"No passages for: {question}" if chosen is None else passages[chosen].split(". ")[0]
+        scored = _scored(text, sampling)
         finish: FinishReason = "stop"
         for stop in sampling.stop:
             text = text.split(stop)[0]
@@ -94,11 +105,33 @@ class FakeGenerator:
             usage=Usage(len(layout.token_ids), min(len(words), sampling.max_tokens)),
             attention=tuple((count if sum(shared) else 1) / total for count in shared),
             timings={"prefill": 0.0, "decode": 0.0},
+            log_probs=scored[: min(len(words), sampling.max_tokens)],
+            prompt_log_probs=self._scored_prompt(request) if request.prompt_scored else (),
         )
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer of ``generate`` word by word."""
         generation = self.generate(request)
-        for word in _WORDS.findall(generation.text):
-            yield Chunk(word)
+        for index, word in enumerate(_WORDS.findall(generation.text)):
+            yield Chunk(word, log_probs=generation.log_probs[index : index + 1])
         yield Chunk("", generation)
+
+    def _scored_prompt(self, request: GenerationRequest) -> tuple[ScoredToken, ...]:
+        pieces = [self._encoder.decode([token]) for token in request.layout.token_ids]
+        first, *others = _scored_pieces(pieces, request.sampling.top_logprobs or 0)
+        return (ScoredToken(TokenScore(first.token.data, None), 0), *others)
+
+
+def _scored(text: str, sampling: Sampling) -> tuple[ScoredToken, ...]:
+    """Return the words of the answer with log-probabilities: log 1/2 each, and log 1/4, 1/8, ... for alternatives."""
+    return () if sampling.top_logprobs is None else _scored_pieces(_WORDS.findall(text), sampling.top_logprobs)
+
+
+def _scored_pieces(pieces: Sequence[str], n_top: int) -> tuple[ScoredToken, ...]:
+    starts = accumulate(map(len, pieces), initial=0)
+    found = []
+    for piece, start in zip(pieces, starts, strict=False):
+        others = [TokenScore(f"other{rank}".encode(), -math.log(2) * (rank + 1)) for rank in range(1, n_top)]
+        own = TokenScore(piece.encode(), -math.log(2))
+        found.append(ScoredToken(own, start, (own, *others)[:n_top]))
+    return tuple(found)

@@ -15,10 +15,10 @@ from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.recent_prompts import RecentPrompts
 from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.generator import Generator, gives_scores
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
 from rag_posfix.contracts.retrieval import Reranker, Retriever
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.pipeline.invalidation import invalidate
 from rag_posfix.pipeline.protocols import (
     AnswerCache,
@@ -230,7 +230,8 @@ class Pipeline:
             prepared = self._prepare(asked, watcher, trace)
             stored = self._look_up(prepared)
             if stored is not None:
-                return iter([AnswerChunk(stored["text"], self._finish(prepared, stored, cached=True))])
+                answer = self._finish(prepared, stored, cached=True)
+                return iter([AnswerChunk(answer.text, answer, answer.log_probs)])
             self.recent.add(prepared.scope, prepared.assembled.layout.keys)
             return self._stream(prepared, self.generator.stream(prepared.request), opened.pop_all())
 
@@ -240,12 +241,12 @@ class Pipeline:
                 if chunk.text:
                     stage.piece(chunk.text)
                 if chunk.generation is None:
-                    yield AnswerChunk(chunk.text)
+                    yield AnswerChunk(chunk.text, log_probs=chunk.log_probs)
                     continue
                 stage.done(chunk.generation)
                 prepared.timings.update(chunk.generation.timings)
                 stored = to_store(prepared.assembled, chunk.generation)
-                yield AnswerChunk(chunk.text, self._keep(prepared, stored))
+                yield AnswerChunk(chunk.text, self._keep(prepared, stored), chunk.log_probs)
 
     def _prepare(self, asked: Question, watcher: StageWatcher | None, trace: QuestionTrace) -> _Prepared:
         watcher = watched_by(trace, watcher)
@@ -254,6 +255,10 @@ class Pipeline:
         mitigation = asked.mitigation or self.defaults.mitigation
         sampling = asked.sampling or self.defaults.sampling
         order = asked.order or self.defaults.order
+        if sampling.top_logprobs is not None and not gives_scores(self.generator):
+            raise UnsupportedModelError(
+                f"{self.generator.model_id} returns no log-probabilities here; ask without logprobs"
+            )
         info = self.generator.describe(mitigation)
         timings: dict[str, float] = {}
         salt = tenant_salt(self.defaults.tenant, asked.tenant)

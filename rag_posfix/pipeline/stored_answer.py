@@ -9,6 +9,7 @@ from rag_posfix.contracts.answer import Answer, AnswerDocument, Citation
 from rag_posfix.contracts.request import Generation, Usage
 from rag_posfix.pipeline.attribution import attribute_sentences, dominant
 from rag_posfix.pipeline.citations import find_quotes
+from rag_posfix.pipeline.stored_scores import are_scores, scores_from, stored_scores
 from rag_posfix.text import clean_text
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def to_store(assembled: Assembled, generation: Generation) -> dict[str, Any]:
     attention = generation.attention or (0.0,) * assembled.layout.n_passages
     keys = assembled.layout.keys
     claims = attribute_sentences(generation.text, generation.sources)
-    return {
+    stored: dict[str, Any] = {
         "text": generation.text,
         "finish_reason": generation.finish_reason,
         "prompt_tokens": generation.usage.prompt_tokens,
@@ -36,6 +37,9 @@ def to_store(assembled: Assembled, generation: Generation) -> dict[str, Any]:
         "attention": dict(zip(keys, attention, strict=True)),
         "claims": [[claim.start, claim.end, dict(zip(keys, claim.shares, strict=True))] for claim in claims],
     }
+    if generation.log_probs:
+        stored["log_probs"] = stored_scores(generation.log_probs)
+    return stored
 
 
 def readable(stored: Any) -> bool:
@@ -55,6 +59,7 @@ def readable(stored: Any) -> bool:
         and _are_shares(stored.get("attention"))
         and isinstance(stored.get("claims", []), list)
         and all(_is_claim(claim, len(stored["text"])) for claim in stored.get("claims", []))
+        and are_scores(stored.get("log_probs", []))
     )
 
 
@@ -96,6 +101,7 @@ def answer_from(
         finish_reason=stored["finish_reason"],
         dropped=tuple((dropped.id, dropped.reason) for dropped in assembled.dropped),
         timings=dict(timings),
+        log_probs=scores_from(stored.get("log_probs", [])),
     )
 
 

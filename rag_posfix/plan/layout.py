@@ -73,6 +73,16 @@ class Layout:
         if len(counts) != 1:
             raise ConfigError(f"layout needs one text, key and relevance per passage, got counts {sorted(counts)}")
 
+    @classmethod
+    def plain(cls, token_ids: Sequence[int]) -> Layout:
+        """Return the layout of a prompt without passages: all of it is suffix and question.
+
+        Raises:
+            ConfigError: there is no token.
+        """
+        whole = Span(0, len(token_ids))
+        return cls(tuple(token_ids), Span(0, 0), (), (), whole, whole, ())
+
     @property
     def n_passages(self) -> int:
         """How many passages the prompt holds."""

@@ -18,6 +18,8 @@ from rag_posfix_api.dialects.cohere import errors as cohere_errors
 from rag_posfix_api.dialects.cohere import routes as cohere
 from rag_posfix_api.dialects.jina import errors as jina_errors
 from rag_posfix_api.dialects.jina import routes as jina
+from rag_posfix_api.dialects.ollama import errors as ollama_errors
+from rag_posfix_api.dialects.ollama import routes as ollama
 from rag_posfix_api.dialects.openai import errors as openai_errors
 from rag_posfix_api.dialects.openai import routes as openai
 from rag_posfix_api.dialects.responses import routes as responses
@@ -40,6 +42,7 @@ ROUTERS = (
     anthropic.router,
     jina.router,
     cohere.router,
+    ollama.router,
     vllm.router,
     tei.router,
     operations.router,
@@ -53,6 +56,8 @@ RENDERERS = ErrorRenderers(
         jina.PATH: jina_errors.render_error,
         cohere.CHAT_PATH: cohere_errors.render_error,
         cohere.RERANK_PATH: cohere_errors.render_error,
+        ollama.CHAT_PATH: ollama_errors.render_error,
+        ollama.TAGS_PATH: ollama_errors.render_error,
         tei.PATH: tei_errors.render_error,
     },
 )

@@ -171,7 +171,6 @@ def test_fields_that_change_nothing_are_read_over():
         ("n", 2),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
-        ("logprobs", True),
         ("frequency_penalty", 0.5),
         ("logit_bias", {"1": 5}),
         ("response_format", {"type": "json_object"}),
@@ -353,3 +352,51 @@ def test_mitigation_order_and_k_may_come_in_one_object():
     assert (status, error["param"]) == (400, "order")
     status, error = refused(pipeline, posfix={"index": "other"})
     assert (status, error["param"]) == (422, "posfix.index")
+
+
+def test_tokens_come_with_log_probabilities_whole_streamed_and_from_the_cache():
+    pipeline = make_pipeline(cache=DictCache())
+    asked = {"documents": [BRIDGE], "logprobs": True, "top_logprobs": 2}
+    first, second = ask(pipeline, **asked), ask(pipeline, **asked)
+    assert (first["cached"], second["cached"]) == (False, True)
+    scored = first["choices"][0]["logprobs"]
+    assert second["choices"][0]["logprobs"] == scored
+    assert scored["refusal"] is None
+    assert "".join(token["token"] for token in scored["content"]) == ANSWER
+    token = scored["content"][0]
+    assert token["logprob"] == pytest.approx(-0.6931, abs=1e-4)
+    assert (token["token"], token["bytes"]) == ("The ", list(b"The "))
+    assert [one["token"] for one in token["top_logprobs"]] == ["The ", "other1"]
+    for cache in (True, False):
+        body = chat(**asked, stream=True, cache=cache)
+        parts = events(client_for(pipeline).post(URL, json=body).text)[:-1]
+        found = [part["choices"][0]["logprobs"] for part in parts if part["choices"]]
+        assert [token for one in found if one for token in one["content"]] == scored["content"]
+
+
+def test_answers_with_and_without_log_probabilities_are_cached_apart():
+    pipeline = make_pipeline(cache=DictCache())
+    assert ask(pipeline, documents=[BRIDGE])["choices"][0]["logprobs"] is None
+    scored = ask(pipeline, documents=[BRIDGE], logprobs=True)
+    assert scored["cached"] is False
+    assert scored["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+    assert ask(pipeline, documents=[BRIDGE], logprobs=False)["cached"] is True
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logprobs": True, "top_logprobs": 21}, {"logprobs": True, "top_logprobs": -1}, {"top_logprobs": 2}]
+)
+def test_alternatives_are_0_to_20_and_need_logprobs(fields: dict[str, Any]):
+    status, error = refused(**fields)
+    assert (status, error["param"]) == (400, "top_logprobs")
+
+
+def test_a_damaged_cache_entry_with_log_probabilities_is_a_miss():
+    cache = DictCache()
+    pipeline = make_pipeline(cache=cache)
+    asked = {"documents": [BRIDGE], "logprobs": True}
+    ask(pipeline, **asked)
+    (key,) = cache.entries
+    for damaged in (5, [[0, ["zz", -1.0], []]], [[0, ["61"], []]], [[0, ["61", "x"], []]], [["0", ["61", -1], []]]):
+        cache.entries[key] = {**cache.entries[key], "log_probs": damaged}
+        assert ask(pipeline, **asked)["cached"] is False

@@ -9,3 +9,6 @@ class NumberEncoder:
 
     def decode_answer(self, token_ids):
         return "".join(f"{token}," for token in token_ids if token not in self.eos_ids)
+
+    def token_bytes(self, token_id):
+        return f"{token_id},".encode()

@@ -34,6 +34,13 @@ class ToyEncoder:
             ids += [CONTROL_TOKENS[piece]] if piece in CONTROL_TOKENS else list(piece.encode())
         return ids
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode_template(clean_text(text))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        names = {number: name.encode() for name, number in CONTROL_TOKENS.items()}
+        return names.get(token_id) or bytes([token_id])
+
     def decode(self, token_ids: Sequence[int]) -> str:
         names = {number: name.encode() for name, number in CONTROL_TOKENS.items()}
         return b"".join(names.get(token) or bytes([token]) for token in token_ids).decode("utf-8", "replace")

@@ -59,13 +59,13 @@ def _write(running: Sequence[RunningRequest]) -> list[RunningRequest]:
         for one, _ in scored:
             one.handle.fail(error if len(scored) == 1 else _shared_failure(error, len(scored)))
         return []
-    return [one for (one, _), token in zip(scored, tokens, strict=True) if _accept(one, token)]
+    return [one for (one, scores), token in zip(scored, tokens, strict=True) if _accept(one, token, scores)]
 
 
-def _accept(one: RunningRequest, token: int) -> bool:
+def _accept(one: RunningRequest, token: int, log_probs: Tensor) -> bool:
     """Deliver one token; return whether the answer goes on."""
     try:
-        return one.accept(token)
+        return one.accept(token, log_probs)
     except Exception as error:
         one.handle.fail(error)
         return False

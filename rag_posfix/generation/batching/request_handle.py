@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 
-from rag_posfix.contracts.request import Chunk, GenerationRequest
+from torch import Tensor
+
+from rag_posfix.contracts.request import Chunk, GenerationRequest, whole_answer
+from rag_posfix.contracts.token_scores import ScoredToken
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.generation.decode.answer_writer import AnswerWriter
+from rag_posfix.generation.decode.prompt_scores import open_scored
 from rag_posfix.generation.decode.sampling import Sampler
 
 __all__ = ["RequestHandle", "RunningRequest"]
@@ -105,8 +109,12 @@ class RunningRequest:
         request = handle.request
         self._waited = handle.age
         self.handle = handle
-        self.session = engine.open(request.layout, request.mitigation, request.sampling.max_tokens, request.salt)
-        self._writer = AnswerWriter(engine.encoder, self.session, request)
+        prompt: Sequence[ScoredToken] = ()
+        if request.prompt_scored:
+            self.session, prompt = open_scored(engine.open, request, engine.encoder.token_bytes)
+        else:
+            self.session = engine.open(request.layout, request.mitigation, request.sampling.max_tokens, request.salt)
+        self._writer = AnswerWriter(engine.encoder, self.session, request, prompt)
 
     @property
     def token(self) -> int:
@@ -120,15 +128,17 @@ class RunningRequest:
 
     def write(self) -> bool:
         """Choose the next token and deliver its text; return whether the answer goes on."""
-        return self.accept(self.sampler.choose(self.session.next_log_probs()))
+        log_probs = self.session.next_log_probs()
+        return self.accept(self.sampler.choose(log_probs), log_probs)
 
-    def accept(self, token: int) -> bool:
-        """Deliver the text of a token that ``sampler`` chose; return whether the answer goes on."""
+    def accept(self, token: int, log_probs: Tensor) -> bool:
+        """Deliver the text of a token that ``sampler`` chose from ``log_probs``; return whether the answer goes on."""
         writer = self._writer
-        if new := writer.accept(token):
-            self.handle.put(Chunk(new))
+        if (chunk := writer.accept(token, log_probs)).text:
+            self.handle.put(chunk)
         if writer.done:
-            text, generation = writer.end()
+            last = writer.end()
+            generation = whole_answer([last])
             timings = {"queue": self._waited, **generation.timings}
-            self.handle.put(Chunk(text, replace(generation, timings=timings)))
+            self.handle.put(replace(last, generation=replace(generation, timings=timings)))
         return not writer.done

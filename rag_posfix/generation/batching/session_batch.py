@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.request import Generation, GenerationRequest
+from rag_posfix.contracts.request import Generation, GenerationRequest, whole_answer
 from rag_posfix.generation.decode.answer_writer import AnswerWriter
 from rag_posfix.generation.decode.sampling import choose_together
 from rag_posfix.generation.decode.session import Session
@@ -101,11 +101,11 @@ def generate_batch(
         open_answers = [pair for pair in zip(sessions, writers, strict=True) if not pair[1].done]
         scores = [session.next_log_probs() for session, _ in open_answers]
         chosen = choose_together([writer.sampler for _, writer in open_answers], scores)
-        for (_, writer), token in zip(open_answers, chosen, strict=True):
-            writer.accept(token)
+        for (_, writer), token, log_probs in zip(open_answers, chosen, scores, strict=True):
+            writer.accept(token, log_probs)
         going = [(session, writer.last) for session, writer in zip(sessions, writers, strict=True) if not writer.done]
         if not going:
-            return [writer.end()[1] for writer in writers]
+            return [whole_answer([writer.end()]) for writer in writers]
         advance_batch([session for session, _ in going], [token for _, token in going])
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from rag_posfix.contracts.request import FinishReason, Generation, GenerationRequest, TokenSource, Usage
+from rag_posfix.contracts.request import Chunk, FinishReason, Generation, GenerationRequest, TokenSource, Usage
+from rag_posfix.contracts.token_scores import ScoredToken
 from rag_posfix.generation.decode.sampling import Sampler
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.decode.text_stream import TextStream
+from rag_posfix.generation.decode.token_scores import score_tokens
 from rag_posfix.generation.model.tokenizer import Tokenizer
 
 __all__ = ["AnswerWriter"]
@@ -22,14 +25,19 @@ class AnswerWriter:
         encoder: The engine's tokenizer.
         session: A session that has just read the request's prompt.
         request: What is answered.
+        prompt: The tokens of the prompt with their log-probabilities, if the request asked for them.
 
     Attributes:
         sampler: Chooses its tokens.
         done: Whether the answer is complete.
     """
 
-    def __init__(self, encoder: Tokenizer, session: Session, request: GenerationRequest) -> None:
+    def __init__(
+        self, encoder: Tokenizer, session: Session, request: GenerationRequest, prompt: Sequence[ScoredToken] = ()
+    ) -> None:
+        self._encoder = encoder
         self._request = request
+        self._prompt = tuple(prompt)
         self._session = session
         if request.traced:
             session.attribute_tokens()
@@ -41,6 +49,9 @@ class AnswerWriter:
         self._text = TextStream(encoder.decode_answer, request.sampling.stop)
         self._ids: list[int] = []
         self._ends: list[int] = []
+        self._scored: list[ScoredToken] = []
+        self._sent_characters = 0
+        self._sent_tokens = 0
         self._finish: FinishReason = "length"
         self._started = time.perf_counter()
         self._seconds = 0.0
@@ -51,16 +62,20 @@ class AnswerWriter:
         """The token that was written last."""
         return self._ids[-1]
 
-    def write(self, log_probs: Tensor) -> str:
-        """Choose a token and return the text that is certain now; check ``done`` afterwards.
+    def write(self, log_probs: Tensor) -> Chunk:
+        """Choose a token and return the text that is certain now, maybe none; check ``done`` afterwards.
 
         Shapes:
             log_probs: (V,) float32.
         """
-        return self.accept(self.sampler.choose(log_probs))
+        return self.accept(self.sampler.choose(log_probs), log_probs)
 
-    def accept(self, token: int) -> str:
-        """Take a token that ``sampler`` chose and return the text that is certain now; check ``done`` afterwards."""
+    def accept(self, token: int, log_probs: Tensor) -> Chunk:
+        """Take a token that ``sampler`` chose from ``log_probs``; return as ``write``."""
+        n_top = self._request.sampling.top_logprobs
+        if n_top is not None:
+            start = len(self._text.text)
+            self._scored += score_tokens(log_probs[None], [token], [start], n_top, self._encoder.token_bytes)
         self._ids.append(token)
         new = ""
         if token in self._eos_ids:
@@ -70,10 +85,10 @@ class AnswerWriter:
             self.done = self._text.stopped or len(self._ids) >= self._request.sampling.max_tokens
         self._ends.append(len(self._text.text))
         self._seconds = time.perf_counter() - self._started
-        return new
+        return Chunk(new, log_probs=self._begun_in(new))
 
-    def end(self) -> tuple[str, Generation]:
-        """Return the text that was held back, and the whole answer. Call once, when ``done``."""
+    def end(self) -> Chunk:
+        """Return the text that was held back, with the whole answer. Call once, when ``done``."""
         rest = self._text.finish()
         if self._text.stopped:  # a stop string may stand in what was held back
             self._finish = "stop"
@@ -89,8 +104,18 @@ class AnswerWriter:
             attention=self._attention,
             sources=self._sources(),
             timings={"prefill": self._prefill_seconds, "decode": self._seconds},
+            log_probs=tuple(self._scored),
+            prompt_log_probs=self._prompt,
         )
-        return rest, generation
+        return Chunk(rest, generation, tuple(self._scored[self._sent_tokens :]))
+
+    def _begun_in(self, new: str) -> tuple[ScoredToken, ...]:
+        """Return the tokens whose text begins in what was sent, and that were not returned before."""
+        self._sent_characters += len(new)
+        first = self._sent_tokens
+        while self._sent_tokens < len(self._scored) and self._scored[self._sent_tokens].start < self._sent_characters:
+            self._sent_tokens += 1
+        return tuple(self._scored[first : self._sent_tokens])
 
     def _sources(self) -> tuple[TokenSource, ...]:
         """Return which passages each token comes from. The last one brings what was held back."""

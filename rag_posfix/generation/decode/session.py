@@ -161,6 +161,23 @@ class Session:
             answer = answer + log_probs[:, token]
         return tuple(scores)
 
+    @torch.inference_mode()
+    def read_given(self, token_ids: Sequence[int]) -> Tensor:
+        """Append tokens that were not chosen here; return the scores that the next token had before each, (n, V).
+
+        Cost: one forward pass; memory for n rows of V scores, twice.
+        """
+        observers = self.observers()
+        logits = self._read(self._batches, token_ids, observers)
+        *steps, self._log_probs = (self._log_probs, *logits.float().log_softmax(dim=-1).unbind(dim=1))
+        found = []
+        for log_probs, token in zip(steps, token_ids, strict=True):
+            found.append(self._combine(log_probs, self._answer)[0])
+            self._answer = self._answer + log_probs[:, token]
+        if self._attribution is not None:
+            self._attribution.take(observers)
+        return torch.stack(found)
+
     def _read(
         self,
         batches: Sequence[SequenceBatch],

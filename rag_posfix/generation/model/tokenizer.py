@@ -12,12 +12,14 @@ from typing import Any
 
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.model.byte_level import byte_of_character, is_byte_level
 from rag_posfix.text import clean_text
 
 __all__ = ["Tokenizer"]
 
 _REPLACEMENT = "\ufffd"
 _MARK = "\ue000"
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -50,6 +52,8 @@ class Tokenizer:
         self._template, self._text, self._controls = _backends(backend)
         self._control_ids = frozenset(self._controls.values())
         self._unwritable = _unwritable(self._text)
+        self._bytes = byte_of_character() if is_byte_level(self._template) else None
+        self._added = {number: name for name, number in _added_tokens(self._template)}
         self._eos = self._find_eos(eos_ids)
 
     @property
@@ -105,6 +109,35 @@ class Tokenizer:
         """
         ids: list[int] = self._template.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the tokens of a whole prompt, as the model's own tokenizer encodes it.
+
+        Control tokens written in it are recognised, and those that the tokenizer puts around a text are added.
+
+        Args:
+            text: A prompt that its author controls. Never a document.
+        """
+        ids: list[int] = self._template.encode(clean_text(text), add_special_tokens=True).ids
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token within a text; they need not be complete characters.
+
+        Args:
+            token_id: Any token; one that the vocabulary lacks has no bytes.
+        """
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        name = self._template.id_to_token(token_id)
+        if name is None:
+            return b""
+        if self._bytes is not None:
+            return bytes(self._bytes[character] for character in name)
+        if (byte := _BYTE.fullmatch(name)) is not None:
+            return bytes.fromhex(byte[1])
+        # Some decoders strip the space before a text: after a first token, nothing is stripped.
+        return self.decode([token_id, token_id])[len(self.decode([token_id])) :].encode()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the exact text of ``token_ids``, control tokens included.
@@ -188,6 +221,10 @@ def _backends(backend: Any) -> tuple[Any, Any, dict[str, int]]:
         each.no_truncation()
         each.no_padding()
     return template, text, controls
+
+
+def _added_tokens(backend: Any) -> list[tuple[str, int]]:
+    return [(token["content"], token["id"]) for token in json.loads(backend.to_str()).get("added_tokens", ())]
 
 
 def _between(controls: Iterable[str]) -> re.Pattern[str]:

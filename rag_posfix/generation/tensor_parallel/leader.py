@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice
-from rag_posfix.errors import GenerationError, RagPosfixError
+from rag_posfix.errors import GenerationError, RagPosfixError, UnsupportedModelError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.engine import Engine
@@ -140,7 +140,12 @@ class TensorParallelGenerator(DelegatingGenerator[Engine]):
 
         Raises:
             GenerationError: a rank has ended, or the ranks fell out of step; no request can be answered any more.
+            UnsupportedModelError: the request asks for the log-probabilities of the prompt.
         """
+        if request.prompt_scored:
+            raise UnsupportedModelError(
+                f"{self.model_id} is split over several processes, which score no prompts; serve it with tp=1"
+            )
         return self._stream(request, self._inner.plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
     def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:

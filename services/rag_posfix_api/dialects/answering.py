@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -9,13 +10,13 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from rag_posfix.contracts.answer import Answer, Question
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.facts import Facts
-from rag_posfix_api.http.streaming import AnswerStream, EventRenderer
+from rag_posfix_api.http.streaming import SERVER_SENT_EVENTS, AnswerStream, EventRenderer
 from rag_posfix_api.runtime.service import Service
 
-__all__ = ["AnswerRenderer", "respond"]
+__all__ = ["AnswerRenderer", "respond", "respond_with_stream"]
 
 
 class AnswerRenderer(EventRenderer, Protocol):
@@ -27,7 +28,14 @@ class AnswerRenderer(EventRenderer, Protocol):
 
 
 async def respond(
-    service: Service, request: Request, facts: Facts, question: Question, renderer: AnswerRenderer, *, stream: bool
+    service: Service,
+    request: Request,
+    facts: Facts,
+    question: Question,
+    renderer: AnswerRenderer,
+    *,
+    stream: bool,
+    media_type: str = SERVER_SENT_EVENTS,
 ) -> Response:
     """Return the response to a question. The work stops when the client leaves.
 
@@ -37,14 +45,16 @@ async def respond(
         facts: Log fields.
         question: The question.
         renderer: Renders the answer in the dialect of the request.
-        stream: Whether the answer is sent as server-sent events.
+        stream: Whether the answer is sent in pieces.
+        media_type: Media type of the pieces.
 
     Raises:
         RagPosfixError: the question cannot be answered, or there is no capacity now.
     """
     facts.documents = None if question.documents is None else len(question.documents)
     if stream:
-        return await _stream(service, request, facts, question, renderer)
+        start = partial(service.pipeline.stream, question)
+        return await respond_with_stream(service, request, facts, start, renderer, media_type)
     with service.chat.open() as job:
         ask = partial(service.pipeline.ask, question)
         answer = await job.until_gone(request.receive, lambda: job.call(ask))
@@ -52,11 +62,26 @@ async def respond(
     return SafeJSONResponse(renderer.whole(answer))
 
 
-async def _stream(
-    service: Service, request: Request, facts: Facts, question: Question, renderer: EventRenderer
+async def respond_with_stream(
+    service: Service,
+    request: Request,
+    facts: Facts,
+    start: Callable[[], Iterator[AnswerChunk]],
+    renderer: EventRenderer,
+    media_type: str = SERVER_SENT_EVENTS,
 ) -> Response:
+    """Return the response that streams what ``start`` returns. Wrong input raises here, before the response begins.
+
+    Args:
+        service: The service.
+        request: The request.
+        facts: Log fields.
+        start: Begins the work; called in a worker thread.
+        renderer: Renders the pieces.
+        media_type: Their media type.
+    """
     on_close = ExitStack()
     job = on_close.enter_context(service.chat.open())
-    stream = AnswerStream(job, renderer, facts, lambda answer: service.record(answer, facts), on_close)
-    await stream.open(partial(service.pipeline.stream, question), request.receive)
+    stream = AnswerStream(job, renderer, facts, lambda answer: service.record(answer, facts), on_close, media_type)
+    await stream.open(start, request.receive)
     return stream

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import ConfigDict, Field, Tag
 
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.parameters import shown
 from rag_posfix_api.dialects.documents import Forms
+from rag_posfix_api.dialects.strict import RequestModel
 from rag_posfix_api.http.errors import UnsupportedFeatureError
 
 __all__ = ["Message", "Part", "chat_message"]
@@ -16,7 +17,7 @@ __all__ = ["Message", "Part", "chat_message"]
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
-class Part(BaseModel):
+class Part(RequestModel):
     """A part of a message; only text is supported."""
 
     model_config = ConfigDict(extra="allow")
@@ -25,7 +26,7 @@ class Part(BaseModel):
     text: str | None = None
 
 
-class Message(BaseModel):
+class Message(RequestModel):
     """A message of the conversation."""
 
     model_config = ConfigDict(extra="allow")

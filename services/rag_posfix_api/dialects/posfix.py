@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, Tag, model_validator
 
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix_api.dialects.documents import Forms
+from rag_posfix_api.dialects.strict import RequestModel
 
-__all__ = ["MitigationInput", "PosfixInput", "mitigation_choice"]
+__all__ = ["MitigationInput", "PosfixInput", "chosen_methods"]
 
 MAX_FIELDS = 16
 
 
-class MitigationInput(BaseModel):
+class MitigationInput(RequestModel):
     """A mitigation and its parameters."""
 
     model_config = ConfigDict(extra="forbid")
@@ -31,7 +32,7 @@ class MitigationInput(BaseModel):
         return given
 
 
-class PosfixInput(BaseModel):
+class PosfixInput(RequestModel):
     """What this service adds to the API of the dialect, in one object."""
 
     model_config = ConfigDict(extra="forbid")
@@ -44,8 +45,12 @@ class PosfixInput(BaseModel):
     k: int | None = Field(default=None, ge=1, le=1000, description="How many passages to retrieve.")
 
 
-def mitigation_choice(given: str | MitigationInput | None) -> MitigationChoice | None:
-    """Return the mitigation of a request, or None for the default."""
+def chosen_methods(given: PosfixInput) -> dict[str, Any]:
+    """Return the fields of a ``Question`` that a request chooses; None takes the default."""
+    return {"mitigation": _mitigation(given.mitigation), "order": given.order, "k": given.k}
+
+
+def _mitigation(given: str | MitigationInput | None) -> MitigationChoice | None:
     if given is None or isinstance(given, str):
         return None if given is None else MitigationChoice(given)
     return MitigationChoice(given.name, given.parameters)

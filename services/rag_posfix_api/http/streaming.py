@@ -16,7 +16,9 @@ from rag_posfix.errors import GenerationCancelled
 from rag_posfix_api.http.errors import Problem, kind_of, problem_of
 from rag_posfix_api.http.facts import Facts
 
-__all__ = ["AnswerStream", "EventRenderer", "StepRunner"]
+__all__ = ["SERVER_SENT_EVENTS", "AnswerStream", "EventRenderer", "StepRunner"]
+
+SERVER_SENT_EVENTS = "text/event-stream"
 
 T = TypeVar("T")
 
@@ -68,9 +70,8 @@ class AnswerStream(Response):
         facts: Log fields; the code of an error is set.
         finished: Called with the complete answer.
         on_close: Closed after the response, also after an error.
+        media_type: Media type of what the renderer writes.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -79,8 +80,10 @@ class AnswerStream(Response):
         facts: Facts,
         finished: Callable[[Answer], None],
         on_close: ExitStack,
+        media_type: str = SERVER_SENT_EVENTS,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._job = job
         self._renderer = renderer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from langchain_core.documents import Document
@@ -20,9 +19,9 @@ from rag_posfix_api.dialects.anthropic.schemas import (
     CitationsConfig,
     DocumentSource,
 )
-from rag_posfix_api.dialects.conversation import check_stops, refuse_fields, split_question
+from rag_posfix_api.dialects.conversation import refuse_fields
 from rag_posfix_api.dialects.documents import check_count
-from rag_posfix_api.dialects.posfix import PosfixInput, mitigation_choice
+from rag_posfix_api.dialects.questions import build_question, sampling_with, stop_strings
 from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
 
 __all__ = ["to_question"]
@@ -54,24 +53,24 @@ def to_question(
         ConfigError: a sampling parameter is out of range.
     """
     refuse_fields(body.model_extra, _REFUSED)
-    check_stops(body.stop_sequences or [], "stop_sequences")
-    messages = [_chat_message(message, index) for index, message in enumerate(body.messages)]
-    history, text = split_question(messages, body.messages[-1].role)
-    if body.system is not None:
-        history.insert(0, {"role": "system", "content": _text(body.system, "system")})
     blocks = [block for message in body.messages for block in _documents_of(message)]
     check_count(len(blocks), max_documents, "messages")
     citable = tuple(_citable(block, index) for index, block in enumerate(blocks))
     documents = [_document(one, block.context) for one, block in zip(citable, blocks, strict=True)]
-    added = body.posfix or PosfixInput()
-    question = Question(
-        text=text,
-        documents=documents or None,  # without any, they are retrieved
-        history=history,
-        mitigation=mitigation_choice(added.mitigation),
-        order=added.order,
-        k=added.k,
-        sampling=_sampling(body, defaults),
+    question = build_question(
+        [_chat_message(message, index) for index, message in enumerate(body.messages)],
+        sampling_with(
+            defaults,
+            max_tokens=body.max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            stop=stop_strings(body.stop_sequences, "stop_sequences"),
+        ),
+        documents or None,  # without any, they are retrieved
+        body.posfix,
+        role=body.messages[-1].role,
+        system=None if body.system is None else _text(body.system, "system"),
     )
     return question, citable
 
@@ -137,14 +136,3 @@ def _document(citable: CitableDocument, context: str | None) -> Document:
     return Document(
         page_content=text, metadata={} if citable.title is None else {"title": citable.title}, id=citable.id
     )
-
-
-def _sampling(body: AnthropicRequest, defaults: Sampling) -> Sampling:
-    given: dict[str, Any] = {
-        "max_tokens": body.max_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "stop": None if body.stop_sequences is None else tuple(body.stop_sequences),
-    }
-    return replace(defaults, **{name: value for name, value in given.items() if value is not None})

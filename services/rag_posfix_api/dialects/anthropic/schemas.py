@@ -10,6 +10,7 @@ from rag_posfix_api.dialects.documents import Forms
 from rag_posfix_api.dialects.posfix import PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
 from rag_posfix_api.dialects.ranges import within
+from rag_posfix_api.dialects.strict import RequestModel
 
 __all__ = [
     "AnthropicBlock",
@@ -23,20 +24,20 @@ __all__ = [
 ]
 
 
-class CitationsConfig(BaseModel):
+class CitationsConfig(RequestModel):
     """Whether a document may be cited."""
 
     enabled: bool | None = None
 
 
-class SourceText(BaseModel):
+class SourceText(RequestModel):
     """A part of a document that is cited as a whole."""
 
     type: str = Field(default="text", json_schema_extra={"enum": ["text"]})
     text: str | None = None
 
 
-class DocumentSource(BaseModel):
+class DocumentSource(RequestModel):
     """The text of a document: ``data`` of type ``text``, or ``content`` of type ``content``."""
 
     model_config = ConfigDict(extra="ignore")
@@ -53,7 +54,7 @@ class DocumentSource(BaseModel):
     ) = None
 
 
-class AnthropicBlock(BaseModel):
+class AnthropicBlock(RequestModel):
     """A part of a message: text, or a document to answer from."""
 
     model_config = ConfigDict(extra="allow")
@@ -77,7 +78,7 @@ _Content = Annotated[
 ]
 
 
-class AnthropicMessage(BaseModel):
+class AnthropicMessage(RequestModel):
     """A message of the conversation."""
 
     model_config = ConfigDict(extra="allow")
@@ -86,7 +87,7 @@ class AnthropicMessage(BaseModel):
     content: _Content
 
 
-class AnthropicRequest(BaseModel):
+class AnthropicRequest(RequestModel):
     """A request. Fields of Anthropic's API without effect here are ignored; ``parse`` refuses unsupported ones."""
 
     model_config = ConfigDict(extra="allow")

@@ -11,6 +11,7 @@ from rag_posfix_api.dialects.messages import Message
 from rag_posfix_api.dialects.posfix import PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
 from rag_posfix_api.dialects.ranges import within
+from rag_posfix_api.dialects.strict import RequestModel
 
 __all__ = [
     "CohereChatRequest",
@@ -27,13 +28,13 @@ __all__ = [
 FinishReason = Literal["COMPLETE", "MAX_TOKENS"]
 
 
-class CitationOptions(BaseModel):
+class CitationOptions(RequestModel):
     """Options of citations."""
 
     mode: str | None = Field(default=None, description="'OFF' or 'DISABLED' gives none; every other mode is the same.")
 
 
-class CohereChatRequest(BaseModel):
+class CohereChatRequest(RequestModel):
     """A request. Fields of Cohere's API without effect here are ignored; ``parse`` refuses unsupported ones."""
 
     model_config = ConfigDict(extra="allow")

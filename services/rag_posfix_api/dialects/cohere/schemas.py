@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from rag_posfix_api.dialects.documents import DocumentInput
+from rag_posfix_api.dialects.strict import RequestModel
 
 __all__ = ["CohereMeta", "CohereRerankRequest", "CohereRerankResponse", "CohereResult"]
 
 
-class CohereRerankRequest(BaseModel):
+class CohereRerankRequest(RequestModel):
     """A query and the documents to score. Other fields of Cohere's API have no effect here."""
 
     model: str | None = Field(default=None, description="Read over: one reranker is served.")

@@ -7,11 +7,12 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from rag_posfix_api.dialects.documents import DocumentInput
+from rag_posfix_api.dialects.strict import RequestModel
 
 __all__ = ["RerankDocument", "RerankRequest", "RerankResponse", "RerankResult", "RerankUsage"]
 
 
-class RerankRequest(BaseModel):
+class RerankRequest(RequestModel):
     """A query and the documents to score."""
 
     model: str | None = Field(default=None, description="Read over: one reranker is served.")

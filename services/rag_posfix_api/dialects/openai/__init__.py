@@ -1,1 +1,1 @@
-"""OpenAI chat completions, embeddings and models."""
+"""OpenAI chat completions, completions, embeddings and models."""

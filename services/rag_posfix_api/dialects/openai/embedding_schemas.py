@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, Tag
 
 from rag_posfix_api.dialects.documents import Forms
+from rag_posfix_api.dialects.strict import RequestModel
 
 __all__ = ["EmbeddingList", "EmbeddingObject", "EmbeddingRequest", "EmbeddingUsage"]
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(RequestModel):
     """The texts to embed. Other fields of OpenAI's API have no effect here."""
 
     input: Annotated[

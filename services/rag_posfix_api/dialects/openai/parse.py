@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.request import Sampling
-from rag_posfix_api.dialects.conversation import check_stops, refuse_fields, split_question
+from rag_posfix_api.dialects.conversation import refuse_fields
 from rag_posfix_api.dialects.documents import to_documents
 from rag_posfix_api.dialects.messages import chat_message
 from rag_posfix_api.dialects.openai.schemas import ChatRequest
-from rag_posfix_api.dialects.posfix import mitigation_choice
+from rag_posfix_api.dialects.posfix import PosfixInput
+from rag_posfix_api.dialects.questions import build_question, check_top_logprobs, sampling_with, stop_strings
 from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
 
 __all__ = ["to_question"]
@@ -23,8 +23,6 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "logit_bias": (None, {}),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
@@ -50,17 +48,22 @@ def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Qu
         ConfigError: a sampling parameter is out of range.
     """
     _refuse(body)
-    messages = [chat_message(message, index) for index, message in enumerate(body.messages)]
-    history, text = split_question(messages, body.messages[-1].role)
-    return Question(
-        text=text,
-        documents=None if body.documents is None else to_documents(body.documents, max_documents),
-        history=history,
-        mitigation=mitigation_choice(_chosen(body, "mitigation")),
-        order=_chosen(body, "order"),
-        seed=body.seed or 0,
-        k=_chosen(body, "k"),
-        sampling=_sampling(body, defaults),
+    return build_question(
+        [chat_message(message, index) for index, message in enumerate(body.messages)],
+        sampling_with(
+            defaults,
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            seed=body.seed,
+            stop=stop_strings(body.stop, "stop"),
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        ),
+        None if body.documents is None else to_documents(body.documents, max_documents),
+        _posfix(body),
+        role=body.messages[-1].role,
+        seed=body.seed,
         use_cache=body.cache is not False,
     )
 
@@ -69,26 +72,22 @@ def _refuse(body: ChatRequest) -> None:
     refuse_fields(body.model_extra, _REFUSED)
     if body.n not in (None, 1):
         raise UnsupportedFeatureError(f"n={body.n} is not supported; one answer is given, so n must be 1", param="n")
-    check_stops([body.stop] if isinstance(body.stop, str) else body.stop or [], "stop")
+    check_top_logprobs(body.top_logprobs, "top_logprobs")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError(
+            f"top_logprobs={body.top_logprobs} needs logprobs, which is false; set logprobs to true",
+            param="top_logprobs",
+        )
 
 
-def _chosen(body: ChatRequest, name: str) -> Any:
-    """Return a field of this service, which may stand beside ``messages`` or in ``posfix``."""
-    beside, inside = getattr(body, name), getattr(body.posfix, name, None)
-    if beside is not None and inside is not None and beside != inside:
-        raise InvalidRequestError(f"{name} is given twice, beside messages and in posfix; give it once", param=name)
-    return inside if beside is None else beside
-
-
-def _sampling(body: ChatRequest, defaults: Sampling) -> Sampling:
-    longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    stops = (body.stop,) if isinstance(body.stop, str) else body.stop and tuple(body.stop)
-    given: dict[str, Any] = {
-        "max_tokens": longest,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "seed": body.seed,
-        "stop": stops,
-    }
-    return replace(defaults, **{name: value for name, value in given.items() if value is not None})
+def _posfix(body: ChatRequest) -> PosfixInput:
+    """Return the fields of this service, which may stand beside ``messages`` or in ``posfix``."""
+    inside = body.posfix or PosfixInput()
+    beside: dict[str, Any] = {name: getattr(body, name) for name in ("mitigation", "order", "k")}
+    given = {name: value for name, value in beside.items() if value is not None}
+    for name, value in given.items():
+        if getattr(inside, name) not in (None, value):
+            raise InvalidRequestError(
+                f"{name} is given twice, beside messages and in posfix; give it once", param=name
+            )
+    return inside.model_copy(update=given)

@@ -9,6 +9,7 @@ from typing import Any
 from rag_posfix.contracts.answer import Answer, AnswerChunk
 from rag_posfix.contracts.request import Usage
 from rag_posfix_api.dialects.openai.errors import render_error
+from rag_posfix_api.dialects.openai.log_probs import chat_log_probs
 from rag_posfix_api.dialects.openai.schemas import (
     ChatCompletion,
     Choice,
@@ -20,9 +21,10 @@ from rag_posfix_api.dialects.provenance import provenance
 from rag_posfix_api.http.encoding import event
 from rag_posfix_api.http.errors import Problem
 
-__all__ = ["Completion"]
+__all__ = ["DONE", "Completion", "usage_output"]
 
 DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
 
 
 class Completion:
@@ -33,10 +35,14 @@ class Completion:
         model: Name of the served model.
         fingerprint: Identity of its weights.
         include_usage: Whether a stream ends with a chunk that has the usage.
+        log_probs: Whether the tokens of the answer are rendered with their log-probabilities.
     """
 
-    def __init__(self, identity: str, model: str, fingerprint: str, *, include_usage: bool = False) -> None:
+    def __init__(
+        self, identity: str, model: str, fingerprint: str, *, include_usage: bool = False, log_probs: bool = False
+    ) -> None:
         self._include_usage = include_usage
+        self._log_probs = log_probs
         self._shared = {
             "id": f"chatcmpl-{identity}",
             "created": int(time.time()),
@@ -48,8 +54,14 @@ class Completion:
         """Return the body of a response that is not streamed."""
         completion = ChatCompletion(
             **self._shared,
-            choices=[Choice(message=MessageOutput(content=answer.text), finish_reason=answer.finish_reason)],
-            usage=_usage(answer.usage),
+            choices=[
+                Choice(
+                    message=MessageOutput(content=answer.text),
+                    logprobs=chat_log_probs(answer.log_probs, len(answer.text)) if self._log_probs else None,
+                    finish_reason=answer.finish_reason,
+                )
+            ],
+            usage=usage_output(answer.usage),
             **dict(provenance(answer)),
         )
         return completion.model_dump()
@@ -60,14 +72,15 @@ class Completion:
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
         """Yield the chunks for a piece of the answer; the last piece ends it."""
-        if chunk.text:
-            yield event(self._chunk({"content": chunk.text}))
+        tokens = self._tokens(chunk)
+        if chunk.text or (tokens and tokens["content"]):
+            yield event(self._chunk({"content": chunk.text}, log_probs=tokens))
         if chunk.answer is None:
             return
         sources = provenance(chunk.answer).model_dump()
         yield event(self._chunk({}, chunk.answer.finish_reason) | sources)
         if self._include_usage:
-            yield event(self._head() | {"choices": [], "usage": _usage(chunk.answer.usage).model_dump()})
+            yield event(self._head() | {"choices": [], "usage": usage_output(chunk.answer.usage).model_dump()})
 
     def closing(self) -> Iterator[bytes]:
         """Yield the last events of a complete stream."""
@@ -80,14 +93,23 @@ class Completion:
     def _head(self) -> dict[str, Any]:
         return {**self._shared, "object": "chat.completion.chunk"}
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _tokens(self, chunk: AnswerChunk) -> dict[str, Any] | None:
+        if not self._log_probs:
+            return None
+        end = None if chunk.answer is None else len(chunk.answer.text)
+        return chat_log_probs(chunk.log_probs, end).model_dump()
+
+    def _chunk(
+        self, delta: dict[str, Any], finish_reason: str | None = None, log_probs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": finish_reason}
         # OpenAI's clients expect the field in every chunk where they asked for it.
         usage = {"usage": None} if self._include_usage else {}
         return self._head() | {"choices": [choice]} | usage
 
 
-def _usage(usage: Usage) -> UsageOutput:
+def usage_output(usage: Usage) -> UsageOutput:
+    """Return token counts in OpenAI's form."""
     return UsageOutput(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,

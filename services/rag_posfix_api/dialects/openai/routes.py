@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/embeddings, GET /v1/models and GET /v1/models/{model}."""
+"""POST /v1/chat/completions, /v1/completions and /v1/embeddings, GET /v1/models and GET /v1/models/{model}."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from rag_posfix_api.dialects.answering import respond
-from rag_posfix_api.dialects.openai import embeddings
+from rag_posfix_api.dialects.openai import completions, embeddings
 from rag_posfix_api.dialects.openai.errors import errors
 from rag_posfix_api.dialects.openai.parse import to_question
 from rag_posfix_api.dialects.openai.render import Completion
@@ -42,7 +42,9 @@ async def create_chat_completion(
     question = to_question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
     usage = bool(body.stream_options and body.stream_options.include_usage)
     identity, fingerprint = service.identifiers.new(), service.pipeline.generator.fingerprint
-    completion = Completion(identity, service.model_id, fingerprint, include_usage=usage)
+    completion = Completion(
+        identity, service.model_id, fingerprint, include_usage=usage, log_probs=bool(body.logprobs)
+    )
     return await respond(service, request, facts, question, completion, stream=bool(body.stream))
 
 
@@ -71,5 +73,6 @@ def _model(service: Service) -> ModelObject:
 
 
 router.include_router(chat)
+router.include_router(completions.router)
 router.include_router(embeddings.router)
 router.include_router(models)

@@ -6,31 +6,36 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
 
+from rag_posfix.contracts.token_scores import MOST_ALTERNATIVES
 from rag_posfix_api.dialects.documents import DocumentInput, Forms
 from rag_posfix_api.dialects.messages import Message
 from rag_posfix_api.dialects.posfix import MitigationInput, PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
 from rag_posfix_api.dialects.ranges import within
+from rag_posfix_api.dialects.strict import RequestModel
 
 __all__ = [
+    "AnswerTokenLogProb",
     "ChatCompletion",
     "ChatRequest",
     "Choice",
+    "ChoiceLogProbs",
     "MessageOutput",
     "ModelList",
     "ModelObject",
     "PromptTokensDetails",
+    "TokenLogProb",
     "UsageOutput",
 ]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestModel):
     """Options of streaming."""
 
     include_usage: bool | None = None
 
 
-class ChatRequest(BaseModel):
+class ChatRequest(RequestModel):
     """A request. Fields of OpenAI's API without effect here are ignored; ``parse`` refuses unsupported ones."""
 
     model_config = ConfigDict(extra="allow")
@@ -54,6 +59,12 @@ class ChatRequest(BaseModel):
     ) = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="Seeds sampling and the order 'random'.")
     n: int | None = Field(default=None, json_schema_extra=within(enum=[1]))
+    logprobs: bool | None = Field(default=None, description="Whether the tokens come with their log-probabilities.")
+    top_logprobs: int | None = Field(
+        default=None,
+        json_schema_extra=within(minimum=0, maximum=MOST_ALTERNATIVES),
+        description="Likeliest tokens in the place of each token; needs ``logprobs``.",
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     documents: Annotated[list[DocumentInput], Field(fail_fast=True)] | None = Field(
@@ -79,12 +90,33 @@ class MessageOutput(BaseModel):
     refusal: None = None
 
 
+class TokenLogProb(BaseModel):
+    """A token and its log-probability, at least -9999."""
+
+    token: str = Field(description=r"Bytes that are no complete characters are written as \xNN.")
+    logprob: float
+    bytes: list[int]
+
+
+class AnswerTokenLogProb(TokenLogProb):
+    """A token of the answer, and the likeliest tokens in its place."""
+
+    top_logprobs: list[TokenLogProb]
+
+
+class ChoiceLogProbs(BaseModel):
+    """The tokens of the answer, or of a piece of it."""
+
+    content: list[AnswerTokenLogProb]
+    refusal: None = None
+
+
 class Choice(BaseModel):
     """The one answer."""
 
     index: int = 0
     message: MessageOutput
-    logprobs: None = None
+    logprobs: ChoiceLogProbs | None = None
     finish_reason: str
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.parameters import shown
-from rag_posfix_api.dialects.conversation import refuse_fields, split_question
+from rag_posfix_api.dialects.conversation import refuse_fields
 from rag_posfix_api.dialects.documents import to_documents
 from rag_posfix_api.dialects.messages import Message, Part, chat_message
-from rag_posfix_api.dialects.posfix import PosfixInput, mitigation_choice
+from rag_posfix_api.dialects.questions import build_question, sampling_with
 from rag_posfix_api.dialects.responses.schemas import InputItem, ResponsesRequest
 from rag_posfix_api.http.errors import UnsupportedFeatureError
 
@@ -49,24 +48,14 @@ def to_question(body: ResponsesRequest, defaults: Sampling, max_documents: int) 
     """
     refuse_fields(body.model_extra, _REFUSED)
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    messages = [_chat_message(item, index) for index, item in enumerate(items)]
-    history, text = split_question(messages, items[-1].role or "", "input")
-    if body.instructions is not None:
-        history.insert(0, {"role": "system", "content": body.instructions})
-    added = body.posfix or PosfixInput()
-    given: dict[str, Any] = {
-        "max_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-    }
-    return Question(
-        text=text,
-        documents=None if body.documents is None else to_documents(body.documents, max_documents),
-        history=history,
-        mitigation=mitigation_choice(added.mitigation),
-        order=added.order,
-        k=added.k,
-        sampling=replace(defaults, **{name: value for name, value in given.items() if value is not None}),
+    return build_question(
+        [_chat_message(item, index) for index, item in enumerate(items)],
+        sampling_with(defaults, max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p),
+        None if body.documents is None else to_documents(body.documents, max_documents),
+        body.posfix,
+        role=items[-1].role or "",
+        system=body.instructions,
+        param="input",
     )
 
 

@@ -10,6 +10,7 @@ from rag_posfix_api.dialects.documents import DocumentInput, Forms
 from rag_posfix_api.dialects.posfix import PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
 from rag_posfix_api.dialects.ranges import within
+from rag_posfix_api.dialects.strict import RequestModel
 
 __all__ = [
     "InputItem",
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 
-class InputPart(BaseModel):
+class InputPart(RequestModel):
     """A part of a message; only text is supported."""
 
     model_config = ConfigDict(extra="allow")
@@ -31,7 +32,7 @@ class InputPart(BaseModel):
     text: str | None = None
 
 
-class InputItem(BaseModel):
+class InputItem(RequestModel):
     """A message of the conversation."""
 
     model_config = ConfigDict(extra="allow")
@@ -47,7 +48,7 @@ class InputItem(BaseModel):
     ) = None
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(RequestModel):
     """A request. Fields of OpenAI's API without effect here are ignored; ``parse`` refuses unsupported ones."""
 
     model_config = ConfigDict(extra="allow")

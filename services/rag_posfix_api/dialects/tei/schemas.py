@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
+from rag_posfix_api.dialects.strict import RequestModel
+
 __all__ = ["TeiRank", "TeiRerankRequest"]
 
 
-class TeiRerankRequest(BaseModel):
+class TeiRerankRequest(RequestModel):
     """A query and the texts to score."""
 
     query: str = Field(json_schema_extra={"pattern": r"\S"})

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, Field, Tag
 
 from rag_posfix_api.dialects.documents import DocumentInput, Forms
+from rag_posfix_api.dialects.strict import RequestModel
 
 __all__ = [
     "ScoreEntry",
@@ -20,7 +21,7 @@ __all__ = [
 ]
 
 
-class VllmRerankRequest(BaseModel):
+class VllmRerankRequest(RequestModel):
     """A query and the documents to score."""
 
     model: str | None = Field(default=None, description="Read over: one reranker is served.")
@@ -66,7 +67,7 @@ _Texts = Annotated[
 ]
 
 
-class ScoreRequest(BaseModel):
+class ScoreRequest(RequestModel):
     """A text and the texts to score it against. One text on the left; several are not supported."""
 
     model: str | None = Field(default=None, description="Read over: one reranker is served.")

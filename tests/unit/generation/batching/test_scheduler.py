@@ -345,6 +345,7 @@ class TestLeaving:
         watched = generator.stream_watched(ask("a", 50), check, lambda: released.append(len(engine.events)))
         engine.let(2)
         assert next(watched).text == "10,"
+        wait_until(lambda: not generator.waiting)  # its first piece comes before it leaves the queue
         (other,) = start_all(pool, generator, [ask("b", 8)])
         engine.run_free()
         with pytest.raises(TimeoutError, match="late"):

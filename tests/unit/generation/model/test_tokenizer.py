@@ -220,3 +220,34 @@ def test_the_toy_encoder_is_exact_and_closed():
 
     check()
     assert ToyEncoder().encode_template("<|im_start|>é<|im_end|>") == [256, 0xC3, 0xA9, 257]
+
+
+@given(visible_texts())
+def test_the_bytes_of_the_tokens_are_those_of_the_text(text):
+    tokenizer = Tokenizer(byte_level())
+    ids = tokenizer.encode_prompt(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == tokenizer.decode(ids)
+
+
+def test_tokens_of_other_vocabularies_have_bytes_too():
+    vocabulary = {"<unk>": 0, "\u2581a": 1, "b": 2, "<0xC3>": 3, "<0xA9>": 4, "\u2581": 5}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(),
+         tokenizers.decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    tokenizer = Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>"))
+    assert [tokenizer.token_bytes(token) for token in range(1, 6)] == [b" a", b"b", b"\xc3", b"\xa9", b" "]
+    assert tokenizer.token_bytes(10_000) == b""
+
+
+def test_a_prompt_is_encoded_with_control_tokens_and_with_what_the_tokenizer_adds():
+    fast = byte_level()
+    begin = fast.convert_tokens_to_ids("<|endoftext|>")
+    fast.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", begin)]
+    )
+    tokenizer = Tokenizer(fast)
+    start = fast.convert_tokens_to_ids("<|im_start|>")
+    assert tokenizer.encode_prompt("<|im_start|>a") == [begin, start, *tokenizer.encode_text("a")]
+    assert tokenizer.token_bytes(start) == b"<|im_start|>"

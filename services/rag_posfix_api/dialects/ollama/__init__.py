@@ -1,0 +1,1 @@
+"""Ollama chat and tags."""

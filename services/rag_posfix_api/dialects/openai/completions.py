@@ -1,0 +1,187 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from rag_posfix.contracts.answer import Answer, AnswerChunk
+from rag_posfix.contracts.request import Sampling, Usage
+from rag_posfix.contracts.token_scores import ScoredToken
+from rag_posfix_api.dialects.answering import respond_with_stream
+from rag_posfix_api.dialects.conversation import refuse_fields
+from rag_posfix_api.dialects.openai.completion_schemas import CompletionChoice, CompletionObject, CompletionRequest
+from rag_posfix_api.dialects.openai.errors import errors, render_error
+from rag_posfix_api.dialects.openai.log_probs import completion_log_probs
+from rag_posfix_api.dialects.openai.render import DONE, usage_output
+from rag_posfix_api.dialects.questions import check_top_logprobs, sampling_with, stop_strings
+from rag_posfix_api.http.clean_json import CleanRoute
+from rag_posfix_api.http.encoding import SafeJSONResponse, event
+from rag_posfix_api.http.errors import Problem, UnsupportedFeatureError
+from rag_posfix_api.http.facts import RequestFacts
+from rag_posfix_api.runtime.complete import PlainRequest, complete
+from rag_posfix_api.runtime.service import ReadyService
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["completions"], route_class=CleanRoute)
+
+DEFAULT_TOKENS = 16
+
+# Fields that would change the answer, with the values that ask for what happens anyway.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+}
+
+
+@router.post(
+    "/v1/completions",
+    operation_id="create_completion",
+    response_model=CompletionObject,
+    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504)
+    | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def create_completion(
+    body: CompletionRequest, request: Request, service: ReadyService, facts: RequestFacts
+) -> Response:
+    """Continue prompts as they are: no chat template, no retrieval and no mitigation.
+
+    With ``echo`` and ``logprobs`` the tokens of the prompt come with their log-probabilities: evaluations of multiple
+    choice need them.
+    """
+    service.check_model(body.model or "")
+    asked = to_request(body, service.pipeline.defaults.sampling)
+    run = partial(complete, service.pipeline, asked)
+    renderer = CompletionRenderer(
+        service.identifiers.new(),
+        service.model_id,
+        service.pipeline.generator.fingerprint,
+        top_logprobs=body.logprobs,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+    )
+    if body.stream:
+        return await respond_with_stream(service, request, facts, run, renderer)
+    with service.chat.open() as job:
+        answers = await job.until_gone(request.receive, lambda: job.call(lambda: _answers(run())))
+    for answer in answers:
+        service.record(answer, facts)
+    return SafeJSONResponse(renderer.whole(answers))
+
+
+def to_request(body: CompletionRequest, defaults: Sampling) -> PlainRequest:
+    """Return the prompts of a request, and how they are continued.
+
+    Args:
+        body: The request.
+        defaults: Default sampling parameters.
+
+    Raises:
+        InvalidRequestError: a field has a value that is not allowed.
+        UnsupportedFeatureError: a field needs a feature that is not supported.
+        ConfigError: a sampling parameter is out of range.
+    """
+    refuse_fields(body.model_extra, _REFUSED)
+    for name, value in (("n", body.n), ("best_of", body.best_of)):
+        if value not in (None, 1):
+            raise UnsupportedFeatureError(f"{name}={value} is not supported; it must be 1", param=name)
+    check_top_logprobs(body.logprobs, "logprobs")
+    longest = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    sampling = sampling_with(
+        defaults,
+        max_tokens=longest or 1,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        stop=stop_strings(body.stop, "stop"),
+        top_logprobs=body.logprobs,
+    )
+    single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+    prompts: Any = [body.prompt] if single else body.prompt
+    return PlainRequest(prompts, sampling, echo=bool(body.echo), continued=longest != 0)
+
+
+def _answers(chunks: Iterator[AnswerChunk]) -> list[Answer]:
+    return [chunk.answer for chunk in chunks if chunk.answer is not None]
+
+
+class CompletionRenderer:
+    """Renders the completions of one request, whole or as server-sent events.
+
+    Args:
+        identity: Unique among all responses.
+        model: Name of the served model.
+        fingerprint: Identity of its weights.
+        top_logprobs: Alternatives of each token; None renders no log-probabilities.
+        include_usage: Whether a stream ends with a chunk that has the usage.
+    """
+
+    def __init__(
+        self, identity: str, model: str, fingerprint: str, *, top_logprobs: int | None, include_usage: bool = False
+    ) -> None:
+        self._top_logprobs = top_logprobs
+        self._include_usage = include_usage
+        self._done: list[Answer] = []
+        self._shared = {
+            "id": f"cmpl-{identity}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"fp_{fingerprint[:12]}",
+        }
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        choices = [
+            self._choice(index, answer.text, answer.log_probs, answer.finish_reason)
+            for index, answer in enumerate(answers)
+        ]
+        return CompletionObject(**self._shared, choices=choices, usage=usage_output(_sum(answers))).model_dump()
+
+    def opening(self) -> Iterator[bytes]:
+        """Yield nothing: a stream begins with its first piece."""
+        yield from ()
+
+    def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
+        """Yield the event of a piece; the last piece of a prompt ends its completion."""
+        finish = None if chunk.answer is None else chunk.answer.finish_reason
+        yield self._event([self._choice(len(self._done), chunk.text, chunk.log_probs, finish)])
+        if chunk.answer is not None:
+            self._done.append(chunk.answer)
+
+    def closing(self) -> Iterator[bytes]:
+        """Yield the last events of a complete stream."""
+        if self._include_usage:
+            yield self._event([], _sum(self._done))
+        yield DONE
+
+    def failure(self, problem: Problem) -> Iterator[bytes]:
+        """Yield the error event of a stream that failed."""
+        yield event(render_error(problem))
+
+    def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
+        body = CompletionObject(**self._shared, choices=choices, usage=None if usage is None else usage_output(usage))
+        return event(body.model_dump(exclude=None if self._include_usage else {"usage"}))
+
+    def _choice(
+        self, index: int, text: str, log_probs: Sequence[ScoredToken], finish_reason: str | None
+    ) -> CompletionChoice:
+        rendered = None
+        if self._top_logprobs is not None:
+            rendered = completion_log_probs(log_probs, alternatives=self._top_logprobs > 0)
+        return CompletionChoice(index=index, text=text, logprobs=rendered, finish_reason=finish_reason)
+
+
+def _sum(answers: Sequence[Answer]) -> Usage:
+    return Usage(
+        sum(one.usage.prompt_tokens for one in answers),
+        sum(one.usage.completion_tokens for one in answers),
+        sum(one.usage.cached_tokens for one in answers),
+    )

@@ -1,0 +1,108 @@
+"""Ollama's chat and tags, with its real client and with bodies as pages send them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import ollama
+import pytest
+
+from rag_posfix.errors import GenerationError
+from tests.support.serving import (
+    ANSWER,
+    BRIDGE,
+    HARBOUR,
+    QUESTION,
+    FailingGenerator,
+    ListRetriever,
+    make_pipeline,
+    serving,
+)
+
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(make_pipeline(retriever=ListRetriever(BRIDGE))) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> ollama.Client:
+    return ollama.Client(host=url, timeout=20)
+
+
+def post(url: str, **fields: Any) -> httpx2.Response:
+    body = {"model": "fake", "messages": MESSAGES, **fields}
+    return httpx2.post(url + "/api/chat", json=body, timeout=20)
+
+
+def test_the_client_gets_a_whole_answer(client: ollama.Client):
+    response = client.chat(model="fake:latest", messages=MESSAGES, options={"num_predict": 3, "num_ctx": 2048})
+    assert response.message.content == "The bridge of "
+    assert (response.model, response.done, response.done_reason) == ("fake:latest", True, "length")
+    assert response.eval_count == 3
+    assert response.prompt_eval_count
+    assert response.total_duration is not None
+
+
+def test_the_client_streams(client: ollama.Client):
+    chunks = list(client.chat(model="fake", messages=MESSAGES, stream=True))
+    assert "".join(chunk.message.content or "" for chunk in chunks) == ANSWER
+    assert [chunk.done for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].done_reason == "stop"
+
+
+def test_a_body_without_stream_is_answered_in_lines(url: str):
+    response = post(url, documents=[HARBOUR, BRIDGE], posfix={"order": "reverse"}, keep_alive="5m", format="")
+    assert response.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert set(lines[0]) == {"model", "created_at", "message", "done"}
+    assert lines[0]["message"] == {"role": "assistant", "content": "The "}
+    assert lines[-1]["posfix"]["order"] == "reverse"
+    assert [document["id"] for document in lines[-1]["posfix"]["documents"]] == ["doc_1", "doc_0"]
+
+
+def test_models_are_listed(client: ollama.Client):
+    (model,) = client.list().models
+    assert model.model == "fake"
+    assert model.modified_at is not None
+
+
+def test_errors_are_those_of_the_client(client: ollama.Client):
+    with pytest.raises(ollama.ResponseError, match="'gpt-9' is not served here") as refused:
+        client.chat(model="gpt-9", messages=MESSAGES)
+    assert refused.value.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"tools": [{"type": "function"}]}, 400),
+        ({"format": "json"}, 400),
+        ({"think": True}, 400),
+        ({"messages": [{"role": "user", "content": "Who?", "images": ["aGk="]}]}, 400),
+        ({"options": {"temperature": 9}}, 400),
+        ({"options": {"stop": ["x"] * 5}}, 400),
+        ({"messages": []}, 422),
+        ({"messages": "hello"}, 422),
+    ],
+)
+def test_errors_have_ollamas_form(url: str, fields: dict[str, Any], status: int):
+    response = post(url, **fields)
+    assert response.status_code == status
+    assert set(response.json()) == {"error"}
+    assert isinstance(response.json()["error"], str)
+
+
+def test_a_failure_in_a_stream_is_its_last_line():
+    with serving(make_pipeline(FailingGenerator(2, GenerationError("secret")))) as url:
+        lines = post(url, documents=[BRIDGE]).text.splitlines()
+        assert "secret" not in lines[-1]
+        assert "the model failed" in json.loads(lines[-1])["error"]
+        with pytest.raises(ollama.ResponseError, match="the model failed"):
+            list(ollama.Client(host=url).chat(model="fake", messages=MESSAGES, stream=True))
