@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
@@ -150,14 +150,29 @@ class Pipeline:
         """
         return self._with(self.generator, retriever, self.cache)
 
-    def _with(self, generator: Generator, retriever: Retriever | None, cache: AnswerCache | None) -> Pipeline:
+    def with_tenant(self, tenant: str) -> Pipeline:
+        """Return a pipeline with the same parts whose cache entries are the tenant's; this pipeline does not change.
+
+        Args:
+            tenant: Separates the entries, together with the tenant of this pipeline's defaults.
+        """
+        defaults = replace(self.defaults, tenant=tenant_salt(self.defaults.tenant, tenant))
+        return self._with(self.generator, self.retriever, self.cache, defaults)
+
+    def _with(
+        self,
+        generator: Generator,
+        retriever: Retriever | None,
+        cache: AnswerCache | None,
+        defaults: Defaults | None = None,
+    ) -> Pipeline:
         return Pipeline(
             generator,
             self.assembler,
             retriever=retriever,
             reranker=self.reranker,
             cache=cache,
-            defaults=self.defaults,
+            defaults=defaults or self.defaults,
             passages=self.passages,
             recent=self.recent,
             on_close=self._on_close,

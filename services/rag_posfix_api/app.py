@@ -17,6 +17,7 @@ from rag_posfix_api.dialects.cohere import errors as cohere_errors
 from rag_posfix_api.dialects.cohere import routes as cohere
 from rag_posfix_api.dialects.jina import errors as jina_errors
 from rag_posfix_api.dialects.jina import routes as jina
+from rag_posfix_api.dialects.native import keys
 from rag_posfix_api.dialects.openai import errors as openai_errors
 from rag_posfix_api.dialects.openai import routes as openai
 from rag_posfix_api.dialects.responses import routes as responses
@@ -28,6 +29,8 @@ from rag_posfix_api.http.errors import ErrorRenderers, install_handlers
 from rag_posfix_api.http.hosts import AllowedHosts
 from rag_posfix_api.http.limits import BodyLimit
 from rag_posfix_api.http.observability import ObservedRequests
+from rag_posfix_api.keys.check import KeyChecker
+from rag_posfix_api.keys.quotas import Quotas
 from rag_posfix_api.runtime.service import Service, package_version
 
 __all__ = ["RENDERERS", "ROUTERS", "create_app"]
@@ -40,6 +43,7 @@ ROUTERS = (
     cohere.router,
     vllm.router,
     tei.router,
+    keys.router,
     operations.router,
 )
 """The routes of every dialect, and what orchestrators ask."""
@@ -90,7 +94,8 @@ def create_app(
         app.include_router(router)
     install_handlers(app, RENDERERS)
     app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes, renderers=RENDERERS)
-    app.add_middleware(ApiKeyAuth, api_key=limits.api_key, renderers=RENDERERS)
+    checker = KeyChecker(state.keys, limits.api_key)
+    app.add_middleware(ApiKeyAuth, checker=checker, quotas=Quotas(), renderers=RENDERERS)
     if hosts is not None:
         app.add_middleware(AllowedHosts, names=hosts, renderers=RENDERERS)
     app.add_middleware(ObservedRequests, metrics=state.metrics, renderers=RENDERERS)

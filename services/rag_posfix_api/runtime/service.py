@@ -23,6 +23,8 @@ from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, Stoppi
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
 from rag_posfix_api.http.metrics import Metrics
+from rag_posfix_api.keys.records import CALLER
+from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.runtime.admission import Admission
 from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
 from rag_posfix_api.runtime.jobs import Jobs
@@ -46,6 +48,7 @@ class Service:
     def __init__(self, settings: Settings, limits: ServiceSettings) -> None:
         self.settings = settings
         self.limits = limits
+        self.keys = KeyStore(limits.data_dir)
         self.started = int(time.time())
         self.identifiers = Identifiers()
         self.chat = self._jobs(limits.max_concurrent)
@@ -62,7 +65,7 @@ class Service:
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline, with admission around its generator.
+        """The pipeline of the caller: with admission around its generator, and the cache entries of the tenant.
 
         Raises:
             NotReadyError: the pipeline is not loaded, or its model has failed.
@@ -71,7 +74,7 @@ class Service:
             raise NotReadyError(self._reason)
         if self._failure is not None:
             raise NotReadyError(f"the model cannot answer any more: {self._failure}; start the service again")
-        return self._pipeline
+        return self._pipeline.with_tenant(salt) if (salt := CALLER.get().salt) else self._pipeline
 
     @property
     def is_ready(self) -> bool:
