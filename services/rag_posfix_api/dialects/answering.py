@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, Protocol
 
 from fastapi import Request
 from starlette.responses import Response
 
-from rag_posfix.contracts.answer import Answer, Question
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix_api.dialects.posfix import PosfixInput
 from rag_posfix_api.http.encoding import SafeJSONResponse
+from rag_posfix_api.http.errors import InvalidRequestError
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.streaming import AnswerStream, EventRenderer
 from rag_posfix_api.runtime.service import Service
@@ -27,7 +30,14 @@ class AnswerRenderer(EventRenderer, Protocol):
 
 
 async def respond(
-    service: Service, request: Request, facts: Facts, question: Question, renderer: AnswerRenderer, *, stream: bool
+    service: Service,
+    request: Request,
+    facts: Facts,
+    question: Question,
+    renderer: AnswerRenderer,
+    *,
+    stream: bool,
+    added: PosfixInput | None = None,
 ) -> Response:
     """Return the response to a question. The work stops when the client leaves.
 
@@ -38,25 +48,41 @@ async def respond(
         question: The question.
         renderer: Renders the answer in the dialect of the request.
         stream: Whether the answer is sent as server-sent events.
+        added: What the request has beyond the format: the collection to retrieve from.
 
     Raises:
         RagPosfixError: the question cannot be answered, or there is no capacity now.
     """
     facts.documents = None if question.documents is None else len(question.documents)
+    pipeline = _pipeline(service, question, None if added is None else added.collection)
     if stream:
-        return await _stream(service, request, facts, question, renderer)
+        return await _stream(service, request, facts, lambda: pipeline().stream(question), renderer)
     with service.chat.open() as job:
-        ask = partial(service.pipeline.ask, question)
-        answer = await job.until_gone(request.receive, lambda: job.call(ask))
+        answer = await job.until_gone(request.receive, lambda: job.call(lambda: pipeline().ask(question)))
     service.record(answer, facts)
     return SafeJSONResponse(renderer.whole(answer))
 
 
+def _pipeline(service: Service, question: Question, name: str | None) -> Callable[[], Pipeline]:
+    """Return a function that returns the pipeline of the request; it may read a collection, so it is for a thread."""
+    pipeline = service.pipeline
+    if name is None:
+        return lambda: pipeline
+    if question.documents is not None:
+        raise InvalidRequestError("documents and a collection are given; give one of them", param="posfix.collection")
+    collection, k = service.collection(name), question.k or pipeline.defaults.k
+    return lambda: pipeline.with_retriever(collection.retriever(k))
+
+
 async def _stream(
-    service: Service, request: Request, facts: Facts, question: Question, renderer: EventRenderer
+    service: Service,
+    request: Request,
+    facts: Facts,
+    stream_answer: Callable[[], Iterator[AnswerChunk]],
+    renderer: EventRenderer,
 ) -> Response:
     on_close = ExitStack()
     job = on_close.enter_context(service.chat.open())
     stream = AnswerStream(job, renderer, facts, lambda answer: service.record(answer, facts), on_close)
-    await stream.open(partial(service.pipeline.stream, question), request.receive)
+    await stream.open(stream_answer, request.receive)
     return stream

@@ -42,6 +42,7 @@ class PosfixInput(BaseModel):
     ) = Field(default=None, description="A mitigation by name, or with its parameters.")
     order: str | None = Field(default=None, description="The order that the passages stand in.")
     k: int | None = Field(default=None, ge=1, le=1000, description="How many passages to retrieve.")
+    collection: str | None = Field(default=None, description="Retrieve the passages from this collection.")
 
 
 def mitigation_choice(given: str | MitigationInput | None) -> MitigationChoice | None:

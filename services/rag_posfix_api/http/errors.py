@@ -49,6 +49,7 @@ __all__ = [
     "RenderError",
     "RequestTimeoutError",
     "StoppingError",
+    "StorageError",
     "TooLargeError",
     "UnauthorizedError",
     "UnsupportedFeatureError",
@@ -119,6 +120,10 @@ class NotReadyError(RagPosfixError):
 
 class StoppingError(NotReadyError):
     """The service is stopping."""
+
+
+class StorageError(RagPosfixError):
+    """A change could not be written to the disk, and was not made."""
 
 
 class RequestTimeoutError(RagPosfixError):
@@ -207,6 +212,7 @@ TABLE: Mapping[type[Exception], Kind] = {
     RetrievalError: Kind(500, _SERVER, "retrieval_failed", "the index could not be searched" + _SEE_LOG),
     RerankingError: Kind(500, _SERVER, "reranking_failed", "the documents could not be scored" + _SEE_LOG),
     GenerationError: Kind(500, _SERVER, "generation_failed", "the model failed" + _SEE_LOG),
+    StorageError: Kind(500, _SERVER, "not_stored", "the change could not be written and was not made" + _SEE_LOG),
     Exception: Kind(500, _SERVER, "internal_error", "internal error" + _SEE_LOG),
     NotReadyError: Kind(503, "unavailable", "not_ready"),
     StoppingError: Kind(503, "unavailable", "stopping"),

@@ -43,7 +43,7 @@ async def create_chat_completion(
     usage = bool(body.stream_options and body.stream_options.include_usage)
     identity, fingerprint = service.identifiers.new(), service.pipeline.generator.fingerprint
     completion = Completion(identity, service.model_id, fingerprint, include_usage=usage)
-    return await respond(service, request, facts, question, completion, stream=bool(body.stream))
+    return await respond(service, request, facts, question, completion, stream=bool(body.stream), added=body.posfix)
 
 
 @models.get("/v1/models", operation_id="list_models", response_model=ModelList, responses=errors(401, 500, 503))
