@@ -17,7 +17,7 @@ from rag_posfix_api.dialects.cohere import errors as cohere_errors
 from rag_posfix_api.dialects.cohere import routes as cohere
 from rag_posfix_api.dialects.jina import errors as jina_errors
 from rag_posfix_api.dialects.jina import routes as jina
-from rag_posfix_api.dialects.native import collections, keys
+from rag_posfix_api.dialects.native import collections, evaluate, info, keys
 from rag_posfix_api.dialects.openai import errors as openai_errors
 from rag_posfix_api.dialects.openai import routes as openai
 from rag_posfix_api.dialects.responses import routes as responses
@@ -45,6 +45,8 @@ ROUTERS = (
     tei.router,
     keys.router,
     collections.router,
+    evaluate.router,
+    info.router,
     operations.router,
 )
 """The routes of every dialect, and what orchestrators ask."""

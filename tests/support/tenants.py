@@ -19,7 +19,9 @@ from tests.support.serving import limits, make_pipeline
 
 def pipeline_with_embeddings(**parts: Any) -> Pipeline:
     """A pipeline whose collections can be searched; answers are cached."""
-    return make_pipeline(**{"embeddings": LetterEmbeddings(), "cache": TieredAnswerCache([MemoryCache(100)]), **parts})
+    return make_pipeline(
+        **{"embeddings": LetterEmbeddings(), "cache": TieredAnswerCache([MemoryCache(max_entries=100)]), **parts}
+    )
 
 
 class Tenants:

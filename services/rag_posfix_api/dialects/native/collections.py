@@ -190,9 +190,9 @@ def _document(given: NewDocument, index: int) -> Document:
 
 def _found(document: Document) -> FoundDocument:
     metadata = dict(document.metadata)
-    score, title = float(metadata.pop("relevance_score")), metadata.pop("title", None)
-    known = title if isinstance(title, str) else None
-    return FoundDocument(id=str(document.id), text=document.page_content, title=known, metadata=metadata, score=score)
+    score = float(metadata.pop("relevance_score"))
+    title = metadata.pop("title") if isinstance(metadata.get("title"), str) else None
+    return FoundDocument(id=str(document.id), text=document.page_content, title=title, metadata=metadata, score=score)
 
 
 def _shown(info: CollectionInfo) -> CollectionObject:
