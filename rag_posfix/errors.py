@@ -7,7 +7,8 @@
     ├── PlanConflictError          a plan that the engine cannot run, or two plans that exclude each other
     ├── PromptTooLongError         the prompt and the tokens to generate exceed the context window
     ├── RetrievalError             reading documents, building, saving, loading or searching an index
-    │   └── NotTextError           a file that is named as text and holds other bytes
+    │   ├── NotTextError           a file that is named as text and holds other bytes
+    │   └── IndexBusyError         another thread or process is writing the index
     ├── RerankingError             scoring documents
     │   └── RerankingTimeoutError  scoring took longer than it may, or nobody waits for it any more
     ├── GenerationError            the generator failed
@@ -27,6 +28,7 @@ __all__ = [
     "EvaluationError",
     "GenerationCancelled",
     "GenerationError",
+    "IndexBusyError",
     "NotTextError",
     "OverloadedError",
     "PlanConflictError",
@@ -71,6 +73,10 @@ class RetrievalError(RagPosfixError):
 
 class NotTextError(RetrievalError):
     """A file that is named as text holds other bytes."""
+
+
+class IndexBusyError(RetrievalError):
+    """Another thread or process is writing the index."""
 
 
 class RerankingError(RagPosfixError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["PASSAGES_FOLDER", "default_cache_dir"]
+__all__ = ["PASSAGES_FOLDER", "default_cache_dir", "default_data_dir"]
 
 PASSAGES_FOLDER = "passages"
 """Folder of the disk tier of the passage store, in the folder of caches."""
@@ -13,3 +13,8 @@ PASSAGES_FOLDER = "passages"
 def default_cache_dir() -> Path:
     """Return the folder for converted weights and cached answers: ``~/.cache/rag_posfix``."""
     return Path.home() / ".cache" / "rag_posfix"
+
+
+def default_data_dir() -> Path:
+    """Return the folder for what a service must not lose, API keys and collections: ``~/.local/share/rag_posfix``."""
+    return Path.home() / ".local" / "share" / "rag_posfix"

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from rag_posfix.folders import PASSAGES_FOLDER, default_cache_dir
+from rag_posfix.folders import PASSAGES_FOLDER, default_cache_dir, default_data_dir
 
 __all__ = [
     "CacheSettings",
@@ -203,7 +203,8 @@ class ServiceSettings(BaseSettings):
         queue_timeout_seconds: How long a request may wait for the model before it is refused with 429.
         request_timeout_seconds: How long a request may take in total before it is stopped with 504.
         shutdown_timeout_seconds: How long running requests may continue after a signal to stop.
-        api_key: Key that every request must have as ``Authorization: Bearer``; None turns authentication off.
+        api_key: A single key with all scopes, as ``Authorization: Bearer`` or ``x-api-key``. Without it, the keys of
+            ``rag-posfix keys`` are asked for; without any key the service listens on loopback only.
         shutdown_notice_seconds: How long the service answers with 503 after a signal to stop, even if no request is
             running: time for load balancers to notice.
         max_header_bytes: Size limit of request line and headers together; larger ones are refused with 431.
@@ -211,6 +212,9 @@ class ServiceSettings(BaseSettings):
         max_body_bytes: Size limit of a request body; larger requests are refused with 413.
         max_documents: Maximum number of documents in a request.
         log_format: ``json`` logs one JSON object for each line, ``text`` a line for people.
+        data_dir: Folder of the API keys and of the collections of all tenants, on a local disk.
+        max_collections: Maximum number of collections of a tenant.
+        max_collection_documents: Maximum number of documents in a collection.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_SERVICE_", frozen=True, extra="forbid")
@@ -230,6 +234,9 @@ class ServiceSettings(BaseSettings):
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1)
     max_documents: int = Field(default=1000, ge=1)
     log_format: Literal["json", "text"] = "json"
+    data_dir: Path = Field(default_factory=default_data_dir)
+    max_collections: int = Field(default=100, ge=1)
+    max_collection_documents: int = Field(default=100_000, ge=1)
 
 
 class TorchrunSettings(BaseSettings):

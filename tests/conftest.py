@@ -24,12 +24,19 @@ settings.register_profile(
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
+@pytest.fixture(scope="session")
+def _no_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of API keys and collections that nobody creates: tests with any bring their own."""
+    return str(tmp_path_factory.mktemp("data") / "none")
+
+
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A developer's own RAG_POSFIX_ variables change no test."""
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, _no_data: str) -> None:
+    """A developer's own RAG_POSFIX_ variables, keys and collections change no test."""
     for name in list(os.environ):
         if name.upper().startswith("RAG_POSFIX_"):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("RAG_POSFIX_SERVICE_DATA_DIR", _no_data)
 
 
 @pytest.fixture(scope="session")

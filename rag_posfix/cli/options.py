@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from pydantic_settings import BaseSettings
@@ -12,10 +13,12 @@ from pydantic_settings import BaseSettings
 from rag_posfix.contracts.method_spec import parse_method, split_outside
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
-from rag_posfix.settings import Settings
+from rag_posfix.settings import ServiceSettings, Settings
 
 if TYPE_CHECKING:
     from rag_posfix.evaluation.answers.arrangement import Arrangement
+
+S = TypeVar("S", Settings, ServiceSettings)
 
 __all__ = [
     "BASIC_METHODS",
@@ -35,6 +38,7 @@ __all__ = [
     "gold_positions_of",
     "parse_choice",
     "parse_gold_positions",
+    "service_settings_from",
     "setting_option",
     "settings_from",
     "split_outside",
@@ -234,13 +238,26 @@ def settings_from(**changes: Any) -> Settings:
     Raises:
         ConfigError: a value is out of range.
     """
+    return _read_settings(Settings, changes)
+
+
+def service_settings_from(**changes: Any) -> ServiceSettings:
+    """Do what ``settings_from`` does for the settings of the service.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    return _read_settings(ServiceSettings, changes)
+
+
+def _read_settings(kind: type[S], changes: Mapping[str, Any]) -> S:
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
     given = {key: str(value) if isinstance(value, Path) else value for key, value in changes.items()}
     try:
         options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        return Settings(**options)
+        return kind(**options)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -6,11 +6,12 @@ the salt here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["current_salt", "salted"]
+__all__ = ["current_salt", "own_tags", "salted"]
 
 _SALT: ContextVar[str] = ContextVar("rag_posfix_salt", default="")
 
@@ -28,3 +29,15 @@ def salted(salt: str) -> Iterator[None]:
         yield
     finally:
         _SALT.reset(token)
+
+
+def own_tags(salt: str, tags: Sequence[str]) -> tuple[str, ...]:
+    """Return the tags by which a tenant drops entries of its own alone: no other salt gives the same ones.
+
+    Args:
+        salt: The salt of the entries; without one there is nobody to be told apart, and there are no such tags.
+        tags: What entries can be dropped by, over all salts.
+    """
+    if not salt:
+        return ()
+    return tuple(hashlib.blake2b(repr((salt, tag)).encode(), digest_size=16).hexdigest() for tag in tags)

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import content_key, document_id
+from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.pipeline.protocols import AnswerCache, DroppablePassages
 
 __all__ = ["invalidate"]
 
 
 def invalidate(
-    documents: Sequence[Document], answers: AnswerCache | None, passages: DroppablePassages | None
+    documents: Sequence[Document],
+    answers: AnswerCache | None,
+    passages: DroppablePassages | None,
+    salt: str | None = None,
 ) -> tuple[int, int]:
     """Drop the answers made from ``documents``, and the keys and values of their passages.
 
@@ -21,10 +25,15 @@ def invalidate(
         documents: The removed documents.
         answers: The answer cache, or None.
         passages: The passage KV store, or None.
+        salt: Drops the entries of this salt alone; those of all salts if None.
 
     Returns:
         Number of dropped answers, and of dropped passages.
     """
-    n_answers = 0 if answers is None else answers.drop_documents([document_id(document) for document in documents])
-    n_passages = 0 if passages is None else passages.drop([content_key(document) for document in documents])
+    ids: Sequence[str] = [document_id(document) for document in documents]
+    keys: Sequence[str] = [content_key(document) for document in documents]
+    if salt:
+        ids, keys = own_tags(salt, ids), own_tags(salt, keys)
+    n_answers = 0 if answers is None else answers.drop_documents(ids)
+    n_passages = 0 if passages is None else passages.drop(keys)
     return n_answers, n_passages

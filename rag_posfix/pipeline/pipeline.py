@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
@@ -15,6 +15,7 @@ from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.recent_prompts import RecentPrompts
 from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.contracts.generator import Generator, gives_scores
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
 from rag_posfix.contracts.retrieval import Reranker, Retriever
@@ -150,6 +151,14 @@ class Pipeline:
         """
         return self._with(tracer=tracer)
 
+    def with_tenant(self, tenant: str) -> Pipeline:
+        """Return a pipeline with the same parts whose cache entries are the tenant's; this pipeline does not change.
+
+        Args:
+            tenant: Separates the entries, together with the tenant of this pipeline's defaults.
+        """
+        return self._with(defaults=replace(self.defaults, tenant=tenant_salt(self.defaults.tenant, tenant)))
+
     def _with(self, **changed: Any) -> Pipeline:
         parts: dict[str, Any] = {
             "generator": self.generator,
@@ -175,11 +184,20 @@ class Pipeline:
         if self._on_close is not None:
             self._on_close()
 
-    def invalidate(self, documents: Sequence[Document]) -> None:
+    def invalidate(self, documents: Sequence[Document], tenant: str = "") -> None:
         """Drop the cached answers, keys and values of documents that were removed.
 
         Other processes hold their copies in memory until these expire or are evicted.
+
+        Args:
+            documents: The removed documents.
+            tenant: Drops the entries of ``with_tenant(tenant)`` alone, so that no other tenant notices; those of all
+                tenants if empty.
         """
+        if tenant:
+            salt = tenant_salt(tenant_salt(self.defaults.tenant, tenant), "")
+            invalidate(documents, self.cache, self.passages, salt)
+            return
         invalidate(documents, self.cache, self.passages)
         self.recent.drop([content_key(document) for document in documents])
 
@@ -355,7 +373,8 @@ class Pipeline:
     def _keep(self, prepared: _Prepared, stored: Mapping[str, Any]) -> Answer:
         if self.cache is not None and prepared.key is not None:
             with _timed(prepared.timings, "cache"):
-                self.cache.put(prepared.key, stored, prepared.assembled.ids)
+                ids = prepared.assembled.ids
+                self.cache.put(prepared.key, stored, (*ids, *own_tags(prepared.request.salt, ids)))
         return self._finish(prepared, stored, cached=False)
 
     def _finish(self, prepared: _Prepared, stored: Mapping[str, Any], *, cached: bool) -> Answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from langchain_core.documents import Document
 
@@ -179,6 +179,7 @@ class WritablePassages(Protocol):
         ...
 
 
+@runtime_checkable
 class PassagePrecomputer(Protocol):
     """A generator that computes keys and values of passages into its passage KV store before any question."""
 

@@ -18,6 +18,7 @@ from rag_posfix_api.dialects.cohere import errors as cohere_errors
 from rag_posfix_api.dialects.cohere import routes as cohere
 from rag_posfix_api.dialects.jina import errors as jina_errors
 from rag_posfix_api.dialects.jina import routes as jina
+from rag_posfix_api.dialects.native import collections, evaluate, info, keys
 from rag_posfix_api.dialects.ollama import errors as ollama_errors
 from rag_posfix_api.dialects.ollama import routes as ollama
 from rag_posfix_api.dialects.openai import errors as openai_errors
@@ -32,6 +33,8 @@ from rag_posfix_api.http.hosts import AllowedHosts
 from rag_posfix_api.http.limits import BodyLimit
 from rag_posfix_api.http.observability import ObservedRequests
 from rag_posfix_api.http.tracing import request_tracer
+from rag_posfix_api.keys.check import KeyChecker
+from rag_posfix_api.keys.quotas import Quotas
 from rag_posfix_api.runtime.service import Service, package_version
 
 __all__ = ["RENDERERS", "ROUTERS", "create_app"]
@@ -45,6 +48,10 @@ ROUTERS = (
     ollama.router,
     vllm.router,
     tei.router,
+    keys.router,
+    collections.router,
+    evaluate.router,
+    info.router,
     operations.router,
 )
 """The routes of every dialect, and what orchestrators ask."""
@@ -103,7 +110,8 @@ def create_app(
         app.include_router(router)
     install_handlers(app, RENDERERS)
     app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes, renderers=RENDERERS)
-    app.add_middleware(ApiKeyAuth, api_key=limits.api_key, renderers=RENDERERS)
+    checker = KeyChecker(state.keys, limits.api_key)
+    app.add_middleware(ApiKeyAuth, checker=checker, quotas=Quotas(), renderers=RENDERERS)
     if hosts is not None:
         app.add_middleware(AllowedHosts, names=hosts, renderers=RENDERERS)
     tracer = request_tracer(telemetry.tracer_provider)

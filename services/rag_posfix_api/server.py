@@ -19,6 +19,8 @@ from rag_posfix_api.app import RENDERERS, create_app
 from rag_posfix_api.http.connection import bounded_connection
 from rag_posfix_api.http.hosts import LOOPBACK_NAMES
 from rag_posfix_api.http.logs import LogFormat, configure_logging
+from rag_posfix_api.keys.check import KeyChecker
+from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.runtime.service import Service
 
 __all__ = ["bind", "make_server", "run"]
@@ -51,17 +53,25 @@ def run(
         log_format: ``json`` or ``text``, instead of ``service.log_format``.
 
     Raises:
-        ConfigError: the port is in use, or the address cannot be used.
+        ConfigError: the port is in use, or the address cannot be used, or other machines could use the service
+            without a key.
         RagPosfixError: the pipeline cannot be loaded.
     """
     limits = service or ServiceSettings()
     listener = bind(limits.host if host is None else host, limits.port if port is None else port)
     with listener:
-        configure_logging(log_format or limits.log_format)
         address, number = listener.getsockname()[:2]
+        on_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        with_keys = KeyChecker(KeyStore(limits.data_dir), limits.api_key).required
+        if not (on_loopback or with_keys):
+            raise ConfigError(
+                f"{address} can be reached from other machines, and there is no API key; create one with: rag-posfix "
+                "keys create TENANT (or set RAG_POSFIX_SERVICE_API_KEY), or listen on 127.0.0.1"
+            )
+        configure_logging(log_format or limits.log_format)
         _log.info("listening on http://%s:%d", f"[{address}]" if ":" in address else address, number)
         hosts = None
-        if limits.api_key is None and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        if on_loopback and not with_keys:
             hosts = LOOPBACK_NAMES | {f"[{address}]" if ":" in address else address}
         server = make_server(settings, limits, pipeline, hosts=hosts)
         server.run(sockets=[listener])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rag_posfix.caching.kv.entry import EntryShape, PassageKV
 from rag_posfix.caching.kv.keys import Part, passage_key
+from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.prefill.encode_segments import Segment
 from rag_posfix.patching.forward_context import Overrides
@@ -83,7 +84,8 @@ class KVLookup:
         tags: dict[str, Sequence[str]] = {}
         for request, states in encoded:
             key = self._key(states.dtype, part, request)
-            entries[key], tags[key] = PassageKV(states), request.tags
+            entries[key] = PassageKV(states)
+            tags[key] = (*request.tags, *own_tags(self.salt, request.tags))
         self.store.put_many(entries, tags)
 
     def _key(self, dtype: torch.dtype, part: Part, request: KVRequest) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rag_posfix.errors import RetrievalError, missing_extra
+from rag_posfix.errors import IndexBusyError, RetrievalError, missing_extra
 
 __all__ = ["locked", "partial_folder"]
 
@@ -38,7 +38,8 @@ def locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[None]:
         wait_seconds: How long to wait for another writer.
 
     Raises:
-        RetrievalError: another thread or process is writing the index, or the lock file cannot be made.
+        IndexBusyError: another thread or process is writing the index.
+        RetrievalError: the lock file cannot be made.
         ConfigError: filelock is not installed.
     """
     try:
@@ -52,7 +53,7 @@ def locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=wait_seconds)
     except Timeout:
-        raise RetrievalError(
+        raise IndexBusyError(
             f"the index {str(folder)!r} is being written by another process{_writer(file)}; wait until it ends, or "
             "choose another folder"
         ) from None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, Protocol
 
 from fastapi import Request
 from starlette.responses import Response
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix_api.dialects.posfix import PosfixInput
 from rag_posfix_api.http.encoding import SafeJSONResponse
+from rag_posfix_api.http.errors import InvalidRequestError
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.streaming import SERVER_SENT_EVENTS, AnswerStream, EventRenderer
 from rag_posfix_api.runtime.service import Service
@@ -36,6 +38,7 @@ async def respond(
     *,
     stream: bool,
     media_type: str = SERVER_SENT_EVENTS,
+    added: PosfixInput | None = None,
 ) -> Response:
     """Return the response to a question. The work stops when the client leaves.
 
@@ -47,19 +50,32 @@ async def respond(
         renderer: Renders the answer in the dialect of the request.
         stream: Whether the answer is sent in pieces.
         media_type: Media type of the pieces.
+        added: What the request has beyond the format: the collection to retrieve from.
 
     Raises:
         RagPosfixError: the question cannot be answered, or there is no capacity now.
     """
     facts.documents = None if question.documents is None else len(question.documents)
+    pipeline = _pipeline(service, question, None if added is None else added.collection)
     if stream:
-        start = partial(service.pipeline.stream, question)
-        return await respond_with_stream(service, request, facts, start, renderer, media_type)
+        return await respond_with_stream(
+            service, request, facts, lambda: pipeline().stream(question), renderer, media_type
+        )
     with service.chat.open() as job:
-        ask = partial(service.pipeline.ask, question)
-        answer = await job.until_gone(request.receive, lambda: job.call(ask))
+        answer = await job.until_gone(request.receive, lambda: job.call(lambda: pipeline().ask(question)))
     service.record(answer, facts)
     return SafeJSONResponse(renderer.whole(answer))
+
+
+def _pipeline(service: Service, question: Question, name: str | None) -> Callable[[], Pipeline]:
+    """Return a function that returns the pipeline of the request; it may read a collection, so it is for a thread."""
+    pipeline = service.pipeline
+    if name is None:
+        return lambda: pipeline
+    if question.documents is not None:
+        raise InvalidRequestError("documents and a collection are given; give one of them", param="posfix.collection")
+    collection, k = service.collection(name), question.k or pipeline.defaults.k
+    return lambda: pipeline.with_retriever(collection.retriever(k))
 
 
 async def respond_with_stream(

@@ -43,6 +43,7 @@ class PosfixInput(RequestModel):
     ) = Field(default=None, description="A mitigation by name, or with its parameters.")
     order: str | None = Field(default=None, description="The order that the passages stand in.")
     k: int | None = Field(default=None, ge=1, le=1000, description="How many passages to retrieve.")
+    collection: str | None = Field(default=None, description="Retrieve the passages from this collection.")
 
 
 def chosen_methods(given: PosfixInput) -> dict[str, Any]:

@@ -11,7 +11,9 @@ __all__ = ["documented"]
 _DESCRIPTIONS = {
     400: "The request asks for something that is not allowed or not served.",
     401: "The API key is missing or wrong.",
-    404: "The model is not served.",
+    403: "The API key does not allow this.",
+    404: "The model is not served, or what the path names does not exist.",
+    409: "It exists already.",
     413: "The request is too large.",
     422: "The body has the wrong shape.",
     429: "There is no capacity now; see the header retry-after.",

@@ -32,19 +32,24 @@ from rag_posfix.errors import (
 )
 from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.facts import facts_of
+from rag_posfix_api.keys.quotas import QuotaError
 
 __all__ = [
     "TABLE",
+    "ConflictError",
     "ErrorRenderers",
+    "ForbiddenError",
     "ForbiddenHostError",
     "InvalidRequestError",
     "Kind",
     "ModelNotFoundError",
+    "NotFoundError",
     "NotReadyError",
     "Problem",
     "RenderError",
     "RequestTimeoutError",
     "StoppingError",
+    "StorageError",
     "TooLargeError",
     "UnauthorizedError",
     "UnsupportedFeatureError",
@@ -86,12 +91,24 @@ class ModelNotFoundError(InvalidRequestError):
     """A request names a model that is not served."""
 
 
+class NotFoundError(InvalidRequestError):
+    """A request names something that its caller does not have."""
+
+
+class ConflictError(InvalidRequestError):
+    """A request would create something that exists."""
+
+
 class TooLargeError(InvalidRequestError):
     """A request exceeds a size limit."""
 
 
 class UnauthorizedError(RagPosfixError):
     """The API key is missing or wrong."""
+
+
+class ForbiddenError(RagPosfixError):
+    """The caller's key does not allow the request."""
 
 
 class ForbiddenHostError(RagPosfixError):
@@ -104,6 +121,10 @@ class NotReadyError(RagPosfixError):
 
 class StoppingError(NotReadyError):
     """The service is stopping."""
+
+
+class StorageError(RagPosfixError):
+    """A change could not be written to the disk, and was not made."""
 
 
 class RequestTimeoutError(RagPosfixError):
@@ -179,15 +200,20 @@ TABLE: Mapping[type[Exception], Kind] = {
     UnsupportedModelError: Kind(400, _INVALID, "unsupported"),
     PlanConflictError: Kind(400, _INVALID, "unsupported"),
     UnauthorizedError: Kind(401, "authentication_error", "invalid_api_key"),
+    ForbiddenError: Kind(403, "permission_error", "insufficient_scope"),
     ForbiddenHostError: Kind(403, _INVALID, "forbidden_host"),
+    NotFoundError: Kind(404, _INVALID, "not_found"),
+    ConflictError: Kind(409, _INVALID, "already_exists"),
     ModelNotFoundError: Kind(404, _INVALID, "model_not_found"),
     TooLargeError: Kind(413, _INVALID, "request_too_large"),
     PromptTooLongError: Kind(400, _INVALID, "context_length_exceeded"),
     OverloadedError: Kind(429, "rate_limit_error", "overloaded"),
+    QuotaError: Kind(429, "rate_limit_error", "rate_limit_exceeded"),
     GenerationCancelled: Kind(499, "cancelled", "client_closed_request"),
     RetrievalError: Kind(500, _SERVER, "retrieval_failed", "the index could not be searched" + _SEE_LOG),
     RerankingError: Kind(500, _SERVER, "reranking_failed", "the documents could not be scored" + _SEE_LOG),
     GenerationError: Kind(500, _SERVER, "generation_failed", "the model failed" + _SEE_LOG),
+    StorageError: Kind(500, _SERVER, "not_stored", "the change could not be written and was not made" + _SEE_LOG),
     Exception: Kind(500, _SERVER, "internal_error", "internal error" + _SEE_LOG),
     NotReadyError: Kind(503, "unavailable", "not_ready"),
     StoppingError: Kind(503, "unavailable", "stopping"),
@@ -227,7 +253,7 @@ def error_response(error: Exception, render: RenderError) -> Response:
     problem = problem_of(error)
     headers = {}
     if problem.status in (429, 503):
-        headers["retry-after"] = str(RETRY_SECONDS)
+        headers["retry-after"] = str(getattr(error, "retry_after", RETRY_SECONDS))
     if problem.status == 401:
         headers["www-authenticate"] = "Bearer"
     return SafeJSONResponse(render(problem), problem.status, headers)

@@ -23,6 +23,7 @@ class Facts:
         tokens: Tokens by kind.
         timings: Seconds by stage.
         error: Code of the error, if there was one.
+        key: Id of the API key, which is not the key.
     """
 
     mitigation: str | None = None
@@ -32,6 +33,7 @@ class Facts:
     tokens: Mapping[str, int] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    key: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of the log line that are known."""
@@ -41,6 +43,7 @@ class Facts:
             "cache": self.cache,
             "documents": self.documents,
             "error": self.error,
+            "key": self.key,
         }
         tokens = {f"{kind}_tokens": count for kind, count in self.tokens.items()}
         stages = {stage: round(seconds, 6) for stage, seconds in self.timings.items()}

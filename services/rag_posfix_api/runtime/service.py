@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated
@@ -11,26 +13,35 @@ from typing import TYPE_CHECKING, Annotated
 import anyio.to_thread
 from fastapi import Depends, Request
 from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
 
+from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import Generator
-from rag_posfix.contracts.request import Sampling
+from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.errors import GenerationError, RagPosfixError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.pipeline.precompute import precompute
+from rag_posfix.pipeline.protocols import PassagePrecomputer
 from rag_posfix.pipeline.watching import UNTRACED
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import OFF, Telemetry
+from rag_posfix_api.collections.collection import Collection
+from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.collectors import Statistics
-from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError
+from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError, UnsupportedFeatureError
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
 from rag_posfix_api.http.metrics import ANSWER, SCORE, Metrics
+from rag_posfix_api.keys.records import CALLER
+from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.runtime.admission import Admission
 from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
 from rag_posfix_api.runtime.jobs import Jobs
 from rag_posfix_api.runtime.measured import MeasuredGenerator
+from rag_posfix_api.runtime.precompute import AdmittedPrecomputer, PrecomputeJobs, PrecomputeState, Progress
 
 if TYPE_CHECKING:
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
@@ -56,6 +67,11 @@ class Service:
         self.settings = settings
         self._telemetry = telemetry
         self.limits = limits
+        self.keys = KeyStore(limits.data_dir)
+        self.collections = Collections(
+            limits.data_dir / "collections", limits.max_collections, limits.max_collection_documents
+        )
+        self.precomputing = PrecomputeJobs()
         self.started = int(time.time())
         self.identifiers = Identifiers()
         self.metrics = Metrics(
@@ -77,7 +93,7 @@ class Service:
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline, with admission around its generator.
+        """The pipeline of the caller: with admission around its generator, and the cache entries of the tenant.
 
         Raises:
             NotReadyError: the pipeline is not loaded, or its model has failed.
@@ -86,7 +102,7 @@ class Service:
             raise NotReadyError(self._reason)
         if self._failure is not None:
             raise NotReadyError(f"the model cannot answer any more: {self._failure}; start the service again")
-        return self._pipeline
+        return self._pipeline.with_tenant(salt) if (salt := CALLER.get().salt) else self._pipeline
 
     @property
     def is_ready(self) -> bool:
@@ -168,11 +184,72 @@ class Service:
 
     def close(self) -> None:
         """Stop the model, and close the pipeline that ``load`` built; a pipeline of the caller is not closed."""
+        self.precomputing.close()
         if self._batching is not None:
             self._batching.close()
         if self._loaded is not None:
             self._loaded.close()
         self._telemetry.flush(_FLUSH_SECONDS)
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """The embedding model of the pipeline.
+
+        Raises:
+            UnsupportedFeatureError: it has none.
+        """
+        if self.pipeline.embeddings is None:
+            raise UnsupportedFeatureError("this server has no embedding model; serve a pipeline with one")
+        return self.pipeline.embeddings
+
+    def collection(self, name: str) -> Collection:
+        """Return a collection of the caller.
+
+        Raises:
+            NotFoundError: the caller has none of this name.
+            UnsupportedFeatureError: the pipeline has no embedding model.
+        """
+        caller = CALLER.get()
+        return self.collections.get(caller.tenant, name, self.embeddings, partial(self._forget, caller.salt))
+
+    def delete_collection(self, name: str) -> None:
+        """Delete a collection of the caller, and what is cached of its documents.
+
+        Raises:
+            NotFoundError: the caller has none of this name.
+            StorageError: it could not be deleted.
+        """
+        caller = CALLER.get()
+        documents = self.collections.delete(caller.tenant, name, self.collection(name))
+        self.precomputing.forget((caller.tenant, name))
+        if documents:
+            self._forget(caller.salt, documents)
+
+    def precompute(self, name: str, mitigation: MitigationChoice | None) -> PrecomputeState:
+        """Start to compute the keys and values of a collection of the caller in the background.
+
+        Raises:
+            NotFoundError: the caller has none of this name.
+            UnsupportedFeatureError: the generator keeps no keys and values.
+            ConflictError: this is being done.
+        """
+        engine, caller, pipeline = self._generator, CALLER.get(), self.pipeline
+        if not isinstance(engine, PassagePrecomputer) or engine.passages is None:
+            raise UnsupportedFeatureError("this server keeps no keys and values of passages; turn the store on")
+        collection, salt = self.collection(name), tenant_salt(pipeline.defaults.tenant, "")
+
+        def work(progress: Progress, cancelled: threading.Event) -> int:
+            admitted = AdmittedPrecomputer(engine, self.chat.admission, cancelled)
+            return precompute(
+                admitted,
+                collection.documents(),
+                mitigation or pipeline.defaults.mitigation,
+                template=pipeline.assembler.template,
+                salt=salt,
+                progress=progress,
+            )
+
+        return self.precomputing.start((caller.tenant, name), work)
 
     def check_model(self, name: str) -> None:
         """Raise if ``name`` is not a name of the served model.
@@ -209,6 +286,11 @@ class Service:
         self.metrics.answer(answer.timings, tokens, cache)
         facts.mitigation, facts.order, facts.cache = answer.mitigation, answer.order, cache
         facts.tokens, facts.timings = tokens, dict(answer.timings)
+
+    def _forget(self, salt: str, documents: Sequence[Document]) -> None:
+        """Drop what a tenant's caches hold of documents that were removed from a collection."""
+        if self._pipeline is not None:
+            self._pipeline.invalidate(documents, salt)
 
     def _batched(self, generator: Generator) -> Generator:
         """Return ``generator`` with continuous batching, if it supports that and the settings allow it."""

@@ -35,4 +35,4 @@ async def create_message(
     service.check_model(body.model)
     question, documents = to_question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
     renderer = MessageRenderer(service.identifiers.new(), service.model_id, documents)
-    return await respond(service, request, facts, question, renderer, stream=bool(body.stream))
+    return await respond(service, request, facts, question, renderer, stream=bool(body.stream), added=body.posfix)

@@ -40,7 +40,7 @@ async def chat(body: CohereChatRequest, request: Request, service: ReadyService,
     service.check_model(body.model)
     question, documents = to_question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
     renderer = ChatRenderer(service.identifiers.new(), documents, cites=body.cites)
-    return await respond(service, request, facts, question, renderer, stream=bool(body.stream))
+    return await respond(service, request, facts, question, renderer, stream=bool(body.stream), added=body.posfix)
 
 
 @reranks.post(

@@ -45,7 +45,7 @@ async def create_chat_completion(
     completion = Completion(
         identity, service.model_id, fingerprint, include_usage=usage, log_probs=bool(body.logprobs)
     )
-    return await respond(service, request, facts, question, completion, stream=bool(body.stream))
+    return await respond(service, request, facts, question, completion, stream=bool(body.stream), added=body.posfix)
 
 
 @models.get("/v1/models", operation_id="list_models", response_model=ModelList, responses=errors(401, 500, 503))

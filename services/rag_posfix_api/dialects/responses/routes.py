@@ -35,4 +35,4 @@ async def create_response(
     question = to_question(body, defaults, service.limits.max_documents)
     identity, sampling = service.identifiers.new(), question.sampling or defaults
     renderer = ResponseRenderer(identity, service.model_id, sampling, body.instructions)
-    return await respond(service, request, facts, question, renderer, stream=bool(body.stream))
+    return await respond(service, request, facts, question, renderer, stream=bool(body.stream), added=body.posfix)

@@ -1,0 +1,411 @@
+"""API keys: who is let in, to what, how often, and what is kept of a key."""
+
+from __future__ import annotations
+
+import json
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+import rag_posfix_api.keys.check as check
+import rag_posfix_api.server as server
+from rag_posfix.errors import ConfigError, UnknownNameError
+from rag_posfix.settings import Settings
+from rag_posfix_api.keys.hashing import hash_secret, matches, new_key, split_key
+from rag_posfix_api.keys.quotas import QuotaError, Quotas
+from rag_posfix_api.keys.records import Caller
+from rag_posfix_api.keys.scopes import required_scope
+from rag_posfix_api.keys.store import KeyStore
+from tests.support.clock import Clock
+from tests.support.command_line import command_line
+from tests.support.serving import BRIDGE, CHAT, GatedGenerator, chat, limits, make_pipeline, serving
+from tests.support.tenants import Tenants, key_of, pipeline_with_embeddings
+from tests.support.waiting import wait_until
+
+
+def status_of(client: TestClient, **headers: str) -> int:
+    return client.get("/v1/models", headers=headers).status_code
+
+
+def test_a_key_is_its_id_and_256_random_bits_and_its_hash_knows_the_secret_alone():
+    identity, secret, whole = new_key()
+    assert whole == f"rpk_{identity}_{secret}"
+    assert split_key(whole) == (identity, secret)
+    assert len(secret) == 43  # 256 bits in base64
+    hashed = hash_secret(secret)
+    assert hashed.startswith("scrypt$14$8$1$")
+    assert secret not in hashed
+    assert hash_secret(secret) != hashed  # salted
+    assert matches(secret, hashed)
+    assert not matches(secret[:-1] + ("a" if secret[-1] != "a" else "b"), hashed)
+
+
+@pytest.mark.parametrize(
+    "key", ["", "rpk_", "rpk_0123456789abcdef_short", "sk-0123", "rpk_0123456789ABCDEF_" + "a" * 43]
+)
+def test_a_text_of_another_form_is_no_key(key: str):
+    assert split_key(key) is None
+
+
+@pytest.mark.parametrize("stored", ["", "plain", "scrypt$14$8$1$x", "scrypt$99$8$1$AAAA$AAAA", "scrypt$14$8$1$?$?"])
+def test_a_damaged_hash_matches_nothing(stored: str):
+    assert not matches("secret", stored)
+
+
+def test_the_key_file_holds_no_secret_and_only_its_owner_reads_it(tmp_path: Path):
+    store = KeyStore(tmp_path / "data")
+    key, whole = store.create("acme", name="app", scopes=("write", "read"), requests_per_minute=5)
+    file = tmp_path / "data" / "keys.json"
+    assert split_key(whole)[1] not in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    again = KeyStore(tmp_path / "data").table().keys[key.id]
+    assert again == key
+    assert (again.scopes, again.requests_per_minute, again.max_concurrent) == (("read", "write"), 5, None)
+
+
+def test_keys_of_a_tenant_share_a_random_salt_and_tenants_do_not(tmp_path: Path):
+    store, other = KeyStore(tmp_path / "one"), KeyStore(tmp_path / "two")
+    for _ in range(2):
+        store.create("acme")
+    store.create("bolt")
+    other.create("acme")
+    salts = store.table().salts
+    assert set(salts) == {"acme", "bolt"}
+    assert len({salts["acme"], salts["bolt"], other.table().salts["acme"]}) == 3
+
+
+@pytest.mark.parametrize(
+    ("tenant", "fields", "told"),
+    [
+        ("../etc", {}, "tenant '../etc' must be 1 to 64 characters"),
+        ("", {}, "must be 1 to 64"),
+        ("Acme", {}, "of a-z, 0-9"),
+        ("a" * 65, {}, "1 to 64"),
+        ("acme", {"scopes": ("root",)}, "scope 'root' is unknown; choose of read, write, admin"),
+        ("acme", {"scopes": ()}, "may do nothing"),
+        ("acme", {"requests_per_minute": 0}, "requests_per_minute=0 must be from 1"),
+        ("acme", {"max_concurrent": -1}, "max_concurrent=-1 must be from 1"),
+        ("acme", {"name": "two\nlines"}, "printable"),
+    ],
+)
+def test_what_a_key_cannot_be(tenant: str, fields: dict, told: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=told.replace("(", r"\(")):
+        KeyStore(tmp_path).create(tenant, **fields)
+    assert not (tmp_path / "keys.json").exists()
+
+
+def test_keys_that_are_created_at_the_same_time_are_all_kept(tmp_path: Path):
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda number: KeyStore(tmp_path).create("acme", name=str(number)), range(8)))
+    assert set(KeyStore(tmp_path).table().keys) == {key.id for key, _ in made}
+
+
+def test_the_commands_create_list_and_revoke(tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]):
+    call, folder = command_line(capsysbinary), ("--data-dir", tmp_path)
+    made = json.loads(call("keys", "create", "acme", "--name", "app", "--scopes", "read", *folder, "--json")[1])
+    assert (made["tenant"], made["scopes"], made["revoked_at"]) == ("acme", ["read"], None)
+    listed = json.loads(call("keys", "list", *folder, "--json")[1])["keys"]
+    assert listed == [{name: value for name, value in made.items() if name != "key"}]
+    shown = call("keys", "list", *folder)[1]
+    assert made["id"] in shown
+    assert made["key"] not in shown
+    plain = call("keys", "create", "acme", *folder)[1]
+    assert split_key(plain.strip()) is not None  # nothing but the key, for scripts
+    revoked = json.loads(call("keys", "revoke", made["id"], *folder, "--json")[1])
+    assert revoked["revoked_at"] >= made["created_at"]
+    code, _, told = call("keys", "revoke", "0" * 16, *folder)
+    assert code == 1
+    assert "there is no key with the id '0000000000000000'" in told
+
+
+def test_a_key_is_sent_as_bearer_or_as_x_api_key_and_a_wrong_one_is_refused(tmp_path: Path):
+    tenants = Tenants(tmp_path)
+    client = tenants.client("acme")
+    key, stranger = key_of(client), tenants.stranger()
+    assert status_of(client) == 200
+    for headers in ({"x-api-key": key}, {"authorization": f"bearer  {key}"}):
+        assert status_of(stranger, **headers) == 200
+    altered = key[:-1] + ("A" if key[-1] != "A" else "B")
+    for headers in (
+        {},
+        {"x-api-key": altered},
+        {"authorization": f"Basic {key}"},
+        {"authorization": f"Bearer {key}x"},
+    ):
+        response = stranger.get("/v1/models", headers=headers)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_two_keys_in_one_request_are_refused(tmp_path: Path):
+    """A proxy in front may have looked at the other one."""
+    tenants = Tenants(tmp_path)
+    key, other = key_of(tenants.client("acme")), key_of(tenants.client("bolt"))
+    for name, form in (("authorization", "Bearer {}"), ("x-api-key", "{}")):
+        twice = [(name, form.format(key)), (name, form.format(other))]
+        assert tenants.stranger().get("/v1/models", headers=twice).status_code == 401
+
+
+def test_a_key_is_needed_from_the_moment_that_the_first_one_exists(tmp_path: Path):
+    tenants = Tenants(tmp_path)
+    assert status_of(tenants.stranger()) == 200
+    client = tenants.client("acme")
+    assert status_of(tenants.stranger()) == 401
+    assert status_of(client) == 200
+
+
+def test_a_revoked_key_is_refused_at_its_next_request_and_the_door_stays_closed(tmp_path: Path):
+    tenants = Tenants(tmp_path)
+    client = tenants.client("acme")
+    assert status_of(client) == 200
+    KeyStore(tmp_path).revoke(tenants.made[key_of(client)])  # another process does it so
+    assert status_of(client) == 401
+    assert status_of(tenants.stranger()) == 401
+
+
+def test_a_key_is_hashed_once_and_not_at_every_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hashed = []
+    monkeypatch.setattr(check, "matches", lambda secret, stored: hashed.append(secret) or matches(secret, stored))
+    tenants = Tenants(tmp_path)
+    client = tenants.client("acme")
+    for _ in range(5):
+        assert status_of(client) == 200
+    assert len(hashed) == 1
+    wrong = key_of(client)[:-4] + "AAAA"
+    for _ in range(3):
+        assert status_of(tenants.stranger(), **{"x-api-key": wrong}) == 401
+    assert len(hashed) == 2  # the answer to a wrong key is remembered too
+    guessed = "rpk_" + "0" * 16 + "_" + "A" * 43
+    assert status_of(tenants.stranger(), **{"x-api-key": guessed}) == 401
+    assert len(hashed) == 2  # an unknown id costs no hash
+
+
+async def test_what_is_remembered_of_a_key_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hashed = []
+    monkeypatch.setattr(check, "matches", lambda secret, stored: hashed.append(secret) or True)
+    clock = Clock()
+    store = KeyStore(tmp_path)
+    _, whole = store.create("acme")
+    checker = check.KeyChecker(store, clock=clock)
+    for seconds, times in ((0, 1), (299, 1), (2, 2)):
+        clock.now += seconds
+        assert (await checker.caller(whole.encode())).tenant == "acme"
+        assert len(hashed) == times
+
+
+def test_a_key_file_that_cannot_be_read_lets_nobody_in(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    tenants = Tenants(tmp_path)
+    client = tenants.client("acme")
+    assert status_of(client) == 200
+    for content in (
+        "{",
+        json.dumps({"format": "other", "version": 1}),
+        "[]",
+        '{"format": "rag-posfix-keys", "version": 1}',
+    ):
+        (tmp_path / "keys.json").write_text(content)
+        assert status_of(client) == 401
+        assert status_of(tenants.stranger()) == 401
+    with pytest.raises(ConfigError, match="damaged or of another release"):
+        tenants.keys.create("acme")
+    (tmp_path / "keys.json").unlink()
+    assert status_of(tenants.stranger()) == 401
+    assert "damaged" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "scope"),
+    [
+        ("POST", CHAT, "read"),
+        ("GET", "/v1/collections", "read"),
+        ("POST", "/v1/collections", "write"),
+        ("GET", "/v1/collections/a", "read"),
+        ("DELETE", "/v1/collections/a", "write"),
+        ("POST", "/v1/collections/a/search", "read"),
+        ("DELETE", "/v1/collections/a/search", "write"),
+        ("POST", "/v1/collections/a/documents", "write"),
+        ("DELETE", "/v1/collections/a/documents/search", "write"),
+        ("DELETE", "/v1/collections/a/documents/x/search", "write"),
+        ("POST", "/v1/collections/a/documents/search", "write"),
+        ("POST", "/v1/collections/a/precompute", "write"),
+        ("GET", "/admin/keys", "admin"),
+        ("DELETE", "/admin/keys/1", "admin"),
+    ],
+)
+def test_the_scope_of_a_request(method: str, path: str, scope: str):
+    assert required_scope(method, path) == scope
+
+
+def test_a_key_may_do_what_its_scopes_say_and_nothing_else(tmp_path: Path):
+    tenants = Tenants(tmp_path)
+    reader, writer = tenants.client("acme", scopes=("read",)), tenants.client("acme", scopes=("write",))
+    admin = tenants.client("acme", scopes=("admin",))
+    asked = {
+        "read": lambda client: client.get("/v1/collections"),
+        "write": lambda client: client.post("/v1/collections", json={"name": "c"}),
+        "admin": lambda client: client.get("/admin/keys"),
+    }
+    for scope, client in (("read", reader), ("write", writer), ("admin", admin)):
+        for needed, ask in asked.items():
+            response = ask(client)
+            assert (response.status_code < 300) == (scope == needed), (scope, needed)
+            if scope != needed:
+                assert response.status_code == 403
+                assert response.json()["error"]["code"] == "insufficient_scope"
+
+
+def test_the_body_of_a_request_that_is_not_allowed_is_not_read(tmp_path: Path):
+    reader = Tenants(tmp_path).client("acme", scopes=("read",))
+    assert reader.post("/v1/collections", content=b"no JSON").status_code == 403
+
+
+def test_keys_are_made_listed_and_revoked_over_http(tmp_path: Path):
+    tenants = Tenants(tmp_path)
+    admin = tenants.client("ops", scopes=("admin",))
+    made = admin.post("/admin/keys", json={"tenant": "acme", "name": "app", "scopes": ["read"], "max_concurrent": 3})
+    assert made.status_code == 201
+    client = tenants.stranger(authorization=f"Bearer {made.json()['key']}")
+    assert status_of(client) == 200
+    listed = admin.get("/admin/keys")
+    assert [(key["tenant"], key["name"], key["max_concurrent"]) for key in listed.json()["keys"]] == [
+        ("ops", "", None),
+        ("acme", "app", 3),
+    ]
+    assert "scrypt" not in listed.text
+    assert made.json()["key"] not in listed.text
+    revoked = admin.delete(f"/admin/keys/{made.json()['id']}")
+    assert revoked.json()["revoked_at"] is not None
+    assert status_of(client) == 401
+    missing = admin.delete("/admin/keys/0000000000000000")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    for body in ({"tenant": "../x"}, {"tenant": "a", "scopes": []}, {"tenant": "a", "salt": "b"}, {}):
+        assert admin.post("/admin/keys", json=body).status_code == 422
+    assert admin.post("/admin/keys", json={"tenant": "a", "scopes": ["root"]}).status_code == 400
+
+
+def test_without_any_key_nobody_makes_one_over_http(tmp_path: Path):
+    stranger = Tenants(tmp_path).stranger()
+    refused = stranger.post("/admin/keys", json={"tenant": "mine", "scopes": ["admin"]})
+    assert refused.status_code == 403
+    assert not (tmp_path / "keys.json").exists()
+
+
+def test_the_single_key_of_the_settings_works_beside_the_others_and_may_do_all(tmp_path: Path):
+    tenants = Tenants(tmp_path, api_key="operator")
+    client, operator = tenants.client("acme"), tenants.stranger(authorization="Bearer operator")
+    for one in (client, operator):
+        assert status_of(one) == 200
+    assert operator.get("/admin/keys").status_code == 200
+    assert operator.post("/v1/collections", json={"name": "mine"}).status_code == 201
+    assert client.get("/v1/collections").json()["data"] == []
+    assert status_of(tenants.stranger(authorization="Bearer wrong")) == 401
+
+
+def test_requests_per_minute_are_a_bucket_that_fills_again():
+    clock = Clock()
+    quotas, caller = Quotas(clock), Caller("acme", key_id="k", requests_per_minute=3)
+
+    def ask() -> None:
+        with quotas.running(caller):
+            pass
+
+    for _ in range(3):
+        ask()
+    with pytest.raises(QuotaError, match="3 requests a minute; try again in 20 seconds") as refused:
+        ask()
+    assert refused.value.retry_after == 20
+    with quotas.running(Caller("acme", key_id="another", requests_per_minute=3)):
+        clock.now += 19
+    with pytest.raises(QuotaError):
+        ask()
+    clock.now += 1
+    ask()
+    clock.now += 3600
+    for _ in range(3):  # not more than a minute's worth gathers
+        ask()
+    with pytest.raises(QuotaError):
+        ask()
+
+
+def test_a_key_that_asks_too_often_is_told_when_to_come_back_in_the_dialect_of_the_path(tmp_path: Path):
+    tenants = Tenants(tmp_path)
+    client, other = tenants.client("acme", requests_per_minute=2), tenants.client("acme")
+    for _ in range(2):
+        assert status_of(client) == 200
+    refused = client.get("/v1/models")
+    assert refused.status_code == 429
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    anthropic = client.post("/v1/messages", json={})
+    assert (anthropic.status_code, anthropic.json()["type"]) == (429, "error")
+    assert anthropic.json()["error"]["type"] == "rate_limit_error"
+    assert status_of(other) == 200
+    assert client.get("/livez").status_code == 200  # nobody's
+
+
+def test_a_key_runs_so_many_requests_at_once(tmp_path: Path):
+    store, generator = KeyStore(tmp_path), GatedGenerator()
+    _, whole = store.create("acme", max_concurrent=1)
+    _, other = store.create("acme")
+
+    def ask(url: str, key: str, stream: bool = False):
+        import httpx2
+
+        body = chat(documents=[BRIDGE], stream=stream)
+        return httpx2.post(url + CHAT, json=body, headers={"x-api-key": key}, timeout=20)
+
+    with serving(make_pipeline(generator), data_dir=tmp_path) as url, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, url, whole, True)
+        wait_until(generator.entered.is_set)
+        refused = ask(url, whole)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        second = pool.submit(ask, url, other)
+        generator.gate.set()
+        assert (first.result().status_code, second.result().status_code) == (200, 200)
+        wait_until(lambda: ask(url, whole).status_code == 200)
+
+
+def test_the_log_line_of_a_request_has_the_id_of_its_key_and_not_the_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    client = Tenants(tmp_path).client("acme")
+    with caplog.at_level("INFO", "rag_posfix_api.access"):
+        assert status_of(client) == 200
+    (record,) = [record for record in caplog.records if record.name == "rag_posfix_api.access"]
+    assert record.fields["key"] == split_key(key_of(client))[0]
+    assert split_key(key_of(client))[1] not in str(vars(record))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_without_a_key_the_service_listens_on_loopback_only(host: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match="there is no API key; create one with: rag-posfix keys create") as refused:
+        server.run(Settings(), host, service=limits(data_dir=tmp_path), pipeline=pipeline_with_embeddings())
+    assert "or listen on 127.0.0.1" in str(refused.value)
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_with_a_key_the_service_listens_anywhere(single: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Started(Exception):
+        pass
+
+    def start(*args: object, hosts: object = None) -> None:
+        assert hosts is None  # any name in Host, with a key
+        raise Started
+
+    monkeypatch.setattr(server, "make_server", start)
+    monkeypatch.setattr(server, "configure_logging", lambda: None)
+    if not single:
+        KeyStore(tmp_path).create("acme")
+    fields = {"api_key": "key"} if single else {}
+    with pytest.raises(Started):
+        server.run(Settings(), "0.0.0.0", service=limits(data_dir=tmp_path, **fields))
+
+
+def test_an_unknown_id_cannot_be_revoked(tmp_path: Path):
+    with pytest.raises(UnknownNameError, match="list the keys"):
+        KeyStore(tmp_path).revoke("0")
