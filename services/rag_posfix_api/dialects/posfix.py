@@ -10,7 +10,7 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix_api.dialects.documents import Forms
 from rag_posfix_api.dialects.strict import RequestModel
 
-__all__ = ["MitigationInput", "PosfixInput", "chosen_methods"]
+__all__ = ["MitigationInput", "PosfixInput", "chosen_methods", "mitigation_choice"]
 
 MAX_FIELDS = 16
 
@@ -48,10 +48,11 @@ class PosfixInput(RequestModel):
 
 def chosen_methods(given: PosfixInput) -> dict[str, Any]:
     """Return the fields of a ``Question`` that a request chooses; None takes the default."""
-    return {"mitigation": _mitigation(given.mitigation), "order": given.order, "k": given.k}
+    return {"mitigation": mitigation_choice(given.mitigation), "order": given.order, "k": given.k}
 
 
-def _mitigation(given: str | MitigationInput | None) -> MitigationChoice | None:
+def mitigation_choice(given: str | MitigationInput | None) -> MitigationChoice | None:
+    """Return the mitigation of a request, or None for the default."""
     if given is None or isinstance(given, str):
         return None if given is None else MitigationChoice(given)
     return MitigationChoice(given.name, given.parameters)
