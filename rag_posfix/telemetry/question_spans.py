@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -201,7 +201,7 @@ class _GenerationSpans:
 
 def _asked(question: Question, stream: bool) -> dict[str, Any]:
     found: dict[str, Any] = {names.STREAM: stream}
-    if question.documents is not None:
+    if isinstance(question.documents, Sized):  # the pipeline takes any iterable
         found[names.DOCUMENTS] = len(question.documents)
     sampling = question.sampling
     if sampling is not None:

@@ -36,6 +36,8 @@ class _DocumentStage:
 
     def done(self, outcome: Any) -> None:
         """Record how many documents there are."""
+        if not isinstance(outcome, Sequence):  # reading an iterator would empty it
+            return
         self._span.set_attribute(names.DOCUMENTS, len(outcome))
         if self._content:
             scored = [{"id": d.id, "score": d.metadata.get("relevance_score")} for d in outcome]

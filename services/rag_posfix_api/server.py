@@ -15,6 +15,7 @@ import uvicorn
 from rag_posfix.errors import ConfigError, RagPosfixError
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
+from rag_posfix.telemetry.build import Telemetry
 from rag_posfix_api.app import RENDERERS, create_app
 from rag_posfix_api.http.connection import bounded_connection
 from rag_posfix_api.http.hosts import LOOPBACK_NAMES
@@ -135,6 +136,7 @@ def make_server(
     pipeline: Pipeline | None = None,
     *,
     hosts: Collection[str] | None = None,
+    telemetry: Telemetry | None = None,
 ) -> DrainingServer:
     """Return the server, which runs on a socket of ``bind``.
 
@@ -143,8 +145,9 @@ def make_server(
         service: Settings of the service.
         pipeline: The pipeline to serve, instead of loading one.
         hosts: Names in the header ``Host`` that are answered; all if None.
+        telemetry: Where traces and metrics go; what the settings and the environment say if None.
     """
-    app = create_app(settings, pipeline, service, hosts=hosts)
+    app = create_app(settings, pipeline, service, hosts=hosts, telemetry=telemetry)
     config = uvicorn.Config(
         app,
         http=bounded_connection(service.max_header_bytes, service.read_timeout_seconds, RENDERERS.of("")),

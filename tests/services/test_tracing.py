@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import pytest
 from fastapi.testclient import TestClient
 from opentelemetry.trace import SpanKind, StatusCode
 
-from rag_posfix.contracts.request import Chunk, GenerationRequest
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.request import Chunk, GenerationRequest, Sampling
+from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
 from rag_posfix_api.http.logs import JsonFormatter
@@ -22,15 +26,20 @@ from tests.support.serving import (
     BRIDGE,
     CHAT,
     HARBOUR,
+    DictCache,
     FailingGenerator,
     ListRetriever,
     WordReranker,
     chat,
     limits,
     make_pipeline,
+    post,
+    running,
 )
 from tests.support.threads import in_threads
+from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
+from tests.support.waiting import wait_until
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -172,17 +181,45 @@ def test_requests_at_the_same_time_have_traces_of_their_own():
     assert all(sorted(names) == sorted([f"POST {CHAT}", "chat fake", *STAGES]) for names in traces.values())
 
 
-def test_a_client_that_leaves_is_no_error(caplog: pytest.LogCaptureFixture):
+def test_the_spans_of_a_real_model_have_its_tokens_and_its_times():
+    encoder: Any = ToyEncoder()
+    encoder.eos_ids = frozenset()
+    loaded = loaded_model(vocab_size=ToyEncoder.vocab_size, max_position_embeddings=4096)
+    engine = Engine(loaded, encoder, "fake", "print")
+    pipeline = Pipeline(
+        engine, Assembler(encoder, 4096), defaults=Defaults(sampling=Sampling(max_tokens=6)), cache=DictCache()
+    )
+    recorded = RecordedTelemetry()
+    with running(pipeline, telemetry=recorded.telemetry, max_concurrent=2) as (url, _):
+        body = post(url, stream=False).json()
+        wait_until(lambda: any(span.name.startswith("POST") for span in recorded.spans))
+    assert recorded.tree() == {f"POST {CHAT}": {"chat fake": {"assemble": {}, "prefill": {}, "decode": {}}}}
+    question, prefill, decode = map(recorded.span, ("chat fake", "prefill", "decode"))
+    assert prefill.attributes["gen_ai.usage.input_tokens"] == body["usage"]["prompt_tokens"]
+    assert decode.attributes["gen_ai.usage.output_tokens"] == 6
+    assert question.attributes["rag_posfix.cache"] == "miss"
+    for span in (prefill, decode):
+        assert question.start_time <= span.start_time < span.end_time <= question.end_time
+
+
+def test_a_stream_that_is_closed_within_the_service_is_no_error():
     class Slow(FakeGenerator):
         def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
-            yield Chunk("The ")
-            raise AssertionError("nobody reads on")
+            while True:
+                yield Chunk("The ")
+                time.sleep(0.01)
 
     recorded = RecordedTelemetry()
-    chunks = client_for(recorded).app.state.service.pipeline.with_generator(Slow(ToyEncoder())).stream("Where?")  # type: ignore[attr-defined]
-    next(chunks)
-    chunks.close()
-    assert recorded.span("chat fake").status.status_code is StatusCode.UNSET
+    with running(make_pipeline(Slow(ToyEncoder())), telemetry=recorded.telemetry) as (url, _):
+        body = chat(documents=[BRIDGE], stream=True)
+        with httpx2.stream("POST", url + CHAT, json=body, timeout=20) as response:
+            for line in response.iter_lines():
+                if "The" in line:
+                    break
+        wait_until(lambda: any(span.name.startswith("POST") for span in recorded.spans))
+    for span in recorded.spans:
+        assert span.status.status_code is StatusCode.UNSET, span.name
+    assert recorded.attributes("decode")["error.type"] == "GenerationCancelled"
 
 
 def test_without_telemetry_there_is_no_span_and_no_trace_in_the_log(caplog: pytest.LogCaptureFixture):

@@ -18,6 +18,7 @@ from rag_posfix.errors import RerankingError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
+from rag_posfix.telemetry.build import Telemetry
 from rag_posfix_api.server import bind, make_server
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
@@ -183,12 +184,15 @@ def serving(pipeline: Pipeline | None, **fields: Any) -> Iterator[str]:
 
 @contextmanager
 def running(
-    pipeline: Pipeline | None, hosts: Collection[str] | None = None, **fields: Any
+    pipeline: Pipeline | None,
+    hosts: Collection[str] | None = None,
+    telemetry: Telemetry | None = None,
+    **fields: Any,
 ) -> Iterator[tuple[str, uvicorn.Server]]:
     """Serve on a free port; yield the address and the server."""
     service = limits(**{"shutdown_timeout_seconds": 5, **fields})
     listener = bind("127.0.0.1", 0)
-    server = make_server(Settings(), service, pipeline, hosts=hosts)
+    server = make_server(Settings(), service, pipeline, hosts=hosts, telemetry=telemetry)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

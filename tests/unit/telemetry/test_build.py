@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 import threading
 import time
@@ -85,6 +86,17 @@ def ask(telemetry: Telemetry) -> None:
 def test_it_is_off_unless_it_is_configured():
     assert open_telemetry(Settings().telemetry) is OFF
     assert (OFF.tracer_provider, OFF.meter_provider, OFF.content) == (None, None, False)
+
+
+def test_opentelemetry_is_imported_only_when_it_is_used():
+    code = (
+        "import sys; from rag_posfix.settings import TelemetrySettings; "
+        "from rag_posfix.telemetry.build import OFF, open_telemetry; import rag_posfix.pipeline.pipeline; "
+        "assert open_telemetry(TelemetrySettings()) is OFF; OFF.question_tracer(); "
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("variable", [ENDPOINT, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
