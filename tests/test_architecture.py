@@ -90,6 +90,20 @@ IMPORT_RULES = [
         only=("rag_posfix.errors", "rag_posfix.mitigations", "rag_posfix.registry"),
     ),
     ImportRule(
+        why="encodings are torch modules for small decoders: they know attention kernels, no model, plan or method",
+        files=("rag_posfix/encodings/*",),
+        only=(
+            "torch",
+            "safetensors",
+            "rag_posfix.attention",
+            "rag_posfix.contracts.method_spec",
+            "rag_posfix.encodings",
+            "rag_posfix.errors",
+            "rag_posfix.parameters",
+            "rag_posfix.registry",
+        ),
+    ),
+    ImportRule(
         why="only patching and generation import transformers",
         files=EVERYWHERE,
         but=("rag_posfix/patching/*", "rag_posfix/generation/*"),
