@@ -66,7 +66,8 @@ class CopePositions(Positions):
         Shapes:
             query: (B, H, Tq, D). key: (B, H, Tk, D). returns: (B, H, Tq, Tk).
         """
-        return query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        scores: Tensor = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        return scores
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return causal attention with contextual positions; see ``Positions.attend``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -34,7 +35,7 @@ class _Sinusoids(Positions):
     def embed(self, states: Tensor, start: int) -> Tensor:
         at = torch.arange(start, start + states.shape[1], device=states.device)
         width = states.shape[2]
-        added = sinusoids(at, width, self.base) * (2 / width) ** 0.5  # norm 1, that of a token's embedding
+        added: Tensor = sinusoids(at, width, self.base) * math.sqrt(2 / width)  # norm 1, that of a token's embedding
         return states + added.to(states.dtype)
 
 
