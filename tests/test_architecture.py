@@ -39,6 +39,7 @@ MOST_LINES_PER_FUNCTION = 60
 COMPUTING_ROOMS = (
     "rag_posfix/plan/*",
     "rag_posfix/attention/*",
+    "rag_posfix/encodings/*",
     "rag_posfix/mitigations/*",
     "rag_posfix/patching/*",
     "rag_posfix/generation/*",

@@ -58,7 +58,7 @@ def train(
 ) -> FinishedRun:
     """Train a decoder, or continue where a checkpoint ends, and measure it on all splits.
 
-    A run that was interrupted gives the result of one that was not, bit for bit on one machine.
+    A run that was interrupted gives the result of one that was not; on one CPU with one number of threads bit for bit.
 
     Args:
         trainee: What to train.
