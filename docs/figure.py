@@ -9,7 +9,8 @@ from pathlib import Path
 
 from benchmarks.keep_record import RESULTS
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.evaluation.answers.pictures import draw_positions, svg_of
+from rag_posfix.evaluation.answers.pictures import draw_positions
+from rag_posfix.evaluation.figures import svg_of
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.mitigations import MITIGATIONS
 

@@ -39,6 +39,7 @@ MOST_LINES_PER_FUNCTION = 60
 COMPUTING_ROOMS = (
     "rag_posfix/plan/*",
     "rag_posfix/attention/*",
+    "rag_posfix/encodings/*",
     "rag_posfix/mitigations/*",
     "rag_posfix/patching/*",
     "rag_posfix/generation/*",
@@ -88,6 +89,20 @@ IMPORT_RULES = [
         why="the package of mitigations imports its own files, so that each registers itself",
         files=("rag_posfix/mitigations/__init__.py",),
         only=("rag_posfix.errors", "rag_posfix.mitigations", "rag_posfix.registry"),
+    ),
+    ImportRule(
+        why="encodings are torch modules for small decoders: they know attention kernels, no model, plan or method",
+        files=("rag_posfix/encodings/*",),
+        only=(
+            "torch",
+            "safetensors",
+            "rag_posfix.attention",
+            "rag_posfix.contracts.method_spec",
+            "rag_posfix.encodings",
+            "rag_posfix.errors",
+            "rag_posfix.parameters",
+            "rag_posfix.registry",
+        ),
     ),
     ImportRule(
         why="only patching and generation import transformers",
@@ -290,13 +305,14 @@ IMPORT_RULES = [
         never=("uvicorn",),
     ),
     ImportRule(
-        why="nothing imports the command line, evaluation, adapters or services; commands and probes use evaluation",
+        why="nothing imports the command line, evaluation, adapters or services; what measures uses evaluation",
         files=EVERYWHERE,
         but=(
             "rag_posfix/__init__.py",
             "rag_posfix/cli/*",
             "rag_posfix/evaluation/*",
             "rag_posfix/integrations/*",
+            "rag_posfix/laboratory/*",
             "rag_posfix/probing/*",
             "services/rag_posfix_api/*",
         ),
@@ -305,7 +321,13 @@ IMPORT_RULES = [
     ImportRule(
         why="a service serves pipelines: it measures nothing and is no command",
         files=("services/*",),
-        never=("rag_posfix.cli", "rag_posfix.evaluation", "rag_posfix.integrations", "rag_posfix.probing"),
+        never=(
+            "rag_posfix.cli",
+            "rag_posfix.evaluation",
+            "rag_posfix.integrations",
+            "rag_posfix.laboratory",
+            "rag_posfix.probing",
+        ),
     ),
     ImportRule(
         why="HTTP parts that every route shares know no wire format",
@@ -333,6 +355,26 @@ IMPORT_RULES = [
             "rag_posfix.probing",
             "rag_posfix.reranking.in_context",
             "rag_posfix.settings",
+        ),
+    ),
+    ImportRule(
+        why="the laboratory trains small decoders on torch alone: it knows encodings and records, no loaded model",
+        files=("rag_posfix/laboratory/*",),
+        only=(
+            "torch",
+            "safetensors",
+            "rag_posfix.contracts.method_spec",
+            "rag_posfix.encodings",
+            "rag_posfix.errors",
+            "rag_posfix.evaluation.figures",
+            "rag_posfix.evaluation.progress",
+            "rag_posfix.evaluation.record",
+            "rag_posfix.evaluation.whole_file",
+            "rag_posfix.laboratory",
+            "rag_posfix.parameters",
+            "rag_posfix.registry",
+            # The type of a figure alone; it is drawn in evaluation/figures.py.
+            "matplotlib",
         ),
     ),
     ImportRule(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import attend_with_lse, last_row
+from rag_posfix.attention.pseudo_scores import pseudo_log_mass
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number, Whole
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
@@ -19,21 +19,7 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["StableMask", "pseudo_log_mass"]
-
-
-def pseudo_log_mass(rows: Tensor, n_tokens: int, gamma: float) -> Tensor:
-    """Return the log-sum-exp of the pseudo-scores of each row, -inf for a row without any.
-
-    Formula: row i (from 1) of n: log sum_{j = i + 1}^{n} exp(-gamma (j - 1)), a geometric series of n - i terms:
-        -gamma i + log(1 - exp(-gamma (n - i))) - log(1 - exp(-gamma)).
-
-    Shapes:
-        rows: (Tq,) indices from 0. returns: (Tq,) float32.
-    """
-    terms = (n_tokens - 1 - rows).clamp(min=0).float()
-    series = (-torch.expm1(-gamma * terms)).log() - math.log(-math.expm1(-gamma))
-    return series - gamma * (rows + 1).float()
+__all__ = ["StableMask"]
 
 
 class _PseudoScores(AttentionOverride):

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import Reranker
-from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.answers.arrangement import Arrangement, check_arrangements
-from rag_posfix.evaluation.answers.pictures import save_figure
 from rag_posfix.evaluation.data.datasets import data_facts
 from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.evaluation.progress import Progress
-from rag_posfix.evaluation.record import ExperimentRecord, environment, model_facts
+from rag_posfix.evaluation.record import environment, model_facts
 from rag_posfix.generation.engine import Engine
 from rag_posfix.settings import Settings
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["answers_head", "arrangement_rerankers", "checked_arrangements", "load_models", "with_picture"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["answers_head", "arrangement_rerankers", "checked_arrangements", "load_models"]
 
 
 def checked_arrangements(choices: Sequence[MethodSpec | Arrangement]) -> list[Arrangement]:
@@ -114,28 +105,6 @@ def answers_head(
         "settings": settings,
         "summary": summary,
     }
-
-
-def with_picture(record: ExperimentRecord, draw: Callable[[Mapping[str, Any]], Figure]) -> ExperimentRecord:
-    """Return the record with a picture beside its files, as SVG and PNG; as it is if it has no files.
-
-    Without matplotlib (extra ``eval``) there is no picture, and a warning says how to get one.
-
-    Args:
-        record: The record.
-        draw: Makes the figure from its head.
-
-    Raises:
-        EvaluationError: a file cannot be written.
-    """
-    if "record" not in record.files:
-        return record
-    try:
-        figure = draw(record.head)
-    except ConfigError as error:
-        _log.warning("no picture was drawn: %s", error)
-        return record
-    return replace(record, files={**record.files, **save_figure(figure, record.files["record"])})
 
 
 def _arrangement_facts(engine: Engine, arrangement: Arrangement) -> dict[str, Any]:

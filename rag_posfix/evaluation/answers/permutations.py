@@ -26,12 +26,12 @@ from rag_posfix.evaluation.answers.experiment import (
     arrangement_rerankers,
     checked_arrangements,
     load_models,
-    with_picture,
 )
 from rag_posfix.evaluation.answers.pictures import draw_permutations
 from rag_posfix.evaluation.answers.verdict import permutation_verdicts
 from rag_posfix.evaluation.data.datasets import take_examples
 from rag_posfix.evaluation.data.position_example import GoldPosition, PositionExample
+from rag_posfix.evaluation.figures import with_picture
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord
 from rag_posfix.evaluation.statistics import bootstrap_interval, mean

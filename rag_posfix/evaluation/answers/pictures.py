@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rag_posfix.errors import EvaluationError, missing_extra
-from rag_posfix.evaluation.whole_file import write_whole
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_permutations", "draw_positions", "save_figure", "svg_of"]
+__all__ = ["draw_permutations", "draw_positions"]
 
 COLORS = {"none": "#b3382c"}
-OTHER_COLORS = ("#1f6f54", "#33658a", "#f2a541", "#6a4c93", "#8a8a8a", "#2ca6a4", "#a23b72", "#5b4b2a")
 NAMES = {"none": "unmodified model"}
-FORMATS = ("svg", "png")
 
 
 def draw_positions(
@@ -40,7 +35,7 @@ def draw_positions(
     """
     summary = head["summary"]
     methods = summary["mitigations"]
-    figure, axes = _axes(size)
+    figure, axes = new_axes(size)
     labels = list(next(iter(methods.values()))["positions"])
     for number, (name, found) in enumerate(methods.items()):
         values = [scores["log_probability"] for scores in found["positions"].values()]
@@ -69,7 +64,7 @@ def draw_permutations(head: Mapping[str, Any]) -> Figure:
         head: The head of the record.
     """
     methods = head["summary"]["mitigations"]
-    figure, axes = _axes((7.2, 1.2 + 0.4 * len(methods)))
+    figure, axes = new_axes((7.2, 1.2 + 0.4 * len(methods)))
     for number, (name, found) in enumerate(reversed(methods.items())):
         low, high = found["flip_rate_ci95"]
         rate = found["flip_rate"]
@@ -79,52 +74,6 @@ def draw_permutations(head: Mapping[str, Any]) -> Figure:
     axes.set_xlabel("share of answers that change with the order of the passages, 95 % interval")
     axes.set_title(f"{head['model']}, {head['summary']['n']} questions", fontsize=10, loc="left")
     return figure
-
-
-def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
-    """Write a figure as SVG and PNG beside a record, and return the paths by format.
-
-    Args:
-        figure: The figure.
-        record: The path of the record's head.
-
-    Raises:
-        EvaluationError: a file cannot be written.
-    """
-    paths = {kind: record.with_suffix(f".{kind}") for kind in FORMATS}
-    for kind, path in paths.items():
-        try:
-            write_whole(path, [_drawn(figure, kind)])
-        except OSError as error:
-            raise EvaluationError(
-                f"cannot write a picture to {path.parent}: {error.strerror}; choose another --out"
-            ) from error
-    return paths
-
-
-def svg_of(figure: Figure) -> str:
-    """Return a figure as SVG; equal figures give equal text."""
-    return _drawn(figure, "svg").decode()
-
-
-def _drawn(figure: Figure, kind: str) -> bytes:
-    from matplotlib import rc_context
-
-    drawn = io.BytesIO()
-    with rc_context({"svg.hashsalt": "rag_posfix"}):  # equal figures give equal bytes
-        figure.savefig(drawn, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    return drawn.getvalue()
-
-
-def _axes(size: tuple[float, float]) -> tuple[Figure, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing_extra("matplotlib", "eval") from error
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def _color(name: str, number: int) -> str:

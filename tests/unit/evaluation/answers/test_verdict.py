@@ -8,9 +8,10 @@ import pytest
 
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.evaluation.answers.permutations import evaluate_permutations
-from rag_posfix.evaluation.answers.pictures import draw_permutations, draw_positions, svg_of
+from rag_posfix.evaluation.answers.pictures import draw_permutations, draw_positions
 from rag_posfix.evaluation.answers.positions import evaluate_positions
 from rag_posfix.evaluation.answers.verdict import permutation_verdicts, position_verdicts
+from rag_posfix.evaluation.figures import svg_of
 from rag_posfix.evaluation.whole_file import write_whole
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, tiny_engine
 

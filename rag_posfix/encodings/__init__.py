@@ -1,0 +1,23 @@
+"""Position encodings: one per file, found by name in ``ENCODINGS``, and the small decoder that trains with any.
+
+Importing this package registers every encoding. A new encoding is one file and one line here.
+"""
+
+from rag_posfix.encodings import (  # noqa: F401
+    alibi,
+    cope,
+    cope_rope,
+    learned,
+    nope,
+    rope,
+    shaw,
+    sinusoidal,
+    spline,
+    stable_mask,
+    t5,
+)
+from rag_posfix.encodings.base import ENCODINGS, Encoding, Positions, create_encoding
+from rag_posfix.encodings.decoder import Decoder, load_decoder
+from rag_posfix.encodings.shape import DecoderShape
+
+__all__ = ["ENCODINGS", "Decoder", "DecoderShape", "Encoding", "Positions", "create_encoding", "load_decoder"]

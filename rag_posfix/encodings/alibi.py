@@ -1,0 +1,66 @@
+"""ALiBi: each head subtracts its own multiple of the distance from the scores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rag_posfix.encodings.base import ENCODINGS, Encoding, Memory, Positions
+from rag_posfix.encodings.scores import attend_with_bias, distances
+from rag_posfix.encodings.shape import DecoderShape
+
+__all__ = ["Alibi", "alibi_bias", "alibi_slopes"]
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Return the slope of each head: a geometric sequence from 2^(-8 / heads) with that ratio.
+
+    For a number of heads that is no power of 2: the slopes of the next smaller power, then every second slope of the
+    next larger one, as in the paper's code.
+    """
+    whole = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (head + 1) / whole) for head in range(whole)]
+    between = [2 ** (-8 * (head + 1) / (2 * whole)) for head in range(0, 2 * whole, 2)]
+    return [*slopes, *between[: heads - whole]]
+
+
+def alibi_bias(heads: int, n_query: int, n_key: int, device: torch.device) -> Tensor:
+    """Return -m_h (i - j) for query i and key j.
+
+    Shapes:
+        returns: (H, Tq, Tk) float32.
+    """
+    slopes = torch.tensor(alibi_slopes(heads), device=device)
+    return -slopes[:, None, None] * distances(n_query, n_key, device)
+
+
+class _Slopes(Positions):
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        bias = alibi_bias(query.shape[1], query.shape[2], key.shape[2], query.device)
+        return attend_with_bias(query, key, value, bias)
+
+
+@ENCODINGS.register("alibi")
+@dataclass(frozen=True)
+class Alibi(Encoding):
+    """Subtract a fixed multiple of the distance from the scores, another multiple in each head.
+
+    Source: Press et al. (2022), Train Short, Test Long: Attention with Linear Biases, section 3,
+        https://arxiv.org/abs/2108.12409
+    Formula: score_ij = q_i k_j / sqrt(D) - m_h (i - j), m_h = 2^(-8 (h + 1) / H) for H a power of 2, h from 0.
+    Cost: a bias of O(T^2) memory per head, shared by the sequences of a batch. Nothing is learned.
+    """
+
+    name: ClassVar[str] = "alibi"
+    paper: ClassVar[str] = (
+        "Press et al. (2022), Train Short, Test Long: Attention with Linear Biases, https://arxiv.org/abs/2108.12409"
+    )
+    memory: ClassVar[Memory] = "per head"
+
+    def build(self, shape: DecoderShape) -> Positions:
+        """Return a module without parameters."""
+        return _Slopes()

@@ -1,0 +1,73 @@
+"""Pictures of the laboratory: bars by split, curves by place or by length, with the spread over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_laboratory"]
+
+
+def draw_laboratory(head: Mapping[str, Any]) -> Figure:
+    """Return the figure of a record of ``lab run``.
+
+    Tasks that measure by place have a curve per encoding over the places of training, perplexity a curve over the
+    splits, other tasks bars by split. Bands and whiskers go from the lowest to the highest seed.
+
+    Args:
+        head: The head of the record.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    summary = head["summary"]
+    figure, axes = new_axes((7.2, 3.8))
+    found = summary["encodings"]
+    trained = next(iter(summary["splits"]))
+    if summary["by_place"]:
+        for number, (label, one) in enumerate(found.items()):
+            _band(axes, label, number, one["splits"][trained]["by_place"])
+        axes.set_xlabel("place of the pair that is asked for, from 0")
+    elif summary["metric"] == "perplexity":
+        for number, (label, one) in enumerate(found.items()):
+            _band(axes, label, number, list(one["splits"].values()))
+        axes.set_xticks(range(len(summary["splits"])), list(summary["splits"].values()))
+        axes.set_yscale("log")
+    else:
+        _bars(axes, found, summary["splits"])
+    axes.set_ylabel("error in %" if summary["metric"] == "error" else "perplexity")
+    axes.set_title(f"{summary['task']}: {summary['seeds']} seeds, lowest to highest", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _band(axes: Any, label: str, number: int, spreads: list[Mapping[str, float]]) -> None:
+    """Draw means as a line, and the spread over seeds as a band."""
+    at, colour = range(len(spreads)), _colour(number)
+    axes.plot(at, [one["mean"] for one in spreads], marker="o", markersize=4, color=colour, label=label)
+    low, high = ([one[key] for one in spreads] for key in ("low", "high"))
+    axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
+
+
+def _bars(axes: Any, found: Mapping[str, Any], splits: Mapping[str, str]) -> None:
+    """Draw a group of bars for each split, one bar per encoding."""
+    width = 0.8 / len(found)
+    for number, (label, one) in enumerate(found.items()):
+        spreads = [one["splits"][split] for split in splits]
+        centres = [place + (number - (len(found) - 1) / 2) * width for place in range(len(splits))]
+        means = [spread["mean"] for spread in spreads]
+        whiskers = [
+            [mean - spread["low"] for mean, spread in zip(means, spreads, strict=True)],
+            [spread["high"] - mean for mean, spread in zip(means, spreads, strict=True)],
+        ]
+        axes.bar(centres, means, width, yerr=whiskers, color=_colour(number), label=label, error_kw={"linewidth": 0.8})
+    axes.set_xticks(range(len(splits)), [f"{name}\n{text}" for name, text in splits.items()], fontsize=8)
+
+
+def _colour(number: int) -> str:
+    return OTHER_COLORS[number % len(OTHER_COLORS)]

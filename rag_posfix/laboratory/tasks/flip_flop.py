@@ -1,0 +1,76 @@
+"""Flip-flop: remember one bit over many instructions that do not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+
+from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
+from rag_posfix.parameters import Number, Whole
+
+__all__ = ["FlipFlop"]
+
+WRITE, READ, IGNORE = 2, 3, 4
+
+
+@TASKS.register("flip_flop", aliases=("flip-flop",), presets={"flip_flop_published": {"pairs": 256}})
+@dataclass(frozen=True)
+class FlipFlop(Task):
+    """Predict the bit after a read: that of the last write.
+
+    A sequence is made of pairs of an instruction (write, read, ignore) and a bit. It begins with a write and ends with
+    a read. The bit after a read is that of the last write; other bits are random. Out of the distribution more pairs
+    are to be ignored, so the last write is farther away.
+
+    Source: Liu et al. (2023), Exposing Attention Glitches with Flip-Flop Language Modeling,
+        https://arxiv.org/abs/2306.00946; as in Golovneva et al. (2024), https://arxiv.org/abs/2405.18719
+    Differs from the paper: the loss counts the bits after reads alone, since other bits cannot be predicted.
+
+    Args:
+        pairs: Pairs of a sequence, 2 or more; 256 in the paper.
+        ignored: Share of pairs to be ignored in training, below 1; writes and reads share the rest evenly.
+        ignored_far: The same out of the distribution.
+    """
+
+    name: ClassVar[str] = "flip_flop"
+    source: ClassVar[str] = (
+        "Liu et al. (2023), Exposing Attention Glitches with Flip-Flop Language Modeling, "
+        "https://arxiv.org/abs/2306.00946"
+    )
+    deviations: ClassVar[tuple[str, ...]] = ("The loss counts the bits after reads alone.",)
+
+    pairs: Annotated[int, Whole(2)] = 64
+    ignored: Annotated[float, Number(0, 1)] = 0.8
+    ignored_far: Annotated[float, Number(0, 1)] = 0.98
+
+    @property
+    def vocabulary(self) -> int:
+        """Two bits and three instructions."""
+        return 5
+
+    @property
+    def splits(self) -> Mapping[str, str]:
+        """Sequences as in training, and with fewer writes."""
+        return {
+            TRAINED: f"{self.pairs} pairs, {self.ignored:.0%} ignored",
+            "sparse": f"{self.pairs} pairs, {self.ignored_far:.0%} ignored",
+        }
+
+    def batch(self, split: str, size: int, generator: torch.Generator) -> Batch:
+        """Return sequences of 2 ``pairs`` tokens; the measure counts the last bit."""
+        ignored = self.ignored if split == TRAINED else self.ignored_far
+        draw = torch.rand(size, self.pairs, generator=generator)
+        kind = torch.where(draw < ignored, IGNORE, torch.where(draw < (1 + ignored) / 2, WRITE, READ))
+        kind[:, 0], kind[:, -1] = WRITE, READ
+        bits = torch.randint(0, 2, (size, self.pairs), generator=generator)
+        at = torch.arange(self.pairs).expand(size, -1)
+        last_write = torch.where(kind == WRITE, at, 0).cummax(dim=1).values
+        bits = torch.where(kind == READ, bits.gather(1, last_write), bits)
+        ids = torch.stack((kind, bits), dim=-1).flatten(1)  # (B, 2 pairs)
+        wanted = torch.stack((torch.zeros_like(kind, dtype=torch.bool), kind == READ), dim=-1).flatten(1)
+        scored = torch.zeros_like(wanted)
+        scored[:, -1] = True
+        return joined(ids, wanted, scored)

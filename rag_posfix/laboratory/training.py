@@ -1,0 +1,138 @@
+"""Training of one decoder on one task: steps, evaluations, checkpoints, early stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from rag_posfix.encodings.base import Encoding
+from rag_posfix.encodings.decoder import Decoder
+from rag_posfix.laboratory.measuring import measure
+from rag_posfix.laboratory.run_files import FinishedRun, RunFiles, Snapshot
+from rag_posfix.laboratory.settings import TrainingSettings, generator_for
+from rag_posfix.laboratory.tasks.base import IGNORED, TRAINED, Task
+
+__all__ = ["Trainee", "new_decoder", "train"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Trainee:
+    """What one training run is about.
+
+    Attributes:
+        task: The task.
+        encoding: The position encoding.
+        settings: Sizes and training.
+        seed: Of start values and training examples.
+    """
+
+    task: Task
+    encoding: Encoding
+    settings: TrainingSettings
+    seed: int
+
+
+def new_decoder(trainee: Trainee, device: torch.device) -> Decoder:
+    """Return a decoder at its start values; equal seeds give equal ones.
+
+    Raises:
+        ConfigError: the encoding is not for decoders, or does not fit the sizes.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(generator_for("start", trainee.seed).initial_seed())
+        return Decoder(trainee.encoding, trainee.settings.shape(trainee.task.vocabulary)).to(device)
+
+
+def train(
+    trainee: Trainee,
+    device: torch.device,
+    files: RunFiles,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> FinishedRun:
+    """Train a decoder, or continue where a checkpoint ends, and measure it on all splits.
+
+    A run that was interrupted gives the result of one that was not; on one CPU with one number of threads bit for bit.
+
+    Args:
+        trainee: What to train.
+        device: Where to compute.
+        files: Checkpoint and result; a finished run is not repeated.
+        report: Called with steps done and most steps.
+
+    Raises:
+        ConfigError: the encoding does not fit the sizes or the lengths of the task.
+        EvaluationError: a file cannot be written.
+    """
+    earlier = files.finished()
+    settings, task = trainee.settings, trainee.task
+    if earlier is not None:
+        report(settings.steps, settings.steps)
+        return earlier
+    decoder = new_decoder(trainee, device).train()
+    optimizer = torch.optim.Adam(decoder.parameters(), lr=settings.learning_rate)
+    now = files.resume(decoder, optimizer)
+    while now.step < settings.steps and not _is_enough(now, settings, task):
+        now = _train_interval(trainee, decoder, optimizer, now, device, report)
+        files.keep(decoder, optimizer, now)
+        _log.info("%s, step %d: %.2f", trainee.encoding.label, now.step, now.history[-1][1].value)
+    splits = {split: measure(decoder, task, split, settings.examples, device) for split in task.splits}
+    run = FinishedRun(now, splits, sum(one.numel() for one in decoder.parameters()))
+    files.finish(decoder, run)
+    report(settings.steps, settings.steps)
+    return run
+
+
+def _train_interval(
+    trainee: Trainee,
+    decoder: Decoder,
+    optimizer: torch.optim.Optimizer,
+    now: Snapshot,
+    device: torch.device,
+    report: Callable[[int, int], None],
+) -> Snapshot:
+    """Train up to the next evaluation, evaluate, and return where the run is."""
+    began, settings = time.perf_counter(), trainee.settings
+    stop = min(settings.steps, now.step + settings.evaluate_every)
+    for step in range(now.step, stop):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.rate(step)
+        _train_step(trainee, decoder, optimizer, step, device)
+        report(step + 1, settings.steps)
+    found = measure(decoder, trainee.task, TRAINED, settings.examples, device)
+    seconds = now.seconds + time.perf_counter() - began
+    return replace(now, step=stop, seconds=seconds, history=(*now.history, (stop, found)))
+
+
+def _train_step(
+    trainee: Trainee, decoder: Decoder, optimizer: torch.optim.Optimizer, step: int, device: torch.device
+) -> None:
+    """Take one step on examples that the seed and the step alone decide."""
+    generator = generator_for("training", trainee.task.label, trainee.seed, step)
+    batch = trainee.task.batch(TRAINED, trainee.settings.batch, generator).to(device)
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type="cuda"):
+        if trainee.settings.dropout:
+            torch.manual_seed(generator.initial_seed())
+        logits, _ = decoder(batch.ids)
+    loss = cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+    optimizer.step()
+
+
+def _is_enough(now: Snapshot, settings: TrainingSettings, task: Task) -> bool:
+    """Return whether training may stop early: no error, or no better perplexity, for ``patience`` evaluations."""
+    values = [one.value for _, one in now.history]
+    if not settings.patience or len(values) <= settings.patience:
+        return bool(settings.patience) and task.metric == "error" and values == [0.0] * settings.patience
+    last = values[-settings.patience :]
+    if task.metric == "error":
+        return not any(last)
+    return min(last) >= min(values[: -settings.patience])
