@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method, split_outside
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import shown
 
 __all__ = ["GIVEN_ORDER", "read_arrangement", "read_reranker"]
 
@@ -35,8 +34,8 @@ def read_arrangement(text: str) -> tuple[MethodSpec | None, str, MethodSpec]:
     parts = [part.strip() for part in split_outside(text, "/")]
     if len(parts) not in (1, 3) or not parts[-1]:
         raise ConfigError(
-            f"arrangement {shown(text)} must be reranker/order/method, for example likelihood+embedding/reverse/none, "
-            "or a method alone; put values with slashes into double quotes"
+            f"arrangement {text[:200]!r} must be reranker/order/method, for example "
+            "likelihood+embedding/reverse/none, or a method alone; put values with slashes into double quotes"
         )
     mitigation = parse_method(parts[-1], "mitigation", "experts=5")
     if len(parts) == 1:

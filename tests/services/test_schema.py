@@ -21,9 +21,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "openapi.json"
 
 SETTINGS: dict[str, Any] = {
     "seed": 1,
-    "max-time": 60,
+    "max-time": 240,
     "continue-on-failure": True,
-    "generation": {"max-examples": 4, "deterministic": True, "database": "none", "no-shrink": True},
+    "generation": {"max-examples": 3, "deterministic": True, "database": "none", "no-shrink": True},
 }
 
 NOT_IN_A_SCHEMA = (
@@ -35,6 +35,7 @@ NOT_IN_A_SCHEMA = (
     "no parameter",
     "arrangement",  # a text with a syntax of its own
     "context window",  # depends on the tokenizer
+    "the model's vectors have",  # so many numbers, depending on the embedding model
 )
 """Beginnings of the messages that refuse a body for a rule that JSON Schema cannot state."""
 
