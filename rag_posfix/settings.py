@@ -140,6 +140,7 @@ class Settings(BaseSettings):
         device_map: How transformers distributes layers over several devices, in place of ``device``; None uses one.
         tp: Number of processes for tensor parallelism in ``ask`` and ``serve``, each with a GPU if there are GPUs.
         index: Folder of the served index, or None.
+        indexes: Folders of further indexes by name, as JSON; requests choose one with ``posfix.index``.
         mitigation: Default method of requests.
         order: Default order of requests.
         profile: File of the order ``profile``: a record of ``rag-posfix probe slot-attention``.
@@ -170,6 +171,7 @@ class Settings(BaseSettings):
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
     tp: int = Field(default=1, ge=1)
     index: Path | None = None
+    indexes: dict[str, Path] = Field(default_factory=dict)
     mitigation: str = "default"
     order: str = "relevance"
     profile: Path | None = None

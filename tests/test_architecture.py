@@ -238,6 +238,7 @@ IMPORT_RULES = [
             "rag_posfix.caching.answers.keys",
             "rag_posfix.contracts",
             "rag_posfix.errors",
+            "rag_posfix.parameters",
             "rag_posfix.pipeline",
             "rag_posfix.plan.layout",
             "rag_posfix.registry",

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from langchain_core.documents import Document
 
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import FinishReason, MitigationChoice, Sampling, Usage
 from rag_posfix.contracts.token_scores import ScoredToken
 
@@ -29,6 +30,8 @@ class Question:
         sampling: Sampling parameters.
         tenant: Part of the cache key: tenants do not share cached answers.
         use_cache: Whether the answer cache may be read and written.
+        index: Name of the index to retrieve from; None is the pipeline's own retriever.
+        reranker: What scores the passages, also those that have a score; None leaves it to the pipeline.
     """
 
     text: str
@@ -41,6 +44,8 @@ class Question:
     sampling: Sampling | None = None
     tenant: str = ""
     use_cache: bool = True
+    index: str | None = None
+    reranker: MethodSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ __all__ = [
 ]
 
 DEFAULT_RERANKER = "embedding"
+_LOADS_A_MODEL = "cross_encoder"
 
 
 def build_pipeline(
@@ -96,6 +97,7 @@ def build_pipeline(
     assembly = _assembly(chosen, order)
     embeddings = build_embeddings(chosen)
     found_by, store = _retrieval(chosen, index, retriever, embeddings)  # before the model: errors are told at once
+    further = {name: _retriever(chosen, folder, embeddings) for name, folder in chosen.indexes.items()}
     with ExitStack() as undo:  # closes what was opened if a later part cannot be made
         engine = generator if generator is not None else _load(chosen, undo, deferred)
         engine, passages = _with_passages(engine, chosen, undo)
@@ -118,9 +120,12 @@ def build_pipeline(
             candidates=chosen.candidates if chosen.reranker is not None else 0,
             embeddings=embeddings,
             tracer=tracer,
+            indexes={name: one for name, (one, _) in further.items()},
+            choose_reranker=_reranker_choice(reranker, guarded, embeddings, engine),
         )
-    if store is not None:
-        store.add_delete_listener(pipeline.invalidate)
+    for opened in (store, *(one for _, one in further.values())):
+        if opened is not None:
+            opened.add_delete_listener(pipeline.invalidate)
     return pipeline
 
 
@@ -277,14 +282,36 @@ def _reranker(
     settings: Settings, spec: MethodSpec, embeddings: Embeddings, engine: Generator, undo: ExitStack
 ) -> GuardedReranker:
     """Return the reranker that the settings ask for."""
-
-    def generator() -> Generator:
-        return engine.loaded() if isinstance(engine, DeferredGenerator) else engine
-
-    made = build_reranker(spec, RerankerModels(lambda: embeddings, generator))
+    made = build_reranker(spec, RerankerModels(lambda: embeddings, lambda: _loaded(engine)))
     guarded = GuardedReranker(reranker=made, deadline_seconds=settings.reranker_deadline_seconds)
     undo.callback(guarded.close)
     return guarded
+
+
+def _reranker_choice(
+    served: MethodSpec, guarded: GuardedReranker, embeddings: Embeddings, engine: Generator
+) -> Callable[[MethodSpec], GuardedReranker]:
+    """Return a function from a reranker that a question names to that reranker, on the models that are loaded.
+
+    Questions may come from clients of the service: they cannot make it load a model or read a file.
+    """
+
+    def choose(spec: MethodSpec) -> GuardedReranker:
+        if spec == served:
+            return guarded
+        scorers = [one.partition(":")[0] for one in spec.parameters.get("scorers", ()) if isinstance(one, str)]
+        if _LOADS_A_MODEL in (spec.name, *scorers):
+            raise ConfigError(
+                f"a question cannot choose {_LOADS_A_MODEL}, which loads a model of its own; set RAG_POSFIX_RERANKER"
+            )
+        made = build_reranker(spec, RerankerModels(lambda: embeddings, lambda: _loaded(engine)))
+        return GuardedReranker(reranker=made)
+
+    return choose
+
+
+def _loaded(engine: Generator) -> Generator:
+    return engine.loaded() if isinstance(engine, DeferredGenerator) else engine
 
 
 def _retrieval(

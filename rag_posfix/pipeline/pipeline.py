@@ -17,9 +17,11 @@ from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.contracts.generator import Generator, gives_scores
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
 from rag_posfix.contracts.retrieval import Reranker, Retriever
-from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
+from rag_posfix.parameters import shown
 from rag_posfix.pipeline.invalidation import invalidate
 from rag_posfix.pipeline.protocols import (
     AnswerCache,
@@ -95,6 +97,8 @@ class Pipeline:
             not score retrieved passages.
         embeddings: The embedding model of the index, for those who ask for vectors; questions do not use it.
         tracer: Traces every question, for example ``rag_posfix.telemetry.build.question_tracer()``; None traces none.
+        indexes: Retrievers of further indexes by name, for questions that name one.
+        choose_reranker: Returns the reranker that a question names; without it questions cannot name one.
     """
 
     def __init__(
@@ -112,6 +116,8 @@ class Pipeline:
         candidates: int = 0,
         embeddings: Embeddings | None = None,
         tracer: QuestionTracer | None = None,
+        indexes: Mapping[str, Retriever] | None = None,
+        choose_reranker: Callable[[MethodSpec], Reranker] | None = None,
     ) -> None:
         self.generator = generator
         self.retriever = retriever
@@ -125,6 +131,8 @@ class Pipeline:
         self.candidates = candidates
         self.embeddings = embeddings
         self.tracer = tracer or UNTRACED
+        self.indexes = dict(indexes or {})
+        self._choose_reranker = choose_reranker
 
     def with_generator(self, generator: Generator, cache: AnswerCache | None = None) -> Pipeline:
         """Return a pipeline with the same parts and another generator; this pipeline does not change.
@@ -173,6 +181,8 @@ class Pipeline:
             "candidates": self.candidates,
             "embeddings": self.embeddings,
             "tracer": self.tracer,
+            "indexes": self.indexes,
+            "choose_reranker": self._choose_reranker,
         }
         return Pipeline(**(parts | changed))
 
@@ -303,42 +313,70 @@ class Pipeline:
     def _documents(
         self, asked: Question, timings: dict[str, float], watcher: StageWatcher, salt: str
     ) -> Sequence[Document]:
+        retriever, reranker = self._retriever_of(asked), self._reranker_of(asked)
         if asked.documents is None:
-            return self._retrieved(asked, timings, watcher, salt)
+            return self._retrieved(asked, retriever, reranker, timings, watcher, salt)
         documents = list(asked.documents)
         if not all(isinstance(d, Document) for d in documents):
             return documents  # assembly says which one is not
-        return self._scored(asked, documents, timings, watcher, salt)
+        return self._scored(asked, documents, reranker, timings, watcher, salt)
+
+    def _retriever_of(self, asked: Question) -> Retriever | None:
+        if asked.index is None:
+            return self.retriever
+        if asked.index not in self.indexes:
+            raise UnknownNameError(
+                f"unknown index {shown(asked.index)}. Available: {', '.join(sorted(self.indexes)) or 'none'}; without "
+                "a name the default one is used"
+            )
+        return self.indexes[asked.index]
+
+    def _reranker_of(self, asked: Question) -> Reranker | None:
+        if asked.reranker is None:
+            return self.reranker
+        if self._choose_reranker is None:
+            raise ConfigError(
+                f"the reranker {shown(asked.reranker.name)} cannot be chosen here; leave it to the pipeline"
+            )
+        return self._choose_reranker(asked.reranker)
 
     def _scored(
         self,
         asked: Question,
         documents: Sequence[Document],
+        reranker: Reranker | None,
         timings: dict[str, float],
         watcher: StageWatcher,
         salt: str,
     ) -> Sequence[Document]:
-        """Return the documents in the given order, scored by the reranker if one of them has no score."""
-        if self.reranker is None or all("relevance_score" in d.metadata for d in documents):
+        """Return the documents in the given order, scored if one of them has no score or the question says by what."""
+        scored = asked.reranker is None and all("relevance_score" in d.metadata for d in documents)
+        if reranker is None or scored:
             return documents
         with _timed(timings, "rerank"), watcher.stage("reranker", asked.text, documents) as stage:
-            scored = score_in_place(self.reranker, asked.text, documents, salt)
-            stage.done(scored)
-        return scored
+            ranked = score_in_place(reranker, asked.text, documents, salt)
+            stage.done(ranked)
+        return ranked
 
     def _retrieved(
-        self, asked: Question, timings: dict[str, float], watcher: StageWatcher, salt: str
+        self,
+        asked: Question,
+        retriever: Retriever | None,
+        reranker: Reranker | None,
+        timings: dict[str, float],
+        watcher: StageWatcher,
+        salt: str,
     ) -> Sequence[Document]:
-        if self.retriever is None:
+        if retriever is None:
             return ()
         k = self.defaults.k if asked.k is None else asked.k
         with _timed(timings, "retrieve"), watcher.stage("retriever", asked.text) as stage:
-            found = self.retriever.retrieve(asked.text, max(k, self.candidates))
+            found = retriever.retrieve(asked.text, max(k, self.candidates))
             stage.done(found)
-        if self.reranker is None or not self.candidates:
-            return self._scored(asked, found, timings, watcher, salt)
+        if reranker is None or not self.candidates:
+            return self._scored(asked, found, reranker, timings, watcher, salt)
         with _timed(timings, "rerank"), watcher.stage("reranker", asked.text, found) as stage:
-            best = best_of(self.reranker, asked.text, found, k, salt)
+            best = best_of(reranker, asked.text, found, k, salt)
             stage.done(best)
         return best
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from langchain_core.documents import BaseDocumentCompressor
 from langchain_core.embeddings import Embeddings
 
+from rag_posfix.contracts.arrangement_text import read_reranker
 from rag_posfix.contracts.generator import Generator
-from rag_posfix.contracts.method_spec import MethodSpec, parse_method
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.reranking import RERANKERS
 
 __all__ = ["RerankerModels", "build_reranker", "parse_reranker", "read_reranker"]
@@ -45,20 +46,6 @@ def build_reranker(spec: MethodSpec, models: RerankerModels) -> BaseDocumentComp
         spec, {"embeddings": models.embeddings, "generator": models.generator}
     )
     return made
-
-
-def read_reranker(text: str) -> MethodSpec:
-    """Read ``name`` or ``name:parameter=value``; ``first+second`` is ``fused`` with these two scorers.
-
-    Nothing is looked up, and no file is read.
-
-    Raises:
-        ConfigError: text that cannot be read.
-    """
-    spec = parse_method(text.removeprefix("fused:") if "+" in text else text, "reranker", "top_n=5")
-    if "+" not in spec.name:
-        return spec
-    return MethodSpec("fused", {"scorers": spec.name.split("+"), **spec.parameters})
 
 
 def parse_reranker(text: str) -> MethodSpec:

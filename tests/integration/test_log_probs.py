@@ -31,8 +31,11 @@ def exact() -> Engine:
 def client(exact: Engine) -> Iterator[openai.OpenAI]:
     defaults = Defaults(mitigation=MitigationChoice("none"))
     pipeline = Pipeline(exact, Assembler(exact.encoder, exact.context_window), cache=DictCache(), defaults=defaults)
-    with serving(pipeline) as url:
-        yield openai.OpenAI(base_url=url + "/v1", api_key="x", max_retries=0, timeout=120)
+    with (
+        serving(pipeline) as url,
+        openai.OpenAI(base_url=url + "/v1", api_key="x", max_retries=0, timeout=120) as client,
+    ):
+        yield client
 
 
 def forward(engine: Engine, ids: list[int]) -> torch.Tensor:

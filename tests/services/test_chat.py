@@ -224,7 +224,9 @@ ESCAPED = '{"name": "calibrated_attention", "\\u0070rofile": "\\u002fdev\\u002fz
         ({"stop": 5}, 422, "invalid_request", "stop: input should be of type string or array"),
         ({"stop": ""}, 400, "invalid_value", "stop holds an empty string"),
         ({"k": 0}, 422, "invalid_request", "k: input should be greater than or equal to 1, got 0"),
-        ({"seed": 2**63}, 422, "invalid_request", "seed"),
+        ({"seed": "1"}, 422, "invalid_request", "seed"),
+        ({"temperature": "0"}, 422, "invalid_request", "temperature"),
+        ({"k": 1.5}, 422, "invalid_request", "k"),
         ({"messages": []}, 422, "invalid_request", "messages"),
         ({"messages": [{"role": "user"}]}, 400, "invalid_value", "empty"),
         ({"messages": [{"role": "user", "content": " \n"}]}, 400, "invalid_value", "empty"),
@@ -400,3 +402,10 @@ def test_a_damaged_cache_entry_with_log_probabilities_is_a_miss():
     for damaged in (5, [[0, ["zz", -1.0], []]], [[0, ["61"], []]], [[0, ["61", "x"], []]], [["0", ["61", -1], []]]):
         cache.entries[key] = {**cache.entries[key], "log_probs": damaged}
         assert ask(pipeline, **asked)["cached"] is False
+
+
+@pytest.mark.parametrize(
+    "fields", [{"seed": 2**63}, {"seed": -(2**70)}, {"seed": 7.0}, {"k": 3.0}, {"max_tokens": 64.0}]
+)
+def test_large_seeds_and_whole_numbers_with_a_point_are_accepted(fields: dict[str, Any]):
+    assert ask(documents=[BRIDGE], **fields)["choices"][0]["message"]["content"] == ANSWER

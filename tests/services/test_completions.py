@@ -27,8 +27,9 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=url + "/v1", api_key="x", max_retries=0, timeout=20)
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url + "/v1", api_key="x", max_retries=0, timeout=20) as client:
+        yield client
 
 
 def post(url: str, **fields: Any) -> httpx2.Response:

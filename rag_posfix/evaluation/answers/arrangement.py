@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rag_posfix.assembly.orders import ORDERS, create_order
-from rag_posfix.contracts.method_spec import MethodSpec, parse_method, split_outside
+from rag_posfix.contracts.arrangement_text import GIVEN_ORDER, read_arrangement
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import read_reranker
 
 __all__ = ["OWN_SCORER", "Arrangement", "check_arrangements", "parse_arrangement"]
 
-GIVEN_ORDER = "original"
 OWN_SCORER = ""
 """Label of the experiment's own scorer, for arrangements that name none."""
 
@@ -67,16 +66,8 @@ def parse_arrangement(text: str) -> Arrangement:
     Raises:
         ConfigError: two parts or more than three, or a part that cannot be read.
     """
-    parts = [part.strip() for part in split_outside(text, "/")]
-    if len(parts) not in (1, 3) or not parts[-1]:
-        raise ConfigError(
-            f"arrangement {text!r} must be reranker/order/method, for example likelihood+embedding/reverse/none, or a "
-            "method alone; put values with slashes into double quotes"
-        )
-    mitigation = parse_method(parts[-1], "mitigation", "experts=5")
-    if len(parts) == 1:
-        return Arrangement(mitigation)
-    return Arrangement(mitigation, parts[1] or GIVEN_ORDER, read_reranker(parts[0]) if parts[0] else None)
+    reranker, order, mitigation = read_arrangement(text)
+    return Arrangement(mitigation, order, reranker)
 
 
 def check_arrangements(arrangements: Sequence[Arrangement]) -> None:

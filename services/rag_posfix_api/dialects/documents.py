@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from langchain_core.documents import Document
-from pydantic import BaseModel, ConfigDict, Discriminator, FiniteFloat, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, FiniteFloat, Strict, Tag, WithJsonSchema, model_validator
 
 from rag_posfix_api.http.errors import TooLargeError
 
@@ -34,27 +34,47 @@ def Forms(*allowed: str) -> Discriminator:  # reads as an annotation, as Field a
     )
 
 
+Words = Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}]})]
+"""A text; numbers are taken as they are written."""
+
+
+def _with_text(name: str) -> dict[str, Any]:
+    return {"required": [name], "properties": {name: {"type": ["string", "number"]}}}
+
+
+_HAS_TEXT: dict[str, Any] = {"anyOf": [_with_text("text"), _with_text("snippet")]}
+
+
 class DocumentData(BaseModel):
     """The content of a document in Cohere's format. Other fields come back with citations."""
 
     model_config = ConfigDict(extra="allow", coerce_numbers_to_str=True)
 
-    title: str | None = None
-    text: str | None = None
-    snippet: str | None = None
+    title: Words | None = None
+    text: Words | None = None
+    snippet: Words | None = None
 
 
 class DocumentObject(BaseModel):
     """A document: text, or Cohere's ``data``, with optional id, title, score and metadata."""
 
-    model_config = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        extra="ignore",
+        coerce_numbers_to_str=True,
+        json_schema_extra={
+            "anyOf": [
+                _with_text("text"),
+                {"required": ["data"], "properties": {"data": {"type": "object", **_HAS_TEXT}}},
+            ]
+        },
+    )
 
-    id: str | None = None
-    title: str | None = None
-    text: str | None = None
+    id: Words | None = None
+    title: Words | None = None
+    text: Words | None = None
     data: DocumentData | None = None
-    score: FiniteFloat | None = None
-    relevance_score: FiniteFloat | None = None
+    score: Annotated[FiniteFloat, Strict()] | None = None
+    relevance_score: Annotated[FiniteFloat, Strict()] | None = None
 
     @model_validator(mode="after")
     def _has_text(self) -> DocumentObject:

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, Tag
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.parameters import shown
 from rag_posfix_api.dialects.documents import Forms
+from rag_posfix_api.dialects.ranges import needs
 from rag_posfix_api.dialects.strict import RequestModel
 from rag_posfix_api.http.errors import UnsupportedFeatureError
 
@@ -20,7 +21,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 class Part(RequestModel):
     """A part of a message; only text is supported."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra=needs("text", {"type": "string"}))
 
     type: str = Field(default="text", json_schema_extra={"enum": ["text"]})
     text: str | None = None

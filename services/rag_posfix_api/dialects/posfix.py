@@ -1,4 +1,4 @@
-"""What this service adds to the requests of chat dialects: mitigation, order and number of passages."""
+"""What this service adds to the requests of chat dialects: method, order, reranker, index and number of passages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, Tag, model_validator
 
+from rag_posfix.contracts.arrangement_text import read_arrangement
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix_api.dialects.documents import Forms
-from rag_posfix_api.dialects.strict import RequestModel
+from rag_posfix_api.dialects.strict import Passages, RequestModel
+from rag_posfix_api.http.errors import InvalidRequestError
 
 __all__ = ["MitigationInput", "PosfixInput", "chosen_methods", "mitigation_choice"]
 
@@ -42,13 +44,44 @@ class PosfixInput(RequestModel):
         | None
     ) = Field(default=None, description="A mitigation by name, or with its parameters.")
     order: str | None = Field(default=None, description="The order that the passages stand in.")
-    k: int | None = Field(default=None, ge=1, le=1000, description="How many passages to retrieve.")
+    k: Passages | None = Field(default=None, description="How many passages to retrieve.")
+    index: str | None = Field(
+        default=None,
+        description="Name of the index to retrieve from (RAG_POSFIX_INDEXES); the default one without it.",
+    )
     collection: str | None = Field(default=None, description="Retrieve the passages from this collection.")
+    arrangement: str | None = Field(
+        default=None,
+        description="reranker/order/method in one text, for example 'likelihood+embedding/reverse/none', in place of "
+        "``mitigation`` and ``order``. An empty reranker is the service's own.",
+    )
 
 
 def chosen_methods(given: PosfixInput) -> dict[str, Any]:
-    """Return the fields of a ``Question`` that a request chooses; None takes the default."""
-    return {"mitigation": mitigation_choice(given.mitigation), "order": given.order, "k": given.k}
+    """Return the fields of a ``Question`` that a request chooses; None takes the default.
+
+    Args:
+        given: What the request chooses.
+
+    Raises:
+        InvalidRequestError: an arrangement stands beside a mitigation or an order.
+        ConfigError: the arrangement cannot be read.
+    """
+    chosen: dict[str, Any] = {
+        "mitigation": mitigation_choice(given.mitigation),
+        "order": given.order,
+        "k": given.k,
+        "index": given.index,
+    }
+    if given.arrangement is None:
+        return chosen
+    beside = [name for name in ("mitigation", "order") if chosen[name] is not None]
+    if beside:
+        raise InvalidRequestError(
+            f"arrangement names method and order already; leave out {' and '.join(beside)}", param="posfix.arrangement"
+        )
+    reranker, order, mitigation = read_arrangement(given.arrangement)
+    return chosen | {"reranker": reranker, "order": order, "mitigation": mitigation}
 
 
 def mitigation_choice(given: str | MitigationInput | None) -> MitigationChoice | None:

@@ -6,7 +6,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-__all__ = ["documented"]
+__all__ = ["STREAMED", "documented"]
+
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "object", "description": "A server-sent event."}}}}
+}
+"""The entry for ``responses=`` of a route that streams."""
 
 _DESCRIPTIONS = {
     400: "The request asks for something that is not allowed or not served.",

@@ -8,7 +8,8 @@ from contextlib import closing
 import pytest
 from langchain_core.documents import Document
 
-from rag_posfix.errors import ConfigError
+from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline import build as module
@@ -303,3 +304,31 @@ def test_a_given_retriever_takes_the_place_of_an_index(loaded, tmp_path, monkeyp
     assert all(document.score is not None for document in answer.documents), "scored by their embeddings"
     with pytest.raises(ConfigError, match=r"index='x' and a retriever are given; give one of them"):
         build_pipeline(settings, index="x", retriever=lambda question: [], generator=engine)
+
+
+def test_a_question_cannot_make_the_process_load_a_reranker_of_its_own(tmp_path):
+    pipeline = build_pipeline(
+        Settings(cache_dir=tmp_path, cache=CacheSettings(enabled=False)), generator=FakeGenerator(ToyEncoder())
+    )
+    documents = [Document(page_content="a bridge")]
+    for spec in (
+        MethodSpec("cross_encoder"),
+        MethodSpec("fused", {"scorers": ["cross_encoder:top_n=1", "embedding"]}),
+    ):
+        with pytest.raises(ConfigError, match="loads a model of its own"):
+            pipeline.ask(Question("Which?", documents=documents, reranker=spec))
+    with pytest.raises(UnknownNameError, match="nonesuch"):
+        pipeline.ask(Question("Which?", documents=documents, reranker=MethodSpec("nonesuch")))
+    pipeline.close()
+
+
+def test_further_indexes_are_chosen_by_name(build, tmp_path):
+    words = FaissVectorStore(LetterEmbeddings())
+    words.add_documents([Document(id="oslo", page_content="Oslo lies on a fjord.")])
+    words.save(tmp_path / "words")
+    with closing(build(indexes={"words": tmp_path / "words"})) as pipeline:
+        found = pipeline.ask(Question("Where does Oslo lie?", index="words")).documents
+        assert [document.id for document in found] == ["oslo"]
+        assert "oslo" not in [document.id for document in pipeline.ask("Where does Oslo lie?").documents]
+        with pytest.raises(UnknownNameError, match=r"unknown index 'word'\. Available: words"):
+            pipeline.ask(Question("Where?", index="word"))

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
 from rag_posfix_api.dialects.documents import Forms
 from rag_posfix_api.dialects.posfix import PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
-from rag_posfix_api.dialects.ranges import within
-from rag_posfix_api.dialects.strict import RequestModel
+from rag_posfix_api.dialects.ranges import needs, within
+from rag_posfix_api.dialects.strict import Integer, RequestModel, StopList
 
 __all__ = [
     "AnthropicBlock",
@@ -24,6 +24,11 @@ __all__ = [
 ]
 
 
+def _kind(kind: str, field: str, value: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a part of one type, which needs one field."""
+    return {"required": ["type", field], "properties": {"type": {"const": kind}, field: value}}
+
+
 class CitationsConfig(RequestModel):
     """Whether a document may be cited."""
 
@@ -33,6 +38,8 @@ class CitationsConfig(RequestModel):
 class SourceText(RequestModel):
     """A part of a document that is cited as a whole."""
 
+    model_config = ConfigDict(json_schema_extra=needs("text", {"type": "string"}))
+
     type: str = Field(default="text", json_schema_extra={"enum": ["text"]})
     text: str | None = None
 
@@ -40,7 +47,15 @@ class SourceText(RequestModel):
 class DocumentSource(RequestModel):
     """The text of a document: ``data`` of type ``text``, or ``content`` of type ``content``."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(
+        extra="ignore",
+        json_schema_extra={
+            "anyOf": [
+                _kind("text", "data", {"type": "string"}),
+                _kind("content", "content", {"type": ["string", "array"]}),
+            ]
+        },
+    )
 
     type: str = Field(json_schema_extra={"enum": ["text", "content"]})
     media_type: str | None = None
@@ -57,7 +72,12 @@ class DocumentSource(RequestModel):
 class AnthropicBlock(RequestModel):
     """A part of a message: text, or a document to answer from."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(
+        extra="allow",
+        json_schema_extra={
+            "anyOf": [_kind("text", "text", {"type": "string"}), _kind("document", "source", {"type": "object"})]
+        },
+    )
 
     type: str = Field(json_schema_extra={"enum": ["text", "document"]})
     text: str | None = None
@@ -87,6 +107,18 @@ class AnthropicMessage(RequestModel):
     content: _Content
 
 
+def _texts_only(schema: dict[str, Any]) -> None:
+    """Say that instructions have no documents."""
+    for member in schema["anyOf"]:
+        if "oneOf" in member or "anyOf" in member or member.get("type") == "array":
+            parts = {
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            }
+            member.clear()
+            member["anyOf"] = [{"type": "string"}, {"type": "array", "items": {"type": "object", **parts}}]
+
+
 class AnthropicRequest(RequestModel):
     """A request. Fields of Anthropic's API without effect here are ignored; ``parse`` refuses unsupported ones."""
 
@@ -97,12 +129,12 @@ class AnthropicRequest(RequestModel):
         min_length=1, description="The last one must be the user's: its text is the question."
     )
     # Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
-    max_tokens: int = Field(json_schema_extra={"minimum": 1})
-    system: _Content | None = None
+    max_tokens: Integer = Field(json_schema_extra={"minimum": 1})
+    system: _Content | None = Field(default=None, json_schema_extra=_texts_only)
     temperature: FiniteFloat | None = Field(default=None, json_schema_extra=within(minimum=0, maximum=5))
     top_p: FiniteFloat | None = Field(default=None, json_schema_extra=within(exclusiveMinimum=0, maximum=1))
-    top_k: int | None = Field(default=None, json_schema_extra=within(minimum=0))
-    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    top_k: Integer | None = Field(default=None, json_schema_extra=within(minimum=0))
+    stop_sequences: StopList | None = None
     stream: bool | None = None
     posfix: PosfixInput | None = Field(default=None, description="What this service adds to Anthropic's API.")
 

@@ -11,7 +11,7 @@ from rag_posfix_api.dialects.messages import Message
 from rag_posfix_api.dialects.posfix import PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
 from rag_posfix_api.dialects.ranges import within
-from rag_posfix_api.dialects.strict import RequestModel
+from rag_posfix_api.dialects.strict import Integer, RequestModel, Seed, StopList
 
 __all__ = [
     "CohereChatRequest",
@@ -48,14 +48,14 @@ class CohereChatRequest(RequestModel):
     )
     citation_options: CitationOptions | None = None
     # Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
-    max_tokens: int | None = Field(default=None, json_schema_extra=within(minimum=1))
+    max_tokens: Integer | None = Field(default=None, json_schema_extra=within(minimum=1))
     temperature: FiniteFloat | None = Field(default=None, json_schema_extra=within(minimum=0, maximum=5))
     p: FiniteFloat | None = Field(default=None, json_schema_extra=within(exclusiveMinimum=0, maximum=1))
-    k: int | None = Field(
+    k: Integer | None = Field(
         default=None, json_schema_extra=within(minimum=0), description="Samples from this many tokens."
     )
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    seed: Seed | None = None
+    stop_sequences: StopList | None = None
     stream: bool | None = None
     posfix: PosfixInput | None = Field(default=None, description="What this service adds to Cohere's API.")
 

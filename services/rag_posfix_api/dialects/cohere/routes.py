@@ -12,6 +12,7 @@ from rag_posfix_api.dialects.cohere.parse import to_question
 from rag_posfix_api.dialects.cohere.render import ChatRenderer
 from rag_posfix_api.dialects.cohere.schemas import CohereRerankRequest, CohereRerankResponse, CohereResult
 from rag_posfix_api.dialects.reranking import document_id, rank
+from rag_posfix_api.dialects.statuses import STREAMED
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.facts import RequestFacts
@@ -32,8 +33,7 @@ reranks = APIRouter(tags=["rerank"], route_class=CleanRoute)
     CHAT_PATH,
     operation_id="cohere_chat",
     response_model=CohereChatResponse,
-    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504)
-    | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504) | STREAMED,
 )
 async def chat(body: CohereChatRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
     """Answer the last message from documents: those of the request, or retrieved ones, with citations."""

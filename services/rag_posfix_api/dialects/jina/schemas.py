@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from rag_posfix_api.dialects.documents import DocumentInput
-from rag_posfix_api.dialects.strict import RequestModel
+from rag_posfix_api.dialects.strict import Count, RequestModel
 
 __all__ = ["RerankDocument", "RerankRequest", "RerankResponse", "RerankResult", "RerankUsage"]
 
@@ -18,7 +18,7 @@ class RerankRequest(RequestModel):
     model: str | None = Field(default=None, description="Read over: one reranker is served.")
     query: str = Field(json_schema_extra={"pattern": r"\S"})
     documents: Annotated[list[DocumentInput], Field(fail_fast=True)]
-    top_n: int | None = Field(default=None, ge=1, description="How many to return; all without it.")
+    top_n: Count | None = Field(default=None, description="How many to return; all without it.")
     return_documents: bool | None = None
 
 

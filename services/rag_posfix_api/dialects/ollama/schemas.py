@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from rag_posfix_api.dialects.documents import DocumentInput, Forms
+from rag_posfix_api.dialects.documents import DocumentInput
 from rag_posfix_api.dialects.messages import Message
 from rag_posfix_api.dialects.posfix import PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
 from rag_posfix_api.dialects.ranges import within
-from rag_posfix_api.dialects.strict import RequestModel
+from rag_posfix_api.dialects.strict import Integer, RequestModel, Seed, StopStrings
 
 __all__ = ["OllamaChatRequest", "OllamaChatResponse", "OllamaMessage", "OllamaModel", "OllamaModels", "OllamaOptions"]
 
@@ -23,18 +23,12 @@ class OllamaOptions(RequestModel):
 
     temperature: FiniteFloat | None = Field(default=None, json_schema_extra=within(minimum=0, maximum=5))
     top_p: FiniteFloat | None = Field(default=None, json_schema_extra=within(exclusiveMinimum=0, maximum=1))
-    top_k: int | None = Field(default=None, json_schema_extra=within(minimum=0))
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    num_predict: int | None = Field(
+    top_k: Integer | None = Field(default=None, json_schema_extra=within(minimum=0))
+    seed: Seed | None = None
+    num_predict: Integer | None = Field(
         default=None, description="Most tokens of the answer; 0 and less give the service's default."
     )
-    stop: (
-        Annotated[
-            Annotated[str, Tag("string")] | Annotated[list[str], Field(fail_fast=True), Tag("array")],
-            Forms("string", "array"),
-        ]
-        | None
-    ) = None
+    stop: StopStrings | None = None
 
 
 class OllamaChatRequest(RequestModel):

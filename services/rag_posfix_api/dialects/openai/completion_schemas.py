@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, FiniteFloat, Tag
 
 from rag_posfix.contracts.token_scores import MOST_ALTERNATIVES
-from rag_posfix_api.dialects.documents import Forms
 from rag_posfix_api.dialects.openai.schemas import StreamOptions, UsageOutput
 from rag_posfix_api.dialects.ranges import within
-from rag_posfix_api.dialects.strict import RequestModel
+from rag_posfix_api.dialects.strict import Integer, Natural, RequestModel, Seed, StopStrings
 
 __all__ = ["CompletionChoice", "CompletionLogProbs", "CompletionObject", "CompletionRequest"]
 
@@ -19,19 +18,25 @@ def _form(value: Any) -> str:
     """Return the form of a prompt by its first entry, so that errors name one form only."""
     if isinstance(value, list | tuple) and value:
         first = value[0]
-        return "form:lists" if isinstance(first, list | tuple) else "form:ids" if isinstance(first, int) else "array"
+        return (
+            "form:lists"
+            if isinstance(first, list | tuple)
+            else "form:ids"
+            if isinstance(first, int | float)
+            else "array"
+        )
     return "array" if isinstance(value, list | tuple) else "string"
 
 
-_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+_Naturals = Annotated[list[Natural], Field(min_length=1, fail_fast=True)]
 
 Prompt = Annotated[
     Annotated[str, Field(min_length=1), Tag("string")]
     | Annotated[
         list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=128, fail_fast=True), Tag("array")
     ]
-    | Annotated[_TokenIds, Tag("form:ids")]
-    | Annotated[list[_TokenIds], Field(min_length=1, max_length=128, fail_fast=True), Tag("form:lists")],
+    | Annotated[_Naturals, Tag("form:ids")]
+    | Annotated[list[_Naturals], Field(min_length=1, max_length=128, fail_fast=True), Tag("form:lists")],
     Discriminator(_form),
 ]
 """A text, token ids, or a list of either."""
@@ -45,26 +50,20 @@ class CompletionRequest(RequestModel):
     prompt: Prompt = Field(description="One text or list of token ids, or several. No chat template is applied.")
     model: str | None = Field(default=None, description="The served model, or 'default'.")
     # Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
-    max_tokens: int | None = Field(
+    max_tokens: Integer | None = Field(
         default=None, json_schema_extra=within(minimum=0), description="16 without it. 0 generates nothing."
     )
     temperature: FiniteFloat | None = Field(
         default=None, json_schema_extra=within(minimum=0, maximum=5), description="0, greedy, without it."
     )
     top_p: FiniteFloat | None = Field(default=None, json_schema_extra=within(exclusiveMinimum=0, maximum=1))
-    top_k: int | None = Field(default=None, json_schema_extra=within(minimum=0))
-    stop: (
-        Annotated[
-            Annotated[str, Tag("string")] | Annotated[list[str], Field(fail_fast=True), Tag("array")],
-            Forms("string", "array"),
-        ]
-        | None
-    ) = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    n: int | None = Field(default=None, json_schema_extra=within(enum=[1]))
-    best_of: int | None = Field(default=None, json_schema_extra=within(enum=[1]))
+    top_k: Integer | None = Field(default=None, json_schema_extra=within(minimum=0))
+    stop: StopStrings | None = None
+    seed: Seed | None = None
+    n: Integer | None = Field(default=None, json_schema_extra=within(enum=[1]))
+    best_of: Integer | None = Field(default=None, json_schema_extra=within(enum=[1]))
     echo: bool | None = Field(default=None, description="Whether the text begins with the prompt.")
-    logprobs: int | None = Field(
+    logprobs: Integer | None = Field(
         default=None,
         json_schema_extra=within(minimum=0, maximum=MOST_ALTERNATIVES),
         description="Log-probabilities of the tokens, and of so many likeliest tokens in their places; with ``echo``, "

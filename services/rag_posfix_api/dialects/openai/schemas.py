@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
 
@@ -12,7 +12,7 @@ from rag_posfix_api.dialects.messages import Message
 from rag_posfix_api.dialects.posfix import MitigationInput, PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
 from rag_posfix_api.dialects.ranges import within
-from rag_posfix_api.dialects.strict import RequestModel
+from rag_posfix_api.dialects.strict import Integer, Passages, RequestModel, Seed, StopStrings
 
 __all__ = [
     "AnswerTokenLogProb",
@@ -35,10 +35,18 @@ class StreamOptions(RequestModel):
     include_usage: bool | None = None
 
 
+_ALTERNATIVES_NEED_LOGPROBS: dict[str, Any] = {
+    "anyOf": [
+        {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
+        {"properties": {"top_logprobs": {"anyOf": [{"const": 0}, {"type": "null"}]}}},
+    ]
+}
+
+
 class ChatRequest(RequestModel):
     """A request. Fields of OpenAI's API without effect here are ignored; ``parse`` refuses unsupported ones."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra=_ALTERNATIVES_NEED_LOGPROBS)
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
         min_length=1, description="The last one must be the user's: it is the question."
@@ -47,20 +55,14 @@ class ChatRequest(RequestModel):
     # Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
     temperature: FiniteFloat | None = Field(default=None, json_schema_extra=within(minimum=0, maximum=5))
     top_p: FiniteFloat | None = Field(default=None, json_schema_extra=within(exclusiveMinimum=0, maximum=1))
-    top_k: int | None = Field(default=None, json_schema_extra=within(minimum=0))
-    max_tokens: int | None = Field(default=None, json_schema_extra=within(minimum=1))
-    max_completion_tokens: int | None = Field(default=None, json_schema_extra=within(minimum=1))
-    stop: (
-        Annotated[
-            Annotated[str, Tag("string")] | Annotated[list[str], Field(fail_fast=True), Tag("array")],
-            Forms("string", "array"),
-        ]
-        | None
-    ) = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="Seeds sampling and the order 'random'.")
-    n: int | None = Field(default=None, json_schema_extra=within(enum=[1]))
+    top_k: Integer | None = Field(default=None, json_schema_extra=within(minimum=0))
+    max_tokens: Integer | None = Field(default=None, json_schema_extra=within(minimum=1))
+    max_completion_tokens: Integer | None = Field(default=None, json_schema_extra=within(minimum=1))
+    stop: StopStrings | None = None
+    seed: Seed | None = Field(default=None, description="Seeds sampling and the order 'random'.")
+    n: Integer | None = Field(default=None, json_schema_extra=within(enum=[1]))
     logprobs: bool | None = Field(default=None, description="Whether the tokens come with their log-probabilities.")
-    top_logprobs: int | None = Field(
+    top_logprobs: Integer | None = Field(
         default=None,
         json_schema_extra=within(minimum=0, maximum=MOST_ALTERNATIVES),
         description="Likeliest tokens in the place of each token; needs ``logprobs``.",
@@ -77,7 +79,7 @@ class ChatRequest(RequestModel):
         | None
     ) = Field(default=None, description="A mitigation by name, or with its parameters.")
     order: str | None = Field(default=None, description="The order that the passages stand in.")
-    k: int | None = Field(default=None, ge=1, le=1000, description="How many passages to retrieve.")
+    k: Passages | None = Field(default=None, description="How many passages to retrieve.")
     posfix: PosfixInput | None = Field(default=None, description="``mitigation``, ``order`` and ``k`` in one object.")
     cache: bool | None = Field(default=None, description="False neither reads nor writes the answer cache.")
 

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
 from rag_posfix_api.dialects.documents import DocumentInput, Forms
 from rag_posfix_api.dialects.posfix import PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
-from rag_posfix_api.dialects.ranges import within
-from rag_posfix_api.dialects.strict import RequestModel
+from rag_posfix_api.dialects.ranges import VISIBLE, needs, within
+from rag_posfix_api.dialects.strict import Integer, RequestModel
 
 __all__ = [
     "InputItem",
@@ -26,7 +26,7 @@ __all__ = [
 class InputPart(RequestModel):
     """A part of a message; only text is supported."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra=needs("text", {"type": "string"}))
 
     type: str = Field(default="input_text", json_schema_extra={"enum": ["input_text", "output_text", "text"]})
     text: str | None = None
@@ -35,10 +35,13 @@ class InputPart(RequestModel):
 class InputItem(RequestModel):
     """A message of the conversation."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(
+        extra="allow",
+        json_schema_extra=needs("role", {"type": "string", "enum": ["system", "developer", "user", "assistant"]}),
+    )
 
     type: str = Field(default="message", json_schema_extra={"enum": ["message"]})
-    role: str | None = Field(default=None, json_schema_extra=within(enum=["system", "developer", "user", "assistant"]))
+    role: str | None = None
     content: (
         Annotated[
             Annotated[str, Tag("string")] | Annotated[list[InputPart], Field(fail_fast=True), Tag("array")],
@@ -54,13 +57,14 @@ class ResponsesRequest(RequestModel):
     model_config = ConfigDict(extra="allow")
 
     input: Annotated[
-        Annotated[str, Tag("string")] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("array")],
+        Annotated[str, Tag("string"), Field(json_schema_extra=VISIBLE)]
+        | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("array")],
         Forms("string", "array"),
     ] = Field(description="The question, or a conversation that ends with it.")
     model: str | None = Field(default=None, description="The served model, or 'default'.")
     instructions: str | None = None
     # Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
-    max_output_tokens: int | None = Field(default=None, json_schema_extra=within(minimum=1))
+    max_output_tokens: Integer | None = Field(default=None, json_schema_extra=within(minimum=1))
     temperature: FiniteFloat | None = Field(default=None, json_schema_extra=within(minimum=0, maximum=5))
     top_p: FiniteFloat | None = Field(default=None, json_schema_extra=within(exclusiveMinimum=0, maximum=1))
     stream: bool | None = None

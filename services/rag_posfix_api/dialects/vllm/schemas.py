@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, Field, Tag
 
 from rag_posfix_api.dialects.documents import DocumentInput, Forms
-from rag_posfix_api.dialects.strict import RequestModel
+from rag_posfix_api.dialects.strict import Natural, RequestModel
 
 __all__ = [
     "ScoreEntry",
@@ -27,7 +27,7 @@ class VllmRerankRequest(RequestModel):
     model: str | None = Field(default=None, description="Read over: one reranker is served.")
     query: str = Field(json_schema_extra={"pattern": r"\S"})
     documents: Annotated[list[DocumentInput], Field(fail_fast=True)]
-    top_n: int | None = Field(default=None, ge=0, description="How many to return; all without it, and for 0.")
+    top_n: Natural | None = Field(default=None, description="How many to return; all without it, and for 0.")
 
 
 class VllmDocument(BaseModel):

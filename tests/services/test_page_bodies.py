@@ -1,0 +1,125 @@
+"""Bodies as Open WebUI and LibreChat send them: fields that change nothing here are read over, others are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from rag_posfix.settings import Settings
+from rag_posfix_api.app import create_app
+from tests.support.serving import ANSWER, BRIDGE, QUESTION, ListRetriever, limits, make_pipeline
+
+URL = "/v1/chat/completions"
+
+OPEN_WEBUI: dict[str, Any] = {
+    "stream": True,
+    "model": "fake",
+    "messages": [
+        {"role": "system", "content": "User Context:\n\nBe brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hello! What would you like to know?", "done": True},
+        {"role": "user", "content": QUESTION},
+    ],
+    "params": {},
+    "tool_servers": [],
+    "features": {"voice": False, "image_generation": False, "code_interpreter": False, "web_search": False},
+    "variables": {"{{USER_NAME}}": "User", "{{CURRENT_DATE}}": "2026-11-23"},
+    "model_item": {"id": "fake", "object": "model", "owned_by": "openai", "urlIdx": 0},
+    "session_id": "zJv2dD4xQmTzNnKcAAAB",
+    "chat_id": "8f14e45f-ceea-467f-a5a1-2a3b4c5d6e7f",
+    "id": "45c48cce-2e2d-4fbd-aa1a-2a3b4c5d6e7f",
+    "background_tasks": {"title_generation": True, "tags_generation": True, "follow_up_generation": False},
+    "stream_options": {"include_usage": True},
+    "metadata": {"user_id": "u1", "chat_id": "c1", "message_id": "m1", "files": None, "function_calling": "default"},
+    "user": {"name": "User", "id": "u1", "email": "user@example.org", "role": "user"},
+    "files": None,
+    "tool_ids": None,
+}
+"""What the page sends for a turn; most of it never leaves its own server, but proxies pass it on."""
+
+LIBRECHAT: dict[str, Any] = {
+    "model": "fake",
+    "user": "65f0c9d2a1b2c3d4e5f60718",
+    "stream": True,
+    "temperature": 0,
+    "top_p": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "max_tokens": 64,
+    "stop": ["||>", "\nUser:", "<|diff_marker|>"],
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": [{"type": "text", "text": QUESTION}], "name": "user"},
+    ],
+    "stream_options": {"include_usage": True},
+    "conversationId": "0f1e2d3c",
+    "parentMessageId": "00000000-0000-0000-0000-000000000000",
+    "n": 1,
+}
+
+IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+
+TITLE: dict[str, Any] = {
+    "model": "fake",
+    "stream": False,
+    "max_completion_tokens": 1000,
+    "messages": [{"role": "user", "content": "### Task:\nGenerate a title.\n<chat_history>USER: Hi</chat_history>"}],
+    "metadata": {"task": "title_generation", "task_body": {"model": "fake"}, "chat_id": "c1"},
+}
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    return TestClient(create_app(Settings(), make_pipeline(retriever=ListRetriever(BRIDGE)), limits()))
+
+
+@pytest.mark.parametrize("body", [OPEN_WEBUI, LIBRECHAT], ids=["open-webui", "librechat"])
+def test_a_turn_of_the_page_is_answered(client: TestClient, body: dict[str, Any]):
+    response = client.post(URL, json=body)
+    assert response.status_code == 200, response.text
+    events = [line.removeprefix("data: ") for line in response.text.strip().split("\n\n")]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == ANSWER
+    assert chunks[-1]["usage"]["completion_tokens"] == 8
+
+
+def test_the_page_gets_a_title(client: TestClient):
+    response = client.post(URL, json=TITLE)
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["message"]["content"]
+
+
+def test_the_page_finds_the_model(client: TestClient):
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == OPEN_WEBUI["model"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "1"}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "search"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 2}, "n"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+    ],
+)
+@pytest.mark.parametrize("body", [OPEN_WEBUI, LIBRECHAT], ids=["open-webui", "librechat"])
+def test_what_cannot_be_done_is_refused_with_the_field(
+    client: TestClient, body: dict[str, Any], fields: dict[str, Any], param: str
+):
+    response = client.post(URL, json={**body, **fields})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert "not supported" in error["message"]
+
+
+def test_a_model_of_another_name_is_refused(client: TestClient):
+    response = client.post(URL, json={**OPEN_WEBUI, "model": "gpt-4o"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
