@@ -9,6 +9,7 @@ import typer
 
 from rag_posfix.cli.options import DeviceName, ModelName, Split, check_arrangement, check_index, follows, settings_from
 from rag_posfix.errors import missing_extra
+from rag_posfix.settings import ServiceSettings
 
 __all__ = ["serve"]
 
@@ -23,6 +24,10 @@ def serve(
     device: DeviceName = None,
     tp: Split = None,
     mitigation: Annotated[str | None, typer.Option("--mitigation", help="Default method of requests.")] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", help="Certificate in PEM format, to serve over TLS; needs --tls-key.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Private key of the certificate.")] = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz and /metrics."""
     settings = settings_from(model=model, device=device, index=index, mitigation=mitigation, tp=tp)
@@ -33,5 +38,7 @@ def serve(
         from rag_posfix_api.server import run
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
+    files = {"tls_cert": tls_cert, "tls_key": tls_key}
+    service = ServiceSettings(**{name: path for name, path in files.items() if path is not None})
     if not follows(settings):
-        run(settings, host=host, port=port)
+        run(settings, host=host, port=port, service=service)

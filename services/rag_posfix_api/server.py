@@ -19,6 +19,7 @@ from rag_posfix_api.app import RENDERERS, create_app
 from rag_posfix_api.http.connection import bounded_connection
 from rag_posfix_api.http.hosts import LOOPBACK_NAMES
 from rag_posfix_api.http.observability import configure_logging
+from rag_posfix_api.http.tls import check_tls
 from rag_posfix_api.runtime.service import Service
 
 __all__ = ["bind", "make_server", "run"]
@@ -47,14 +48,16 @@ def run(
         pipeline: The pipeline to serve, instead of loading one.
 
     Raises:
-        ConfigError: the port is in use, or the address cannot be used.
+        ConfigError: the port is in use, the address cannot be used, or the files for TLS cannot be used.
     """
     limits = service or ServiceSettings()
+    check_tls(limits.tls_cert, limits.tls_key)
     listener = bind(limits.host if host is None else host, limits.port if port is None else port)
     with listener:
         configure_logging()
         address, number = listener.getsockname()[:2]
-        _log.info("listening on http://%s:%d", f"[{address}]" if ":" in address else address, number)
+        scheme = "http" if limits.tls_cert is None else "https"
+        _log.info("listening on %s://%s:%d", scheme, f"[{address}]" if ":" in address else address, number)
         hosts = None
         if limits.api_key is None and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             hosts = LOOPBACK_NAMES | {f"[{address}]" if ":" in address else address}
@@ -129,6 +132,8 @@ def make_server(
         access_log=False,  # the app writes its own lines, without paths and queries
         server_header=False,
         ws="none",
+        ssl_certfile=service.tls_cert,
+        ssl_keyfile=service.tls_key,
         timeout_graceful_shutdown=service.shutdown_timeout_seconds,
     )
     return DrainingServer(config, app.state.service, service.shutdown_timeout_seconds, service.shutdown_notice_seconds)

@@ -34,6 +34,9 @@ __all__ = ["ReadyService", "Service", "ServiceState", "package_version", "servic
 
 _log = logging.getLogger(__name__)
 
+_TOKENS_PER_ANSWER = 8192
+"""Tokens for each running answer, where the settings give no limit."""
+
 
 class Service:
     """The state of one app.
@@ -104,6 +107,7 @@ class Service:
         caches = {"answers": pipeline.cache, "passages": pipeline.passages}
         counted = {name: getattr(cache, "stats", None) for name, cache in caches.items()}
         self.metrics.count_caches({name: stats for name, stats in counted.items() if callable(stats)})
+        self.chat.admission.limit_tokens(self._max_tokens(pipeline.generator.context_window))
         generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
         cache = None if pipeline.cache is None else AdmittedCache(pipeline.cache, self.chat.admission)
         self._pipeline = pipeline.with_generator(generator, cache)
@@ -199,8 +203,15 @@ class Service:
     def _jobs(self, at_once: int) -> Jobs:
         limits = self.limits
         waiting = limits.max_concurrent + limits.max_queue - at_once
-        admission = Admission(at_once, waiting, limits.queue_timeout_seconds, limits.max_open)
+        admission = Admission(
+            at_once, waiting, limits.queue_timeout_seconds, limits.max_open, limits.max_queued_tokens
+        )
         return Jobs(admission, limits.request_timeout_seconds)
+
+    def _max_tokens(self, context_window: int) -> int:
+        """Return the limit on the tokens of running answers; by default every prompt that the model can read fits."""
+        limits = self.limits
+        return limits.max_tokens_in_flight or max(context_window, _TOKENS_PER_ANSWER * limits.max_concurrent)
 
     def _oldest_seconds(self) -> float:
         return max(self.chat.admission.oldest_seconds, self.rerank.admission.oldest_seconds)
