@@ -94,7 +94,11 @@ def test_a_slow_generator_makes_one_step_more_at_most_when_the_client_left(strea
 @pytest.mark.parametrize("together", [1, 4])
 def test_the_decode_loop_of_real_weights_ends(engine: Engine, together: int):
     pipeline = Pipeline(engine, Assembler(engine.encoder, engine.context_window))
-    lines = {"question": "Write down the numbers from 1 to 2000, one in each line.", "max_tokens": 1500, "model": "default"}
+    lines = {
+        "question": "Write down the numbers from 1 to 2000, one in each line.",
+        "max_tokens": 1500,
+        "model": "default",
+    }
     with counted(engine) as steps, serving(pipeline, max_concurrent=together, request_timeout_seconds=60) as url:
         leave_after_the_first_piece(url, **lines)
         wait_until(lambda: in_flight(url) == 0, 30)

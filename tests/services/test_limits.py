@@ -21,7 +21,6 @@ from tests.support.serving import (
     HARBOUR,
     EndlessGenerator,
     GatedGenerator,
-    chat,
     in_flight,
     make_pipeline,
     post,
@@ -84,9 +83,7 @@ one_each = {"max_concurrent": 1, "max_queue": 1}
 LIMITS = {
     "head": Limit(with_a_long_header, 431, "head_too_large", ("5", "2048"), {"max_header_bytes": 2048}),
     "time to send": Limit(too_slowly, 408, "request_timeout", ("0.3 seconds",), {"read_timeout_seconds": 0.3}),
-    "body": Limit(
-        sent(b" " * 2000), 413, "body_too_large", ("2000 bytes", "at most 1000"), {"max_body_bytes": 1000}
-    ),
+    "body": Limit(sent(b" " * 2000), 413, "body_too_large", ("2000 bytes", "at most 1000"), {"max_body_bytes": 1000}),
     "body in chunks": Limit(in_chunks, 413, "body_too_large", ("at most 1000",), {"max_body_bytes": 1000}),
     "values": Limit(sent(values), 413, "too_many_values", ("about 60003", f"at most {MAX_VALUES}")),
     "depth": Limit(sent(nested), 413, "nested_too_deep", ("100 levels", f"at most {MAX_DEPTH}")),

@@ -74,7 +74,7 @@ def test_files_that_cannot_be_used_are_told_before_anything_is_loaded(tmp_path: 
         ((cert, other), "a certificate and its own key"),
         ((cert, locked), "the key without a passphrase"),
     ):
-        with pytest.raises(ConfigError, match="TLS needs both|cannot be") as refused:
+        with pytest.raises(ConfigError, match=r"TLS needs both|cannot be") as refused:
             server.run(Settings(), service=limits(tls_cert=files[0], tls_key=files[1]), pipeline=make_pipeline())
         assert told in str(refused.value)
     check_tls(cert, key)
