@@ -181,7 +181,8 @@ class ServiceSettings(BaseSettings):
         max_tokens_in_flight: Maximum number of tokens, of prompts and longest answers, of the requests that share the
             decode steps; further ones wait. A request with more is refused with 400. None is 8192 for each of
             ``max_concurrent``, or the context window of the model if that is more.
-        max_queued_tokens: Maximum number of such tokens that wait for the model; further requests are refused with 429.
+        max_queued_tokens: Maximum number of such tokens that wait for the model; further requests are refused with
+            429.
         queue_timeout_seconds: How long a request may wait for the model before it is refused with 429.
         request_timeout_seconds: How long a request may take in total before it is stopped with 504.
         shutdown_timeout_seconds: How long running requests may continue after a signal to stop.

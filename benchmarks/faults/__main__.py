@@ -65,7 +65,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     if "memory" in rows:
         memory = rows["memory"]
         lines.append(
-            f"\nmemory: {memory['mib'][0]} MiB at the start, {memory['mib'][-1]} MiB after {memory['requests']} requests; "
+            f"\nmemory: {memory['mib'][0]} MiB at the start, {memory['mib'][-1]} MiB after {memory['requests']} "
+            "requests; "
             f"{memory['grown_mib']} MiB more in the second half"
         )
     return "\n".join(lines)

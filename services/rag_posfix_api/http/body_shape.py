@@ -49,7 +49,8 @@ def check_shape(body: bytes) -> int:
         deepest = max(deepest, depth)
     if deepest > MAX_DEPTH:
         raise TooDeepError(
-            f"the body nests lists and objects {deepest} levels deep, at most {MAX_DEPTH} are allowed; write it flatter"
+            f"the body nests lists and objects {deepest} levels deep, at most {MAX_DEPTH} are allowed; "
+            "write it flatter"
         )
     return values
 

@@ -197,14 +197,15 @@ class Admission:
 
         Raises:
             TokenLimitError: the request has more tokens than all permits together may have.
-            OverloadedError: all places are taken, too many tokens wait, or no permit was free within the queue timeout.
+            OverloadedError: all places are taken, too many tokens wait, or no permit was free within the queue
+                timeout.
             GenerationCancelled: the client has disconnected.
             RequestTimeoutError: the time limit of the request is exceeded.
         """
         if self._max_tokens is not None and tokens > self._max_tokens:
             raise TokenLimitError(
-                f"prompt and answer take {tokens} tokens, at most max_tokens_in_flight={self._max_tokens} are allowed; "
-                "lower max_tokens or bring fewer documents"
+                f"prompt and answer take {tokens} tokens, at most max_tokens_in_flight={self._max_tokens} are "
+                "allowed; lower max_tokens or bring fewer documents"
             )
         self.enter(ticket)
         started = time.monotonic()
@@ -248,7 +249,7 @@ class Admission:
             self._changed.notify_all()
 
     def _join_queue(self, ticket: Ticket, tokens: int) -> None:
-        """Put the ticket at the end of the queue, unless too many tokens wait there. Who need not wait is not refused."""
+        """Put the ticket at the end of the queue, unless too many tokens wait there; who need not wait is let in."""
         ticket.tokens = tokens
         self._waiting.append(ticket)
         queued, most = self.waiting_tokens, self._max_queued_tokens
