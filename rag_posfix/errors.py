@@ -104,7 +104,16 @@ class EvaluationError(RagPosfixError):
 
 
 class OverloadedError(RagPosfixError):
-    """There is no capacity now; the caller may try again later."""
+    """There is no capacity now; the caller may try again later.
+
+    Args:
+        message: What is full, and what is allowed.
+        retry_seconds: When to try again, if that is known.
+    """
+
+    def __init__(self, message: str, retry_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
 
 
 def missing_extra(package: str, extra: str) -> ConfigError:

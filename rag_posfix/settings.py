@@ -202,11 +202,18 @@ class ServiceSettings(BaseSettings):
         max_queue: Maximum number of waiting requests; further ones that need the model are refused with 429.
         max_open: Maximum number of open requests, those with cached answers included; further ones are refused with
             429.
+        max_tokens_in_flight: Maximum number of tokens, of prompts and longest answers, of the requests that share the
+            decode steps; further ones wait. A request with more is refused with 400. None is 8192 for each of
+            ``max_concurrent``, or the context window of the model if that is more.
+        max_queued_tokens: Maximum number of such tokens that wait for the model; further requests are refused with
+            429.
         queue_timeout_seconds: How long a request may wait for the model before it is refused with 429.
         request_timeout_seconds: How long a request may take in total before it is stopped with 504.
         shutdown_timeout_seconds: How long running requests may continue after a signal to stop.
         api_key: A single key with all scopes, as ``Authorization: Bearer`` or ``x-api-key``. Without it, the keys of
             ``rag-posfix keys`` are asked for; without any key the service listens on loopback only.
+        tls_cert: File of the certificate for TLS, with those of its issuers, in PEM format; None serves without TLS.
+        tls_key: File of its private key, in PEM format and without a passphrase.
         shutdown_notice_seconds: How long the service answers with 503 after a signal to stop, even if no request is
             running: time for load balancers to notice.
         max_header_bytes: Size limit of request line and headers together; larger ones are refused with 431.
@@ -226,6 +233,8 @@ class ServiceSettings(BaseSettings):
     max_concurrent: int = Field(default=8, ge=1)
     max_queue: int = Field(default=32, ge=0)
     max_open: int = Field(default=1024, ge=1)
+    max_tokens_in_flight: int | None = Field(default=None, ge=1)
+    max_queued_tokens: int = Field(default=262_144, ge=1)
     queue_timeout_seconds: float = Field(default=60.0, gt=0)
     request_timeout_seconds: float = Field(default=300.0, gt=0)
     shutdown_timeout_seconds: int = Field(default=30, ge=0)
@@ -233,6 +242,8 @@ class ServiceSettings(BaseSettings):
     max_header_bytes: int = Field(default=32 * 1024, ge=1024)
     read_timeout_seconds: float = Field(default=60.0, gt=0)
     api_key: SecretStr | None = Field(default=None, min_length=1)
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1)
     max_documents: int = Field(default=1000, ge=1)
     log_format: Literal["json", "text"] = "json"

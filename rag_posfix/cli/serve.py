@@ -36,6 +36,15 @@ def serve(
         Literal["json", "text"] | None,
         setting_option("--log-format", "Log JSON objects, or lines for people.", of=ServiceSettings),
     ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        setting_option(
+            "--tls-cert", "Certificate in PEM format, to serve over TLS; needs --tls-key.", of=ServiceSettings
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, setting_option("--tls-key", "Private key of the certificate.", of=ServiceSettings)
+    ] = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz and /metrics."""
     settings = settings_from(model=model, device=device, index=index, mitigation=mitigation, tp=tp)
@@ -46,5 +55,7 @@ def serve(
         from rag_posfix_api.server import run
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
+    files = {"tls_cert": tls_cert, "tls_key": tls_key}
+    service = ServiceSettings(**{name: path for name, path in files.items() if path is not None})
     if not follows(settings):
-        run(settings, host=host, port=port, log_format=log_format)
+        run(settings, host=host, port=port, service=service, log_format=log_format)

@@ -20,6 +20,7 @@ from rag_posfix_api.app import RENDERERS, create_app
 from rag_posfix_api.http.connection import bounded_connection
 from rag_posfix_api.http.hosts import LOOPBACK_NAMES
 from rag_posfix_api.http.logs import LogFormat, configure_logging
+from rag_posfix_api.http.tls import check_tls
 from rag_posfix_api.keys.check import KeyChecker
 from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.runtime.service import Service
@@ -54,11 +55,12 @@ def run(
         log_format: ``json`` or ``text``, instead of ``service.log_format``.
 
     Raises:
-        ConfigError: the port is in use, or the address cannot be used, or other machines could use the service
-            without a key.
+        ConfigError: the port is in use, the address or the files for TLS cannot be used, or other machines could use
+            the service without a key.
         RagPosfixError: the pipeline cannot be loaded.
     """
     limits = service or ServiceSettings()
+    check_tls(limits.tls_cert, limits.tls_key)
     listener = bind(limits.host if host is None else host, limits.port if port is None else port)
     with listener:
         address, number = listener.getsockname()[:2]
@@ -70,7 +72,8 @@ def run(
                 "keys create TENANT (or set RAG_POSFIX_SERVICE_API_KEY), or listen on 127.0.0.1"
             )
         configure_logging(log_format or limits.log_format)
-        _log.info("listening on http://%s:%d", f"[{address}]" if ":" in address else address, number)
+        scheme = "http" if limits.tls_cert is None else "https"
+        _log.info("listening on %s://%s:%d", scheme, f"[{address}]" if ":" in address else address, number)
         hosts = None
         if on_loopback and not with_keys:
             hosts = LOOPBACK_NAMES | {f"[{address}]" if ":" in address else address}
@@ -155,6 +158,8 @@ def make_server(
         access_log=False,  # the app writes its own lines, without paths and queries
         server_header=False,
         ws="none",
+        ssl_certfile=service.tls_cert,
+        ssl_keyfile=service.tls_key,
         timeout_graceful_shutdown=service.shutdown_timeout_seconds,
     )
     return DrainingServer(config, app.state.service, service.shutdown_timeout_seconds, service.shutdown_notice_seconds)

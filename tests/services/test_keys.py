@@ -318,7 +318,7 @@ def test_requests_per_minute_are_a_bucket_that_fills_again():
         ask()
     with pytest.raises(QuotaError, match="3 requests a minute; try again in 20 seconds") as refused:
         ask()
-    assert refused.value.retry_after == 20
+    assert refused.value.retry_seconds == 20
     with quotas.running(Caller("acme", key_id="another", requests_per_minute=3)):
         clock.now += 19
     with pytest.raises(QuotaError):

@@ -218,7 +218,7 @@ def test_large_bodies_are_refused_with_and_without_their_length():
     headers = {"content-type": "application/json"}
     for content in (body, iter([body[:300], body[300:]])):
         response = client.post(CHAT, content=content, headers=headers)
-        assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
+        assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
         assert "500" in error_of(response)["message"]
     assert client.post(CHAT, json=chat(documents=[BRIDGE])).status_code == 200
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 
 
 @contextmanager
-def faulty_server(serve: Callable[[socket.socket, threading.Event], None]) -> Iterator[str]:
+def faulty_server(serve: Callable[[socket.socket, threading.Event], None], port: int = 0) -> Iterator[str]:
     """Yield the URL of a server that handles each connection with ``serve`` until the event is set."""
     over = threading.Event()
     threads: list[threading.Thread] = []
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     listener.settimeout(0.05)
 
     def handle(connection: socket.socket) -> None:

@@ -41,7 +41,8 @@ def free_port() -> int:
 class RedisServer:
     """``with RedisServer() as server: ...``; further arguments are redis.conf directives.
 
-    ``sentinel_of`` is the port of another server: this one then is a Sentinel that calls it ``mymaster``.
+    ``sentinel_of`` is the port of another server: this one then is a Sentinel that calls it ``mymaster``, and takes it
+    for dead after half a second without an answer.
     """
 
     def __init__(
@@ -82,7 +83,10 @@ class RedisServer:
             options = {"save": "", "appendonly": "no", **options}
         else:
             config = Path(self._folder.name) / "sentinel.conf"  # a Sentinel writes into it
-            config.write_text(f"sentinel monitor mymaster 127.0.0.1 {self._sentinel_of} 1\n")
+            config.write_text(
+                f"sentinel monitor mymaster 127.0.0.1 {self._sentinel_of} 1\n"
+                "sentinel down-after-milliseconds mymaster 500\nsentinel failover-timeout mymaster 3000\n"
+            )
             mode = [str(config), "--sentinel"]
         arguments = [part for name, value in options.items() for part in (f"--{name}", *(value.split() or [""]))]
         self._process = subprocess.Popen([self._binary, *mode, *arguments], stdout=subprocess.DEVNULL)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Discriminator, FiniteFloat, Strict, Tag, WithJsonSchema, model_validator
 
-from rag_posfix_api.http.errors import TooLargeError
+from rag_posfix_api.http.errors import TooManyDocumentsError
 
 __all__ = ["DocumentInput", "DocumentObject", "Forms", "check_count", "document_text", "to_documents"]
 
@@ -130,7 +130,7 @@ def check_count(count: int, max_documents: int, param: str = "documents") -> Non
         param: The field of the documents.
     """
     if count > max_documents:
-        raise TooLargeError(
+        raise TooManyDocumentsError(
             f"{param} has {count} entries, at most {max_documents} are allowed; send the best ones", param=param
         )
 

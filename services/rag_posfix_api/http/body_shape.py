@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from rag_posfix_api.http.errors import TooLargeError
+from rag_posfix_api.http.errors import TooDeepError, TooManyEntriesError, TooManyValuesError
 
 __all__ = ["MAX_DEPTH", "MAX_LIST", "MAX_VALUES", "check_lists", "check_shape"]
 
@@ -32,7 +32,8 @@ def check_shape(body: bytes) -> int:
         body: The body.
 
     Raises:
-        TooLargeError: there are more than ``MAX_VALUES`` values, or more than ``MAX_DEPTH`` levels.
+        TooManyValuesError: there are more than ``MAX_VALUES`` values.
+        TooDeepError: there are more than ``MAX_DEPTH`` levels.
     """
     # Escapes occur in strings only. Without them, the quotes separate what is in strings from what is not.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
@@ -42,13 +43,15 @@ def check_shape(body: bytes) -> int:
     # A comma or colon precedes all values but the first of each list and object.
     values = max(values, sum(outside.count(mark) for mark in (b",", b":", b"[", b"{")))
     _check_values(values)
-    depth = 0
+    depth = deepest = 0
     for bracket in _BRACKET.findall(outside):
         depth += 1 if bracket in b"[{" else -1
-        if depth > MAX_DEPTH:
-            raise TooLargeError(
-                f"the body nests lists and objects more than {MAX_DEPTH} levels deep; write it flatter"
-            )
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        raise TooDeepError(
+            f"the body nests lists and objects {deepest} levels deep, at most {MAX_DEPTH} are allowed; "
+            "write it flatter"
+        )
     return values
 
 
@@ -60,7 +63,7 @@ def check_lists(body: Any, max_list: int) -> None:
         max_list: How many entries are allowed, at least ``MAX_LIST``.
 
     Raises:
-        TooLargeError: a list has more.
+        TooManyEntriesError: a list has more.
     """
     if not isinstance(body, dict):
         return
@@ -68,11 +71,12 @@ def check_lists(body: Any, max_list: int) -> None:
     for name, value in body.items():
         if isinstance(value, list) and len(value) > allowed:
             field = name if len(name) <= 60 else f"{name[:57]}..."
-            raise TooLargeError(f"{field} has {len(value)} entries, at most {allowed} are allowed", param=field)
+            raise TooManyEntriesError(f"{field} has {len(value)} entries, at most {allowed} are allowed", param=field)
 
 
 def _check_values(count: int) -> None:
     if count > MAX_VALUES:
-        raise TooLargeError(
-            f"the body has more than {MAX_VALUES} JSON values; send fewer documents or messages, with less metadata"
+        raise TooManyValuesError(
+            f"the body has about {count} JSON values, at most {MAX_VALUES} are allowed; send fewer documents or "
+            "messages, with less metadata"
         )

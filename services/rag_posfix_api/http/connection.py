@@ -111,7 +111,10 @@ class _BoundedConnection(HttpToolsProtocol):
 
     def _refuse_head(self) -> None:
         most = self._max_head_bytes
-        self._refuse(431, "head_too_large", f"request line and headers have more than {most} bytes; send fewer")
+        seen = max(self._head_bytes, self._unparsed_bytes)
+        self._refuse(
+            431, "head_too_large", f"request line and headers have {seen} bytes so far, at most {most} are allowed"
+        )
 
     def _late(self) -> None:
         self._timer = None

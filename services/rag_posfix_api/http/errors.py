@@ -7,6 +7,7 @@ or not supported.
 from __future__ import annotations
 
 import logging
+import math
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from rag_posfix_api.keys.quotas import QuotaError
 
 __all__ = [
     "TABLE",
+    "BodyTooLargeError",
     "ConflictError",
     "ErrorRenderers",
     "ForbiddenError",
@@ -50,7 +52,12 @@ __all__ = [
     "RequestTimeoutError",
     "StoppingError",
     "StorageError",
+    "TokenLimitError",
+    "TooDeepError",
     "TooLargeError",
+    "TooManyDocumentsError",
+    "TooManyEntriesError",
+    "TooManyValuesError",
     "UnauthorizedError",
     "UnsupportedFeatureError",
     "code_of",
@@ -63,7 +70,8 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1
+_RETRY_SECONDS = 1
+_MAX_RETRY_SECONDS = 600
 
 MAX_MESSAGE = 1000
 """Characters of an error message; a client's own text is not sent back at length."""
@@ -100,7 +108,31 @@ class ConflictError(InvalidRequestError):
 
 
 class TooLargeError(InvalidRequestError):
-    """A request exceeds a size limit."""
+    """A request exceeds a size limit; each limit has a class of its own."""
+
+
+class BodyTooLargeError(TooLargeError):
+    """A body has too many bytes."""
+
+
+class TooManyValuesError(TooLargeError):
+    """A body has too many JSON values."""
+
+
+class TooDeepError(TooLargeError):
+    """A body nests lists and objects too deep."""
+
+
+class TooManyEntriesError(TooLargeError):
+    """A list of a body has too many entries."""
+
+
+class TooManyDocumentsError(TooLargeError):
+    """A request has too many documents."""
+
+
+class TokenLimitError(InvalidRequestError):
+    """A request has more tokens than all running requests together may have."""
 
 
 class UnauthorizedError(RagPosfixError):
@@ -206,6 +238,12 @@ TABLE: Mapping[type[Exception], Kind] = {
     ConflictError: Kind(409, _INVALID, "already_exists"),
     ModelNotFoundError: Kind(404, _INVALID, "model_not_found"),
     TooLargeError: Kind(413, _INVALID, "request_too_large"),
+    BodyTooLargeError: Kind(413, _INVALID, "body_too_large"),
+    TooManyValuesError: Kind(413, _INVALID, "too_many_values"),
+    TooDeepError: Kind(413, _INVALID, "nested_too_deep"),
+    TooManyEntriesError: Kind(413, _INVALID, "list_too_long"),
+    TooManyDocumentsError: Kind(413, _INVALID, "too_many_documents"),
+    TokenLimitError: Kind(400, _INVALID, "token_limit_exceeded"),
     PromptTooLongError: Kind(400, _INVALID, "context_length_exceeded"),
     OverloadedError: Kind(429, "rate_limit_error", "overloaded"),
     QuotaError: Kind(429, "rate_limit_error", "rate_limit_exceeded"),
@@ -220,7 +258,7 @@ TABLE: Mapping[type[Exception], Kind] = {
     RequestTimeoutError: Kind(504, "timeout", "timeout"),
 }
 
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
 def code_of(status: int) -> str:
@@ -253,10 +291,16 @@ def error_response(error: Exception, render: RenderError) -> Response:
     problem = problem_of(error)
     headers = {}
     if problem.status in (429, 503):
-        headers["retry-after"] = str(getattr(error, "retry_after", RETRY_SECONDS))
+        headers["retry-after"] = str(_retry_seconds(error))
     if problem.status == 401:
         headers["www-authenticate"] = "Bearer"
     return SafeJSONResponse(render(problem), problem.status, headers)
+
+
+def _retry_seconds(error: Exception) -> int:
+    """Return when to try again: what the error knows, in whole seconds and within bounds."""
+    known = getattr(error, "retry_seconds", None)
+    return _RETRY_SECONDS if known is None else min(max(math.ceil(known), _RETRY_SECONDS), _MAX_RETRY_SECONDS)
 
 
 def install_handlers(app: FastAPI, renderers: ErrorRenderers) -> None:

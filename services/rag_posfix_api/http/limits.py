@@ -6,7 +6,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rag_posfix_api.http.errors import ErrorRenderers, TooLargeError, error_response, kind_of
+from rag_posfix_api.http.errors import BodyTooLargeError, ErrorRenderers, error_response, kind_of
 
 __all__ = ["BodyLimit"]
 
@@ -34,7 +34,7 @@ class BodyLimit:
         if not length.isdecimal() or int(length) <= self._max_body_bytes:
             await self._app(scope, self._bounded(receive), send)
             return
-        refusal = TooLargeError(self._too_large(f"has {length} bytes"))
+        refusal = BodyTooLargeError(self._too_large(f"has {length} bytes"))
         scope["state"]["facts"].error = kind_of(refusal).code
         await error_response(refusal, self._renderers.of(scope["path"]))(scope, receive, send)
 
@@ -48,7 +48,7 @@ class BodyLimit:
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:
                 # FastAPI lets through this class alone while it reads a body.
-                raise HTTPException(413, self._too_large(f"has more than {self._max_body_bytes} bytes"))
+                raise HTTPException(413, self._too_large(f"has {received} bytes so far"))
             return message
 
         return bounded

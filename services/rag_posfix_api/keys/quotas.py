@@ -16,16 +16,7 @@ __all__ = ["QuotaError", "Quotas"]
 
 
 class QuotaError(OverloadedError):
-    """A key has used up what it may do now.
-
-    Args:
-        message: What is used up, the limit, what to do.
-        retry_after: Whole seconds after which a request may succeed, at least 1.
-    """
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    """A key has used up what it may do now."""
 
 
 @dataclass(slots=True)

@@ -3,6 +3,10 @@
 A *ticket* is one open request. A *place* is the right to wait for the model, or for another request that computes the
 same answer. A *permit* is the right to use the model. A cached answer needs a ticket only: it never waits for a
 generation, and a full queue does not turn it away.
+
+Permits are limited by number and by *tokens*: those of the prompt, and as many as the answer may have. The tokens of a
+request are known exactly when it asks for a permit, because its prompt is assembled by then. Requests take permits in
+the order of arrival: a long prompt waits until it fits, and nobody overtakes it.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rag_posfix.errors import GenerationCancelled, OverloadedError
-from rag_posfix_api.http.errors import RequestTimeoutError, StoppingError
+from rag_posfix_api.http.errors import RequestTimeoutError, StoppingError, TokenLimitError
+from rag_posfix_api.runtime.work_rate import WorkRate
 
 __all__ = ["Admission", "Ticket"]
 
@@ -31,6 +36,7 @@ class Ticket:
         stopped: Whether the service stops and cannot wait for the answer.
         queued_seconds: How long the request waited for a permit.
         placed: Whether the request has a place.
+        tokens: What the request takes of the token limits, while it waits and works.
     """
 
     timeout: float
@@ -39,6 +45,7 @@ class Ticket:
     stopped: bool = False
     queued_seconds: float = 0.0
     placed: bool = False
+    tokens: int = 0
 
     @property
     def ended(self) -> bool:
@@ -77,11 +84,22 @@ class Admission:
         max_queue: Number of places beyond the permits.
         queue_timeout: Seconds that a ticket waits for a permit.
         max_open: Number of tickets; no limit if None.
+        max_queued_tokens: Tokens of the tickets that wait for a permit; no limit if None.
     """
 
-    def __init__(self, max_concurrent: int, max_queue: int, queue_timeout: float, max_open: int | None = None) -> None:
+    def __init__(
+        self,
+        max_concurrent: int,
+        max_queue: int,
+        queue_timeout: float,
+        max_open: int | None = None,
+        max_queued_tokens: int | None = None,
+    ) -> None:
         self.capacity = max_concurrent + max_queue
         self._max_open = max_open
+        self._max_tokens: int | None = None
+        self._max_queued_tokens = max_queued_tokens
+        self._rate = WorkRate()
         self._max_concurrent = max_concurrent
         self._queue_timeout = queue_timeout
         self._changed = threading.Condition()
@@ -112,6 +130,22 @@ class Admission:
         """Tickets that wait for a permit."""
         return len(self._waiting)
 
+    @property
+    def working_tokens(self) -> int:
+        """Tokens of the tickets that have a permit."""
+        return sum(ticket.tokens for ticket in self._working)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the tickets that wait for a permit."""
+        return sum(ticket.tokens for ticket in self._waiting)
+
+    def limit_tokens(self, max_tokens: int) -> None:
+        """Set how many tokens all permits together may have. Without a limit only their number counts."""
+        with self._changed:
+            self._max_tokens = max_tokens
+            self._changed.notify_all()
+
     @contextmanager
     def admit(self, timeout: float) -> Iterator[Ticket]:
         """Hold a ticket during the block; its place and its permit are released at the end too.
@@ -130,7 +164,7 @@ class Admission:
             yield ticket
         finally:
             with self._changed:
-                self._working.discard(ticket)
+                self._end_work(ticket)
                 self._placed -= ticket.placed
                 ticket.placed = False
                 del self._open[ticket]
@@ -148,26 +182,39 @@ class Admission:
             if self._placed >= self.capacity:
                 raise OverloadedError(
                     f"{self._placed} requests are being answered or waiting and {self.capacity} are allowed; "
-                    "try again later"
+                    "try again later",
+                    self._rate.seconds_for((self.working_tokens + self.waiting_tokens) / max(self._placed, 1)),
                 )
             ticket.placed = True
             self._placed += 1
 
-    def acquire(self, ticket: Ticket) -> None:
+    def acquire(self, ticket: Ticket, tokens: int = 1) -> None:
         """Wait for a permit, first come first served, with a place. Blocks the calling thread.
 
+        Args:
+            ticket: The ticket.
+            tokens: Tokens of the prompt and of the longest answer. Where requests have none, each counts as 1.
+
         Raises:
-            OverloadedError: all places are taken, or no permit was free within the queue timeout.
+            TokenLimitError: the request has more tokens than all permits together may have.
+            OverloadedError: all places are taken, too many tokens wait, or no permit was free within the queue
+                timeout.
             GenerationCancelled: the client has disconnected.
             RequestTimeoutError: the time limit of the request is exceeded.
         """
+        if self._max_tokens is not None and tokens > self._max_tokens:
+            raise TokenLimitError(
+                f"prompt and answer take {tokens} tokens, at most max_tokens_in_flight={self._max_tokens} are "
+                "allowed; lower max_tokens or bring fewer documents"
+            )
         self.enter(ticket)
         started = time.monotonic()
         patience = min(self._queue_timeout, max(ticket.remaining, 0.0))
         with self._changed:
-            self._waiting.append(ticket)
+            self._join_queue(ticket, tokens)
             try:
                 free = self._changed.wait_for(lambda: ticket.ended or self._is_next(ticket), patience)
+                ahead = self.waiting_tokens
             finally:
                 self._waiting.remove(ticket)
                 ticket.queued_seconds += time.monotonic() - started
@@ -176,14 +223,16 @@ class Admission:
             if not free:
                 raise OverloadedError(
                     f"the model did not come free within queue_timeout_seconds={self._queue_timeout:g}; "
-                    "try again later"
+                    "try again later",
+                    self._rate.seconds_for(ahead),
                 )
+            self._rate.begins()
             self._working.add(ticket)
 
     def release(self, ticket: Ticket) -> None:
         """Release the permit of the ticket, if it has one."""
         with self._changed:
-            self._working.discard(ticket)
+            self._end_work(ticket)
             self._changed.notify_all()
 
     def cancel(self, ticket: Ticket) -> None:
@@ -199,5 +248,25 @@ class Admission:
                 ticket.stopped = True
             self._changed.notify_all()
 
+    def _join_queue(self, ticket: Ticket, tokens: int) -> None:
+        """Put the ticket at the end of the queue, unless too many tokens wait there; who need not wait is let in."""
+        ticket.tokens = tokens
+        self._waiting.append(ticket)
+        queued, most = self.waiting_tokens, self._max_queued_tokens
+        if most is not None and queued > most and not self._is_next(ticket):
+            self._waiting.pop()
+            raise OverloadedError(
+                f"{queued - tokens} tokens wait for the model and this request has {tokens}; at most "
+                f"max_queued_tokens={most} may wait; try again later, or bring fewer documents",
+                self._rate.seconds_for(queued - most),
+            )
+
     def _is_next(self, ticket: Ticket) -> bool:
-        return len(self._working) < self._max_concurrent and self._waiting[0] is ticket
+        if len(self._working) >= self._max_concurrent or self._waiting[0] is not ticket:
+            return False
+        return self._max_tokens is None or self.working_tokens + ticket.tokens <= self._max_tokens
+
+    def _end_work(self, ticket: Ticket) -> None:
+        if ticket in self._working:
+            self._working.discard(ticket)
+            self._rate.finished(ticket.tokens, idle=not self._working)

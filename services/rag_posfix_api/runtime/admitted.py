@@ -47,7 +47,7 @@ class AdmittedGenerator(DelegatingGenerator[Generator]):
         if ticket is None:
             yield from self._inner.stream(request)
             return
-        self._admission.acquire(ticket)
+        self._admission.acquire(ticket, len(request.layout.token_ids) + request.sampling.max_tokens)
         stream = self._opened(request, ticket)
         try:
             for chunk in stream:

@@ -52,6 +52,8 @@ _log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 2.0
 """How long the last spans may take to be sent when the service stops."""
+_TOKENS_PER_ANSWER = 8192
+"""Tokens for each running answer, where the settings give no limit."""
 
 
 class Service:
@@ -138,6 +140,7 @@ class Service:
         if callable(counts):
             self.metrics.count_reranking(counts)
         self.metrics.count_caches(_statistics(pipeline.cache), _statistics(pipeline.passages))
+        self.chat.admission.limit_tokens(self._max_tokens(pipeline.generator.context_window))
         generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
         cache = None if pipeline.cache is None else AdmittedCache(pipeline.cache, self.chat.admission)
         served = pipeline.with_generator(MeasuredGenerator(generator, self.metrics), cache)
@@ -304,8 +307,15 @@ class Service:
     def _jobs(self, at_once: int, work: str) -> Jobs:
         limits = self.limits
         waiting = limits.max_concurrent + limits.max_queue - at_once
-        admission = Admission(at_once, waiting, limits.queue_timeout_seconds, limits.max_open)
+        admission = Admission(
+            at_once, waiting, limits.queue_timeout_seconds, limits.max_open, limits.max_queued_tokens
+        )
         return Jobs(admission, limits.request_timeout_seconds, partial(self.metrics.queued, work))
+
+    def _max_tokens(self, context_window: int) -> int:
+        """Return the limit on the tokens of running answers; by default every prompt that the model can read fits."""
+        limits = self.limits
+        return limits.max_tokens_in_flight or max(context_window, _TOKENS_PER_ANSWER * limits.max_concurrent)
 
     def _oldest_seconds(self) -> float:
         return max(self.chat.admission.oldest_seconds, self.rerank.admission.oldest_seconds)

@@ -49,7 +49,7 @@ def to_question(
     Raises:
         InvalidRequestError: a field has a value that is not allowed.
         UnsupportedFeatureError: a field needs a feature that is not supported.
-        TooLargeError: there are too many documents.
+        TooManyDocumentsError: there are too many documents.
         ConfigError: a sampling parameter is out of range.
     """
     refuse_fields(body.model_extra, _REFUSED)

@@ -44,7 +44,7 @@ def to_question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Qu
     Raises:
         InvalidRequestError: a field has a value that is not allowed.
         UnsupportedFeatureError: a field needs a feature that is not supported.
-        TooLargeError: there are too many documents.
+        TooManyDocumentsError: there are too many documents.
         ConfigError: a sampling parameter is out of range.
     """
     _refuse(body)

@@ -1,0 +1,1 @@
+"""Faults of the running service under load: Redis, the disk, clients, fuzzed requests, and memory."""

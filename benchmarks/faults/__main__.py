@@ -1,0 +1,103 @@
+"""Faults of the running service under load, as a table: what failed, what was wrong, what it cost.
+
+    python -m benchmarks.faults [--json] [--out DIR] [--only NAME] [--seconds 5] [--requests 10000] [--long 20000]
+
+A generator without weights answers, so that every right answer is known. The service runs in a process of its own,
+real servers of Redis in others. ``failed`` counts requests without a whole answer, ``wrong`` those with a wrong one,
+``undocumented`` statuses that the OpenAPI document does not have, ``lost`` stored answers that were not found again.
+``added`` is the median during the fault less the median before it, ``worst`` the longest request since it began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.fuzz import fuzz
+from benchmarks.faults.host import Host
+from benchmarks.faults.memory import growth
+from benchmarks.faults.redis import FAILOVERS, FAULTS
+from benchmarks.faults.scenarios import disk_full, failover, leaving_clients, redis_fault, slow_clients
+from rag_posfix.evaluation.record import environment, write_record
+
+__all__ = ["main", "table"]
+
+COLUMNS = ("requests", "failed", "wrong", "undocumented", "lost", "added_ms", "worst_ms", "recovered_s")
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.faults", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", metavar="NAME", help="a row of the table; may be given again")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of load before, during and after each fault")
+    parser.add_argument("--requests", type=int, default=10_000, help="of the fuzzed requests")
+    parser.add_argument("--long", type=int, default=20_000, help="requests of the memory curve")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
+    return parser.parse_args(arguments)
+
+
+def parts(host: Host, given: argparse.Namespace, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return what measures each row, by its name."""
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    for name in FAULTS:
+        found[f"Redis {name}"] = lambda name=name: redis_fault(host, name, given.seconds)  # type: ignore[misc]
+    for name in FAILOVERS:
+        found[f"Redis {name}"] = lambda name=name: failover(host, name, given.seconds)  # type: ignore[misc]
+    found["disk full"] = lambda: disk_full(host, folder, given.seconds)
+    found["slow clients"] = lambda: slow_clients(host, given.seconds)
+    found["leaving clients"] = lambda: leaving_clients(host, given.seconds)
+    found["fuzzed"] = lambda: fuzz(host.serve(), given.requests)
+    found["memory"] = lambda: growth(host, given.long)
+    return found
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Return the rows as a table of Markdown."""
+    lines = ["| fault | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for name, row in rows.items():
+        lines.append("| " + " | ".join([name, *(_shown(row.get(column)) for column in COLUMNS)]) + " |")
+    if "memory" in rows:
+        memory = rows["memory"]
+        lines.append(
+            f"\nmemory: {memory['mib'][0]} MiB at the start, {memory['mib'][-1]} MiB after {memory['requests']} "
+            "requests; "
+            f"{memory['grown_mib']} MiB more in the second half"
+        )
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else str(len(value)) if isinstance(value, list) else str(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    given = options(arguments)
+    load = {"before": os.getloadavg()}
+    rows: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        host = Host()
+        measured = parts(host, given, Path(folder))
+        unknown = set(given.only or ()) - set(measured)
+        if unknown:
+            raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are: {', '.join(measured)}")
+        with host:
+            for name in given.only or measured:
+                print(f"{name} ...", file=sys.stderr)
+                rows[name] = measured[name]()
+    print(json.dumps(rows, indent=2) if given.json else table(rows))
+    if given.out is not None:
+        settings = {"seconds": given.seconds, "requests": given.requests, "long": given.long}
+        load["after"] = os.getloadavg()
+        head = {"kind": "service-faults", **environment(), "load_average": load, "settings": settings}
+        print(write_record(given.out, "service-faults", {**head, "summary": rows}), file=sys.stderr)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Requests made from the OpenAPI document and then damaged: values of wrong types, broken JSON, other methods."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from benchmarks.faults.load import Connection, body_of, right_answer, text_of
+from tests.support.serving import CHAT
+
+__all__ = ["fuzz"]
+
+OF_OTHER_PATHS = frozenset({"307", "404", "405"})
+"""Statuses of paths and methods that the document does not have; 307 leads to the path without a slash at its end."""
+STRINGS = (
+    "",
+    " ",
+    "a",
+    "When?",
+    "x" * 5000,
+    "\x00",
+    "\ud800",
+    "\U0001f600",
+    "{",
+    "null",
+    "-1",
+    "none",
+    "default",
+    "user",
+)
+NUMBERS = (0, 1, -1, 2, 10, 0.5, 1e308, -1e308, 2**63, 2**64, 10**400, 3.7)
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route of the document: where it is, its body, and the statuses that it is said to answer with."""
+
+    method: str
+    path: str
+    schema: Mapping[str, Any] | None
+    statuses: frozenset[str]
+
+
+class Maker:
+    """Makes values of schemas; one in ``wrong`` is of another type.
+
+    Args:
+        chance: Chooses.
+        components: The schemas that others refer to.
+        wrong: Share of values that do not follow their schema.
+    """
+
+    def __init__(self, chance: random.Random, components: Mapping[str, Any], wrong: float) -> None:
+        self._chance = chance
+        self._components = components
+        self._wrong = wrong
+
+    def value(self, schema: Mapping[str, Any], depth: int = 0) -> Any:
+        """Return a value for ``schema``."""
+        if self._chance.random() < self._wrong:
+            return self._anything(depth)
+        if "$ref" in schema:
+            return self.value(self._components[schema["$ref"].rsplit("/", 1)[1]], depth)
+        for name in ("anyOf", "oneOf"):
+            if name in schema:
+                return self.value(self._chance.choice(schema[name]), depth)
+        if "allOf" in schema:
+            return self.value(schema["allOf"][0], depth)
+        if "const" in schema:
+            return schema["const"]
+        if "enum" in schema:
+            return self._chance.choice(schema["enum"])
+        return self._of_type(schema, depth)
+
+    def _of_type(self, schema: Mapping[str, Any], depth: int) -> Any:
+        kind = schema.get("type")
+        if kind == "object":
+            return self._object(schema, depth)
+        if kind == "array":
+            count = self._chance.choice((0, 1, 1, 2, 3)) if depth < 6 else 0
+            return [self.value(schema.get("items", {}), depth + 1) for _ in range(count)]
+        if kind == "integer":
+            return self._chance.choice((0, 1, 2, 5, 100, -1, 2**40))
+        if kind == "number":
+            return self._chance.choice((0, 0.5, 1.0, 2.5, -1))
+        if kind == "boolean":
+            return self._chance.random() < 0.5
+        if kind == "null":
+            return None
+        return self._chance.choice(STRINGS) if kind == "string" else self._anything(depth)
+
+    def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        needed = set(schema.get("required", ()))
+        made = {}
+        for name, field in schema.get("properties", {}).items():
+            if name in needed or self._chance.random() < (0.3 if depth < 4 else 0.05):
+                made[name] = self.value(field, depth + 1)
+        if self._chance.random() < self._wrong:
+            made[self._chance.choice(STRINGS)] = self._anything(depth)
+        if made and self._chance.random() < self._wrong:
+            made.pop(self._chance.choice(list(made)))
+        return made
+
+    def _anything(self, depth: int) -> Any:
+        choices: tuple[Any, ...] = (None, True, self._chance.choice(STRINGS), self._chance.choice(NUMBERS))
+        if depth < 6:
+            choices += ([self._anything(depth + 1)], {self._chance.choice(STRINGS): self._anything(depth + 1)}, [], {})
+        return self._chance.choice(choices)
+
+
+def fuzz(url: str, count: int, seed: int = 0) -> dict[str, Any]:
+    """Send ``count`` requests; return their statuses and those that no route documents.
+
+    Among them, one in 50 is an ordinary question, whose answer is checked.
+    """
+    chance = random.Random(seed)
+    document = httpx2.get(url + "/openapi.json", timeout=60).json()
+    routes = list(_routes(document))
+    connection = Connection(url)
+    statuses: Counter[str] = Counter()
+    undocumented: list[dict[str, Any]] = []
+    wrong = 0
+    for number in range(count):
+        if number % 50 == 0:
+            status, answer = connection.post(CHAT, body_of(number))
+            wrong += status != 200 or text_of(answer) != right_answer(number)
+            statuses[str(status)] += 1
+            continue
+        route = chance.choice(routes)
+        maker = Maker(chance, document["components"]["schemas"], wrong=chance.choice((0.0, 0.05, 0.2)))
+        request, allowed = _request(chance, maker, route)
+        try:
+            found = str(connection.send(request)[0])
+        except (OSError, ValueError) as error:
+            found = type(error).__name__
+        statuses[found] += 1
+        if found not in allowed:
+            undocumented.append({"route": route.path, "status": found, "request": repr(request[:600])})
+    connection.close()
+    return {
+        "requests": count,
+        "routes": len(routes),
+        "statuses": dict(sorted(statuses.items())),
+        "wrong": wrong,
+        "undocumented": undocumented,
+    }
+
+
+def _routes(document: Mapping[str, Any]) -> Iterator[Route]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+            yield Route(
+                method.upper(), path, None if content is None else content["schema"], frozenset(operation["responses"])
+            )
+
+
+def _request(chance: random.Random, maker: Maker, route: Route) -> tuple[bytes, frozenset[str]]:
+    """Return the bytes of a request and the statuses that it may be answered with."""
+    method, path, allowed = route.method, route.path, route.statuses
+    name = chance.choice(("default", "other", "a%2Fb", "%00", "x" * 300))
+    path = "/".join(name if part.startswith("{") else part for part in path.split("/"))
+    if chance.random() < 0.02:
+        method, allowed = chance.choice(("DELETE", "PUT", "PATCH", "OPTIONS")), allowed | OF_OTHER_PATHS
+    if chance.random() < 0.02:
+        path, allowed = path + chance.choice(("/", "x", "/../..", "?a=b", "%ff")), allowed | OF_OTHER_PATHS
+    body = b"" if route.schema is None else json.dumps(maker.value(route.schema)).encode()
+    if body and chance.random() < 0.2:
+        body = _damaged(chance, body)
+    kind = chance.choice(("application/json",) * 9 + ("text/plain",))
+    lines = (f"{method} {path} HTTP/1.1", "Host: localhost", f"Content-Type: {kind}", f"Content-Length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode() + body, allowed
+
+
+def _damaged(chance: random.Random, body: bytes) -> bytes:
+    at = chance.randrange(len(body))
+    other = bytes([chance.randrange(256)])
+    return chance.choice(
+        (body[:at], body[:at] + other + body[at + 1 :], body[:at] + other + body[at:], body * 2, b"[" * 200)
+    )

@@ -1,0 +1,178 @@
+"""The service under load: cached answers at a fixed rate, reranking, many streams, and what HTTP adds to the engine.
+
+    python -m benchmarks.service_load --out DIR [--part cached|rerank|streams|added] [--rate 300] [--seconds 10]
+
+``cached`` is an open loop: requests are sent at a fixed rate, whether or not earlier ones were answered, and latency
+counts from the moment at which a request was due. ``rerank`` scores 20 short documents with MiniLM, ``added`` asks
+SmolLM2 the same prompts directly and over HTTP by turns. The client of ``cached`` is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from benchmarks.faults.host import Host
+from benchmarks.faults.load import Connection, body_of, right_answer, text_of
+from rag_posfix.evaluation.record import environment, write_record
+from tests.support.serving import CHAT, serving
+
+__all__ = ["main", "open_loop"]
+
+PARTS = ("cached", "rerank", "streams", "added")
+CONNECTIONS = 16
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.service_load", description=__doc__.splitlines()[0])
+    parser.add_argument("--part", action="append", choices=PARTS, help="all without it; may be given again")
+    parser.add_argument("--rate", type=float, default=300.0, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
+    return parser.parse_args(arguments)
+
+
+def open_loop(url: str, body: bytes, rate: float, seconds: float) -> list[float]:
+    """Return the seconds from when each request was due until its answer was complete."""
+    latencies: list[float] = []
+    begin, count = time.perf_counter() + 0.2, int(rate * seconds)
+
+    def send(first: int) -> None:
+        connection = Connection(url)
+        for number in range(first, count, CONNECTIONS):
+            due = begin + number / rate
+            time.sleep(max(0.0, due - time.perf_counter()))
+            status, _ = connection.post(CHAT, body)
+            if status != 200:
+                raise RuntimeError(f"status {status}")
+            latencies.append(time.perf_counter() - due)
+        connection.close()
+
+    threads = [threading.Thread(target=send, args=(first,)) for first in range(CONNECTIONS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return latencies
+
+
+def quantiles(latencies: Sequence[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(latencies, n=100)
+    return {"requests": len(latencies), "p50_ms": round(1e3 * cuts[49], 2), "p99_ms": round(1e3 * cuts[98], 2)}
+
+
+def cached(rate: float, seconds: float) -> dict[str, Any]:
+    body = body_of(1)
+    with Host() as host, multiprocessing.get_context("spawn").Pool(1) as pool:
+        url = host.serve()
+        pool.apply(open_loop, (url, body, rate, 1.0))
+        return {"rate": rate, **quantiles(pool.apply(open_loop, (url, body, rate, seconds)))}
+
+
+def rerank(seconds: float) -> dict[str, Any]:
+    from rag_posfix.assembly.assembler import Assembler
+    from rag_posfix.generation.fake import FakeGenerator
+    from rag_posfix.pipeline.build import build_embeddings
+    from rag_posfix.pipeline.pipeline import Pipeline
+    from rag_posfix.reranking.embedding import EmbeddingReranker
+    from rag_posfix.settings import Settings
+    from tests.support.toy_encoder import ToyEncoder
+
+    encoder = ToyEncoder()
+    reranker = EmbeddingReranker(build_embeddings(Settings()))
+    pipeline = Pipeline(FakeGenerator(encoder), Assembler(encoder, 8192), reranker=reranker)
+    body = {"model": "default", "query": "When did station 7 begin?"}
+    latencies = []
+    with serving(pipeline) as url, httpx2.Client(timeout=60) as client:
+        end, number = time.monotonic() + seconds, 0
+        while time.monotonic() < end or number < 10:
+            number += 1
+            documents = [f"{right_answer(20 * number + place)}." for place in range(20)]  # new ones every time
+            started = time.perf_counter()
+            client.post(url + "/v1/rerank", json={**body, "documents": documents}).raise_for_status()
+            latencies.append(time.perf_counter() - started)
+    return quantiles(latencies[2:])
+
+
+def streams(count: int = 50) -> dict[str, Any]:
+    def one(number: int) -> bool:
+        connection = Connection(url, timeout=120)
+        status, answer = connection.post(CHAT, body_of(number, stream=True, cache=False))
+        connection.close()
+        return status == 200 and text_of(answer) == right_answer(number) and b"[DONE]" in answer
+
+    with Host() as host, ThreadPoolExecutor(count) as pool:
+        url = host.serve(limits={"max_queue": count})
+        started = time.perf_counter()
+        complete = sum(pool.map(one, range(count)))
+        return {"streams": count, "complete": complete, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def added(rounds: int = 7, max_tokens: int = 48) -> dict[str, Any]:
+    """The same requests by turns, so that what else the machine does meets both."""
+    from langchain_core.documents import Document
+
+    from rag_posfix.contracts.answer import Question
+    from rag_posfix.contracts.request import Sampling
+    from rag_posfix.pipeline.build import build_pipeline
+    from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings
+
+    settings = Settings(cache=CacheSettings(enabled=False), passages=PassageStoreSettings(enabled=False))
+    pipeline = build_pipeline(settings)
+    direct, over_http = [], []
+    with serving(pipeline) as url, httpx2.Client(timeout=300) as client:
+        for number in range(rounds + 1):
+            body = json.loads(body_of(number, max_tokens=max_tokens, temperature=0))
+            documents = [Document(page_content=text, id=str(i)) for i, text in enumerate(body["documents"])]
+            question = Question(
+                body["messages"][0]["content"], documents=documents, sampling=Sampling(max_tokens=max_tokens)
+            )
+            started = time.perf_counter()
+            answer = pipeline.ask(question)
+            middle = time.perf_counter()
+            response = client.post(url + CHAT, json=body).raise_for_status()
+            direct.append(middle - started)
+            over_http.append(time.perf_counter() - middle)
+            if text_of(response.content) != answer.text:
+                raise RuntimeError("the answer over HTTP is another one")
+    pipeline.close()
+    ratios = [there / here for there, here in zip(over_http[1:], direct[1:], strict=True)]
+    return {
+        "engine_ms": round(1e3 * statistics.median(direct[1:]), 1),
+        "http_ms": round(1e3 * statistics.median(over_http[1:]), 1),
+        "added_percent": round(100 * (statistics.median(ratios) - 1), 2),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    given = options(arguments)
+    load = {"before": os.getloadavg()}
+    measured = {
+        "cached": lambda: cached(given.rate, given.seconds),
+        "rerank": lambda: rerank(given.seconds),
+        "streams": streams,
+        "added": added,
+    }
+    summary = {part: measured[part]() for part in given.part or PARTS}
+    print(json.dumps(summary, indent=2))
+    if given.out is not None:
+        load["after"] = os.getloadavg()
+        settings = {"rate": given.rate, "seconds": given.seconds}
+        head = {"kind": "service-load", **environment(), "load_average": load, "settings": settings}
+        print(write_record(given.out, "service-load", {**head, "summary": summary}))
+    return summary
+
+
+if __name__ == "__main__":
+    main()
