@@ -163,7 +163,7 @@ def test_a_collection_survives_its_process(client: TestClient, tmp_path: Path):
 
 
 def test_a_long_log_becomes_an_index_and_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(collection_file, "_LOG_BYTES", 1000)
+    monkeypatch.setattr(collection_file, "LOG_BYTES", 1000)
     writer, reader = opened(tmp_path), opened(tmp_path)
     expected = {}
     for number in range(30):
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_stops_anywhere_loses_nothing(at: str, tmp_path: Path,
     """Each step fails as if the process ended there; another process then reads the folder."""
     writer = opened(tmp_path)
     writer.put([Document(id="a", page_content="one"), Document(id="b", page_content="two")])
-    monkeypatch.setattr(collection_file, "_LOG_BYTES", 0)
+    monkeypatch.setattr(collection_file, "LOG_BYTES", 0)
 
     def stop(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EIO, "stopped")
@@ -351,7 +351,7 @@ def test_a_reader_sees_what_others_change_delete_and_make_anew(tmp_path: Path):
 def test_a_writer_that_finds_the_collection_locked_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     writer = opened(tmp_path)
     writer.put([Document(id="a", page_content="one")])
-    monkeypatch.setattr(collection_file, "_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(collection_file, "WAIT_SECONDS", 0.05)
     held, free = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -118,7 +118,7 @@ class Counting:
 
 
 def test_a_batch_takes_a_permit_and_waits_while_there_is_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rag_posfix_api.runtime.precompute._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("rag_posfix_api.runtime.precompute.PAUSE_SECONDS", 0.01)
     admission, cancelled = Admission(1, 1, queue_timeout=0.05, max_open=10), threading.Event()
     counting = Counting(admission)
     precomputer = AdmittedPrecomputer(counting, admission, cancelled)

@@ -71,7 +71,7 @@ def adversary(tenants: Tenants, victim: TestClient) -> TestClient:
 
 
 def says_nothing(text: str, tenants: Tenants) -> None:
-    for told in ("4711", "vault-42", "victim", str(tenants.keys._file.parent), "served-here"):
+    for told in ("4711", "vault-42", "victim", str(tenants.keys.folder), "served-here"):
         assert told not in text, told
     for key, identity in tenants.made.items():
         assert key not in text
@@ -236,7 +236,7 @@ def test_documents_of_one_id_are_dropped_for_their_own_tenant_alone(
 def test_the_errors_of_a_tenant_name_no_path_and_no_other_tenant(
     tenants: Tenants, adversary: TestClient, victim: TestClient
 ):
-    (folder,) = tenants.keys._file.parent.glob(f"collections/victim/{NAME}")
+    (folder,) = tenants.keys.folder.glob(f"collections/victim/{NAME}")
     (folder / "collection.json").write_text("damaged")
     broken = victim.get(f"/v1/collections/{NAME}")
     assert broken.status_code == 500

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Collection", "Put", "collection_lock"]
+__all__ = ["LOG_BYTES", "WAIT_SECONDS", "Collection", "Put", "collection_lock"]
 
 _TEXTS_PER_STEP = 64
-_LOG_BYTES = 8 * 1024**2
+LOG_BYTES = 8 * 1024**2
 """A checkpoint is made when the log is longer than this, and than the index."""
-_WAIT_SECONDS = 30.0
+WAIT_SECONDS = 30.0
+"""How long a writer waits for another one."""
 
 Removed = Callable[[Sequence[Document]], None]
 
@@ -71,7 +72,7 @@ def collection_lock(folder: Path) -> Iterator[None]:
     """
     with ExitStack() as held:
         try:
-            held.enter_context(locked(folder, wait_seconds=_WAIT_SECONDS))
+            held.enter_context(locked(folder, wait_seconds=WAIT_SECONDS))
         except IndexBusyError as error:
             raise OverloadedError("the collection is being changed by another request; try again later") from error
         yield
@@ -220,7 +221,7 @@ class Collection:
         with suppress(OSError):  # a number for lists of collections
             (self.folder / "count").write_text(str(len(store)), encoding="ascii")
         index = self.folder / "index"
-        if self._end > _LOG_BYTES and self._end > sum(file.stat().st_size for file in index.glob("*")):
+        if self._end > LOG_BYTES and self._end > sum(file.stat().st_size for file in index.glob("*")):
             self._checkpoint(store)
 
     def _checkpoint(self, store: FaissVectorStore) -> None:

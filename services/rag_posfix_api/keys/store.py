@@ -60,6 +60,11 @@ class KeyStore:
         self._had_keys = False
 
     @property
+    def folder(self) -> Path:
+        """The folder of the key file."""
+        return self._file.parent
+
+    @property
     def has_keys(self) -> bool:
         """Whether a key was ever created, as far as this process knows; revoked ones count."""
         self.table()

@@ -20,12 +20,13 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix_api.http.errors import ConflictError, kind_of, log_failure
 from rag_posfix_api.runtime.admission import Admission
 
-__all__ = ["AdmittedPrecomputer", "PrecomputeJobs", "PrecomputeState"]
+__all__ = ["PAUSE_SECONDS", "AdmittedPrecomputer", "PrecomputeJobs", "PrecomputeState"]
 
 Progress = Callable[[int, int], None]
 
 _BATCH_SECONDS = 600.0
-_PAUSE_SECONDS = 0.5
+PAUSE_SECONDS = 0.5
+"""How long a batch waits before it asks a full service again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,5 +183,5 @@ class AdmittedPrecomputer:
                     self._admission.acquire(ticket)
                     return self._engine.precompute(layout, mitigation, salt)
             except OverloadedError:
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(PAUSE_SECONDS)
         raise GenerationCancelled("the job was cancelled")

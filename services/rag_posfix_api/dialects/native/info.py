@@ -14,7 +14,7 @@ from rag_posfix_api.dialects.openai.errors import errors
 from rag_posfix_api.http.body_shape import MAX_DEPTH, MAX_VALUES
 from rag_posfix_api.runtime.service import ReadyService, Service, package_version
 
-__all__ = ["router"]
+__all__ = ["router", "without_folders"]
 
 _PACKAGES = ("torch", "transformers", "langchain-core", "fastapi", "faiss-cpu", "sentence-transformers")
 
@@ -78,7 +78,7 @@ async def info(service: ReadyService) -> Info:
     pipeline, limits = service.pipeline, service.limits
     return Info(
         model=ModelInfo(
-            id=_without_folders(service.model_id),
+            id=without_folders(service.model_id),
             fingerprint=pipeline.generator.fingerprint,
             context_window=pipeline.generator.context_window,
             embeddings=pipeline.embeddings is not None,
@@ -127,6 +127,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _without_folders(model_id: str) -> str:
+def without_folders(model_id: str) -> str:
     """Return the last part of a path; an id of the form owner/name stays."""
     return PurePath(model_id).name if model_id.startswith((".", "~")) or PurePath(model_id).is_absolute() else model_id
