@@ -14,7 +14,7 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Sampling
-from rag_posfix.errors import RagPosfixError
+from rag_posfix.errors import OverloadedError, RagPosfixError, UpstreamError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
@@ -215,14 +215,17 @@ def package_version() -> str:
 
 
 def _build(settings: Settings) -> Pipeline:
-    """Return a pipeline that has answered one question, which compiles, allocates and reveals a broken model."""
+    """Return a pipeline that was asked one question, which compiles, allocates and reveals a broken model."""
     from rag_posfix.pipeline.build import build_pipeline  # torch and transformers: not before they are needed
 
     pipeline = build_pipeline(settings)
     passage = Document(page_content="The service is warm.", metadata={"relevance_score": 1.0})
-    pipeline.ask(
-        Question("Is the service warm?", documents=[passage], sampling=Sampling(max_tokens=2), use_cache=False)
-    )
+    try:
+        pipeline.ask(
+            Question("Is the service warm?", documents=[passage], sampling=Sampling(max_tokens=2), use_cache=False)
+        )
+    except (UpstreamError, OverloadedError) as error:  # a remote model may come up later, and is asked each time
+        _log.warning("the server of the model did not answer yet: %s", error)
     return pipeline
 
 

@@ -25,7 +25,7 @@ router = APIRouter(tags=["chat"], route_class=CleanRoute)
     PATH,
     operation_id="create_message",
     response_model=AnthropicResponse,
-    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504)
+    responses=errors(400, 401, 404, 413, 422, 429, 500, 502, 503, 504)
     | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
 )
 async def create_message(

@@ -32,7 +32,7 @@ reranks = APIRouter(tags=["rerank"], route_class=CleanRoute)
     CHAT_PATH,
     operation_id="cohere_chat",
     response_model=CohereChatResponse,
-    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504)
+    responses=errors(400, 401, 404, 413, 422, 429, 500, 502, 503, 504)
     | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
 )
 async def chat(body: CohereChatRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:

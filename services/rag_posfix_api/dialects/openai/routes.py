@@ -28,7 +28,7 @@ models = APIRouter(tags=["models"])
     "/v1/chat/completions",
     operation_id="create_chat_completion",
     response_model=ChatCompletion,
-    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504)
+    responses=errors(400, 401, 404, 413, 422, 429, 500, 502, 503, 504)
     | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
 )
 async def create_chat_completion(

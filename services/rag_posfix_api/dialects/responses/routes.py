@@ -23,7 +23,7 @@ router = APIRouter(tags=["chat"], route_class=CleanRoute)
     "/v1/responses",
     operation_id="create_response",
     response_model=ResponseObject,
-    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504)
+    responses=errors(400, 401, 404, 413, 422, 429, 500, 502, 503, 504)
     | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
 )
 async def create_response(
