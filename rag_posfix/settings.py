@@ -139,8 +139,8 @@ class Settings(BaseSettings):
     """Settings of a process, ``RAG_POSFIX_...``.
 
     Attributes:
-        model: ``smollm2`` or ``gemma3-270m`` (packaged models), a model id, a folder, or ``openai:NAME@URL`` for a model
-            of an OpenAI-compatible server.
+        model: ``smollm2`` or ``gemma3-270m`` (packaged models), a model id, a folder, or ``openai:NAME@URL`` for a
+            model of an OpenAI-compatible server.
         embedding_model: ``minilm`` (packaged), a model id, or a folder.
         dtype: ``auto`` chooses bfloat16 on devices that are fast with it, else float32.
         device: ``auto``, ``cpu``, ``cuda``, ...
