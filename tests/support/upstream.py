@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -17,7 +17,7 @@ class Reply:
 
     Args:
         body: Its parts.
-        status: HTTP status.
+        status: HTTP status; 0 closes the connection without an answer.
         content_type: Of the body.
         cut: Promise more bytes than are sent, and close.
         pause_before: Send nothing until the test is over before this part; None does not pause.
@@ -75,6 +75,17 @@ def error(status: int, message: str, **headers: str) -> Reply:
     return as_json({"error": {"message": message, "code": "some_code"}}, status, headers=headers)
 
 
+Answering = Callable[[dict[str, Any]], Reply]
+"""A server whose answer depends on the body of the request."""
+
+
+def first_passage(body: dict[str, Any]) -> Reply:
+    """Answer with the first passage of the prompt, so that the answer depends on the order of the passages."""
+    parts = body["messages"][-1]["content"].split("\n\n")
+    text = parts[1] if len(parts) > 1 else "no passages"
+    return streamed(text) if body["stream"] else whole(text)
+
+
 class Upstream:
     """What a scripted server was sent. Each request gets the next reply; further ones the last.
 
@@ -85,7 +96,7 @@ class Upstream:
         gone: Set when a client closes its connection while the server pauses.
     """
 
-    def __init__(self, replies: Sequence[Reply]) -> None:
+    def __init__(self, replies: Sequence[Reply | Answering]) -> None:
         self.replies = list(replies)
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -100,11 +111,12 @@ class Upstream:
         return f"openai:tiny@{self.url}"
 
     def next_reply(self) -> Reply:
-        return self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        found = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        return found if isinstance(found, Reply) else found(self.bodies[-1])
 
 
 @contextmanager
-def upstream(*replies: Reply) -> Iterator[Upstream]:
+def upstream(*replies: Reply | Answering) -> Iterator[Upstream]:
     """Serve on a free port."""
     script = Upstream(replies)
 
@@ -120,6 +132,9 @@ def upstream(*replies: Reply) -> Iterator[Upstream]:
                 self._send(script.next_reply())
 
         def _send(self, reply: Reply) -> None:
+            if not reply.status:
+                self.close_connection = True
+                return
             if reply.pause_before == -1:
                 self._wait_for_the_end()
                 return

@@ -259,10 +259,16 @@ class TestRetries:
         assert len(server.bodies) == 2
 
     def test_a_connection_that_is_closed_before_an_answer(self):
-        with asking(Reply(cut=True, status=200), whole("x"), limits=self.LIMITS) as (generator, server):
-            with pytest.raises(UpstreamError):  # the answer had begun
-                generator.generate(request_of(generator))
-            assert len(server.bodies) == 1
+        with asking(Reply(status=0), whole("In 1901."), limits=self.LIMITS) as (generator, server):
+            assert generator.generate(request_of(generator)).text == "In 1901."
+        assert len(server.bodies) == 2
+
+    def test_an_answer_that_has_begun_is_not_asked_for_again(self):
+        with asking(as_json(b'{"choices', cut=True), whole("x"), limits=self.LIMITS) as (generator, server):
+            request = request_of(generator)
+            with pytest.raises(UpstreamError, match="in the middle of an answer"):
+                generator.generate(request)
+        assert len(server.bodies) == 1
 
     def test_other_errors_are_not_retried(self):
         with asking(error(500, "boom"), whole("x"), limits=self.LIMITS) as (generator, server):
