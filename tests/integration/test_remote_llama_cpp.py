@@ -22,6 +22,7 @@ from rag_posfix.errors import PromptTooLongError
 from rag_posfix.evaluation import evaluate_permutations
 from rag_posfix.evaluation.answers.arrangement import parse_arrangement
 from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.folders import default_cache_dir
 from rag_posfix.generation.model.packaged import PACKAGED
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline, Question
@@ -61,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder = tmp_path_factory.mktemp("llama")
-    gguf = PACKAGED["smollm2"].files(folder)[0]
+    gguf = PACKAGED["smollm2"].files(default_cache_dir())[0]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command(gguf, port), cwd=folder, env=environment, stdout=log, stderr=log)

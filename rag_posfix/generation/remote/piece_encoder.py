@@ -19,7 +19,7 @@ class PieceEncoder:
 
     A piece is up to six ASCII letters with the space before them, a digit, up to four spaces, up to two line breaks,
     or one other character. English prose has about as many pieces as a vocabulary of 32,000 to 128,000 entries has
-    tokens for it, or more; the number is an estimate. There are no control tokens: text of a document cannot forge a
+    tokens for it; the number is an estimate. There are no control tokens: text of a document cannot forge a
     turn, because messages are sent as messages.
     """
 
