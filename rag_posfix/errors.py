@@ -12,7 +12,9 @@
     ├── RerankingError             scoring documents
     │   └── RerankingTimeoutError  scoring took longer than it may, or nobody waits for it any more
     ├── GenerationError            the generator failed
-    │   └── GenerationCancelled    the caller went away
+    │   ├── GenerationCancelled    the caller went away
+    │   └── UpstreamError          a server that generates for us failed, refused, or answered what cannot be read
+    │       └── UpstreamTimeoutError  it took longer than it may
     ├── CacheError                 a cache was configured wrongly (a failing cache never raises)
     ├── EvaluationError            data to evaluate on is missing or malformed
     └── OverloadedError            no capacity now; try again later
@@ -39,6 +41,8 @@ __all__ = [
     "RetrievalError",
     "UnknownNameError",
     "UnsupportedModelError",
+    "UpstreamError",
+    "UpstreamTimeoutError",
     "missing_extra",
 ]
 
@@ -93,6 +97,14 @@ class GenerationError(RagPosfixError):
 
 class GenerationCancelled(GenerationError):
     """The caller went away before the answer was complete."""
+
+
+class UpstreamError(GenerationError):
+    """A server that generates for us failed, refused the request, or gave an answer that cannot be read."""
+
+
+class UpstreamTimeoutError(UpstreamError):
+    """A server that generates for us took longer than it may."""
 
 
 class CacheError(RagPosfixError):

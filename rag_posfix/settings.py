@@ -15,6 +15,7 @@ __all__ = [
     "CacheSettings",
     "OpenTelemetrySettings",
     "PassageStoreSettings",
+    "RemoteSettings",
     "ServiceSettings",
     "Settings",
     "TelemetrySettings",
@@ -129,11 +130,37 @@ class TelemetrySettings(BaseSettings):
     content: bool = False
 
 
+class RemoteSettings(BaseSettings):
+    """Settings of a remote generator (``model=openai:NAME@URL``), ``RAG_POSFIX_REMOTE_...``.
+
+    Attributes:
+        api_key: Key that is sent to that server as ``Authorization: Bearer``; None sends none. Other variables, such
+            as ``OPENAI_API_KEY``, are not read.
+        context_window: Token limit of prompt and answer together, as the server is configured. Tokens of prompts are
+            estimated.
+        connect_timeout_seconds: Time limit for opening a connection.
+        timeout_seconds: How long the server may be silent: before the first token, and between pieces of an answer.
+        retries: Further attempts after status 429 or 503 or a failed connection.
+        max_tokens_field: The field of the request that bounds the answer; OpenAI's newer models take
+            ``max_completion_tokens`` alone.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_REMOTE_", frozen=True, extra="forbid")
+
+    api_key: SecretStr | None = Field(default=None, min_length=1)
+    context_window: int = Field(default=8192, ge=1)
+    connect_timeout_seconds: float = Field(default=10.0, gt=0)
+    timeout_seconds: float = Field(default=120.0, gt=0)
+    retries: int = Field(default=2, ge=0, le=10)
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+
+
 class Settings(BaseSettings):
     """Settings of a process, ``RAG_POSFIX_...``.
 
     Attributes:
-        model: ``smollm2`` or ``gemma3-270m`` (packaged models), a model id, or a folder.
+        model: ``smollm2`` or ``gemma3-270m`` (packaged models), a model id, a folder, or ``openai:NAME@URL`` for a
+            model of an OpenAI-compatible server.
         embedding_model: ``minilm`` (packaged), a model id, or a folder.
         dtype: ``auto`` chooses bfloat16 on devices that are fast with it, else float32.
         device: ``auto``, ``cpu``, ``cuda``, ...
@@ -160,6 +187,7 @@ class Settings(BaseSettings):
         cache: Settings of the answer cache.
         passages: Settings of the passage KV store.
         telemetry: Settings of traces and metrics.
+        remote: Settings of a remote generator.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_", frozen=True, extra="forbid")
@@ -189,6 +217,7 @@ class Settings(BaseSettings):
     cache: CacheSettings = Field(default_factory=CacheSettings)
     passages: PassageStoreSettings = Field(default_factory=PassageStoreSettings)
     telemetry: TelemetrySettings = Field(default_factory=TelemetrySettings)
+    remote: RemoteSettings = Field(default_factory=RemoteSettings)
 
 
 class ServiceSettings(BaseSettings):

@@ -16,7 +16,7 @@ from rag_posfix.assembly.prompt import BLANK_LINE, PromptTemplate, merge_message
 from rag_posfix.cancellation import check_wanted
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError
-from rag_posfix.plan.layout import Layout, Span
+from rag_posfix.plan.layout import Layout, Span, Turn
 from rag_posfix.text import clean_text, content_hash
 
 __all__ = ["RELEVANCE_FLOOR", "TokenizedPassage", "TokenizedPrompt", "tokenize_passage", "tokenize_prompt"]
@@ -59,11 +59,17 @@ class TokenizedPrompt:
         prefix: Tokens before the first passage.
         suffix: Tokens after the last passage.
         question: The span of the question in ``suffix``.
+        earlier: The messages in ``prefix``; some chat templates write one behind the user's last, which is not listed.
+        content_start: Where the content of the user's last message begins in ``prefix``.
+        content_stop: Where it ends in ``suffix``.
     """
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
     question: Span
+    earlier: tuple[Turn, ...]
+    content_start: int
+    content_stop: int
 
     def __len__(self) -> int:
         return len(self.prefix) + len(self.suffix)
@@ -95,6 +101,7 @@ class TokenizedPrompt:
             question=Span(at + self.question.start, at + self.question.stop),
             keys=tuple(passage.key for passage in passages),
             relevance=_clipped([passage.relevance for passage in passages]),
+            turns=(*self.earlier, Turn("user", Span(self.content_start, at + self.content_stop))),
         )
 
 
@@ -152,20 +159,24 @@ def tokenize_prompt(
     lead = ""
     if earlier and earlier[-1]["role"] == "user":
         lead = earlier.pop()["content"] + BLANK_LINE
-    before, after = _render(encoder, earlier)
+    before, after, turns = _render(encoder, earlier)
     texts = (template.opening, template.question_prefix, template.answer_cue) if has_passages else ("", "", "")
     opening, question_prefix, answer_cue = (encoder.encode_text(clean_text(text)) for text in texts)
     question_tokens = encoder.encode_text(clean_text(question))
     start = len(question_prefix)
+    content = (*question_prefix, *question_tokens, *answer_cue)
     return TokenizedPrompt(
         prefix=(*before, *encoder.encode_text(lead), *opening),
-        suffix=(*question_prefix, *question_tokens, *answer_cue, *after),
+        suffix=(*content, *after),
         question=Span(start, start + len(question_tokens)),
+        earlier=turns,
+        content_start=len(before),
+        content_stop=len(content),
     )
 
 
-def _render(encoder: TokenEncoder, earlier: Sequence[ChatMessage]) -> tuple[list[int], list[int]]:
-    """Return the tokens before and after the content of the user's turn that follows ``earlier``."""
+def _render(encoder: TokenEncoder, earlier: Sequence[ChatMessage]) -> tuple[list[int], list[int], tuple[Turn, ...]]:
+    """Return the tokens before and after the content of the user's turn that follows ``earlier``, and its turns."""
     roles = [message["role"] for message in earlier] + ["user"]
     placeholders = [{"role": role, "content": f"\ue000{index}\ue001"} for index, role in enumerate(roles)]
     # An odd number of parts: text of the template, alternating with indices of messages.
@@ -180,6 +191,7 @@ def _render(encoder: TokenEncoder, earlier: Sequence[ChatMessage]) -> tuple[list
     before: list[int] = []
     after: list[int] = []
     side = before
+    contents: dict[int, Span] = {}
     for index, part in enumerate(parts):
         check_wanted()
         if index % 2 == 0:
@@ -187,8 +199,11 @@ def _render(encoder: TokenEncoder, earlier: Sequence[ChatMessage]) -> tuple[list
         elif int(part) == len(earlier):
             side = after
         else:
+            start = len(side)
             side += encoder.encode_text(earlier[int(part)]["content"])
-    return before, after
+            if side is before:
+                contents[int(part)] = Span(start, len(side))
+    return before, after, tuple(Turn(earlier[number]["role"], contents[number]) for number in sorted(contents))
 
 
 def _shown(roles: Sequence[str]) -> str:

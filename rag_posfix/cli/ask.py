@@ -80,13 +80,13 @@ def ask(
     With --chat the model is loaded once for all questions; each is answered by itself.
     """
     _check_usage(question, chat=chat, stream=stream, as_json=as_json)
+    choice = checked_choice(mitigation) if mitigation else None
     settings = settings_from(
         model=model, device=device, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker,
-        retriever=retriever,
+        retriever=retriever, mitigation=choice and choice.name,
     )  # fmt: skip
     check_index(index)
     check_arrangement(settings)
-    choice = checked_choice(mitigation) if mitigation else None
     if follows(settings):
         return
     with status("loading the embeddings and the tokenizer"):

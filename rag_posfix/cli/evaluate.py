@@ -161,17 +161,18 @@ def _show_positions(summary: dict[str, Any]) -> None:
         "method", *(f"gold at {position}" for position in positions), "worst", "spread", "answers that change"
     )
     for name, found in mitigations.items():
-        cells = [f"{p['log_probability']:.2f} ({p['accuracy']:.2f})" for p in found["positions"].values()]
+        cells = [f"{_shown(p['log_probability'])} ({p['accuracy']:.2f})" for p in found["positions"].values()]
         shown.add_row(
-            name, *cells, f"{found['worst_log_probability']:.2f} ({found['worst']:.2f})",
-            f"{found['spread_log_probability']:.2f} ({found['spread']:.2f})", f"{found['answers_that_change']:.0%}",
+            name, *cells, f"{_shown(found['worst_log_probability'])} ({found['worst']:.2f})",
+            f"{_shown(found['spread_log_probability'])} ({found['spread']:.2f})",
+            f"{found['answers_that_change']:.0%}",
         )  # fmt: skip
     console = out()
     console.print(shown)
     console.print("log-probability of the accepted answer per token (accuracy)", highlight=False)
     for name in ("closed_book", "gold_only"):
         found = summary[name]
-        console.print(f"{name}: {found['log_probability']:.2f} ({found['accuracy']:.2f})", highlight=False)
+        console.print(f"{name}: {_shown(found['log_probability'])} ({found['accuracy']:.2f})", highlight=False)
     console.print(
         f"{summary['n']} questions; {summary['reused']} answers reused; record: {summary['record']}",
         highlight=False, soft_wrap=True,
@@ -179,7 +180,14 @@ def _show_positions(summary: dict[str, Any]) -> None:
     _show_verdict(summary)
 
 
+def _shown(value: float | None, digits: int = 2) -> str:
+    """Return a number for a table; a dash for one that was not measured."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
 def _show_verdict(summary: dict[str, Any]) -> None:
+    for name, reason in summary.get("not_measured", {}).items():
+        out().print(f"{name} was not measured: {reason}", highlight=False, markup=False, soft_wrap=True)
     for sentence in summary["verdict"]:
         out().print(sentence, highlight=False, markup=False, soft_wrap=True)
     if "png" in summary:
@@ -193,7 +201,7 @@ def _show_permutations(summary: dict[str, Any]) -> None:
         low, high = found["flip_rate_ci95"]
         shown.add_row(
             name, f"{found['flip_rate']:.0%} ({low:.0%} to {high:.0%})", f"{found['any_flip']:.0%}",
-            f"{found['accuracy']:.2f}", f"{found['max_logit_difference']:.4f}",
+            f"{found['accuracy']:.2f}", _shown(found["max_logit_difference"], 4),
         )  # fmt: skip
     console = out()
     console.print(shown)

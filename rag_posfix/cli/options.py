@@ -68,7 +68,7 @@ Split = Annotated[
 ]
 ModelName = Annotated[
     str | None,
-    setting_option("--model", "Model: smollm2, gemma3-270m, a Hugging Face model id, or a folder."),
+    setting_option("--model", "Model: smollm2, gemma3-270m, a Hugging Face model id, a folder, or openai:NAME@URL."),
 ]
 
 DeviceName = Annotated[
@@ -173,15 +173,21 @@ def check_arrangement(settings: Settings) -> None:
 
     Raises:
         ConfigError: an unknown name or parameter, or a value out of range.
+        UnsupportedModelError: the model is on a server, and the method needs the weights in this process.
     """
     from rag_posfix.assembly.orders import create_order
+    from rag_posfix.generation.remote.address import is_remote, parse_remote
     from rag_posfix.pipeline.file_parameters import order_with_values
     from rag_posfix.reranking.build import parse_reranker
 
     create_order(order_with_values(settings.order))
     if settings.reranker is not None:
         parse_reranker(settings.reranker)
-    checked_choice(settings.mitigation)
+    choice = checked_choice(settings.mitigation)
+    if is_remote(settings.model):
+        from rag_posfix.generation.remote.generator import check_remote_mitigation
+
+        check_remote_mitigation(parse_remote(settings.model).name, choice)
 
 
 def checked_output(folder: Path | None) -> Path | None:

@@ -27,7 +27,7 @@ from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from rag_posfix.generation.engine import Engine
+    from rag_posfix.contracts.generator import Generator
 
 __all__ = [
     "ExperimentRecord",
@@ -98,13 +98,14 @@ def environment() -> dict[str, Any]:
     }
 
 
-def model_facts(engine: Engine) -> dict[str, Any]:
-    """Return the name, dtype and device of the model."""
+def model_facts(engine: Generator) -> dict[str, Any]:
+    """Return the name, dtype and device of the model; those of a model on a server are not known."""
+    loaded = getattr(engine, "loaded", None)
     return {
         "model": engine.model_id,
         "model_fingerprint": engine.fingerprint,
-        "dtype": str(engine.loaded.model.dtype).removeprefix("torch."),
-        "device": str(engine.loaded.device),
+        "dtype": None if loaded is None else str(loaded.model.dtype).removeprefix("torch."),
+        "device": "remote" if loaded is None else str(loaded.device),
     }
 
 

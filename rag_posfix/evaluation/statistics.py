@@ -25,6 +25,7 @@ __all__ = [
     "holm",
     "mcnemar_p",
     "mean",
+    "mean_if_known",
     "randomisation_p",
     "t_test_p",
 ]
@@ -38,6 +39,12 @@ _TIE = 1e-12  # sums of the same differences in another order differ by less
 def mean(values: Sequence[float]) -> float:
     """Return the arithmetic mean; 0 of nothing."""
     return sum(values) / len(values) if values else 0.0
+
+
+def mean_if_known(values: Sequence[float | None]) -> float | None:
+    """Return the arithmetic mean, or None if a value was not measured."""
+    known = [value for value in values if value is not None]
+    return mean(known) if len(known) == len(values) else None
 
 
 def bootstrap_interval(

@@ -22,16 +22,21 @@ from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.caching.kv.build import build_passage_store
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.cancellation import check_wanted
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import Retriever
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.deferred import DeferredGenerator, deferred_generator
 from rag_posfix.generation.encode_texts import TextEncoder
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading
+from rag_posfix.generation.remote.address import is_remote
+from rag_posfix.generation.remote.connection import ServerLimits
+from rag_posfix.generation.remote.generator import RemoteGenerator
+from rag_posfix.generation.remote.open import open_remote
 from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 from rag_posfix.pipeline.invalidation import invalidate
@@ -52,6 +57,7 @@ from rag_posfix.settings import Settings, TorchrunSettings, environment_with
 __all__ = [
     "build_embeddings",
     "build_engine",
+    "build_generator",
     "build_pipeline",
     "build_reranker_models",
     "invalidate_stored",
@@ -89,7 +95,8 @@ def build_pipeline(
     Raises:
         ConfigError: the model or a setting is wrong, or both an index and a retriever are given.
         RetrievalError: the index is damaged, is of another program, or was built with other embeddings.
-        UnsupportedModelError: the model cannot take the attention hook.
+        UnsupportedModelError: the model cannot take the attention hook, or is remote and ``mitigation`` is not
+            ``none``.
     """
     chosen = settings or Settings()
     reranker = _reranker_spec(chosen)  # before the model, as the index below
@@ -167,8 +174,13 @@ def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
 
     Raises:
         ConfigError: the model cannot be found or read.
-        UnsupportedModelError: the model cannot take the attention hook.
+        UnsupportedModelError: the model cannot take the attention hook, or is on a server.
     """
+    if is_remote(settings.model):
+        raise UnsupportedModelError(
+            f"model={settings.model!r} is on a server, and this needs the weights in this process; remote generators "
+            "answer questions (ask, serve, build_pipeline, eval positions and permutations with mitigation none)"
+        )
     engine = load_engine(
         settings.model,
         dtype=settings.dtype,
@@ -179,6 +191,35 @@ def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
     if not passage_bytes:
         return engine
     return engine.with_passages(PassageStore([MemoryPassages(passage_bytes)], device=engine.loaded.device))
+
+
+def build_generator(settings: Settings, passage_bytes: int = 0) -> Generator:
+    """Return the generator of ``settings.model``: a connection to a server for ``openai:NAME@URL``, else an engine.
+
+    Args:
+        settings: As for ``build_engine``, and the settings of a remote generator.
+        passage_bytes: As for ``build_engine``; a remote generator has no passage KV store.
+
+    Raises:
+        ConfigError: the model cannot be found or read, or a setting is wrong.
+        UnsupportedModelError: the model cannot take the attention hook.
+    """
+    return _remote(settings) if is_remote(settings.model) else build_engine(settings, passage_bytes)
+
+
+def _remote(settings: Settings) -> RemoteGenerator:
+    for name, given in (("tp", settings.tp != 1), ("device_map", settings.device_map is not None)):
+        if given:
+            raise ConfigError(f"{name} deals out weights in this process, and model={settings.model!r} is on a server")
+    remote = settings.remote
+    return open_remote(
+        settings.model,
+        api_key=None if remote.api_key is None else remote.api_key.get_secret_value(),
+        context_window=remote.context_window,
+        limits=ServerLimits(remote.connect_timeout_seconds, remote.timeout_seconds, remote.retries),
+        token_limit_field=remote.max_tokens_field,
+        still_wanted=check_wanted,
+    )
 
 
 def launch_environment() -> LaunchEnvironment:
@@ -354,6 +395,11 @@ def _assembly(settings: Settings, order: str) -> dict[str, Any]:
 
 def _load(settings: Settings, undo: ExitStack, deferred: bool) -> Generator:
     """Return the generator that the settings ask for."""
+    if is_remote(settings.model):
+        remote = _remote(settings)
+        undo.callback(remote.close)
+        remote.describe(MitigationChoice(settings.mitigation))  # refused before any question
+        return remote
     if settings.tp == 1 and deferred and settings.device_map is None:
         opened = undo.enter_context(ExitStack())  # closed with the pipeline, whenever the model is loaded
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["Layout", "Span"]
+__all__ = ["Layout", "Span", "Turn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,19 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A message of the chat that a prompt is.
+
+    Attributes:
+        role: ``system``, ``user`` or ``assistant``.
+        content: The tokens of its content, without those of the chat template.
+    """
+
+    role: str
+    content: Span
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """A tokenised prompt and where its parts stand.
 
@@ -47,6 +60,8 @@ class Layout:
         question: The question inside the suffix.
         keys: A content hash of each passage; equal text, equal key. Methods that do not depend on order sort by it.
         relevance: One score in (0, 1] per passage, or None where nothing scored them.
+        turns: The messages of the chat, for generators that apply a chat template of their own. The last one is the
+            user's and holds the passages and the question. Empty if the prompt is not known as messages.
     """
 
     token_ids: tuple[int, ...]
@@ -57,6 +72,7 @@ class Layout:
     question: Span
     keys: tuple[str, ...]
     relevance: tuple[float, ...] | None = None
+    turns: tuple[Turn, ...] = ()
 
     def __post_init__(self) -> None:
         bounds = [self.prefix, *self.passages, self.suffix]
@@ -70,6 +86,10 @@ class Layout:
         counts = {len(self.passages), len(self.texts), len(self.keys)}
         if self.relevance is not None:
             counts.add(len(self.relevance))
+        if self.turns and not self._holds_question(self.turns[-1].content):
+            raise ConfigError(
+                f"the last turn of a layout must begin in the prefix and hold the question, got {self.turns[-1]}"
+            )
         if len(counts) != 1:
             raise ConfigError(f"layout needs one text, key and relevance per passage, got counts {sorted(counts)}")
 
@@ -82,6 +102,9 @@ class Layout:
         """
         whole = Span(0, len(token_ids))
         return cls(tuple(token_ids), Span(0, 0), (), (), whole, whole, ())
+
+    def _holds_question(self, content: Span) -> bool:
+        return content.start <= self.prefix.stop and self.question.stop <= content.stop <= self.suffix.stop
 
     @property
     def n_passages(self) -> int:
@@ -124,7 +147,15 @@ class Layout:
             question=Span(self.question.start + shift, self.question.stop + shift),
             keys=tuple(self.keys[i] for i in passages),
             relevance=None if self.relevance is None else tuple(self.relevance[i] for i in passages),
+            turns=self._turns_with(shift),
         )
+
+    def _turns_with(self, shift: int) -> tuple[Turn, ...]:
+        """Return the turns of a layout whose suffix stands ``shift`` tokens further on; only the last reaches it."""
+        if not self.turns:
+            return ()
+        *earlier, last = self.turns
+        return (*earlier, Turn(last.role, Span(last.content.start, last.content.stop + shift)))
 
     def canonical_order(self) -> tuple[int, ...]:
         """Return passage indices in an order that depends on their content alone, never on the prompt's order.

@@ -1,4 +1,6 @@
-"""Runs trials on the engine: prompts as in the pipeline, batched greedy answers, their scores, and a journal.
+"""Runs trials: prompts as in the pipeline, greedy answers, their scores, and a journal.
+
+On an engine answers are batched and scored. Any other generator answers one by one, without log-probabilities.
 
 The key of an answer in the journal includes everything that the answer depends on: weights, method, prompt template,
 question, passages, their relevance, tokens. It does not include the version of this library, which is stored in the
@@ -11,7 +13,7 @@ import json
 import re
 import string
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from torch import Tensor
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import checked_document, content_key
 from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
@@ -100,18 +103,20 @@ class GradedAnswer:
         answer: The generated answer.
         accuracy: best_subspan_em of the first line.
         accuracy_full_text: best_subspan_em of the whole answer.
-        log_probability: Mean log-probability per token of the first accepted answer.
+        log_probability: Mean log-probability per token of the first accepted answer; None from a generator that does
+            not score given answers.
         seconds: Time of the prefill, plus an equal share of the time to score and generate its batch.
     """
 
     answer: str
     accuracy: float
     accuracy_full_text: float
-    log_probability: float
+    log_probability: float | None
     seconds: float
 
 
-_FIELDS = {field.name: str if field.name == "answer" else float for field in fields(GradedAnswer)}
+_KINDS: Mapping[str, tuple[type, ...]] = {"answer": (str,), "log_probability": (float, type(None))}
+_FIELDS = {field.name: _KINDS.get(field.name, (float,)) for field in fields(GradedAnswer)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,15 +143,21 @@ def answer_and_score(
     return generation, sum(scores) / len(scores)
 
 
-def answer_all(engine: Engine, trials: Iterable[Trial], max_new_tokens: int) -> Iterator[tuple[GradedAnswer, Tensor]]:
-    """Yield each answer in order, with the log-probabilities of its first token, (V,) float32.
+def answer_all(
+    engine: Generator, trials: Iterable[Trial], max_new_tokens: int
+) -> Iterator[tuple[GradedAnswer, Tensor | None]]:
+    """Yield each answer in order, with the log-probabilities of its first token, (V,) float32, or None.
 
-    Prompts are prefilled one by one; answers are scored and generated in batches.
+    On an engine prompts are prefilled one by one; answers are scored and generated in batches.
 
     Raises:
         EvaluationError: passages do not fit the context window.
     """
     assembler = Assembler(engine.encoder, engine.context_window)
+    if not isinstance(engine, Engine):
+        for trial in trials:
+            yield _asked(engine, assembler, trial, max_new_tokens), None
+        return
     prefilled = (_prefill(engine, assembler, trial, max_new_tokens) for trial in trials)
     for batch in in_batches(prefilled, lambda one: one.session):
         sessions = [one.session for one in batch]
@@ -156,17 +167,30 @@ def answer_all(engine: Engine, trials: Iterable[Trial], max_new_tokens: int) -> 
         generations = generate_batch(engine, sessions, [one.request for one in batch])
         share = (time.perf_counter() - started) / len(batch)
         for one, log_probs, score, generation in zip(batch, first, scores, generations, strict=True):
-            answer = GradedAnswer(
-                answer=generation.text,
-                accuracy=best_subspan_em(first_line(generation.text), one.example.answers),
-                accuracy_full_text=best_subspan_em(generation.text, one.example.answers),
-                log_probability=sum(score) / len(score),
-                seconds=one.session.prefill_seconds + share,
-            )
-            yield answer, log_probs
+            seconds = one.session.prefill_seconds + share
+            yield _graded(generation, one.example, sum(score) / len(score), seconds), log_probs
 
 
-def _prefill(engine: Engine, assembler: Assembler, trial: Trial, max_new_tokens: int) -> _Prefilled:
+def _asked(engine: Generator, assembler: Assembler, trial: Trial, max_new_tokens: int) -> GradedAnswer:
+    layout = _layout(assembler, trial, max_new_tokens)
+    started = time.perf_counter()
+    generation = engine.generate(GenerationRequest(layout, trial.choice, Sampling(max_tokens=max_new_tokens)))
+    return _graded(generation, trial.example, None, time.perf_counter() - started)
+
+
+def _graded(
+    generation: Generation, example: PositionExample, log_probability: float | None, seconds: float
+) -> GradedAnswer:
+    return GradedAnswer(
+        answer=generation.text,
+        accuracy=best_subspan_em(first_line(generation.text), example.answers),
+        accuracy_full_text=best_subspan_em(generation.text, example.answers),
+        log_probability=log_probability,
+        seconds=seconds,
+    )
+
+
+def _layout(assembler: Assembler, trial: Trial, max_new_tokens: int) -> Layout:
     example, given = trial.example, len(trial.documents)
     assembled = assembler.assemble(
         example.question, trial.documents, order=trial.order, max_new_tokens=max_new_tokens
@@ -176,10 +200,15 @@ def _prefill(engine: Engine, assembler: Assembler, trial: Trial, max_new_tokens:
             f"question {example.id}: {given - len(assembled.documents)} of {given} passages do "
             "not fit or repeat; use fewer documents"
         )
-    expected = engine.encoder.encode_text(example.answers[0])
-    session = engine.open(assembled.layout, trial.choice, max(max_new_tokens, len(expected)))
-    request = GenerationRequest(assembled.layout, trial.choice, Sampling(max_tokens=max_new_tokens))
-    return _Prefilled(example, request, session, expected)
+    return assembled.layout
+
+
+def _prefill(engine: Engine, assembler: Assembler, trial: Trial, max_new_tokens: int) -> _Prefilled:
+    layout = _layout(assembler, trial, max_new_tokens)
+    expected = engine.encoder.encode_text(trial.example.answers[0])
+    session = engine.open(layout, trial.choice, max(max_new_tokens, len(expected)))
+    request = GenerationRequest(layout, trial.choice, Sampling(max_tokens=max_new_tokens))
+    return _Prefilled(trial.example, request, session, expected)
 
 
 def score_passages(reranker: Reranker, example: PositionExample, count: int) -> dict[str, Document]:
@@ -212,7 +241,7 @@ def _read_answer(row: Any) -> GradedAnswer | None:
     return GradedAnswer(**row) if whole else None
 
 
-def answer_key(engine: Engine, trial: Trial, max_new_tokens: int, *, any_order: bool) -> str:
+def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_order: bool) -> str:
     """Return a digest of everything that an answer depends on.
 
     Args:
@@ -225,7 +254,7 @@ def answer_key(engine: Engine, trial: Trial, max_new_tokens: int, *, any_order: 
     parts = {
         "version": KEY_VERSION,
         "model": engine.fingerprint,
-        "device": engine.loaded.device.type,
+        "device": engine.loaded.device.type if isinstance(engine, Engine) else "remote",
         "method": engine.describe(trial.choice).fingerprint,
         "template": PromptTemplate().fingerprint(),
         "question": trial.example.question,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.evaluation.answers.arrangement import Arrangement, check_arrangements
@@ -15,7 +16,6 @@ from rag_posfix.evaluation.data.datasets import data_facts
 from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.evaluation.progress import Progress
 from rag_posfix.evaluation.record import environment, model_facts
-from rag_posfix.generation.engine import Engine
 from rag_posfix.settings import Settings
 
 __all__ = ["answers_head", "arrangement_rerankers", "checked_arrangements", "load_models"]
@@ -33,7 +33,7 @@ def checked_arrangements(choices: Sequence[MethodSpec | Arrangement]) -> list[Ar
 
 
 def arrangement_rerankers(
-    arrangements: Sequence[Arrangement], engine: Engine, settings: Settings | None
+    arrangements: Sequence[Arrangement], engine: Generator, settings: Settings | None
 ) -> dict[str, Reranker]:
     """Return the rerankers that ``arrangements`` name, by label.
 
@@ -53,11 +53,11 @@ def arrangement_rerankers(
 
 def load_models(
     choices: Sequence[Arrangement],
-    engine: Engine | None,
+    engine: Generator | None,
     reranker: Reranker | None,
     settings: Settings | None,
     progress: Progress,
-) -> tuple[Engine, Reranker, str]:
+) -> tuple[Generator, Reranker, str]:
     """Return the model, the reranker that scores the passages, and the name of the reranker in the record.
 
     Args:
@@ -75,10 +75,10 @@ def load_models(
     if engine is None or reranker is None:
         chosen = settings or Settings()
         with progress("loading the model and the embeddings"):
-            from rag_posfix.pipeline.build import build_embeddings, build_engine
+            from rag_posfix.pipeline.build import build_embeddings, build_generator
             from rag_posfix.reranking.embedding import EmbeddingReranker
 
-            engine = engine or build_engine(chosen)
+            engine = engine or build_generator(chosen)
             if reranker is None:
                 reranker, relevance = EmbeddingReranker(embeddings=build_embeddings(chosen)), chosen.embedding_model
     for choice in choices:
@@ -88,7 +88,7 @@ def load_models(
 
 def answers_head(
     kind: str,
-    engine: Engine,
+    engine: Generator,
     choices: Sequence[Arrangement],
     data: Path | Sequence[PositionExample],
     settings: Mapping[str, Any],
@@ -107,7 +107,7 @@ def answers_head(
     }
 
 
-def _arrangement_facts(engine: Engine, arrangement: Arrangement) -> dict[str, Any]:
+def _arrangement_facts(engine: Generator, arrangement: Arrangement) -> dict[str, Any]:
     spec = arrangement.mitigation
     return {
         "parameters": spec.parameters,

@@ -16,6 +16,7 @@ from typing import Any
 from langchain_core.documents import Document
 from torch import Tensor
 
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
@@ -28,14 +29,13 @@ from rag_posfix.evaluation.answers.experiment import (
     load_models,
 )
 from rag_posfix.evaluation.answers.pictures import draw_permutations
-from rag_posfix.evaluation.answers.verdict import permutation_verdicts
+from rag_posfix.evaluation.answers.verdict import not_measured, permutation_verdicts
 from rag_posfix.evaluation.data.datasets import take_examples
 from rag_posfix.evaluation.data.position_example import GoldPosition, PositionExample
 from rag_posfix.evaluation.figures import with_picture
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord
-from rag_posfix.evaluation.statistics import bootstrap_interval, mean
-from rag_posfix.generation.engine import Engine
+from rag_posfix.evaluation.statistics import bootstrap_interval, mean, mean_if_known
 from rag_posfix.settings import Settings
 
 __all__ = [
@@ -58,11 +58,12 @@ class PermutationRow:
         order: For each position, the position of its passage in the first order; the first order is 0, 1, 2, ...
         gold_position: Position of the gold passage; positions of several.
         changed: Whether the text of the answer differs from that in the first order.
-        logit_difference: Largest absolute difference to the first order in the log-probabilities of the first token.
+        logit_difference: Largest absolute difference to the first order in the log-probabilities of the first token;
+            None from a generator that does not tell them.
         answer: The generated answer.
         accuracy: best_subspan_em of the first line.
         accuracy_full_text: best_subspan_em of the whole answer.
-        log_probability: Mean log-probability per token of the first accepted answer.
+        log_probability: Mean log-probability per token of the first accepted answer; None likewise.
         seconds: Time of the prefill, plus a share of the time to generate its batch.
         asked: The text of the question.
         accepted: The accepted answers.
@@ -74,11 +75,11 @@ class PermutationRow:
     order: tuple[int, ...]
     gold_position: GoldPosition
     changed: bool
-    logit_difference: float
+    logit_difference: float | None
     answer: str
     accuracy: float
     accuracy_full_text: float
-    log_probability: float
+    log_probability: float | None
     seconds: float
     asked: str = ""
     accepted: tuple[str, ...] = ()
@@ -95,7 +96,7 @@ def evaluate_permutations(
     skip: int = 0,
     max_tokens: int = 24,
     seed: int = 0,
-    engine: Engine | None = None,
+    engine: Generator | None = None,
     reranker: Reranker | None = None,
     settings: Settings | None = None,
     out: Path | None = None,
@@ -180,7 +181,7 @@ class _Question:
 
 
 def answer_in_orders(
-    engine: Engine,
+    engine: Generator,
     examples: Sequence[PositionExample],
     choices: Sequence[MitigationChoice | Arrangement],
     *,
@@ -236,9 +237,11 @@ def answer_in_orders(
 
 
 def _in_each_order(
-    engine: Engine, questions: Sequence[_Question], arrangement: Arrangement, n_orders: int, max_new_tokens: int
+    engine: Generator, questions: Sequence[_Question], arrangement: Arrangement, n_orders: int, max_new_tokens: int
 ) -> Iterator[PermutationRow]:
-    first: list[tuple[str, Tensor]] = []  # by question, in the first order: the answer, and scores of its first token
+    first: list[
+        tuple[str, Tensor | None]
+    ] = []  # by question, in the first order: the answer, and scores of its first token
     for number in range(n_orders):
         orders = [question.orders[number] for question in questions]
         trials = [
@@ -278,8 +281,10 @@ def _ordered(passages: Sequence[Document | None], order: Sequence[int]) -> tuple
     return tuple(one for one in (passages[index] for index in order) if one is not None)
 
 
-def largest_difference(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute difference; two infinities of one sign do not differ."""
+def largest_difference(one: Tensor | None, other: Tensor | None) -> float | None:
+    """Return the largest absolute difference; two infinities of one sign do not differ. None if one is not known."""
+    if one is None or other is None:
+        return None
     return float((one - other).abs().where(one != other, 0.0).max())
 
 
@@ -288,7 +293,8 @@ def summarize_permutations(rows: Sequence[PermutationRow]) -> dict[str, Any]:
 
     ``flip_rate`` is the share of (question, order other than the first) whose answer is not that of the first order;
     ``any_flip`` the share of questions with at least one such order; ``max_logit_difference`` the largest difference
-    of a first token's log-probability between an order and the first; ``accuracy`` the mean over all orders.
+    of a first token's log-probability between an order and the first; ``accuracy`` the mean over all orders. What the
+    generator does not tell is None, and ``not_measured`` says why.
     """
     tables: dict[str, dict[str, list[PermutationRow]]] = {}
     for row in rows:
@@ -299,23 +305,26 @@ def summarize_permutations(rows: Sequence[PermutationRow]) -> dict[str, Any]:
         "verdict": permutation_verdicts(methods),
         "n": len({row.question for row in rows}),
         "orders": max((len(found) for table in tables.values() for found in table.values()), default=0),
+        **not_measured([row.log_probability for row in rows]),
     }
 
 
 def _summary(questions: Sequence[Sequence[PermutationRow]]) -> dict[str, Any]:
     """Shapes: questions: one list per question, its first order first."""
     flips = [mean([float(row.changed) for row in found[1:]]) for found in questions]
-    columns = {
+    columns: dict[str, Sequence[float | None]] = {
         "flip_rate": flips,
         "any_flip": [float(share > 0) for share in flips],
         "accuracy": [mean([row.accuracy for row in found]) for found in questions],
         "accuracy_full_text": [mean([row.accuracy_full_text for row in found]) for found in questions],
-        "log_probability": [mean([row.log_probability for row in found]) for found in questions],
+        "log_probability": [mean_if_known([row.log_probability for row in found]) for found in questions],
     }
     summary: dict[str, Any] = {}
     for name, values in columns.items():
-        summary[name] = mean(values)
-        summary[f"{name}_ci95"] = list(bootstrap_interval([[value] for value in values], mean))
-    summary["max_logit_difference"] = max(row.logit_difference for found in questions for row in found)
+        summary[name] = mean_if_known(values)
+        known = [[value] for value in values if value is not None]
+        summary[f"{name}_ci95"] = list(bootstrap_interval(known, mean)) if summary[name] is not None else None
+    differences = [row.logit_difference for found in questions for row in found]
+    summary["max_logit_difference"] = None if None in differences else max(filter(None, differences), default=0.0)
     summary["seconds"] = mean([row.seconds for found in questions for row in found])
     return summary

@@ -26,6 +26,8 @@ def draw_positions(
 ) -> Figure:
     """Return the curves of a record of ``eval positions``: log-probability of the answer by gold position.
 
+    Accuracy is drawn where log-probabilities were not measured.
+
     Args:
         head: The head of the record.
         title: Replaces the title, which names model, questions and data.
@@ -35,22 +37,23 @@ def draw_positions(
     """
     summary = head["summary"]
     methods = summary["mitigations"]
+    measure = "accuracy" if "not_measured" in summary else "log_probability"
     figure, axes = new_axes(size)
     labels = list(next(iter(methods.values()))["positions"])
     for number, (name, found) in enumerate(methods.items()):
-        values = [scores["log_probability"] for scores in found["positions"].values()]
+        values = [scores[measure] for scores in found["positions"].values()]
         axes.plot(
             range(len(values)), values, marker="o", linewidth=2.2, color=_color(name, number),
             label=names.get(name, name),
         )  # fmt: skip
     for key, text in (("gold_only", "gold passage alone"), ("closed_book", "no passages")) if bounds else ():
-        value = summary[key]["log_probability"]
+        value = summary[key][measure]
         axes.axhline(value, color="#999999", linestyle=":", linewidth=1)
         place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8, "color": "#666666"}
         axes.text(1.02, value, text, **place)
     axes.set_xticks(range(len(labels)), labels)
     axes.set_xlabel(f"position of the gold passage among {head['settings']['documents']}, from 0")
-    axes.set_ylabel("log-probability of the answer\nper token")
+    axes.set_ylabel("accuracy" if measure == "accuracy" else "log-probability of the answer\nper token")
     data = head["data"]["name"] or "given questions"
     axes.set_title(title or f"{head['model']}, {summary['n']} questions of {data}", fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=8)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rag_posfix.evaluation.answers.answer_form import summarize_form
-from rag_posfix.evaluation.answers.verdict import position_verdicts
+from rag_posfix.evaluation.answers.verdict import not_measured, position_verdicts
 from rag_posfix.evaluation.data.position_example import GoldPosition, position_label
-from rag_posfix.evaluation.statistics import bootstrap_interval, mcnemar_p, mean
+from rag_posfix.evaluation.statistics import bootstrap_interval, mcnemar_p, mean, mean_if_known
 
 __all__ = ["CLOSED_BOOK", "GOLD_ONLY", "PositionRow", "summarize_positions"]
 
@@ -28,7 +29,8 @@ class PositionRow:
         answer: The generated answer.
         accuracy: best_subspan_em of the first line.
         accuracy_full_text: best_subspan_em of the whole answer.
-        log_probability: Mean log-probability per token of the first accepted answer.
+        log_probability: Mean log-probability per token of the first accepted answer; None from a generator that does
+            not score given answers.
         seconds: Time of the prefill, plus a share of the time to generate its batch.
         reused: Whether the answer was not computed for this row. It is from the journal, or from another order of the
             same passages under an order-free arrangement.
@@ -45,7 +47,7 @@ class PositionRow:
     answer: str
     accuracy: float
     accuracy_full_text: float
-    log_probability: float
+    log_probability: float | None
     seconds: float
     reused: bool = False
     gold_rank: int | None = None
@@ -63,7 +65,8 @@ def summarize_positions(rows: Sequence[PositionRow]) -> dict[str, Any]:
     difference in accuracy between these two positions if there were none. ``sound`` and ``repeats`` are shares of
     answers (``answer_form``), ``recall_at_k`` is that of the scorer. ``by_scorer`` splits the questions by whether the
     scorer ranks the gold passage first (of several: before all others), with the accuracy at the worst position and
-    that of the gold passage alone. ``reused`` counts the rows that were not computed anew.
+    that of the gold passage alone. ``reused`` counts the rows that were not computed anew. What the generator does not
+    tell is None, and ``not_measured`` says why.
     """
     conditions = list(dict.fromkeys(row.condition for row in rows if row.gold_position is not None))
     tables = {name: _by_position(rows, name) for name in conditions}
@@ -82,6 +85,7 @@ def summarize_positions(rows: Sequence[PositionRow]) -> dict[str, Any]:
         GOLD_ONLY: _scores([row for row in rows if row.condition == GOLD_ONLY]),
         "n": len({row.question for row in rows}),
         "reused": sum(row.reused for row in rows),
+        **not_measured([row.log_probability for row in rows]),
     }
 
 
@@ -95,8 +99,9 @@ def _by_position(rows: Sequence[PositionRow], condition: str) -> dict[GoldPositi
 
 def _summary(table: Mapping[GoldPosition, Sequence[PositionRow]]) -> dict[str, Any]:
     positions = {position_label(position): _scores(found) for position, found in table.items()}
-    accuracy = [scores["accuracy"] for scores in positions.values()]
-    log_probability = [scores["log_probability"] for scores in positions.values()]
+    accuracy = [mean([row.accuracy for row in found]) for found in table.values()]
+    log_probability = [one for scores in positions.values() if (one := scores["log_probability"]) is not None]
+    scored = len(log_probability) == len(positions)
     by_question = list(zip(*([row.accuracy for row in found] for found in table.values()), strict=True))
     changed = zip(*([row.answer for row in found] for found in table.values()), strict=True)
     return {
@@ -105,9 +110,9 @@ def _summary(table: Mapping[GoldPosition, Sequence[PositionRow]]) -> dict[str, A
         "mean": mean(accuracy),
         "spread": max(accuracy) - min(accuracy),
         "ci95": list(bootstrap_interval(by_question, mean)),
-        "worst_log_probability": min(log_probability),
-        "mean_log_probability": mean(log_probability),
-        "spread_log_probability": max(log_probability) - min(log_probability),
+        "worst_log_probability": min(log_probability) if scored else None,
+        "mean_log_probability": mean(log_probability) if scored else None,
+        "spread_log_probability": max(log_probability) - min(log_probability) if scored else None,
         "answers_that_change": mean([float(len(set(answers)) > 1) for answers in changed]),
         **summarize_form([row.answer for found in table.values() for row in found]),
         **_recall([row.gold_rank for row in next(iter(table.values()))]),
@@ -137,25 +142,28 @@ def _by_scorer(
     return found
 
 
-def _scores(rows: Sequence[PositionRow]) -> dict[str, float]:
+def _scores(rows: Sequence[PositionRow]) -> dict[str, float | None]:
     return {
         "accuracy": mean([row.accuracy for row in rows]),
         "accuracy_full_text": mean([row.accuracy_full_text for row in rows]),
-        "log_probability": mean([row.log_probability for row in rows]),
+        "log_probability": mean_if_known([row.log_probability for row in rows]),
         "seconds": mean([row.seconds for row in rows]),
     }
 
 
 def _versus(
     table: Mapping[GoldPosition, Sequence[PositionRow]], baseline: Mapping[GoldPosition, Sequence[PositionRow]]
-) -> dict[str, float | list[float]]:
+) -> dict[str, float | list[float] | None]:
     def log_probability(row: PositionRow) -> float:
-        return row.log_probability
+        return math.nan if row.log_probability is None else row.log_probability
 
     def accuracy(row: PositionRow) -> float:
         return row.accuracy
 
-    logs = _difference(table, baseline, log_probability, max)
+    scored = all(
+        row.log_probability is not None for one in (table, baseline) for found in one.values() for row in found
+    )
+    logs = _difference(table, baseline, log_probability, max) if scored else (None, None)
     to_worst = _difference(table, baseline, accuracy, min)
     to_best = _difference(table, baseline, accuracy, max)
     return {

@@ -10,8 +10,10 @@ from types import MappingProxyType
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import content_key
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.contracts.retrieval import Reranker
+from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.answers.answering import (
     QUESTIONS_TOGETHER,
     AnswerJournal,
@@ -61,7 +63,7 @@ def evaluate_positions(
     check_orders: bool = False,
     fresh: bool = False,
     reuse: bool = False,
-    engine: Engine | None = None,
+    engine: Generator | None = None,
     reranker: Reranker | None = None,
     settings: Settings | None = None,
     out: Path | None = None,
@@ -102,6 +104,8 @@ def evaluate_positions(
             example.documents(documents, gold_position)
     engine, reranker, relevance = load_models(arrangements, engine, reranker, settings, progress)
     if reuse:
+        if not isinstance(engine, Engine):
+            raise ConfigError(f"reuse keeps keys and values in this process, and {engine.model_id} is on a server")
         from rag_posfix.caching.kv.memory import MemoryPassages
         from rag_posfix.caching.kv.store import PassageStore
 
@@ -134,7 +138,7 @@ class _PlannedRow:
 
 
 def answer_at_positions(
-    engine: Engine,
+    engine: Generator,
     examples: Sequence[PositionExample],
     choices: Sequence[MitigationChoice | Arrangement],
     *,
@@ -213,7 +217,7 @@ def _gold_rank(example: PositionExample, passages: Mapping[str, Document]) -> in
 
 
 def _answered(
-    engine: Engine,
+    engine: Generator,
     planned: Sequence[_PlannedRow],
     journal: AnswerJournal,
     max_new_tokens: int,

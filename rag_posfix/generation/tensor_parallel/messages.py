@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
-from rag_posfix.plan.layout import Layout, Span
+from rag_posfix.plan.layout import Layout, Span, Turn
 
 __all__ = ["Advance", "Command", "End", "Free", "Prefill", "decode", "encode"]
 
@@ -104,4 +104,5 @@ def _layout(given: Mapping[str, Any]) -> Layout:
         question=Span(**given["question"]),
         keys=tuple(given["keys"]),
         relevance=None if relevance is None else tuple(relevance),
+        turns=tuple(Turn(turn["role"], Span(**turn["content"])) for turn in given["turns"]),
     )

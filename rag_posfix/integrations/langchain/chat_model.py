@@ -21,6 +21,7 @@ from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, GenerationError
+from rag_posfix.generation.remote.address import is_remote, parse_remote
 from rag_posfix.integrations.document_ordering import checked_order
 from rag_posfix.integrations.langchain.content_blocks import read_conversation
 from rag_posfix.integrations.method_choice import checked_method
@@ -55,7 +56,8 @@ class RagPosfixChatModel(BaseChatModel):
     ``temperature``, ``max_tokens``, ``top_p``, ``seed`` and ``stop``, in place of the fields.
 
     Attributes:
-        model_name: ``smollm2``, ``gemma3-270m``, a model id or a folder; alias ``model``.
+        model_name: ``smollm2``, ``gemma3-270m``, a model id, a folder, or ``openai:NAME@URL`` for a model of an
+            OpenAI-compatible server, which takes ``mitigation="none"`` only; alias ``model``.
         mitigation: Name of the mitigation, or ``name:parameter=value``; checked when the object is made.
         mitigation_parameters: Its parameters.
         order: The order of the documents in the prompt: a name, or ``name:parameter=value``.
@@ -65,8 +67,8 @@ class RagPosfixChatModel(BaseChatModel):
         seed: Seed of sampling.
         stop: Strings that end the answer.
         timeout: Time limit of an answer in seconds; None for no limit.
-        max_retries: Accepted for compatibility; a local model does not retry.
-        api_key: Accepted for compatibility; a local model needs no key.
+        max_retries: Further attempts of a remote model, instead of the setting; a local model does not retry.
+        api_key: Key of a remote model, instead of the setting; a local model needs no key.
         passage_bytes: Memory for cached keys and values of documents, so that a document in a later message is not
             read again (``cache_read`` in ``usage_metadata`` counts its tokens); 0 for no cache. Not used if
             ``generator`` is given.
@@ -103,7 +105,11 @@ class RagPosfixChatModel(BaseChatModel):
 
     @model_validator(mode="after")
     def _known_mitigation(self) -> Self:
-        checked_method(self._choice({}))
+        choice = checked_method(self._choice({}))
+        if is_remote(self.model_name):
+            from rag_posfix.generation.remote.generator import check_remote_mitigation  # torch
+
+            check_remote_mitigation(parse_remote(self.model_name).name, choice)
         return self
 
     @property
@@ -139,9 +145,20 @@ class RagPosfixChatModel(BaseChatModel):
         with self._lock:
             if self._loaded is None:
                 given = self.generator
-                self._loaded = _load_engine(self.model_name, self.passage_bytes) if given is None else given
+                self._loaded = self._build() if given is None else given
             loaded: Generator = self._loaded
             return loaded
+
+    def _build(self) -> Generator:
+        from rag_posfix.pipeline.build import build_generator
+        from rag_posfix.settings import RemoteSettings, Settings
+
+        given: dict[str, Any] = {}
+        if self.api_key is not None:
+            given["api_key"] = self.api_key
+        if "max_retries" in self.model_fields_set:
+            given["retries"] = self.max_retries
+        return build_generator(Settings(model=self.model_name, remote=RemoteSettings(**given)), self.passage_bytes)
 
     def _stops(self, stop: Sequence[str] | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*(self.stop or ()), *(stop or ())]))
@@ -275,10 +292,3 @@ def _usage(generation: Generation) -> UsageMetadata:
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         input_token_details=InputTokenDetails(cache_read=usage.cached_tokens),
     )
-
-
-def _load_engine(model: str, passage_bytes: int) -> Generator:
-    from rag_posfix.pipeline.build import build_engine
-    from rag_posfix.settings import Settings
-
-    return build_engine(Settings(model=model), passage_bytes)

@@ -23,6 +23,7 @@ _DESCRIPTIONS = {
     422: "The body has the wrong shape.",
     429: "There is no capacity now; see the header retry-after.",
     500: "The service failed.",
+    502: "The server of a remote model failed.",
     503: "The model is not loaded.",
     504: "The answer took too long.",
 }

@@ -30,6 +30,8 @@ from rag_posfix.errors import (
     RetrievalError,
     UnknownNameError,
     UnsupportedModelError,
+    UpstreamError,
+    UpstreamTimeoutError,
 )
 from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.facts import facts_of
@@ -252,6 +254,8 @@ TABLE: Mapping[type[Exception], Kind] = {
     RerankingError: Kind(500, _SERVER, "reranking_failed", "the documents could not be scored" + _SEE_LOG),
     GenerationError: Kind(500, _SERVER, "generation_failed", "the model failed" + _SEE_LOG),
     StorageError: Kind(500, _SERVER, "not_stored", "the change could not be written and was not made" + _SEE_LOG),
+    UpstreamError: Kind(502, _SERVER, "upstream_failed", "the server of the model failed" + _SEE_LOG),
+    UpstreamTimeoutError: Kind(504, "timeout", "upstream_timeout", "the server of the model took too long" + _SEE_LOG),
     Exception: Kind(500, _SERVER, "internal_error", "internal error" + _SEE_LOG),
     NotReadyError: Kind(503, "unavailable", "not_ready"),
     StoppingError: Kind(503, "unavailable", "stopping"),
@@ -280,7 +284,7 @@ def problem_of(error: Exception) -> Problem:
     message, param = kind.message or str(error), getattr(error, "param", None)
     if isinstance(error, RequestValidationError):
         message, param = _validation_message(error)
-    if kind.status == 500:
+    if kind.message is not None:
         log_failure(error)
     status = 400 if _is_malformed(error) else kind.status
     return Problem(status, kind.type, kind.code, _one_line(message), param if param is None else _short(param))

@@ -19,7 +19,7 @@ from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import MitigationChoice, Sampling
-from rag_posfix.errors import GenerationError, RagPosfixError
+from rag_posfix.errors import GenerationError, OverloadedError, RagPosfixError, UpstreamError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
@@ -343,9 +343,12 @@ def _build(settings: Settings) -> Pipeline:
     if pipeline.embeddings is not None:
         pipeline.embeddings.embed_query("Is the service warm?")
     passage = Document(page_content="The service is warm.", metadata={"relevance_score": 1.0})
-    pipeline.ask(
-        Question("Is the service warm?", documents=[passage], sampling=Sampling(max_tokens=2), use_cache=False)
-    )
+    try:
+        pipeline.ask(
+            Question("Is the service warm?", documents=[passage], sampling=Sampling(max_tokens=2), use_cache=False)
+        )
+    except (UpstreamError, OverloadedError) as error:  # a remote model may come up later, and is asked each time
+        _log.warning("the server of the model did not answer yet: %s", error)
     return pipeline
 
 

@@ -26,7 +26,7 @@ router = APIRouter(tags=["chat"], route_class=CleanRoute)
     PATH,
     operation_id="create_message",
     response_model=AnthropicResponse,
-    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504) | STREAMED,
+    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504) | STREAMED,
 )
 async def create_message(
     body: AnthropicRequest, request: Request, service: ReadyService, facts: RequestFacts

@@ -33,7 +33,7 @@ reranks = APIRouter(tags=["rerank"], route_class=CleanRoute)
     CHAT_PATH,
     operation_id="cohere_chat",
     response_model=CohereChatResponse,
-    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504) | STREAMED,
+    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504) | STREAMED,
 )
 async def chat(body: CohereChatRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
     """Answer the last message from documents: those of the request, or retrieved ones, with citations."""
@@ -47,7 +47,7 @@ async def chat(body: CohereChatRequest, request: Request, service: ReadyService,
     RERANK_PATH,
     operation_id="cohere_rerank",
     response_model=CohereRerankResponse,
-    responses=errors(400, 401, 413, 422, 429, 500, 503),
+    responses=errors(400, 401, 403, 413, 422, 429, 500, 503),
 )
 async def rerank(body: CohereRerankRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
     """Score documents for a query, best first."""

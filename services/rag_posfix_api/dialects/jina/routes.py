@@ -25,7 +25,7 @@ router = APIRouter(tags=["rerank"], route_class=CleanRoute)
     PATH,
     operation_id="rerank",
     response_model=RerankResponse,
-    responses=errors(400, 401, 413, 422, 429, 500, 503),
+    responses=errors(400, 401, 403, 413, 422, 429, 500, 503),
 )
 async def rerank(body: RerankRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
     """Score documents for a query, best first; documents with equal scores stay in the order of the request."""

@@ -82,7 +82,7 @@ class OrderEvaluation(BaseModel):
     "/v1/evaluate/order",
     operation_id="evaluate_order",
     response_model=OrderEvaluation,
-    responses=errors(400, 401, 403, 413, 422, 429, 500, 503, 504),
+    responses=errors(400, 401, 403, 413, 422, 429, 500, 502, 503, 504),
 )
 async def evaluate_order(
     body: OrderEvaluationRequest, request: Request, service: ReadyService, facts: RequestFacts

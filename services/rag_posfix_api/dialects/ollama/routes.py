@@ -52,7 +52,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     CHAT_PATH,
     operation_id="ollama_chat",
     response_model=OllamaChatResponse,
-    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504)
+    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504)
     | {200: {"content": {LINES: {"schema": {"type": "string"}}}}},
 )
 async def chat(body: OllamaChatRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
@@ -96,7 +96,7 @@ def to_question(body: OllamaChatRequest, defaults: Sampling, max_documents: int)
     )
 
 
-@models.get(TAGS_PATH, operation_id="ollama_tags", response_model=OllamaModels, responses=errors(401, 500, 503))
+@models.get(TAGS_PATH, operation_id="ollama_tags", response_model=OllamaModels, responses=errors(401, 403, 500, 503))
 async def tags(service: ReadyService) -> OllamaModels:
     """List the served model."""
     started = datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z")

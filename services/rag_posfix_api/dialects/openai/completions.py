@@ -47,7 +47,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "/v1/completions",
     operation_id="create_completion",
     response_model=CompletionObject,
-    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504) | STREAMED,
+    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504) | STREAMED,
 )
 async def create_completion(
     body: CompletionRequest, request: Request, service: ReadyService, facts: RequestFacts

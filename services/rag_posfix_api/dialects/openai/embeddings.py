@@ -30,7 +30,7 @@ router = APIRouter(tags=["embeddings"], route_class=CleanRoute)
     "/v1/embeddings",
     operation_id="create_embeddings",
     response_model=EmbeddingList,
-    responses=errors(400, 401, 404, 413, 422, 429, 500, 503),
+    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 503),
 )
 async def create_embeddings(
     body: EmbeddingRequest, request: Request, service: ReadyService, facts: RequestFacts

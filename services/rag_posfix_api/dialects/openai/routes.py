@@ -29,7 +29,7 @@ models = APIRouter(tags=["models"])
     "/v1/chat/completions",
     operation_id="create_chat_completion",
     response_model=ChatCompletion,
-    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504) | STREAMED,
+    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504) | STREAMED,
 )
 async def create_chat_completion(
     body: ChatRequest, request: Request, service: ReadyService, facts: RequestFacts
@@ -48,7 +48,7 @@ async def create_chat_completion(
     return await respond(service, request, facts, question, completion, stream=bool(body.stream), added=body.posfix)
 
 
-@models.get("/v1/models", operation_id="list_models", response_model=ModelList, responses=errors(401, 500, 503))
+@models.get("/v1/models", operation_id="list_models", response_model=ModelList, responses=errors(401, 403, 500, 503))
 async def list_models(service: ReadyService) -> ModelList:
     """List the served model."""
     return ModelList(data=[_model(service)])
@@ -58,7 +58,7 @@ async def list_models(service: ReadyService) -> ModelList:
     "/v1/models/{model:path}",  # ids of the form owner/name hold a slash
     operation_id="retrieve_model",
     response_model=ModelObject,
-    responses=errors(401, 404, 422, 500, 503),
+    responses=errors(401, 403, 404, 422, 500, 503),
 )
 async def retrieve_model(model: str, service: ReadyService) -> ModelObject:
     """Describe the served model."""

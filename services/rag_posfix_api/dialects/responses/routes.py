@@ -24,7 +24,7 @@ router = APIRouter(tags=["chat"], route_class=CleanRoute)
     "/v1/responses",
     operation_id="create_response",
     response_model=ResponseObject,
-    responses=errors(400, 401, 404, 413, 422, 429, 500, 503, 504) | STREAMED,
+    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504) | STREAMED,
 )
 async def create_response(
     body: ResponsesRequest, request: Request, service: ReadyService, facts: RequestFacts

@@ -41,7 +41,7 @@ Body = Annotated[
     PATH,
     operation_id="tei_rerank",
     response_model=list[TeiRank] | VllmRerankResponse,
-    responses=errors(400, 401, 413, 422, 429, 500, 503),
+    responses=errors(400, 401, 403, 413, 422, 429, 500, 503),
 )
 async def rerank(body: Body, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
     """Score texts for a query, best first."""

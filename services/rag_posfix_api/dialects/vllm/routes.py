@@ -29,7 +29,7 @@ __all__ = ["reranked", "router"]
 
 router = APIRouter(tags=["rerank"], route_class=CleanRoute)
 
-_ERRORS = errors(400, 401, 413, 422, 429, 500, 503)
+_ERRORS = errors(400, 401, 403, 413, 422, 429, 500, 503)
 
 
 async def reranked(body: VllmRerankRequest, request: Request, service: Service, facts: Facts) -> VllmRerankResponse:

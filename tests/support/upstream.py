@@ -1,0 +1,180 @@
+"""A server on loopback that gives scripted answers to chat completions, sound and broken ones."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+USAGE = {"prompt_tokens": 40, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 16}}
+
+
+class Reply:
+    """An answer.
+
+    Args:
+        body: Its parts.
+        status: HTTP status; 0 closes the connection without an answer.
+        content_type: Of the body.
+        cut: Promise more bytes than are sent, and close.
+        pause_before: Send nothing until the test is over before this part; None does not pause.
+        headers: Further headers.
+    """
+
+    def __init__(
+        self,
+        *body: bytes,
+        status: int = 200,
+        content_type: str = "text/event-stream",
+        cut: bool = False,
+        pause_before: int | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.body = body
+        self.status = status
+        self.content_type = content_type
+        self.cut = cut
+        self.pause_before = pause_before
+        self.headers = headers or {}
+
+
+def event(data: Any) -> bytes:
+    return b"data: " + (data if isinstance(data, bytes) else json.dumps(data).encode()) + b"\n\n"
+
+
+def piece(text: str | None = None, finish: str | None = None) -> dict[str, Any]:
+    delta = {} if text is None else {"content": text}
+    return {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+
+def streamed(*texts: str, finish: str = "stop", usage: dict[str, Any] | None = USAGE, **options: Any) -> Reply:
+    """A sound stream."""
+    parts = [event({"choices": [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]})]
+    parts += [event(piece(text)) for text in texts]
+    parts.append(event(piece(finish=finish)))
+    if usage is not None:
+        parts.append(event({"choices": [], "usage": usage}))
+    return Reply(*parts, event(b"[DONE]"), **options)
+
+
+def whole(text: str, finish: str = "stop", **fields: Any) -> Reply:
+    """A sound answer that is not streamed."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    return as_json({"choices": [choice], "usage": USAGE, **fields})
+
+
+def as_json(data: Any, status: int = 200, **options: Any) -> Reply:
+    body = data if isinstance(data, bytes) else json.dumps(data).encode()
+    return Reply(body, status=status, content_type="application/json", **options)
+
+
+def error(status: int, message: str, **headers: str) -> Reply:
+    return as_json({"error": {"message": message, "code": "some_code"}}, status, headers=headers)
+
+
+Answering = Callable[[dict[str, Any]], Reply]
+"""A server whose answer depends on the body of the request."""
+
+
+def first_passage(body: dict[str, Any]) -> Reply:
+    """Answer with the first passage of the prompt, so that the answer depends on the order of the passages."""
+    parts = body["messages"][-1]["content"].split("\n\n")
+    text = parts[1] if len(parts) > 1 else "no passages"
+    return streamed(text) if body["stream"] else whole(text)
+
+
+class Upstream:
+    """What a scripted server was sent. Each request gets the next reply; further ones the last.
+
+    Attributes:
+        url: Base URL.
+        bodies: The JSON bodies of the requests.
+        headers: Their headers, in lower case.
+        gone: Set when a client closes its connection while the server pauses.
+    """
+
+    def __init__(self, replies: Sequence[Reply | Answering]) -> None:
+        self.replies = list(replies)
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.gone = threading.Event()
+        self.over = threading.Event()
+        self.url = ""
+
+    @property
+    def model(self) -> str:
+        """The name of its model in settings."""
+        return f"openai:tiny@{self.url}"
+
+    def next_reply(self) -> Reply:
+        found = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        return found if isinstance(found, Reply) else found(self.bodies[-1])
+
+
+@contextmanager
+def upstream(*replies: Reply | Answering) -> Iterator[Upstream]:
+    """Serve on a free port."""
+    script = Upstream(replies)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            script.bodies.append(json.loads(body))
+            script.headers.append({name.lower(): value for name, value in self.headers.items()})
+            script.paths.append(self.path)
+            with suppress(OSError):
+                self._send(script.next_reply())
+
+        def _send(self, reply: Reply) -> None:
+            if not reply.status:
+                self.close_connection = True
+                return
+            if reply.pause_before == -1:
+                self._wait_for_the_end()
+                return
+            self.send_response(reply.status)
+            for name, value in {"content-type": reply.content_type, **reply.headers}.items():
+                self.send_header(name.replace("_", "-"), value)
+            length = sum(map(len, reply.body)) + (1000 if reply.cut else 0)
+            self.send_header("content-length", str(length))
+            self.end_headers()
+            for number, part in enumerate(reply.body):
+                if number == reply.pause_before:
+                    self.wfile.flush()
+                    self._wait_for_the_end()
+                    return
+                self.wfile.write(part)
+            self.wfile.flush()
+            self.close_connection = reply.cut
+
+        def _wait_for_the_end(self) -> None:
+            """Wait until the client closes the connection, or the test is over."""
+            self.close_connection = True
+            self.connection.settimeout(0.02)
+            while not script.over.is_set():
+                with suppress(TimeoutError):
+                    if not self.connection.recv(1):
+                        script.gone.set()
+                        return
+
+        def log_message(self, *_arguments: object) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    script.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    try:
+        yield script
+    finally:
+        script.over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()

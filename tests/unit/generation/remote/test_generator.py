@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.generator import Generator, PassageReader
+from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, Sampling, Usage
+from rag_posfix.errors import (
+    ConfigError,
+    GenerationError,
+    OverloadedError,
+    PromptTooLongError,
+    RagPosfixError,
+    UnsupportedModelError,
+    UpstreamError,
+    UpstreamTimeoutError,
+)
+from rag_posfix.generation.remote.connection import ServerLimits
+from rag_posfix.generation.remote.generator import RemoteGenerator
+from rag_posfix.generation.remote.open import open_remote
+from rag_posfix.plan.layout import Layout, Span
+from tests.support.upstream import Reply, Upstream, as_json, error, event, piece, streamed, upstream, whole
+from tests.support.waiting import wait_until
+
+KEY = "sk-very-secret"
+FAST = ServerLimits(connect_seconds=5, read_seconds=20, retries=0)
+
+
+@contextmanager
+def asking(*replies: Reply, **options: Any) -> Iterator[tuple[RemoteGenerator, Upstream]]:
+    with upstream(*replies) as server:
+        generator = open_remote(server.model, **{"api_key": KEY, "limits": FAST, **options})
+        try:
+            yield generator, server
+        finally:
+            generator.close()
+
+
+def request_of(generator: RemoteGenerator, mitigation: str = "none", **sampling: Any) -> GenerationRequest:
+    documents = [Document(page_content="The bridge opened in 1901.")]
+    layout = Assembler(generator.encoder, 4096).assemble("When?", documents).layout
+    return GenerationRequest(layout, MitigationChoice(mitigation), Sampling(**sampling))
+
+
+class TestAnswers:
+    def test_a_whole_answer(self):
+        with asking(whole("In 1901.", "length")) as (generator, server):
+            generation = generator.generate(request_of(generator, max_tokens=7))
+        assert isinstance(generator, Generator)
+        assert not isinstance(generator, PassageReader)
+        assert (generation.text, generation.finish_reason) == ("In 1901.", "length")
+        assert generation.usage == Usage(40, 3, 16)
+        (body,) = server.bodies
+        assert server.paths == ["/v1/chat/completions"]
+        assert body["model"] == "tiny"
+        assert [message["role"] for message in body["messages"]] == ["user"]
+        assert "The bridge opened in 1901." in body["messages"][0]["content"]
+        rest = {name: value for name, value in body.items() if name not in ("model", "messages")}
+        assert rest == {"max_tokens": 7, "temperature": 0.0, "stream": False}
+
+    def test_a_stream(self):
+        with asking(streamed("In ", "19", "01.")) as (generator, server):
+            chunks = list(generator.stream(request_of(generator)))
+        assert [chunk.text for chunk in chunks] == ["In ", "19", "01.", ""]
+        generation = chunks[-1].generation
+        assert generation is not None
+        assert (generation.text, generation.finish_reason, generation.usage) == ("In 1901.", "stop", Usage(40, 3, 16))
+        assert set(generation.timings) == {"prefill", "decode"}
+        assert server.bodies[0]["stream_options"] == {"include_usage": True}
+
+    def test_all_sampling_parameters_are_sent(self):
+        sampling = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 7, "stop": ("a", "b")}
+        with asking(whole("x"), token_limit_field="max_completion_tokens") as (generator, server):
+            generator.generate(request_of(generator, **sampling))
+        sent = server.bodies[0]
+        assert sent["max_completion_tokens"] == 5
+        assert "max_tokens" not in sent
+        assert {name: sent[name] for name in ("temperature", "top_p", "top_k", "seed", "stop")} == {
+            "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 7, "stop": ["a", "b"],
+        }  # fmt: skip
+
+    def test_without_usage_tokens_are_estimated(self):
+        with asking(streamed("In 1901.", usage=None)) as (generator, _):
+            request = request_of(generator)
+            usage = list(generator.stream(request))[-1].generation.usage
+        assert usage == Usage(len(request.layout.token_ids), len(generator.encoder.encode_text("In 1901.")), 0)
+
+    def test_the_key_is_sent_and_nowhere_shown(self, caplog: pytest.LogCaptureFixture):
+        with caplog.at_level(logging.DEBUG), asking(error(401, "no")) as (generator, server):
+            with pytest.raises(UpstreamError, match="RAG_POSFIX_REMOTE_API_KEY") as refused:
+                generator.generate(request_of(generator))
+            shown = [str(refused.value), repr(refused.value), repr(vars(generator)), caplog.text]
+        assert server.headers[0]["authorization"] == f"Bearer {KEY}"
+        assert [text for text in shown if KEY in text or "1901" in text] == []
+
+    def test_without_a_key_none_is_sent(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-of-another-server")
+        with asking(whole("x"), api_key=None) as (generator, server):
+            generator.generate(request_of(generator))
+        assert "authorization" not in server.headers[0]
+
+    def test_cache_identity_is_url_and_name(self):
+        made = {
+            open_remote(model).fingerprint
+            for model in ("openai:a@http://h/v1", "openai:b@http://h/v1", "openai:a@http://i/v1", "openai:a@http://h")
+        }
+        assert len(made) == 3
+
+
+class TestRefusedBeforeAnyRequest:
+    @pytest.mark.parametrize("mitigation", ["default", "context_experts", "parallel_encoding", "stable_mask"])
+    def test_mitigations_that_need_the_weights(self, mitigation: str):
+        with asking(whole("x")) as (generator, server):
+            for call in (generator.generate, generator.stream):
+                with pytest.raises(UnsupportedModelError, match="mitigation='none'"):
+                    call(request_of(generator, mitigation))
+            with pytest.raises(UnsupportedModelError, match=f"mitigation='{mitigation}' needs the weights"):
+                generator.describe(MitigationChoice(mitigation))
+        assert server.bodies == []
+
+    def test_a_prompt_beyond_the_context_window(self):
+        with asking(whole("x"), context_window=60) as (generator, server):
+            request = request_of(generator, max_tokens=50)
+            with pytest.raises(PromptTooLongError, match="RAG_POSFIX_REMOTE_CONTEXT_WINDOW"):
+                generator.stream(request)
+        assert server.bodies == []
+
+    def test_a_layout_without_messages(self):
+        with asking(whole("x")) as (generator, server):
+            layout = Layout((1, 2), Span(0, 1), (), (), Span(1, 2), Span(1, 2), ())
+            with pytest.raises(GenerationError, match="no turns"):
+                generator.generate(GenerationRequest(layout))
+        assert server.bodies == []
+
+    @pytest.mark.parametrize("key", ["a\nb", " ", "schlüssel"])
+    def test_a_key_that_no_header_can_hold(self, key: str):
+        with pytest.raises(ConfigError, match="printable ASCII") as refused:
+            open_remote("openai:m@http://h", api_key=key)
+        assert key not in str(refused.value) or not key.strip()
+
+    def test_a_closed_generator(self):
+        with asking(whole("x")) as (generator, server):
+            generator.close()
+            with pytest.raises(GenerationError, match="was closed"):
+                generator.generate(request_of(generator))
+        assert server.bodies == []
+
+
+BROKEN = {
+    "garbage": as_json(b"\x00\xff not json"),
+    "a list": as_json([1]),
+    "no choices": as_json({"object": "chat.completion"}),
+    "empty choices": as_json({"choices": []}),
+    "choice is text": as_json({"choices": ["x"]}),
+    "content is a number": as_json({"choices": [{"message": {"content": 5}, "finish_reason": "stop"}]}),
+    "no finish_reason": as_json({"choices": [{"message": {"content": "x"}}]}),
+    "a web page": Reply(b"<html>welcome</html>", content_type="text/html"),
+    "deep JSON": as_json(b"[" * 100_000),
+    "cut body": as_json(b'{"choices": ', cut=True),
+    "too large": as_json(b" " * (2**20 + 4096 * 128 + 100)),
+    "error with status 200": as_json({"error": {"message": "out of memory"}}),
+    "filtered": whole("x", "content_filter"),
+    "500": error(500, "boom"),
+    "404": error(404, "no such model"),
+    "redirect": Reply(status=302, headers={"location": "http://127.0.0.1:1/v1"}),
+}
+BROKEN_STREAMS = {
+    "garbage event": Reply(event(piece("In ")), event(b"{nonsense")),
+    "cut in the middle": Reply(event(piece("In ")), cut=True),
+    "ends without finish_reason": Reply(event(piece("In "))),
+    "ends with DONE alone": Reply(event(piece("In ")), event(b"[DONE]")),
+    "not a stream": whole("In 1901."),
+    "a web page": Reply(b"<html>welcome</html>", content_type="text/html"),
+    "error event": Reply(event(piece("In ")), event({"error": {"message": "out of memory"}})),
+    "nothing": Reply(),
+    "endless line": Reply(b"data: " + b"x" * (2**20 + 4096 * 128 + 100)),
+    "content is a list": Reply(event({"choices": [{"delta": {"content": ["x"]}}]})),
+    "500": error(500, "boom"),
+}
+
+
+class TestBrokenServers:
+    @pytest.mark.parametrize("name", BROKEN)
+    def test_a_broken_answer_is_an_upstream_error(self, name: str):
+        with asking(BROKEN[name]) as (generator, _), pytest.raises(UpstreamError) as failed:
+            generator.generate(request_of(generator))
+        assert not isinstance(failed.value, UpstreamTimeoutError)
+        assert "127.0.0.1" in str(failed.value)
+
+    @pytest.mark.parametrize("name", BROKEN_STREAMS)
+    def test_a_broken_stream_is_an_upstream_error_and_never_a_whole_answer(self, name: str):
+        chunks: list[Chunk] = []
+        with asking(BROKEN_STREAMS[name]) as (generator, _):
+            stream = generator.stream(request_of(generator))
+            with pytest.raises(UpstreamError):
+                chunks.extend(stream)  # keeps those before the error
+        assert all(chunk.generation is None for chunk in chunks)
+
+    def test_the_reason_that_the_server_states_is_in_the_error(self):
+        with asking(error(404, "model 'tiny' is not loaded")) as (generator, _):
+            request = request_of(generator)
+            with pytest.raises(UpstreamError, match=r"404: model 'tiny' is not loaded some_code; check the name"):
+                generator.generate(request)
+
+    @pytest.mark.parametrize(
+        "message", ["This model's maximum context length is 4096 tokens", "exceeds context window"]
+    )
+    def test_a_prompt_that_is_too_long_for_the_server(self, message: str):
+        with asking(error(400, message)) as (generator, _), pytest.raises(PromptTooLongError, match="CONTEXT_WINDOW"):
+            generator.generate(request_of(generator))
+
+    def test_nobody_listens(self):
+        with upstream(whole("x")) as server:
+            pass
+        generator = open_remote(server.model, limits=FAST)
+        with pytest.raises(UpstreamError, match="cannot be reached"):
+            generator.generate(request_of(generator))
+        generator.close()
+
+    @pytest.mark.parametrize("pause_before", [-1, 2])
+    def test_a_silent_server_times_out(self, pause_before: int):
+        limits = ServerLimits(connect_seconds=5, read_seconds=0.2, retries=2)
+        with asking(streamed("In ", "1901.", pause_before=pause_before), limits=limits) as (generator, server):
+            with pytest.raises(UpstreamTimeoutError, match=r"silent for 0\.2 s"):
+                list(generator.stream(request_of(generator)))
+            assert len(server.bodies) == 1  # not asked again: it may be at work
+
+
+class TestRetries:
+    LIMITS = ServerLimits(retries=2)
+
+    @pytest.mark.parametrize("status", [429, 503])
+    def test_a_busy_server_is_asked_again(self, status: int):
+        replies = (error(status, "busy"), error(status, "busy", retry_after="0"), whole("In 1901."))
+        with asking(*replies, limits=self.LIMITS) as (generator, server):
+            assert generator.generate(request_of(generator)).text == "In 1901."
+        assert len(server.bodies) == 3
+
+    def test_retry_after_is_respected(self):
+        with asking(error(503, "busy", retry_after="1"), streamed("x"), limits=self.LIMITS) as (generator, _):
+            started = time.monotonic()
+            list(generator.stream(request_of(generator)))
+        assert time.monotonic() - started >= 1.0
+
+    @pytest.mark.parametrize(("status", "kind"), [(429, OverloadedError), (503, UpstreamError)])
+    def test_in_the_end_it_is_an_error(self, status: int, kind: type[RagPosfixError]):
+        with asking(error(status, "busy"), limits=ServerLimits(retries=1)) as (generator, server):
+            request = request_of(generator)
+            with pytest.raises(kind):
+                generator.generate(request)
+        assert len(server.bodies) == 2
+
+    def test_a_connection_that_is_closed_before_an_answer(self):
+        with asking(Reply(status=0), whole("In 1901."), limits=self.LIMITS) as (generator, server):
+            assert generator.generate(request_of(generator)).text == "In 1901."
+        assert len(server.bodies) == 2
+
+    def test_an_answer_that_has_begun_is_not_asked_for_again(self):
+        with asking(as_json(b'{"choices', cut=True), whole("x"), limits=self.LIMITS) as (generator, server):
+            request = request_of(generator)
+            with pytest.raises(UpstreamError, match="in the middle of an answer"):
+                generator.generate(request)
+        assert len(server.bodies) == 1
+
+    def test_other_errors_are_not_retried(self):
+        with asking(error(500, "boom"), whole("x"), limits=self.LIMITS) as (generator, server):
+            request = request_of(generator)
+            with pytest.raises(UpstreamError, match="500: boom"):
+                generator.generate(request)
+        assert len(server.bodies) == 1
+
+
+class TestCancelling:
+    def test_closing_the_stream_closes_the_connection(self):
+        with asking(streamed("In ", "1901.", pause_before=2)) as (generator, server):
+            stream = generator.stream(request_of(generator))
+            assert next(stream).text == "In "
+            assert not server.gone.is_set()
+            stream.close()
+            assert server.gone.wait(5)
+
+    @pytest.mark.parametrize("call", ["generate", "stream"])
+    def test_who_is_not_wanted_any_more_leaves_before_the_first_token(self, call: str):
+        wanted = threading.Event()
+        wanted.set()
+
+        def check() -> None:
+            if not wanted.is_set():
+                raise GenerationError("nobody waits")
+
+        failed: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                result = getattr(generator, call)(request_of(generator))
+                list(result)
+            except GenerationError as error:
+                failed.append(error)
+
+        with asking(streamed("x", pause_before=-1), still_wanted=check) as (generator, server):
+            thread = threading.Thread(target=ask)
+            thread.start()
+            wait_until(lambda: server.bodies)
+            wanted.clear()
+            thread.join(5)
+            assert [str(error) for error in failed] == ["nobody waits"]
+            assert server.gone.wait(5)
+
+    def test_many_answers_at_the_same_time(self):
+        with asking(streamed("In ", "1901.")) as (generator, server):
+            found: list[str] = []
+
+            def ask() -> None:
+                found.append(list(generator.stream(request_of(generator)))[-1].generation.text)
+
+            threads = [threading.Thread(target=ask) for _ in range(12)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+        assert found == ["In 1901."] * 12
+        assert len(server.bodies) == 12

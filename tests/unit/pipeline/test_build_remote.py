@@ -1,0 +1,132 @@
+"""A pipeline whose model is on a server: what works, and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+
+from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.pipeline import build as module
+from rag_posfix.pipeline.build import build_engine, build_pipeline
+from rag_posfix.pipeline.pipeline import Pipeline, Question
+from rag_posfix.settings import RemoteSettings, Settings
+from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.upstream import Upstream, first_passage, streamed, upstream
+
+TEXTS = ("Bread is baked in ovens.", "Paris lies on the Seine.", "Rome lies on the Tiber.")
+SCORED = [
+    Document(page_content=text, id=text[:4], metadata={"relevance_score": 1 / (2 + i)}) for i, text in enumerate(TEXTS)
+]
+
+
+@pytest.fixture
+def server() -> Iterator[Upstream]:
+    with upstream(first_passage) as found:
+        yield found
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pipeline]:
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: LetterEmbeddings())
+
+    def built(model: str, **changes: Any) -> Pipeline:
+        return build_pipeline(Settings(**{"model": model, "mitigation": "none", "cache_dir": tmp_path, **changes}))
+
+    return built
+
+
+def test_documents_are_scored_and_put_in_the_order_asked_for(build, server: Upstream):
+    unscored = [Document(page_content=text) for text in TEXTS]
+    with closing(build(server.model, order="reverse")) as pipeline:
+        answer = pipeline.ask(Question("Rome lies where?", documents=unscored))
+    scores = [document.score for document in answer.documents]
+    assert scores == sorted(scores)
+    assert len(set(scores)) == 3
+    content = server.bodies[0]["messages"][-1]["content"]
+    assert sorted(TEXTS, key=content.index) == [document.text for document in answer.documents]
+    assert answer.text == answer.documents[0].text
+    assert answer.mitigation == "none"
+
+
+def test_an_order_by_scores_makes_the_answer_independent_of_the_given_order(build, server: Upstream):
+    with closing(build(server.model, order="reverse")) as pipeline:
+        found = {
+            pipeline.ask(Question("Where?", documents=documents, use_cache=False)).text
+            for documents in (SCORED, SCORED[::-1], [SCORED[1], SCORED[0], SCORED[2]])
+        }
+    assert found == {TEXTS[2]}
+    assert len(server.bodies) == 3
+
+
+def test_quotes_are_cited_and_nothing_is_attributed_by_attention(build, server: Upstream):
+    with closing(build(server.model)) as pipeline:
+        answer = pipeline.ask(Question("Where?", documents=SCORED))
+    assert [(one.text, one.document_ids, one.origin) for one in answer.citations] == [
+        ("Bread is baked in ovens", ("Brea",), "quote")
+    ]
+    assert [document.attention for document in answer.documents] == [0.0, 0.0, 0.0]
+
+
+def test_answers_are_cached_by_url_and_name(build, server: Upstream):
+    question = Question("Where?", documents=SCORED)
+    with closing(build(server.model)) as first, closing(build(server.model.replace("tiny", "other"))) as other_name:
+        assert not first.ask(question).cached
+        assert first.ask(question).cached
+        assert not other_name.ask(question).cached
+        with upstream(streamed("x")) as elsewhere, closing(build(elsewhere.model)) as other_url:
+            assert not list(other_url.stream(question))[-1].answer.cached
+            assert list(other_url.stream(question))[-1].answer.cached
+    assert len(server.bodies) == 2
+
+
+def test_the_listwise_reranker_asks_the_server(build, server: Upstream):
+    with closing(build(server.model, reranker="listwise")) as pipeline:
+        pipeline.ask(Question("Where?", documents=[Document(page_content=text) for text in TEXTS]))
+    ranking, answering = server.bodies
+    assert "Rank the 3 passages" in ranking["messages"][-1]["content"]
+    assert "Rank the 3 passages" not in answering["messages"][-1]["content"]
+
+
+def test_settings_of_the_server_are_used(build, server: Upstream):
+    remote = RemoteSettings(api_key="sk-1", context_window=500, max_tokens_field="max_completion_tokens")
+    with closing(build(server.model, remote=remote, max_tokens=9)) as pipeline:
+        assert pipeline.generator.context_window == 500
+        pipeline.ask(Question("Where?", documents=SCORED))
+    assert server.headers[0]["authorization"] == "Bearer sk-1"
+    assert server.bodies[0]["max_completion_tokens"] == 9
+    assert "sk-1" not in repr(remote)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"mitigation": "default"}, UnsupportedModelError, r"set mitigation='none' .*order='reverse'"),
+        ({"mitigation": "parallel_encoding"}, UnsupportedModelError, "'parallel_encoding' needs the weights"),
+        ({"reranker": "likelihood"}, ConfigError, "embedding, cross_encoder or listwise"),
+        ({"reranker": "in_context"}, ConfigError, "embedding, cross_encoder or listwise"),
+        ({"tp": 2}, ConfigError, "tp deals out weights in this process"),
+        ({"device_map": "auto"}, ConfigError, "device_map deals out weights in this process"),
+    ],
+)
+def test_what_needs_the_weights_is_refused_at_construction(build, server: Upstream, changes, error, message):
+    with pytest.raises(error, match=message):
+        build(server.model, **changes)
+    assert server.bodies == []
+
+
+def test_a_question_with_another_method_is_refused_before_a_request(build, server: Upstream):
+    with closing(build(server.model)) as pipeline:
+        question = Question("Where?", documents=SCORED, mitigation=module.MitigationChoice("default"))
+        with pytest.raises(UnsupportedModelError, match="mitigation='none'"):
+            pipeline.stream(question)
+    assert server.bodies == []
+
+
+def test_what_reads_weights_says_that_there_are_none():
+    with pytest.raises(UnsupportedModelError, match=r"is on a server, .*eval positions and permutations"):
+        build_engine(Settings(model="openai:m@http://127.0.0.1:1/v1"))
