@@ -13,6 +13,7 @@ from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api import operations
 from rag_posfix_api.dialects.anthropic import errors as anthropic_errors
 from rag_posfix_api.dialects.anthropic import routes as anthropic
+from rag_posfix_api.dialects.attention import routes as attention
 from rag_posfix_api.dialects.cohere import errors as cohere_errors
 from rag_posfix_api.dialects.cohere import routes as cohere
 from rag_posfix_api.dialects.jina import errors as jina_errors
@@ -28,6 +29,7 @@ from rag_posfix_api.http.errors import ErrorRenderers, install_handlers
 from rag_posfix_api.http.hosts import AllowedHosts
 from rag_posfix_api.http.limits import BodyLimit
 from rag_posfix_api.http.observability import ObservedRequests
+from rag_posfix_api.page import routes as page
 from rag_posfix_api.runtime.service import Service, package_version
 
 __all__ = ["RENDERERS", "ROUTERS", "create_app"]
@@ -40,9 +42,11 @@ ROUTERS = (
     cohere.router,
     vllm.router,
     tei.router,
+    attention.router,
     operations.router,
+    page.router,
 )
-"""The routes of every dialect, and what orchestrators ask."""
+"""The routes of every dialect, what orchestrators ask, and the page."""
 
 RENDERERS = ErrorRenderers(
     openai_errors.render_error,

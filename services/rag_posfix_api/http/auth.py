@@ -10,10 +10,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rag_posfix_api.http.errors import ErrorRenderers, UnauthorizedError, error_response, kind_of
 
-__all__ = ["OPEN_PATHS", "ApiKeyAuth"]
+__all__ = ["OPEN_FOLDERS", "OPEN_PATHS", "ApiKeyAuth"]
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics"})
-"""What orchestrators ask without a key."""
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics", "/"})
+"""What orchestrators ask without a key, and the page, which asks for the key."""
+OPEN_FOLDERS = ("/page/",)
+"""The files of the page."""
 
 
 class ApiKeyAuth:
@@ -40,7 +42,7 @@ class ApiKeyAuth:
         await error_response(refusal, self._renderers.of(scope["path"]))(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> UnauthorizedError | None:
-        if self._expected is None or scope["path"] in OPEN_PATHS:
+        if self._expected is None or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
             return None
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -12,14 +12,19 @@ from fastapi import Depends, Request
 from langchain_core.documents import Document
 
 from rag_posfix.contracts.answer import Answer, Question
-from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.generator import Generator, PassageReader
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import GenerationError, RagPosfixError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
-from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError
+from rag_posfix_api.http.errors import (
+    ModelNotFoundError,
+    NotReadyError,
+    StoppingError,
+    UnsupportedFeatureError,
+)
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
 from rag_posfix_api.http.metrics import Metrics
@@ -99,6 +104,21 @@ class Service:
     def model_id(self) -> str:
         """Name of the served model."""
         return self.pipeline.generator.model_id
+
+    @property
+    def reader(self) -> PassageReader:
+        """The served model, for those who read its attention.
+
+        Raises:
+            NotReadyError: as ``pipeline``.
+            UnsupportedFeatureError: the generator gives no attention.
+        """
+        pipeline = self.pipeline
+        if not isinstance(self._generator, PassageReader):
+            raise UnsupportedFeatureError(
+                f"{pipeline.generator.model_id!r} gives no attention; serve a model that this process loads itself"
+            )
+        return self._generator
 
     def adopt(self, pipeline: Pipeline) -> None:
         """Serve ``pipeline`` from now on. The pipeline itself is not changed."""
