@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from rag_posfix.cli.options import (
     DeviceName,
     ModelName,
@@ -32,8 +34,9 @@ def serve(
     device: DeviceName = None,
     tp: Split = None,
     mitigation: Annotated[str | None, setting_option("--mitigation", "Default method of requests.")] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser once it is ready.")] = False,
 ) -> None:
-    """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz and /metrics."""
+    """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz, /metrics and a page at /."""
     settings = settings_from(model=model, device=device, index=index, mitigation=mitigation, tp=tp)
     if settings.index is not None:
         check_index(settings.index)
@@ -43,4 +46,4 @@ def serve(
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
     if not follows(settings):
-        run(settings, host=host, port=port)
+        run(settings, host=host, port=port, opens_page=open_page)
