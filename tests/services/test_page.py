@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 import webbrowser
 from pathlib import Path
 
@@ -121,8 +122,6 @@ def test_the_address_of_the_page_is_one_of_this_machine(host, expected):
 
 
 def test_the_page_is_opened_once_when_the_service_is_ready(monkeypatch):
-    import threading
-
     opened = []
     monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
     listener = bind("127.0.0.1", 0)
@@ -142,5 +141,6 @@ def test_the_page_is_opened_once_when_the_service_is_ready(monkeypatch):
 
 def test_without_a_browser_the_address_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(webbrowser, "open", lambda address: False)
-    browser._open("http://127.0.0.1:8000/")
+    browser.open_page("http://127.0.0.1:8000/")
+    wait_until(lambda: bool(caplog.text))
     assert "open http://127.0.0.1:8000/ in one" in caplog.text
