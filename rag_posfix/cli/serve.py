@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+import typer
+
 from rag_posfix.cli.options import (
     DeviceName,
     ModelName,
@@ -45,8 +47,9 @@ def serve(
     tls_key: Annotated[
         Path | None, setting_option("--tls-key", "Private key of the certificate.", of=ServiceSettings)
     ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser once it is ready.")] = False,
 ) -> None:
-    """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz and /metrics."""
+    """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz, /metrics and a page at /."""
     settings = settings_from(model=model, device=device, index=index, mitigation=mitigation, tp=tp)
     if settings.index is not None:
         check_index(settings.index)
@@ -58,4 +61,4 @@ def serve(
     files = {"tls_cert": tls_cert, "tls_key": tls_key}
     service = ServiceSettings(**{name: path for name, path in files.items() if path is not None})
     if not follows(settings):
-        run(settings, host=host, port=port, service=service, log_format=log_format)
+        run(settings, host=host, port=port, service=service, log_format=log_format, opens_page=open_page)

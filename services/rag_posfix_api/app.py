@@ -14,6 +14,7 @@ from rag_posfix.telemetry.build import Telemetry, open_telemetry
 from rag_posfix_api import operations
 from rag_posfix_api.dialects.anthropic import errors as anthropic_errors
 from rag_posfix_api.dialects.anthropic import routes as anthropic
+from rag_posfix_api.dialects.attention import routes as attention
 from rag_posfix_api.dialects.cohere import errors as cohere_errors
 from rag_posfix_api.dialects.cohere import routes as cohere
 from rag_posfix_api.dialects.jina import errors as jina_errors
@@ -35,6 +36,7 @@ from rag_posfix_api.http.observability import ObservedRequests
 from rag_posfix_api.http.tracing import request_tracer
 from rag_posfix_api.keys.check import KeyChecker
 from rag_posfix_api.keys.quotas import Quotas
+from rag_posfix_api.page import routes as page
 from rag_posfix_api.runtime.service import Service, package_version
 
 __all__ = ["RENDERERS", "ROUTERS", "create_app"]
@@ -52,9 +54,11 @@ ROUTERS = (
     collections.router,
     evaluate.router,
     info.router,
+    attention.router,
     operations.router,
+    page.router,
 )
-"""The routes of every dialect, and what orchestrators ask."""
+"""The routes of every dialect, what orchestrators ask, and the page."""
 
 RENDERERS = ErrorRenderers(
     openai_errors.render_error,

@@ -7,7 +7,8 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -23,6 +24,7 @@ from rag_posfix_api.http.logs import LogFormat, configure_logging
 from rag_posfix_api.http.tls import check_tls
 from rag_posfix_api.keys.check import KeyChecker
 from rag_posfix_api.keys.store import KeyStore
+from rag_posfix_api.page.browser import address_of, open_page
 from rag_posfix_api.runtime.service import Service
 
 __all__ = ["bind", "make_server", "run"]
@@ -41,6 +43,7 @@ def run(
     service: ServiceSettings | None = None,
     pipeline: Pipeline | None = None,
     log_format: LogFormat | None = None,
+    opens_page: bool = False,
 ) -> None:
     """Serve until SIGINT or SIGTERM, and then finish running requests. Logs to stderr.
 
@@ -53,6 +56,7 @@ def run(
         service: Settings of the service; read from the environment if None.
         pipeline: The pipeline to serve, instead of loading one.
         log_format: ``json`` or ``text``, instead of ``service.log_format``.
+        opens_page: Whether to open the page in a browser once the service is ready.
 
     Raises:
         ConfigError: the port is in use, the address or the files for TLS cannot be used, or other machines could use
@@ -77,7 +81,8 @@ def run(
         hosts = None
         if on_loopback and not with_keys:
             hosts = LOOPBACK_NAMES | {f"[{address}]" if ":" in address else address}
-        server = make_server(settings, limits, pipeline, hosts=hosts)
+        on_ready = partial(open_page, address_of(address, number, scheme)) if opens_page else None
+        server = make_server(settings, limits, pipeline, hosts=hosts, on_ready=on_ready)
         server.run(sockets=[listener])
     if server.load_error is not None:
         raise server.load_error
@@ -95,13 +100,22 @@ class DrainingServer(uvicorn.Server):
         service: The state of the application.
         drain_seconds: Longest drain.
         notice_seconds: Shortest drain.
+        on_ready: Called once, when the service is ready; must be quick.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float, notice_seconds: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        drain_seconds: float,
+        notice_seconds: float,
+        on_ready: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(config)
         self._service = service
         self._drain_seconds = drain_seconds
         self._notice_seconds = min(notice_seconds, drain_seconds)
+        self._on_ready = on_ready
         self._signalled_at: float | None = None
 
     @property
@@ -121,6 +135,9 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server is to close its port and to end. Called ten times a second."""
         ends = await super().on_tick(counter) or self.load_error is not None
+        if self._on_ready is not None and self._service.is_ready:
+            on_ready, self._on_ready = self._on_ready, None
+            on_ready()
         if self._signalled_at is None:
             return ends
         self._service.drain()
@@ -140,6 +157,7 @@ def make_server(
     *,
     hosts: Collection[str] | None = None,
     telemetry: Telemetry | None = None,
+    on_ready: Callable[[], None] | None = None,
 ) -> DrainingServer:
     """Return the server, which runs on a socket of ``bind``.
 
@@ -149,6 +167,7 @@ def make_server(
         pipeline: The pipeline to serve, instead of loading one.
         hosts: Names in the header ``Host`` that are answered; all if None.
         telemetry: Where traces and metrics go; what the settings and the environment say if None.
+        on_ready: Called once, when the service is ready.
     """
     app = create_app(settings, pipeline, service, hosts=hosts, telemetry=telemetry)
     config = uvicorn.Config(
@@ -162,7 +181,9 @@ def make_server(
         ssl_keyfile=service.tls_key,
         timeout_graceful_shutdown=service.shutdown_timeout_seconds,
     )
-    return DrainingServer(config, app.state.service, service.shutdown_timeout_seconds, service.shutdown_notice_seconds)
+    return DrainingServer(
+        config, app.state.service, service.shutdown_timeout_seconds, service.shutdown_notice_seconds, on_ready
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -93,7 +93,7 @@ def test_the_openapi_document_is_current():
 def test_the_openapi_document_tells_every_error():
     paths = json.loads(document())["paths"]
     responses = paths["/v1/chat/completions"]["post"]["responses"]
-    assert set(responses) == {"200", "400", "401", "404", "413", "422", "429", "500", "503", "504"}
+    assert set(responses) == {"200", "400", "401", "403", "404", "413", "422", "429", "500", "502", "503", "504"}
     assert "HTTPValidationError" not in document()
     assert {"/v1/rerank", "/v1/models", "/livez", "/readyz", "/health", "/healthz", "/metrics"} <= set(paths)
 

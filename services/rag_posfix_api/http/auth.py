@@ -14,10 +14,12 @@ from rag_posfix_api.keys.quotas import Quotas
 from rag_posfix_api.keys.records import ANONYMOUS, CALLER, Caller
 from rag_posfix_api.keys.scopes import required_scope
 
-__all__ = ["OPEN_PATHS", "ApiKeyAuth"]
+__all__ = ["OPEN_FOLDERS", "OPEN_PATHS", "ApiKeyAuth"]
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics"})
-"""What orchestrators ask without a key."""
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics", "/"})
+"""What orchestrators ask without a key, and the page, which asks for the key."""
+OPEN_FOLDERS = ("/page/",)
+"""The files of the page."""
 
 
 class ApiKeyAuth:
@@ -40,7 +42,7 @@ class ApiKeyAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
             await self._app(scope, receive, send)
             return
         facts = scope["state"]["facts"]

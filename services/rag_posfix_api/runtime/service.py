@@ -17,7 +17,7 @@ from langchain_core.embeddings import Embeddings
 
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
-from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.generator import Generator, PassageReader
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.errors import GenerationError, OverloadedError, RagPosfixError, UpstreamError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
@@ -131,6 +131,21 @@ class Service:
     def model_id(self) -> str:
         """Name of the served model."""
         return self.pipeline.generator.model_id
+
+    @property
+    def reader(self) -> PassageReader:
+        """The served model, for those who read its attention.
+
+        Raises:
+            NotReadyError: as ``pipeline``.
+            UnsupportedFeatureError: the generator gives no attention.
+        """
+        pipeline = self.pipeline
+        if not isinstance(self._generator, PassageReader):
+            raise UnsupportedFeatureError(
+                f"{pipeline.generator.model_id!r} gives no attention; serve a model that this process loads itself"
+            )
+        return self._generator
 
     def adopt(self, pipeline: Pipeline) -> None:
         """Serve ``pipeline`` from now on. The pipeline itself is not changed."""

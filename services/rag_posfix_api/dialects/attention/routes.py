@@ -1,0 +1,60 @@
+"""POST /v1/posfix/attention: the attention of the unmodified model to each passage, before it answers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from rag_posfix_api.dialects.attention.schemas import AttentionRequest, AttentionResponse, PassageShare
+from rag_posfix_api.dialects.documents import to_documents
+from rag_posfix_api.dialects.openai.errors import errors
+from rag_posfix_api.dialects.provenance import DroppedOutput
+from rag_posfix_api.http.clean_json import CleanRoute
+from rag_posfix_api.http.encoding import SafeJSONResponse
+from rag_posfix_api.http.errors import InvalidRequestError
+from rag_posfix_api.http.facts import RequestFacts
+from rag_posfix_api.runtime.passage_attention import Attended, attention_shares
+from rag_posfix_api.runtime.service import ReadyService
+
+__all__ = ["PATH", "router"]
+
+PATH = "/v1/posfix/attention"
+
+router = APIRouter(tags=["attention"], route_class=CleanRoute)
+
+
+@router.post(
+    PATH,
+    operation_id="passage_attention",
+    response_model=AttentionResponse,
+    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 503, 504),
+)
+async def passage_attention(
+    body: AttentionRequest, request: Request, service: ReadyService, facts: RequestFacts
+) -> Response:
+    """Return each passage's share of the attention of the prompt's last token. Nothing is generated.
+
+    A generator that gives no attention, such as a remote one, is refused with 400 and the code ``unsupported``.
+    """
+    service.check_model(body.model or "")
+    if not body.query.strip():
+        raise InvalidRequestError("query is empty; give at least one visible character", param="query")
+    documents = to_documents(body.documents, service.limits.max_documents)
+    facts.documents = len(documents)
+    measure = partial(attention_shares, service.pipeline, service.reader, body.query, documents, body.order)
+    with service.rerank.open() as job:
+        attended = await job.until_gone(request.receive, lambda: job.permitted(measure))
+    facts.order, facts.tokens = attended.order, {"prompt": attended.tokens}
+    return SafeJSONResponse(_response(attended, service.model_id).model_dump())
+
+
+def _response(attended: Attended, model: str) -> AttentionResponse:
+    measured = enumerate(zip(attended.ids, attended.shares, strict=True))
+    return AttentionResponse(
+        model=model,
+        documents=[PassageShare(id=name, position=place, attention=share) for place, (name, share) in measured],
+        dropped=[DroppedOutput(id=name, reason=reason) for name, reason in attended.dropped],
+        prompt_tokens=attended.tokens,
+    )

@@ -1,0 +1,401 @@
+// The page: its state and what a user can do. Everything is shown as text; nothing is written as HTML.
+
+import Alpine from "./vendor/alpine-csp.esm.min.js";
+import { begin, compare, fail, finish, newColumn, take } from "./column.js";
+import { copyText, LANGUAGES } from "./copies.js";
+import { drawCurve } from "./curve.js";
+import { collectionNames, distinct, MOST_PASSAGES, movedTo, parsePasted, shuffled } from "./passages.js";
+import { chatBody, Service, toDocument } from "./service.js";
+import { isRight } from "./words.js";
+
+const AGAIN_MS = 400; // several moves in a row are asked once
+const LOADING_MS = 1500;
+
+function page() {
+  return {
+    served: "Connecting …",
+    ready: false,
+    needsKey: false,
+    key: "",
+    problem: "",
+    told: "",
+    question: "",
+    accepted: "",
+    gold: "",
+    passages: [],
+    panel: "",
+    pasted: "",
+    collections: [],
+    collection: "",
+    k: 8,
+    columns: [
+      newColumn("none", "Unmodified", "the model as trained"),
+      newColumn("default", "Order-free", "with the default method"),
+    ],
+    asksAgain: true,
+    asked: "", // question and passages of the last answers, whatever their order
+    hasAttention: false,
+    lit: [],
+    points: [],
+    trying: false,
+    languages: LANGUAGES,
+    language: "",
+    copied: false,
+    running: null,
+    timer: null,
+    service: null,
+
+    get busy() {
+      return this.columns.some((column) => column.busy);
+    },
+    get settled() {
+      return this.columns.some((column) => column.state === "done");
+    },
+    get marks() {
+      return this.shows("changed");
+    },
+    get differs() {
+      return this.shows("differs");
+    },
+    get quotes() {
+      return this.shows("cited");
+    },
+    get measured() {
+      return this.hasAttention && this.passages.some((one) => one.attention.none !== undefined);
+    },
+    get code() {
+      if (!this.language) return "";
+      const address = new URL(".", window.location.href).href.replace(/\/$/u, "");
+      return copyText(this.language, address, chatBody(this.question, this.passages, "default"), this.needsKey);
+    },
+
+    // Start
+
+    async init() {
+      this.service = new Service(() => this.key);
+      sortableList(this.$refs.list, () => this.passages, (from, to) => this.move(from, to));
+      await this.loadExample();
+      await this.connect();
+    },
+
+    async connect() {
+      try {
+        const facts = await this.service.facts();
+        if (!facts.ready) {
+          this.served = "The model is being loaded …";
+          setTimeout(() => this.connect(), LOADING_MS);
+          return;
+        }
+        this.hasAttention = facts.attention;
+        this.needsKey = facts.key;
+        if (facts.key && !this.key) {
+          this.served = "This service needs an API key.";
+          return;
+        }
+        const models = await this.service.json("v1/models");
+        this.served = models.data[0].id;
+        this.ready = true;
+        if (facts.collections) this.collections = collectionNames(await this.service.json("v1/collections"));
+        this.collection = this.collections[0] ?? "";
+      } catch (error) {
+        this.refused(error);
+        this.served = error.message;
+      }
+    },
+
+    useKey() {
+      this.problem = "";
+      return this.connect();
+    },
+
+    refused(error) {
+      if (error.status === 401) this.needsKey = true;
+    },
+
+    // Passages
+
+    async loadExample() {
+      const example = await this.service.json("page/example.json");
+      this.question = example.question;
+      this.accepted = example.answers.join("; ");
+      this.replace(example.documents, example.gold);
+    },
+
+    usePasted() {
+      const documents = parsePasted(this.pasted);
+      if (documents.length) this.replace(documents);
+    },
+
+    async search() {
+      this.problem = "";
+      try {
+        const path = `v1/collections/${encodeURIComponent(this.collection)}/search`;
+        const found = await this.service.json(path, { query: this.question, k: this.k });
+        this.replace(found.documents ?? []);
+      } catch (error) {
+        this.problem = error.message;
+      }
+    },
+
+    replace(documents, gold) {
+      this.stop();
+      this.problem =
+        documents.length > MOST_PASSAGES
+          ? `${documents.length} passages were given; the first ${MOST_PASSAGES} are shown.`
+          : "";
+      this.passages = distinct(documents.slice(0, MOST_PASSAGES));
+      this.gold = gold ?? this.passages[0]?.id ?? "";
+      this.panel = "";
+      this.points = [];
+      this.columns.forEach((column) => Object.assign(column, newColumn(column.name, column.title, column.subtitle)));
+      this.asked = "";
+      this.say(`${this.passages.length} passages.`);
+    },
+
+    shuffle() {
+      this.reorder(shuffled(this.passages));
+      this.say("Passages shuffled.");
+    },
+
+    move(from, to) {
+      if (to < 0 || to >= this.passages.length || from === to) return;
+      const passage = this.passages[from];
+      this.reorder(movedTo(this.passages, from, to));
+      this.say(`Passage ${passage.label} is now at place ${to + 1} of ${this.passages.length}.`);
+    },
+
+    press(event, place) {
+      const last = this.passages.length - 1;
+      const to = { ArrowUp: place - 1, ArrowDown: place + 1, Home: 0, End: last }[event.key];
+      if (to === undefined) return;
+      event.preventDefault();
+      const handle = event.currentTarget;
+      this.move(place, to);
+      // Its card may have been moved in the document, which takes the focus away.
+      this.$nextTick(() => handle.focus());
+    },
+
+    reorder(passages) {
+      this.passages = passages;
+      if (!this.asked || !this.asksAgain) return;
+      clearTimeout(this.timer);
+      this.timer = setTimeout(() => this.ask(), AGAIN_MS);
+    },
+
+    // Answers
+
+    async ask() {
+      if (!this.ready || !this.question.trim()) return;
+      this.stop();
+      this.problem = "";
+      const run = (this.running = new AbortController());
+      const asked = JSON.stringify([this.question, this.passages.map((one) => one.id).sort()]);
+      const moved = asked === this.asked;
+      this.asked = asked;
+      this.columns.forEach((column) => begin(column, moved));
+      const passages = [...this.passages];
+      await Promise.all([this.attend(passages, run), ...this.columns.map((column) => this.fill(column, passages, run))]);
+    },
+
+    async fill(column, passages, run) {
+      try {
+        for await (const chunk of this.service.chat(chatBody(this.question, passages, column.name), run.signal)) {
+          take(column, chunk);
+        }
+        finish(column);
+        if (column.name === "default") this.shared("default", column.shares);
+      } catch (error) {
+        if (run.signal.aborted) return;
+        this.refused(error);
+        fail(column, error);
+      }
+      const [none, free] = this.columns;
+      compare(none, free, (id) => this.named(id));
+      compare(free, none, (id) => this.named(id));
+    },
+
+    /** The bars of the unmodified model, measured before it answers. */
+    async attend(passages, run) {
+      if (!this.hasAttention) return;
+      const body = { query: this.question, documents: passages.map(toDocument), order: "original" };
+      try {
+        const found = await this.service.json("v1/posfix/attention", body, run.signal);
+        this.shared("none", Object.fromEntries(found.documents.map((one) => [one.id, one.attention])));
+      } catch (error) {
+        if (error.code === "unsupported") this.hasAttention = false;
+      }
+    },
+
+    shared(name, shares) {
+      this.passages.forEach((one) => {
+        one.attention = { ...one.attention, [name]: shares[one.id] ?? 0 };
+      });
+    },
+
+    stop() {
+      clearTimeout(this.timer);
+      this.running?.abort();
+      this.trying = false;
+    },
+
+    // Every place
+
+    async tryPlaces() {
+      if (this.trying) {
+        this.stop();
+        return;
+      }
+      this.stop();
+      this.problem = "";
+      const gold = this.passages.findIndex((one) => one.id === this.gold);
+      if (gold < 0 || isRight("", this.accepted) === null) {
+        this.problem = "Choose the passage that holds the answer, and type an accepted answer.";
+        return;
+      }
+      const run = (this.running = new AbortController());
+      this.columns.forEach((column) => column.busy && fail(column, new Error("Stopped.")));
+      this.trying = true;
+      this.points = [];
+      for (let place = 0; place < this.passages.length && !run.signal.aborted; place += 1) {
+        await this.tryPlace(movedTo(this.passages, gold, place), place + 1, run);
+      }
+      if (this.running === run) this.trying = false;
+      if (!run.signal.aborted) this.say("Every place has been tried.");
+    },
+
+    async tryPlace(passages, place, run) {
+      const point = { place, none: null, default: null };
+      this.points.push(point);
+      const kept = this.points.at(-1);
+      await Promise.all(this.columns.map(({ name }) => this.tryColumn(kept, name, passages, run)));
+    },
+
+    async tryColumn(point, name, passages, run) {
+      try {
+        const body = chatBody(this.question, passages, name);
+        const answer = await this.service.json("v1/chat/completions", body, run.signal);
+        const text = answer.choices[0].message.content;
+        const attention = answer.documents.find((one) => one.id === this.gold)?.attention ?? 0;
+        point[name] = { text, right: isRight(text, this.accepted) === true, attention };
+        drawCurve(document.getElementById("curve"), this.points, this.passages.length, this.hasAttention);
+      } catch (error) {
+        if (run.signal.aborted) return;
+        this.refused(error);
+        this.problem = error.message;
+        run.abort();
+      }
+    },
+
+    // Programs
+
+    choose(name) {
+      this.language = this.language === name ? "" : name;
+      this.copied = false;
+    },
+
+    async copy() {
+      this.copied = await copied(this.code);
+      this.say(this.copied ? "Copied." : "Select the text and copy it.");
+      setTimeout(() => (this.copied = false), 2000);
+    },
+
+    // What the page says
+
+    say(text) {
+      this.told = text;
+    },
+    toggle(panel) {
+      this.panel = this.panel === panel ? "" : panel;
+    },
+    named(id) {
+      const passage = this.passages.find((one) => one.id === id);
+      return passage ? { id, label: passage.label, name: `Passage ${passage.label}: ${passage.title}` } : null;
+    },
+    light(ids) {
+      this.lit = ids;
+    },
+    show(id) {
+      const card = [...this.$refs.list.children].find((one) => one.dataset?.id === id);
+      card?.scrollIntoView({ block: "nearest", behavior: calm() ? "auto" : "smooth" });
+    },
+    shows(style) {
+      return this.columns.some((column) => column.segments.some((one) => one.style.split(" ").includes(style)));
+    },
+    cardStyle(passage) {
+      return { lit: this.lit.includes(passage.id) };
+    },
+    handleName(passage, place) {
+      return `Move passage ${passage.label}, ${passage.title}, place ${place + 1} of ${this.passages.length}`;
+    },
+    upName(passage) {
+      return `Move passage ${passage.label} up`;
+    },
+    downName(passage) {
+      return `Move passage ${passage.label} down`;
+    },
+    optionName(passage) {
+      return `${passage.label}  ${passage.title}`;
+    },
+    barStyle(share) {
+      return { width: `${100 * (share ?? 0)}%` };
+    },
+    barName(name, share) {
+      return `${name}: ${this.percent(share)} of the attention`;
+    },
+    percent(share) {
+      return share === undefined ? "" : `${Math.round(100 * share)} %`;
+    },
+    cell(answer) {
+      return answer === null ? "…" : answer.text;
+    },
+    wrongStyle(answer) {
+      return answer !== null && !answer.right ? "wrong" : "";
+    },
+  };
+}
+
+function calm() {
+  return window.matchMedia("(prefers-reduced-motion: reduce)").matches;
+}
+
+/** Write to the clipboard; a page that did not come over HTTPS or from this machine has to select and copy. */
+async function copied(text) {
+  if (navigator.clipboard) {
+    return navigator.clipboard.writeText(text).then(
+      () => true,
+      () => false,
+    );
+  }
+  window.getSelection().selectAllChildren(document.getElementById("code"));
+  return document.execCommand("copy");
+}
+
+/**
+ * Cards that can be dragged. Sortable moves elements of the document; they are put back, and the list is changed in
+ * the state instead, so that one of the two owns the order.
+ */
+function sortableList(list, passages, move) {
+  return window.Sortable.create(list, {
+    draggable: ".card",
+    handle: ".handle",
+    forceFallback: true, // the same with a mouse and a finger
+    fallbackOnBody: true,
+    animation: calm() ? 0 : 120,
+    ghostClass: "held",
+    onEnd(event) {
+      const cards = new Map([...list.querySelectorAll(".card")].map((card) => [card.dataset.id, card]));
+      list.append(...passages().map((one) => cards.get(one.id)));
+      move(event.oldDraggableIndex, event.newDraggableIndex);
+    },
+  });
+}
+
+// The card under the pointer is a copy: its expressions have no passage, and it changes nothing.
+Alpine.interceptInit((element, skip) => {
+  if (element.classList?.contains("sortable-fallback")) {
+    element._x_ignore = true;
+    skip();
+  }
+});
+Alpine.data("page", page);
+Alpine.start();

@@ -1,0 +1,73 @@
+"""A real Chromium without a window, and a page in it that tells what it must not do."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, Page, Route, sync_playwright
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_ARGUMENTS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+
+
+def find_chromium() -> str:
+    """Return the path of a Chromium on this machine, or skip the test with the reason."""
+    found = next(filter(None, map(shutil.which, _NAMES)), None)
+    if found is None:
+        pytest.skip("no Chromium on the PATH; install it with `apt-get install chromium`")
+    return found
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Run Chromium with a new, empty profile."""
+    path = find_chromium()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(_ARGUMENTS))
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def checked_page(browser: Browser, **context: Any) -> Iterator[Page]:
+    """Yield a page of a new context; fail at the end if it logged an error or asked another host for anything."""
+    outside: list[str] = []
+    errors: list[str] = []
+
+    def let_through(route: Route) -> None:
+        if urlsplit(route.request.url).hostname in ("127.0.0.1", "localhost"):
+            route.fallback()
+        else:
+            outside.append(route.request.url)
+            route.abort()
+
+    opened = browser.new_context(**{"viewport": {"width": 1100, "height": 900}, **context})
+    try:
+        opened.route(lambda url: url.startswith("http"), let_through)
+        page = opened.new_page()
+        page.set_default_timeout(30_000)
+        page.on("console", lambda message: message.type in ("error", "warning") and errors.append(message.text))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        yield page
+        assert (outside, errors) == ([], [])
+    finally:
+        opened.close()
+
+
+def wait_for(page: Page, expression: str, arg: Any = None, seconds: float = 30) -> None:
+    """Wait until an expression of JavaScript is true. ``Page.wait_for_function`` needs eval, which policies forbid."""
+    deadline = time.monotonic() + seconds
+    while not page.evaluate(expression, arg):
+        assert time.monotonic() < deadline, f"not true within {seconds:g} s: {expression}"
+        page.wait_for_timeout(30)
