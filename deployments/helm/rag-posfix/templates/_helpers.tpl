@@ -1,0 +1,109 @@
+{{- define "rag-posfix.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "rag-posfix.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else if contains (include "rag-posfix.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "rag-posfix.name" .) | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "rag-posfix.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "rag-posfix.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "rag-posfix.labels" -}}
+{{ include "rag-posfix.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "rag-posfix.serviceAccountName" -}}
+{{- if .Values.serviceAccount.name -}}
+{{- .Values.serviceAccount.name -}}
+{{- else if .Values.serviceAccount.create -}}
+{{- include "rag-posfix.fullname" . -}}
+{{- else -}}
+default
+{{- end -}}
+{{- end -}}
+
+{{- define "rag-posfix.image" -}}
+{{- if .Values.image.digest -}}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The drain, the 5 s that the service then takes to send errors to requests it ends, and a margin. */}}
+{{- define "rag-posfix.terminationGrace" -}}
+{{- add .Values.drain.timeoutSeconds 5 .Values.drain.marginSeconds -}}
+{{- end -}}
+
+{{/* Container security of both containers. */}}
+{{- define "rag-posfix.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+runAsUser: {{ .Values.securityContext.runAsUser }}
+runAsGroup: {{ .Values.securityContext.runAsGroup }}
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Combinations that a schema cannot refuse. */}}
+{{- define "rag-posfix.check" -}}
+{{- $v := .Values -}}
+{{- if and $v.auth.existingSecret $v.auth.allowAnonymous -}}
+{{- fail "auth.existingSecret and auth.allowAnonymous=true contradict each other; keep one" -}}
+{{- end -}}
+{{- if and $v.redis.existingSecret (eq $v.model.dtype "auto") -}}
+{{- fail "model.dtype=auto with redis.existingSecret: replicas that choose different types do not find each other's entries; set model.dtype to bfloat16, float16 or float32" -}}
+{{- end -}}
+{{- if and (eq $v.weights.source "volume") (not $v.weights.existingClaim) -}}
+{{- fail "weights.source=volume needs weights.existingClaim" -}}
+{{- end -}}
+{{- if and $v.gpu.enabled (ne (int $v.model.tensorParallel) (int $v.gpu.count)) -}}
+{{- fail (printf "model.tensorParallel=%v must be gpu.count=%v: every process of tensor parallelism has a GPU of its own" $v.model.tensorParallel $v.gpu.count) -}}
+{{- end -}}
+{{- if and (not $v.gpu.enabled) (hasPrefix "cuda" $v.model.device) -}}
+{{- fail (printf "model.device=%s needs gpu.enabled=true" $v.model.device) -}}
+{{- end -}}
+{{- if gt (int $v.drain.noticeSeconds) (int $v.drain.timeoutSeconds) -}}
+{{- fail (printf "drain.noticeSeconds=%v must be at most drain.timeoutSeconds=%v" $v.drain.noticeSeconds $v.drain.timeoutSeconds) -}}
+{{- end -}}
+{{- if ne $v.autoscaling.engine "none" -}}
+{{- if gt (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas) -}}
+{{- fail (printf "autoscaling.minReplicas=%v must be at most autoscaling.maxReplicas=%v" $v.autoscaling.minReplicas $v.autoscaling.maxReplicas) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (ne $v.autoscaling.engine "none") (ge (int $v.autoscaling.inFlightPerPod) (int (add $v.limits.maxConcurrent $v.limits.maxQueue))) -}}
+{{- fail (printf "autoscaling.inFlightPerPod=%v is never exceeded: a pod refuses requests above limits.maxConcurrent + limits.maxQueue = %v" $v.autoscaling.inFlightPerPod (add $v.limits.maxConcurrent $v.limits.maxQueue)) -}}
+{{- end -}}
+{{- if and (eq $v.autoscaling.engine "keda") (not $v.autoscaling.keda.prometheusAddress) -}}
+{{- fail "autoscaling.engine=keda needs autoscaling.keda.prometheusAddress" -}}
+{{- end -}}
+{{- $least := ternary $v.replicas $v.autoscaling.minReplicas (eq $v.autoscaling.engine "none") -}}
+{{- $disrupted := $v.podDisruptionBudget.maxUnavailable -}}
+{{- if and $v.podDisruptionBudget.enabled (lt (int $least) 2) -}}
+{{- fail (printf "podDisruptionBudget.enabled needs two replicas or more, there may be %v" $least) -}}
+{{- end -}}
+{{- if and $v.podDisruptionBudget.enabled (not (kindIs "string" $disrupted)) (ge (int $disrupted) (int $least)) -}}
+{{- fail (printf "podDisruptionBudget.maxUnavailable=%v must be below the %v replicas that may run" $disrupted $least) -}}
+{{- end -}}
+{{- if $v.networkPolicy.enabled -}}
+{{- if and $v.redis.existingSecret (not $v.networkPolicy.redisTo) -}}
+{{- fail "networkPolicy.enabled with redis.existingSecret needs networkPolicy.redisTo: the peers that Redis runs on" -}}
+{{- end -}}
+{{- if and (eq $v.weights.source "fetch") (not $v.networkPolicy.weightsTo) -}}
+{{- fail "networkPolicy.enabled with weights.source=fetch needs networkPolicy.weightsTo: the peers of the package index" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
