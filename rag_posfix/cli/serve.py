@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -58,7 +58,7 @@ def serve(
         from rag_posfix_api.server import run
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
-    files = {"tls_cert": tls_cert, "tls_key": tls_key}
+    files: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key}
     service = ServiceSettings(**{name: path for name, path in files.items() if path is not None})
     if not follows(settings):
         run(settings, host=host, port=port, service=service, log_format=log_format, opens_page=open_page)
