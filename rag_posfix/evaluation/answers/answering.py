@@ -13,8 +13,8 @@ import json
 import re
 import string
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +115,7 @@ class GradedAnswer:
     seconds: float
 
 
-_KINDS: Mapping[str, tuple[type, ...]] = {"answer": (str,), "log_probability": (float, type(None))}
-_FIELDS = {field.name: _KINDS.get(field.name, (float,)) for field in fields(GradedAnswer)}
+_FIELDS = {field.name: str if field.name == "answer" else float for field in fields(GradedAnswer)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,18 +226,25 @@ class AnswerJournal(LineJournal[GradedAnswer]):
     Args:
         path: The file; it and its folder are created with the first answer. None: answers are held in memory only.
         fresh: Start without the answers of earlier runs. They stay in the file.
+        scored: Whether answers have a log-probability; one without is then computed again.
 
     Raises:
         EvaluationError: the file exists and cannot be read.
     """
 
-    def __init__(self, path: Path | None = None, *, fresh: bool = False) -> None:
-        super().__init__("answer", _read_answer, path, fresh=fresh)
+    def __init__(self, path: Path | None = None, *, fresh: bool = False, scored: bool = True) -> None:
+        super().__init__("answer", _read_answer if scored else _read_unscored, path, fresh=fresh)
 
 
 def _read_answer(row: Any) -> GradedAnswer | None:
     whole = set(row) == set(_FIELDS) and all(isinstance(row[name], kind) for name, kind in _FIELDS.items())
     return GradedAnswer(**row) if whole else None
+
+
+def _read_unscored(row: Any) -> GradedAnswer | None:
+    """Read an answer of a generator that does not score: what stands in place of the score is None."""
+    found = _read_answer({**row, "log_probability": 0.0}) if row.get("log_probability", 0.0) is None else None
+    return None if found is None else replace(found, log_probability=None)
 
 
 def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_order: bool) -> str:

@@ -110,7 +110,7 @@ def evaluate_positions(
         from rag_posfix.caching.kv.store import PassageStore
 
         engine = with_store(engine, PassageStore([MemoryPassages(REUSE_BYTES)]))
-    journal = AnswerJournal(None if out is None else out / JOURNAL, fresh=fresh)
+    journal = AnswerJournal(None if out is None else out / JOURNAL, fresh=fresh, scored=isinstance(engine, Engine))
     with progress("answering") as report:
         rows = answer_at_positions(
             engine, examples, arrangements, gold_positions=gold_positions, n_documents=documents, reranker=reranker,
