@@ -36,7 +36,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test gpu-test lint format typecheck serve bench docs setup clean
+.PHONY: help demo test gpu-test lint format typecheck serve bench docs package setup clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -75,6 +75,9 @@ bench: $(DEV_STAMP) ## Measure the idle patched model, then each method, against
 docs: $(DEV_STAMP) ## Write the generated parts of the documentation anew and build the site into build/site
 	@$(BIN)/python -m docs.generate $(ARGS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+package: ## Build the wheel, install it into an empty environment, run the demo and the service from it
+	@PYTHON=$(PYTHON) deployments/ci/check_wheel.sh $(ARGS)
 
 setup: $(DEV_STAMP) ## Set up .venv for development
 

@@ -44,7 +44,8 @@ class Running:
         self.lines: list[str] = []
         self._address: queue.Queue[str] = queue.Queue()
         # Read all the time: a full pipe would stop the service.
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         for line in self.process.stderr or ():
@@ -82,6 +83,14 @@ class Running:
         if code:
             raise CheckError(f"the service ended with exit code {code} after SIGTERM")
 
+    def close(self) -> None:
+        """End the process if it still runs, and read its log to the end."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+
 
 def ask(url: str) -> str:
     """Return the answer to one question with two documents."""
@@ -108,10 +117,9 @@ def check(command: Sequence[str] = COMMAND, seconds: float = 300.0) -> str:
         answer = ask(url)
         service.stop()
     except (CheckError, OSError) as error:
+        service.close()
         raise CheckError(f"{error}; its log:\n{''.join(service.lines)}") from error
-    finally:
-        service.process.kill()
-        service.process.wait()
+    service.close()
     return answer
 
 
