@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,7 +38,7 @@ def serve(
         from rag_posfix_api.server import run
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
-    files = {"tls_cert": tls_cert, "tls_key": tls_key}
+    files: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key}
     service = ServiceSettings(**{name: path for name, path in files.items() if path is not None})
     if not follows(settings):
         run(settings, host=host, port=port, service=service)
