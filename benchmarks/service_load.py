@@ -16,7 +16,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def rerank(seconds: float) -> dict[str, Any]:
     from tests.support.toy_encoder import ToyEncoder
 
     encoder = ToyEncoder()
-    reranker = EmbeddingReranker(build_embeddings(Settings()))
+    reranker = EmbeddingReranker(embeddings=build_embeddings(Settings()))
     pipeline = Pipeline(FakeGenerator(encoder), Assembler(encoder, 8192), reranker=reranker)
     body = {"model": "default", "query": "When did station 7 begin?"}
     latencies = []
@@ -158,13 +158,13 @@ def added(rounds: int = 7, max_tokens: int = 48) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = options(arguments)
     load = {"before": os.getloadavg()}
-    measured = {
+    measured: dict[str, Callable[[], dict[str, Any]]] = {
         "cached": lambda: cached(given.rate, given.seconds),
         "rerank": lambda: rerank(given.seconds),
         "streams": streams,
         "added": added,
     }
-    summary = {part: measured[part]() for part in given.part or PARTS}
+    summary: dict[str, Any] = {part: measured[part]() for part in given.part or PARTS}
     print(json.dumps(summary, indent=2))
     if given.out is not None:
         load["after"] = os.getloadavg()

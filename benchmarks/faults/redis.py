@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from tests.support import faulty_server as faulty
 from tests.support.redis_server import RedisServer
@@ -60,7 +61,7 @@ def wrong_password(server: RedisServer) -> Iterator[None]:
     server.password = None
 
 
-FAULTS: dict[str, Callable[[RedisServer], object]] = {
+FAULTS: dict[str, Callable[[RedisServer], AbstractContextManager[None]]] = {
     "killed": killed,
     "paused": paused,
     "full": full,
@@ -102,7 +103,11 @@ def sentinel() -> Iterator[Deployment]:
 @contextmanager
 def cluster() -> Iterator[Deployment]:
     """Three masters with a third of the keys each, and a replica of the first."""
-    options = {"cluster-enabled": "yes", "cluster-node-timeout": "1000", "cluster-replica-validity-factor": "0"}
+    options: dict[str, Any] = {
+        "cluster-enabled": "yes",
+        "cluster-node-timeout": "1000",
+        "cluster-replica-validity-factor": "0",
+    }
     with ExitStack() as servers:
         nodes = [servers.enter_context(RedisServer(**options)) for _ in range(4)]
         first = nodes[0]
@@ -142,4 +147,7 @@ def _identity(node: RedisServer) -> str:
     return node.command("CLUSTER", "MYID").split(b"\r\n")[1].decode()
 
 
-FAILOVERS: dict[str, Callable[[], object]] = {"failover (Sentinel)": sentinel, "failover (Cluster)": cluster}
+FAILOVERS: dict[str, Callable[[], AbstractContextManager[Deployment]]] = {
+    "failover (Sentinel)": sentinel,
+    "failover (Cluster)": cluster,
+}

@@ -69,10 +69,10 @@ def test_who_need_not_wait_is_not_refused_for_tokens_that_wait():
     assert admission.waiting == 0
 
 
-def test_when_to_try_again_comes_from_the_measured_rate(monkeypatch: pytest.MonkeyPatch):
+def test_when_to_try_again_comes_from_the_measured_rate():
     clock = Clock()
-    admission = Admission(1, 8, 0.05, max_queued_tokens=50)
-    monkeypatch.setattr(admission, "_rate", WorkRate(clock))
+    rate = WorkRate(clock)
+    admission = Admission(1, 8, 0.05, max_queued_tokens=50, rate=rate)
     done, running = ticket(), ticket()
     admission.acquire(done, 100)
     clock.advance(10)  # ten tokens a second
@@ -85,8 +85,7 @@ def test_when_to_try_again_comes_from_the_measured_rate(monkeypatch: pytest.Monk
     with pytest.raises(OverloadedError, match="queue_timeout_seconds") as refused:
         admission.acquire(ticket(), 33)
     assert error_response(refused.value, render_error).headers["retry-after"] == "4"
-    full = Admission(1, 0, 1.0)
-    monkeypatch.setattr(full, "_rate", admission._rate)
+    full = Admission(1, 0, 1.0, rate=rate)
     full.acquire(ticket(), 70)
     with pytest.raises(OverloadedError, match="1 are allowed") as refused:
         full.acquire(ticket(), 1)

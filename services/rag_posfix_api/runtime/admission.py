@@ -85,6 +85,7 @@ class Admission:
         queue_timeout: Seconds that a ticket waits for a permit.
         max_open: Number of tickets; no limit if None.
         max_queued_tokens: Tokens of the tickets that wait for a permit; no limit if None.
+        rate: Measures how fast permits are given back; a new one if None.
     """
 
     def __init__(
@@ -94,12 +95,13 @@ class Admission:
         queue_timeout: float,
         max_open: int | None = None,
         max_queued_tokens: int | None = None,
+        rate: WorkRate | None = None,
     ) -> None:
         self.capacity = max_concurrent + max_queue
         self._max_open = max_open
         self._max_tokens: int | None = None
         self._max_queued_tokens = max_queued_tokens
-        self._rate = WorkRate()
+        self._rate = rate or WorkRate()
         self._max_concurrent = max_concurrent
         self._queue_timeout = queue_timeout
         self._changed = threading.Condition()
