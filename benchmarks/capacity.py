@@ -278,9 +278,14 @@ def measured_rates(questions: int = 3) -> dict[str, Any]:
     from rag_posfix.pipeline.build import build_pipeline
     from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings
 
-    caches = {"cache": CacheSettings(enabled=False), "passages": PassageStoreSettings(enabled=False)}
+    settings = Settings(
+        mitigation="none",
+        max_tokens=32,
+        cache=CacheSettings(enabled=False),
+        passages=PassageStoreSettings(enabled=False),
+    )
     prefill, decode = [], []
-    with closing(build_pipeline(Settings(mitigation="none", max_tokens=32, **caches))) as pipeline:
+    with closing(build_pipeline(settings)) as pipeline:
         for number in range(questions + 1):
             words = [f"word{number}-{i}" for i in range(400)]
             texts = [" ".join(words[start : start + 40]) for start in range(0, 400, 40)]
