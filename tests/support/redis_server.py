@@ -33,7 +33,7 @@ def free_port() -> int:
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+            port: int = probe.getsockname()[1]
         if port < 55_000:  # a cluster node also listens 10,000 above
             return port
 
