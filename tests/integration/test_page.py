@@ -356,14 +356,15 @@ def answer_with(page, pattern, body):
     page.route(pattern, lambda route: route.fulfill(json=body))
 
 
-def test_passages_come_from_a_collection(browser, url):
+@pytest.mark.parametrize("field", ["documents", "data"])
+def test_passages_come_from_a_collection(browser, url, field):
     with checked_page(browser) as page:
         searched = []
 
         def search(route):
             searched.append((re.sub(r"^.*/v1/", "/v1/", route.request.url), route.request.post_data_json))
             documents = [{"id": f"d{i}", "text": f"Found {i}. More.", "score": 1 - i / 10} for i in range(3)]
-            route.fulfill(json={"documents": documents})
+            route.fulfill(json={field: documents})
 
         facts = {"ready": True, "key": False, "attention": True, "collections": True}
         answer_with(page, "**/page/service.json", facts)

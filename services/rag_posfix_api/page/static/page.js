@@ -131,7 +131,7 @@ function page() {
       try {
         const path = `v1/collections/${encodeURIComponent(this.collection)}/search`;
         const found = await this.service.json(path, { query: this.question, k: this.k });
-        this.replace(found.documents ?? []);
+        this.replace(found.documents ?? found.data ?? []);
       } catch (error) {
         this.problem = error.message;
       }
