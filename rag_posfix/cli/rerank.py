@@ -29,6 +29,16 @@ __all__ = ["rerank", "rerank_positions"]
 Rerankers = Annotated[
     str, typer.Option("--reranker", help="Rerankers, comma-separated: name, or name:parameter=value with JSON values.")
 ]
+Queries = Annotated[
+    Path | None,
+    typer.Option(
+        "--queries", help="JSON lines, tab-separated or TREC topics.", show_default="those of the BEIR folder"
+    ),
+]
+Qrels = Annotated[
+    Path | None,
+    typer.Option("--qrels", help="TREC or BEIR judgements.", show_default="qrels/SPLIT.tsv of the BEIR folder"),
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Recompute rankings that are in the journal.")]
 
 
@@ -44,16 +54,8 @@ def rerank(
         ),
     ],
     reranker: Rerankers = "",
-    queries: Annotated[
-        Path | None,
-        typer.Option(
-            "--queries", help="JSON lines, tab-separated or TREC topics.", show_default="those of the BEIR folder"
-        ),
-    ] = None,
-    qrels: Annotated[
-        Path | None,
-        typer.Option("--qrels", help="TREC or BEIR judgements.", show_default="qrels/SPLIT.tsv of the BEIR folder"),
-    ] = None,
+    queries: Queries = None,
+    qrels: Qrels = None,
     first_stage: Annotated[
         str, typer.Option("--first-stage", help="bm25, dense or hybrid, with parameters, or the path of a TREC run.")
     ] = "bm25",

@@ -13,6 +13,7 @@ from starlette.staticfiles import StaticFiles
 
 from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.errors import NotReadyError, UnsupportedFeatureError
+from rag_posfix_api.keys.check import KeyChecker
 from rag_posfix_api.runtime.service import Service, ServiceState
 
 __all__ = ["HEADERS", "PageFacts", "router"]
@@ -64,7 +65,7 @@ async def facts(request: Request, service: ServiceState) -> Response:
     schema = await anyio.to_thread.run_sync(request.app.openapi)
     found = PageFacts(
         ready=service.is_ready,
-        key=service.limits.api_key is not None,
+        key=KeyChecker(service.keys, service.limits.api_key).required,
         attention=_gives_attention(service),
         collections=_COLLECTIONS in schema["paths"],
     )
