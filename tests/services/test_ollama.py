@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import httpx2
 import ollama
 import pytest
@@ -34,9 +35,8 @@ def url() -> Iterator[str]:
 
 @contextmanager
 def connect(url: str) -> Iterator[ollama.Client]:
-    client = ollama.Client(host=url, timeout=20)
-    yield client
-    client._client.close()  # it has no method that closes it
+    with httpx.HTTPTransport() as transport:  # the client has no method that closes its connections
+        yield ollama.Client(host=url, timeout=20, transport=transport)
 
 
 @pytest.fixture(scope="module")
