@@ -139,7 +139,7 @@ class Pipeline:
         self.candidates = candidates
         self.embeddings = embeddings
         self.indexes = dict(indexes or {})
-        self._choose_reranker = choose_reranker
+        self.choose_reranker = choose_reranker
 
     def with_generator(self, generator: Generator, cache: AnswerCache | None = None) -> Pipeline:
         """Return a pipeline with the same parts and another generator; this pipeline does not change.
@@ -172,7 +172,7 @@ class Pipeline:
             candidates=self.candidates,
             embeddings=self.embeddings,
             indexes=self.indexes,
-            choose_reranker=self._choose_reranker,
+            choose_reranker=self.choose_reranker,
         )
 
     def close(self) -> None:
@@ -307,11 +307,11 @@ class Pipeline:
     def _reranker_of(self, asked: Question) -> Reranker | None:
         if asked.reranker is None:
             return self.reranker
-        if self._choose_reranker is None:
+        if self.choose_reranker is None:
             raise ConfigError(
                 f"the reranker {shown(asked.reranker.name)} cannot be chosen here; leave it to the pipeline"
             )
-        return self._choose_reranker(asked.reranker)
+        return self.choose_reranker(asked.reranker)
 
     def _scored(
         self,
