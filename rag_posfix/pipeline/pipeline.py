@@ -132,7 +132,7 @@ class Pipeline:
         self.embeddings = embeddings
         self.tracer = tracer or UNTRACED
         self.indexes = dict(indexes or {})
-        self._choose_reranker = choose_reranker
+        self.choose_reranker = choose_reranker
 
     def with_generator(self, generator: Generator, cache: AnswerCache | None = None) -> Pipeline:
         """Return a pipeline with the same parts and another generator; this pipeline does not change.
@@ -182,7 +182,7 @@ class Pipeline:
             "embeddings": self.embeddings,
             "tracer": self.tracer,
             "indexes": self.indexes,
-            "choose_reranker": self._choose_reranker,
+            "choose_reranker": self.choose_reranker,
         }
         return Pipeline(**(parts | changed))
 
@@ -334,11 +334,11 @@ class Pipeline:
     def _reranker_of(self, asked: Question) -> Reranker | None:
         if asked.reranker is None:
             return self.reranker
-        if self._choose_reranker is None:
+        if self.choose_reranker is None:
             raise ConfigError(
                 f"the reranker {shown(asked.reranker.name)} cannot be chosen here; leave it to the pipeline"
             )
-        return self._choose_reranker(asked.reranker)
+        return self.choose_reranker(asked.reranker)
 
     def _scored(
         self,

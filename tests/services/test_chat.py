@@ -352,8 +352,8 @@ def test_mitigation_order_and_k_may_come_in_one_object():
     assert ask(pipeline, posfix={"order": "reverse"}, order="reverse")["order"] == "reverse"
     status, error = refused(pipeline, posfix={"order": "reverse"}, order="random")
     assert (status, error["param"]) == (400, "order")
-    status, error = refused(pipeline, posfix={"index": "other"})
-    assert (status, error["param"]) == (422, "posfix.index")
+    status, error = refused(pipeline, posfix={"other": "index"})
+    assert (status, error["param"]) == (422, "posfix.other")
 
 
 def test_tokens_come_with_log_probabilities_whole_streamed_and_from_the_cache():

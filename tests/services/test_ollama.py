@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import httpx2
 import ollama
 import pytest
@@ -33,15 +31,9 @@ def url() -> Iterator[str]:
         yield url
 
 
-@contextmanager
-def connect(url: str) -> Iterator[ollama.Client]:
-    with httpx.HTTPTransport() as transport:  # the client has no method that closes its connections
-        yield ollama.Client(host=url, timeout=20, transport=transport)
-
-
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[ollama.Client]:
-    with connect(url) as client:
+    with ollama.Client(host=url, timeout=20) as client:
         yield client
 
 
@@ -113,5 +105,5 @@ def test_a_failure_in_a_stream_is_its_last_line():
         lines = post(url, documents=[BRIDGE]).text.splitlines()
         assert "secret" not in lines[-1]
         assert "the model failed" in json.loads(lines[-1])["error"]
-        with connect(url) as client, pytest.raises(ollama.ResponseError, match="the model failed"):
+        with ollama.Client(host=url) as client, pytest.raises(ollama.ResponseError, match="the model failed"):
             list(client.chat(model="fake", messages=MESSAGES, stream=True))
