@@ -75,7 +75,8 @@ class LikelihoodReranker(PassageReadingReranker):
         prompt = tokenize_prompt(self.generator.encoder, self._template, question + self.restriction)
         if not len(prompt.question):
             raise ConfigError(f"the question {question!r} has no tokens; ask something else")
-        return replace(prompt, suffix=prompt.suffix[: prompt.question.stop])
+        stop = prompt.question.stop
+        return replace(prompt, suffix=prompt.suffix[:stop], content_stop=stop)
 
     def _all_fitted(self, prompt: TokenizedPrompt, documents: Sequence[CheckedDocument]) -> Iterator[FittedPassage]:
         room = self.generator.context_window - len(prompt)
