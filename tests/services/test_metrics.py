@@ -174,7 +174,7 @@ def test_requests_are_counted_by_the_format_of_the_response_and_its_outcome():
         ("anthropic", "invalid_api_key"): 1,
         ("jina", "ok"): 1,
         ("cohere", "invalid_value"): 1,
-        ("tei", "request_too_large"): 1,
+        ("tei", "body_too_large"): 1,
         ("vllm", "ok"): 1,
         ("responses", "ok"): 1,
         ("none", "not_found"): 1,
