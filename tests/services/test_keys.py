@@ -393,12 +393,12 @@ def test_with_a_key_the_service_listens_anywhere(single: bool, tmp_path: Path, m
     class Started(Exception):
         pass
 
-    def start(*args: object, hosts: object = None) -> None:
+    def start(*args: object, hosts: object = None, **options: object) -> None:
         assert hosts is None  # any name in Host, with a key
         raise Started
 
     monkeypatch.setattr(server, "make_server", start)
-    monkeypatch.setattr(server, "configure_logging", lambda: None)
+    monkeypatch.setattr(server, "configure_logging", lambda form: None)
     if not single:
         KeyStore(tmp_path).create("acme")
     fields = {"api_key": "key"} if single else {}
