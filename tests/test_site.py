@@ -114,7 +114,7 @@ def commands():
     found = []
     for name in OWN:
         for block in re.findall(r"```(?:bash)?\n(.*?)```", (DOCS / name).read_text("utf-8"), re.DOTALL):
-            found += [line for line in block.splitlines() if line.startswith("rag-posfix ")]
+            found += [line for line in block.replace("\\\n", " ").splitlines() if line.startswith("rag-posfix ")]
     return sorted(set(found))
 
 
