@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.queue_check import check_queue
 from benchmarks.queueing import mean_wait
 from rag_posfix.errors import ConfigError
 
@@ -280,15 +279,15 @@ def measured_rates(questions: int = 3) -> dict[str, Any]:
 
     settings = Settings(
         mitigation="none",
-        max_tokens=32,
+        max_tokens=16,
         cache=CacheSettings(enabled=False),
         passages=PassageStoreSettings(enabled=False),
     )
     prefill, decode = [], []
     with closing(build_pipeline(settings)) as pipeline:
         for number in range(questions + 1):
-            words = [f"word{number}-{i}" for i in range(400)]
-            texts = [" ".join(words[start : start + 40]) for start in range(0, 400, 40)]
+            sentence = f"the old bridge number {number} of the town was built of stone by the river, "
+            texts = [f"passage {place}: {sentence * 2}" for place in range(10)]
             answer = pipeline.ask(Question(f"What is {number}?", documents=documents_of(texts)))
             if number:  # the first one warms up
                 prefill.append(answer.usage.prompt_tokens / answer.timings["prefill"])
@@ -333,6 +332,8 @@ def main() -> None:
     if "plan" in parts:
         summary["plan"] = [asdict(row) for row in plans(work)]
     if "check" in parts:
+        from benchmarks.queue_check import check_queue  # the service
+
         summary["check"] = check_queue(given.requests)
     print(json.dumps(summary, indent=2))
     if given.out is not None:

@@ -106,13 +106,14 @@ def replicas(redis, tmp_path_factory) -> Iterator[dict[str, Replica]]:
             processes.stdin.write(json.dumps({"models": changes, "services": services}))
             processes.stdin.close()
             for replica in found.values():
-                wait_until_ready(processes, replica.port, 270)
+                wait_until_ready(processes, replica.port, 600)
             yield found
         finally:
             processes.terminate()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)  # five services start; minutes on a busy machine
 @pytest.mark.parametrize(("dtype", "foreign"), [("float32", ("bfloat16 a", "other")), ("bfloat16", ("float32 a",))])
 def test_a_passage_read_by_one_process_is_warm_for_another(dtype, foreign, replicas, redis):
     passages = [f"{text} ({dtype})" for text in ("The bridge was built in 1911.", "The harbour froze in 1963.")]
