@@ -64,7 +64,13 @@ IMPORT_RULES = [
     ImportRule(
         why="contracts are plain data and protocols: no torch and no class that implements a protocol",
         files=("rag_posfix/contracts/*",),
-        only=("langchain_core", "rag_posfix.contracts", "rag_posfix.errors", "rag_posfix.plan.layout"),
+        only=(
+            "langchain_core",
+            "rag_posfix.contracts",
+            "rag_posfix.errors",
+            "rag_posfix.parameters",
+            "rag_posfix.plan.layout",
+        ),
     ),
     ImportRule(
         why="attention is tensor mathematics: torch, plans and errors only",
@@ -99,6 +105,7 @@ IMPORT_RULES = [
             "safetensors",
             "rag_posfix.attention",
             "rag_posfix.contracts.method_spec",
+            "rag_posfix.contracts.parametrised",
             "rag_posfix.encodings",
             "rag_posfix.errors",
             "rag_posfix.parameters",
@@ -215,6 +222,7 @@ IMPORT_RULES = [
         among=("rag_posfix",),
         only=(
             "rag_posfix.contracts",
+            "rag_posfix.durable_files",
             "rag_posfix.errors",
             "rag_posfix.folders",
             "rag_posfix.retrieval",
@@ -366,6 +374,7 @@ IMPORT_RULES = [
             "torch",
             "safetensors",
             "rag_posfix.contracts.method_spec",
+            "rag_posfix.contracts.parametrised",
             "rag_posfix.encodings",
             "rag_posfix.errors",
             "rag_posfix.evaluation.figures",

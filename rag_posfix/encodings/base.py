@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from rag_posfix.attention.causal import attend_causal
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.parametrised import Parametrised
 from rag_posfix.encodings.shape import DecoderShape
-from rag_posfix.parameters import check_parameters, parameters_of
+from rag_posfix.parameters import check_parameters
 from rag_posfix.registry import Registry
 
 __all__ = ["ENCODINGS", "Encoding", "Memory", "Positions", "create_encoding"]
@@ -61,7 +62,7 @@ class Positions(nn.Module):
 
 
 @dataclass(frozen=True)
-class Encoding(ABC):
+class Encoding(Parametrised, ABC):
     """A published position encoding, with its parameters as dataclass fields.
 
     Attributes:
@@ -72,7 +73,6 @@ class Encoding(ABC):
         causal: Whether a decoder can use it; False for one that belongs to an auto-encoder.
     """
 
-    name: ClassVar[str]
     paper: ClassVar[str]
     deviations: ClassVar[tuple[str, ...]] = ()
     memory: ClassVar[Memory] = "linear"
@@ -89,18 +89,6 @@ class Encoding(ABC):
         Raises:
             ConfigError: the encoding is not for decoders.
         """
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The parameters by name."""
-        return {name: getattr(self, name) for name in parameters_of(type(self))}
-
-    @property
-    def label(self) -> str:
-        """Name and the parameters that differ from their defaults, as ``parse_method`` reads them."""
-        known = parameters_of(type(self))
-        changed = {name: value for name, value in self.parameters.items() if value != known[name].default}
-        return MethodSpec(self.name, changed).label
 
 
 ENCODINGS: Registry[type[Encoding]] = Registry("encoding")

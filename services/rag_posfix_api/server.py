@@ -47,7 +47,8 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM, and then finish running requests. Logs to stderr.
 
-    A service whose model, index or embeddings cannot be loaded ends at once: what supervises it sees the exit status.
+    A service that cannot load its model, index or embeddings ends at once, and so does one whose split model lost a
+    process: what supervises it sees the exit status.
 
     Args:
         settings: The model to load, and defaults of requests.
@@ -61,7 +62,7 @@ def run(
     Raises:
         ConfigError: the port is in use, the address or the files for TLS cannot be used, or other machines could use
             the service without a key.
-        RagPosfixError: the pipeline cannot be loaded.
+        RagPosfixError: the pipeline cannot be loaded, or its model cannot answer any more.
     """
     limits = service or ServiceSettings()
     check_tls(limits.tls_cert, limits.tls_key)
@@ -84,8 +85,8 @@ def run(
         on_ready = partial(open_page, address_of(address, number, scheme)) if opens_page else None
         server = make_server(settings, limits, pipeline, hosts=hosts, on_ready=on_ready)
         server.run(sockets=[listener])
-    if server.load_error is not None:
-        raise server.load_error
+    if server.failure is not None:
+        raise server.failure
 
 
 class DrainingServer(uvicorn.Server):
@@ -119,9 +120,9 @@ class DrainingServer(uvicorn.Server):
         self._signalled_at: float | None = None
 
     @property
-    def load_error(self) -> RagPosfixError | None:
-        """Why the pipeline could not be loaded, or None."""
-        return self._service.load_error
+    def failure(self) -> RagPosfixError | None:
+        """Why the service cannot answer any question any more, or None."""
+        return self._service.failure
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start the drain, or end it. A signal handler: the work is done by ``on_tick``."""
@@ -134,7 +135,7 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server is to close its port and to end. Called ten times a second."""
-        ends = await super().on_tick(counter) or self.load_error is not None
+        ends = await super().on_tick(counter) or self.failure is not None
         if self._on_ready is not None and self._service.is_ready:
             on_ready, self._on_ready = self._on_ready, None
             on_ready()

@@ -202,7 +202,7 @@ def test_keda_follows_the_time_in_the_queue_and_the_requests_in_flight():
     spec = one_of("ScaledObject", values_of("production"))["spec"]
     queue, in_flight = (trigger["metadata"] for trigger in spec["triggers"])
     assert {trigger["type"] for trigger in spec["triggers"]} == {"prometheus"}
-    assert 'rag_posfix_stage_duration_seconds_bucket{stage="queue",namespace="rag"' in queue["query"]
+    assert 'rag_posfix_queue_duration_seconds_bucket{work="answer",namespace="rag"' in queue["query"]
     assert queue["threshold"] == "1"
     assert in_flight["query"].startswith("sum(rag_posfix_in_flight_requests{")
     assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (4, 24)
@@ -213,7 +213,7 @@ def test_the_metrics_that_scale_are_metrics_of_the_service():
         assert post(url).status_code == 200
         text = httpx2.get(f"{url}/metrics").text
     assert "rag_posfix_in_flight_requests 0.0" in text
-    assert re.search(r'^rag_posfix_stage_duration_seconds_bucket\{.*stage="queue".*\} 1.0$', text, re.MULTILINE)
+    assert re.search(r'^rag_posfix_queue_duration_seconds_bucket\{.*work="answer".*\} 1.0$', text, re.MULTILINE)
 
 
 def test_only_dns_and_redis_may_be_reached():

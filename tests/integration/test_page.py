@@ -5,15 +5,16 @@ from __future__ import annotations
 import ast
 import json
 import os
-import re
 import subprocess
 import sys
 
+import httpx2
 import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed; `pip install playwright`")
 
 from tests.support.chromium import checked_page, chromium, wait_for
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.order_biased import OrderBiasedGenerator
 from tests.support.serving import make_pipeline, serving
 
@@ -356,35 +357,27 @@ def answer_with(page, pattern, body):
     page.route(pattern, lambda route: route.fulfill(json=body))
 
 
-@pytest.mark.parametrize("field", ["documents", "data"])
-def test_passages_come_from_a_collection(browser, url, field):
-    with checked_page(browser) as page:
-        searched = []
-
-        def search(route):
-            searched.append((re.sub(r"^.*/v1/", "/v1/", route.request.url), route.request.post_data_json))
-            documents = [{"id": f"d{i}", "text": f"Found {i}. More.", "score": 1 - i / 10} for i in range(3)]
-            route.fulfill(json={field: documents})
-
-        facts = {"ready": True, "key": False, "attention": True, "collections": True}
-        answer_with(page, "**/page/service.json", facts)
-        answer_with(page, "**/v1/collections", {"data": [{"name": "harbour pilots"}, {"name": "b"}]})
-        page.route("**/v1/collections/*/search", search)
+def test_passages_come_from_a_collection(browser, generator):
+    with (
+        serving(make_pipeline(generator, embeddings=LetterEmbeddings())) as url,
+        httpx2.Client(base_url=url) as client,
+        checked_page(browser) as page,
+    ):
+        documents = [{"id": f"d{i}", "text": f"Found {i}. More."} for i in range(4)]
+        for name in ("harbour-pilots", "other"):
+            assert client.post("/v1/collections", json={"name": name}).status_code == 201
+        added = client.post("/v1/collections/harbour-pilots/documents", json={"documents": documents})
+        assert added.json()["added"] == 4
         open_page(page, url)
         page.get_by_role("button", name="Collection").click()
         page.get_by_role("spinbutton", name="Passages").fill("3")
         page.get_by_role("button", name="Find passages for the question").click()
         wait_for(page, "document.querySelectorAll('.card').length === 3")
-        question = page.input_value("#question")
-        assert searched == [("/v1/collections/harbour%20pilots/search", {"query": question, "k": 3})]
         ask(page)
-        assert answers(page)["none"] == "Found 0"
+        assert answers(page)["none"].startswith("Found ")
 
 
 def test_without_collections_there_is_no_picker(page):
-    facts = page.evaluate("fetch('page/service.json').then((answer) => answer.json())")
-    if facts["collections"]:
-        pytest.skip("this service has collections")
     assert page.get_by_role("button", name="Collection").count() == 0
 
 
@@ -400,7 +393,7 @@ def test_an_error_is_shown_in_its_column(browser, url):
 
 def test_the_page_waits_until_the_model_is_loaded(browser, url):
     with checked_page(browser) as page:
-        loading = {"ready": False, "key": False, "attention": False, "collections": False}
+        loading = {"ready": False, "key": False, "attention": False}
         answer_with(page, "**/page/service.json", loading)
         page.goto(url)
         page.get_by_text("The model is being loaded").wait_for()

@@ -12,9 +12,11 @@ import pytest
 
 import rag_posfix_api.server as server
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.settings import Settings
 from rag_posfix_api.openapi import document, main
 from tests.support.serving import limits, make_pipeline
+from tests.support.toy_encoder import ToyEncoder
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +85,23 @@ def test_a_service_whose_embeddings_cannot_be_loaded_ends_with_1(tmp_path: Path)
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith(f"error: embedding model '{tmp_path / 'missing'}' could not")
+
+
+def test_a_server_whose_split_model_lost_a_process_ends_and_says_why():
+    """It would answer 503 to everything until somebody looks."""
+
+    class Split(FakeGenerator):
+        failure: str | None = None
+
+    generator = Split(ToyEncoder())
+    running = server.make_server(Settings(), limits(), make_pipeline(generator), on_ready=lambda: kill(generator))
+
+    def kill(generator: Split) -> None:
+        generator.failure = "the process of rank 1 of 2 ended"
+
+    with server.bind("127.0.0.1", 0) as listener:
+        running.run(sockets=[listener])
+    assert "cannot answer any more: the process of rank 1 of 2 ended" in str(running.failure)
 
 
 def test_the_openapi_document_is_current():

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.parameters import check_parameters, parameters_of
+from rag_posfix.contracts.parametrised import Parametrised
+from rag_posfix.parameters import check_parameters
 from rag_posfix.registry import Registry
 
 __all__ = ["IGNORED", "TASKS", "TRAINED", "Batch", "Task", "joined", "next_token_targets"]
@@ -48,7 +48,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Task(ABC):
+class Task(Parametrised, ABC):
     """A task on generated sequences, with its sizes as dataclass fields.
 
     Attributes:
@@ -59,7 +59,6 @@ class Task(ABC):
         measured_by_place: Whether the measure is also given by ``Batch.places``.
     """
 
-    name: ClassVar[str]
     source: ClassVar[str]
     deviations: ClassVar[tuple[str, ...]] = ()
     metric: ClassVar[Literal["error", "perplexity"]] = "error"
@@ -88,18 +87,6 @@ class Task(ABC):
             size: Number of examples.
             generator: Draws them, on the CPU.
         """
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The sizes by name."""
-        return {name: getattr(self, name) for name in parameters_of(type(self))}
-
-    @property
-    def label(self) -> str:
-        """Name and the sizes that differ from their defaults, as ``parse_method`` reads them."""
-        known = parameters_of(type(self))
-        changed = {name: value for name, value in self.parameters.items() if value != known[name].default}
-        return MethodSpec(self.name, changed).label
 
 
 TASKS: Registry[type[Task]] = Registry("task")

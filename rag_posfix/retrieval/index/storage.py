@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rag_posfix.durable_files import flush
 from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.index.bm25_index import BM25Index
 from rag_posfix.retrieval.index.documents import IndexEntry
@@ -326,14 +327,14 @@ def _stage(staging: Path, contents: IndexContents, token: str) -> IndexManifest:
     )
     (staging / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
     for path in (*paths.values(), staging / _MANIFEST, staging):
-        _sync(path)
+        flush(path)
     return manifest
 
 
 def _publish(staging: Path, folder: Path) -> None:
     if not folder.exists():
         staging.replace(folder)
-        _sync(folder.parent)
+        flush(folder.parent)
         return
     before = _live_files(folder)
     manifest = staging / _MANIFEST
@@ -342,9 +343,9 @@ def _publish(staging: Path, folder: Path) -> None:
         # The manifest is replaced last: before, the folder is the old index; afterwards, the new one.
         for path in data:
             path.replace(folder / path.name)
-        _sync(folder)
+        flush(folder)
         manifest.replace(folder / _MANIFEST)
-        _sync(folder)
+        flush(folder)
     finally:
         # Delete the old or the new data files, whichever the manifest does not name. Any other file may belong to a
         # concurrent save.
@@ -356,17 +357,6 @@ def _live_files(folder: Path) -> set[str]:
     if not (folder / _MANIFEST).exists():
         return set()
     return {file.name for file in read_manifest(folder).files.values()}
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows cannot open a folder
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def describe_file(path: Path) -> IndexFile:

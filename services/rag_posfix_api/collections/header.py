@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rag_posfix.durable_files import replace_durably
 from rag_posfix.errors import RetrievalError
-from rag_posfix_api.collections.write_ahead_log import WriteAheadLog, sync_folder
+from rag_posfix_api.collections.write_ahead_log import WriteAheadLog
 
 __all__ = ["Header", "header_signature", "log_of", "read_header", "write_header"]
 
@@ -68,10 +68,4 @@ def read_header(folder: Path) -> Header:
 
 def write_header(folder: Path, header: Header) -> None:
     """Write the header, and flush it to the disk before it replaces the former one."""
-    partial = folder / f".{_FILE}.partial"
-    with partial.open("w", encoding="utf-8") as handle:
-        handle.write(header.model_dump_json())
-        handle.flush()
-        os.fsync(handle.fileno())
-    partial.replace(folder / _FILE)
-    sync_folder(folder)
+    replace_durably(folder / _FILE, header.model_dump_json().encode())

@@ -17,13 +17,13 @@ from typing import Final
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
+from rag_posfix.durable_files import flush
 from rag_posfix.errors import RagPosfixError, RetrievalError
 from rag_posfix.parameters import shown
 from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.index.folder_lock import partial_folder
 from rag_posfix_api.collections.collection import Collection, collection_lock
 from rag_posfix_api.collections.header import Header, header_signature, log_of, read_header, write_header
-from rag_posfix_api.collections.write_ahead_log import sync_folder
 from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, NotFoundError, StorageError, TooLargeError
 
 __all__ = ["NAME_PATTERN", "CollectionInfo", "Collections"]
@@ -92,8 +92,8 @@ class Collections:
                 folder.mkdir(exist_ok=True, mode=0o700)
                 log_of(folder, header).create()
                 write_header(folder, header)
-                sync_folder(folder.parent)
-                sync_folder(folder.parent.parent)
+                flush(folder.parent)
+                flush(folder.parent.parent)
         except OSError as error:
             raise StorageError(f"cannot write {str(folder)!r}: {error.strerror or error}") from error
         return CollectionInfo(name, header.created_at, 0)
@@ -163,7 +163,7 @@ class Collections:
             gone = partial_folder(folder, uuid.uuid4().hex[:12])
             try:
                 folder.rename(gone)
-                sync_folder(folder.parent)
+                flush(folder.parent)
             except OSError as error:
                 raise StorageError(f"cannot delete {str(folder)!r}: {error.strerror or error}") from error
             shutil.rmtree(gone, ignore_errors=True)  # the next writer removes what is left

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rag_posfix.durable_files import flush
 from rag_posfix.errors import RetrievalError
 
-__all__ = ["WriteAheadLog", "sync_folder"]
+__all__ = ["WriteAheadLog"]
 
 
 class WriteAheadLog:
@@ -39,7 +40,7 @@ class WriteAheadLog:
     def create(self) -> None:
         """Make an empty file, and flush that it exists."""
         os.close(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
-        sync_folder(self._file.parent)
+        flush(self._file.parent)
 
     def remove(self) -> None:
         """Delete the file, if it is there."""
@@ -96,17 +97,6 @@ class WriteAheadLog:
             changes.append(change)
             start += len(line) + 1
         return changes, start
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
-    if os.name == "nt":
-        return  # Windows cannot open a folder
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_at(descriptor: int, data: bytes, offset: int) -> None:

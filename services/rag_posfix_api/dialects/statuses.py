@@ -6,7 +6,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-__all__ = ["STREAMED", "documented"]
+__all__ = ["ANSWERING", "SCORING", "STREAMED", "documented"]
+
+ANSWERING = (400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504)
+"""Error statuses of routes that answer a question."""
+SCORING = (400, 401, 403, 413, 422, 429, 500, 503)
+"""Error statuses of routes that score documents."""
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "object", "description": "A server-sent event."}}}}

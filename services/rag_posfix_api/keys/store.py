@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from rag_posfix.durable_files import replace_durably
 from rag_posfix.errors import ConfigError, UnknownNameError, missing_extra
 from rag_posfix.parameters import shown
 from rag_posfix_api.keys.hashing import hash_secret, new_key
@@ -170,24 +169,7 @@ class KeyStore:
             "tenants": {tenant: {"salt": salt} for tenant, salt in table.salts.items()},
             "keys": [key.to_dict() | {"hash": key.hash} for key in table.keys.values()],
         }
-        # mkstemp makes a file that only its owner can read.
-        descriptor, name = tempfile.mkstemp(dir=self._file.parent, prefix=".keys.", suffix=".partial")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-                json.dump(data, handle, indent=2)
-                handle.flush()
-                os.fsync(handle.fileno())
-            Path(name).replace(self._file)
-        except BaseException:
-            with suppress(OSError):
-                Path(name).unlink()
-            raise
-        if os.name != "nt":  # Windows cannot open a folder
-            folder = os.open(self._file.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        replace_durably(self._file, json.dumps(data, indent=2).encode(), 0o600)
 
 
 def _signature(file: Path) -> tuple[int, int, int] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-import anyio.to_thread
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -13,7 +12,6 @@ from starlette.staticfiles import StaticFiles
 
 from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.errors import NotReadyError, UnsupportedFeatureError
-from rag_posfix_api.keys.check import KeyChecker
 from rag_posfix_api.runtime.service import Service, ServiceState
 
 __all__ = ["HEADERS", "PageFacts", "router"]
@@ -30,7 +28,6 @@ HEADERS: Final = {
 }
 """Headers of every file of the page."""
 
-_COLLECTIONS: Final = "/v1/collections"
 _FILES: Final = StaticFiles(directory=Path(__file__).with_name("static"), check_dir=False)
 
 router = APIRouter(include_in_schema=False)
@@ -43,13 +40,11 @@ class PageFacts(BaseModel):
         ready: Whether questions are answered.
         key: Whether requests need a key.
         attention: Whether the service measures attention.
-        collections: Whether the service has collections.
     """
 
     ready: bool
     key: bool
     attention: bool
-    collections: bool
 
 
 @router.get("/")
@@ -59,16 +54,9 @@ async def page(request: Request) -> Response:
 
 
 @router.get("/page/service.json")
-async def facts(request: Request, service: ServiceState) -> Response:
+async def facts(service: ServiceState) -> Response:
     """Return what the page asks before it has a key."""
-    # In a thread: the schema is computed once, which takes a while.
-    schema = await anyio.to_thread.run_sync(request.app.openapi)
-    found = PageFacts(
-        ready=service.is_ready,
-        key=KeyChecker(service.keys, service.limits.api_key).required,
-        attention=_gives_attention(service),
-        collections=_COLLECTIONS in schema["paths"],
-    )
+    found = PageFacts(ready=service.is_ready, key=service.key_checker.required, attention=_gives_attention(service))
     return SafeJSONResponse(found.model_dump(), headers=HEADERS)
 
 

@@ -35,6 +35,7 @@ from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, Stoppi
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
 from rag_posfix_api.http.metrics import ANSWER, SCORE, Metrics
+from rag_posfix_api.keys.check import KeyChecker
 from rag_posfix_api.keys.records import CALLER
 from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.runtime.admission import Admission
@@ -70,6 +71,7 @@ class Service:
         self._telemetry = telemetry
         self.limits = limits
         self.keys = KeyStore(limits.data_dir)
+        self.key_checker = KeyChecker(self.keys, limits.api_key)
         self.collections = Collections(
             limits.data_dir / "collections", limits.max_collections, limits.max_collection_documents
         )
@@ -100,21 +102,39 @@ class Service:
         Raises:
             NotReadyError: the pipeline is not loaded, or its model has failed.
         """
+        served = self._served
+        return served.with_tenant(salt) if (salt := CALLER.get().salt) else served
+
+    @property
+    def _served(self) -> Pipeline:
+        """The pipeline of no tenant, for what is the same for all callers.
+
+        Raises:
+            NotReadyError: as ``pipeline``.
+        """
         if self._pipeline is None:
             raise NotReadyError(self._reason)
-        if self._failure is not None:
-            raise NotReadyError(f"the model cannot answer any more: {self._failure}; start the service again")
-        return self._pipeline.with_tenant(salt) if (salt := CALLER.get().salt) else self._pipeline
+        if (failure := self.failure) is not None:
+            raise NotReadyError(str(failure))
+        return self._pipeline
 
     @property
     def is_ready(self) -> bool:
         """Whether the pipeline is loaded, its model has not failed, and the service is not stopping."""
-        return self._pipeline is not None and self._failure is None and not self._draining
+        return self._pipeline is not None and self.failure is None and not self._draining
 
     @property
-    def load_error(self) -> RagPosfixError | None:
-        """Why the pipeline could not be loaded, or None. It does not become ready any more."""
-        return self._load_error
+    def failure(self) -> RagPosfixError | None:
+        """Why no question will be answered any more, or None: the pipeline could not be loaded, or a process died.
+
+        The process that dies is one of a split model; its generator says so by an attribute ``failure``.
+        """
+        if self._load_error is not None:
+            return self._load_error
+        died: str | None = getattr(self._generator, "failure", None)
+        if died is None:
+            return None
+        return GenerationError(f"the model cannot answer any more: {died}; start the service again")
 
     @property
     def in_flight(self) -> int:
@@ -122,15 +142,9 @@ class Service:
         return self.chat.admission.in_flight + self.rerank.admission.in_flight
 
     @property
-    def _failure(self) -> str | None:
-        """The reason why the model cannot answer any more (a process of a split model died), or None."""
-        failure: str | None = getattr(self._generator, "failure", None)
-        return failure
-
-    @property
     def model_id(self) -> str:
         """Name of the served model."""
-        return self.pipeline.generator.model_id
+        return self._served.generator.model_id
 
     @property
     def reader(self) -> PassageReader:
@@ -140,11 +154,9 @@ class Service:
             NotReadyError: as ``pipeline``.
             UnsupportedFeatureError: the generator gives no attention.
         """
-        pipeline = self.pipeline
+        name = self.model_id  # raises before the model is there
         if not isinstance(self._generator, PassageReader):
-            raise UnsupportedFeatureError(
-                f"{pipeline.generator.model_id!r} gives no attention; serve a model that this process loads itself"
-            )
+            raise UnsupportedFeatureError(f"{name!r} gives no attention; serve a model that this process loads itself")
         return self._generator
 
     def adopt(self, pipeline: Pipeline) -> None:
@@ -198,7 +210,7 @@ class Service:
         """
         if self._draining:
             raise StoppingError("the service is stopping; ask another replica, or again later")
-        _ = self.pipeline
+        _ = self._served
 
     def close(self) -> None:
         """Stop the model, and close the pipeline that ``load`` built; a pipeline of the caller is not closed."""
@@ -216,9 +228,10 @@ class Service:
         Raises:
             UnsupportedFeatureError: it has none.
         """
-        if self.pipeline.embeddings is None:
+        found = self._served.embeddings
+        if found is None:
             raise UnsupportedFeatureError("this server has no embedding model; serve a pipeline with one")
-        return self.pipeline.embeddings
+        return found
 
     def collection(self, name: str) -> Collection:
         """Return a collection of the caller.

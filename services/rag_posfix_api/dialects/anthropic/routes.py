@@ -10,7 +10,7 @@ from rag_posfix_api.dialects.anthropic.errors import errors
 from rag_posfix_api.dialects.anthropic.parse import to_question
 from rag_posfix_api.dialects.anthropic.render import MessageRenderer
 from rag_posfix_api.dialects.anthropic.schemas import AnthropicRequest, AnthropicResponse
-from rag_posfix_api.dialects.statuses import STREAMED
+from rag_posfix_api.dialects.statuses import ANSWERING, STREAMED
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.facts import RequestFacts
 from rag_posfix_api.runtime.service import ReadyService
@@ -26,7 +26,7 @@ router = APIRouter(tags=["chat"], route_class=CleanRoute)
     PATH,
     operation_id="create_message",
     response_model=AnthropicResponse,
-    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504) | STREAMED,
+    responses=errors(*ANSWERING) | STREAMED,
 )
 async def create_message(
     body: AnthropicRequest, request: Request, service: ReadyService, facts: RequestFacts

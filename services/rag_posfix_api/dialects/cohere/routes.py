@@ -12,7 +12,7 @@ from rag_posfix_api.dialects.cohere.parse import to_question
 from rag_posfix_api.dialects.cohere.render import ChatRenderer
 from rag_posfix_api.dialects.cohere.schemas import CohereRerankRequest, CohereRerankResponse, CohereResult
 from rag_posfix_api.dialects.reranking import document_id, rank
-from rag_posfix_api.dialects.statuses import STREAMED
+from rag_posfix_api.dialects.statuses import ANSWERING, SCORING, STREAMED
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.facts import RequestFacts
@@ -33,7 +33,7 @@ reranks = APIRouter(tags=["rerank"], route_class=CleanRoute)
     CHAT_PATH,
     operation_id="cohere_chat",
     response_model=CohereChatResponse,
-    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504) | STREAMED,
+    responses=errors(*ANSWERING) | STREAMED,
 )
 async def chat(body: CohereChatRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
     """Answer the last message from documents: those of the request, or retrieved ones, with citations."""
@@ -47,7 +47,7 @@ async def chat(body: CohereChatRequest, request: Request, service: ReadyService,
     RERANK_PATH,
     operation_id="cohere_rerank",
     response_model=CohereRerankResponse,
-    responses=errors(400, 401, 403, 413, 422, 429, 500, 503),
+    responses=errors(*SCORING),
 )
 async def rerank(body: CohereRerankRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
     """Score documents for a query, best first."""

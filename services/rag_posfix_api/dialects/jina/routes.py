@@ -9,6 +9,7 @@ from rag_posfix_api.dialects.jina.errors import errors
 from rag_posfix_api.dialects.jina.render import to_response
 from rag_posfix_api.dialects.jina.schemas import RerankRequest, RerankResponse
 from rag_posfix_api.dialects.reranking import rank
+from rag_posfix_api.dialects.statuses import SCORING
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.facts import RequestFacts
@@ -25,7 +26,7 @@ router = APIRouter(tags=["rerank"], route_class=CleanRoute)
     PATH,
     operation_id="rerank",
     response_model=RerankResponse,
-    responses=errors(400, 401, 403, 413, 422, 429, 500, 503),
+    responses=errors(*SCORING),
 )
 async def rerank(body: RerankRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
     """Score documents for a query, best first; documents with equal scores stay in the order of the request."""

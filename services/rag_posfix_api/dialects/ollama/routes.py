@@ -25,6 +25,7 @@ from rag_posfix_api.dialects.ollama.schemas import (
     OllamaOptions,
 )
 from rag_posfix_api.dialects.questions import build_question, sampling_with, stop_strings
+from rag_posfix_api.dialects.statuses import ANSWERING
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.facts import RequestFacts
 from rag_posfix_api.runtime.service import ReadyService
@@ -52,8 +53,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     CHAT_PATH,
     operation_id="ollama_chat",
     response_model=OllamaChatResponse,
-    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504)
-    | {200: {"content": {LINES: {"schema": {"type": "string"}}}}},
+    responses=errors(*ANSWERING) | {200: {"content": {LINES: {"schema": {"type": "string"}}}}},
 )
 async def chat(body: OllamaChatRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
     """Answer the last message from documents: those of the request, or retrieved ones; in lines of JSON by default."""

@@ -20,7 +20,7 @@ from rag_posfix_api.dialects.openai.errors import errors, render_error
 from rag_posfix_api.dialects.openai.log_probs import completion_log_probs
 from rag_posfix_api.dialects.openai.render import DONE, usage_output
 from rag_posfix_api.dialects.questions import check_top_logprobs, sampling_with, stop_strings
-from rag_posfix_api.dialects.statuses import STREAMED
+from rag_posfix_api.dialects.statuses import ANSWERING, STREAMED
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.encoding import SafeJSONResponse, event
 from rag_posfix_api.http.errors import Problem, UnsupportedFeatureError
@@ -47,7 +47,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "/v1/completions",
     operation_id="create_completion",
     response_model=CompletionObject,
-    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504) | STREAMED,
+    responses=errors(*ANSWERING) | STREAMED,
 )
 async def create_completion(
     body: CompletionRequest, request: Request, service: ReadyService, facts: RequestFacts

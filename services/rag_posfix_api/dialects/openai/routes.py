@@ -11,7 +11,7 @@ from rag_posfix_api.dialects.openai.errors import errors
 from rag_posfix_api.dialects.openai.parse import to_question
 from rag_posfix_api.dialects.openai.render import Completion
 from rag_posfix_api.dialects.openai.schemas import ChatCompletion, ChatRequest, ModelList, ModelObject
-from rag_posfix_api.dialects.statuses import STREAMED
+from rag_posfix_api.dialects.statuses import ANSWERING, STREAMED
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.facts import RequestFacts
 from rag_posfix_api.runtime.service import ReadyService, Service
@@ -29,7 +29,7 @@ models = APIRouter(tags=["models"])
     "/v1/chat/completions",
     operation_id="create_chat_completion",
     response_model=ChatCompletion,
-    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504) | STREAMED,
+    responses=errors(*ANSWERING) | STREAMED,
 )
 async def create_chat_completion(
     body: ChatRequest, request: Request, service: ReadyService, facts: RequestFacts

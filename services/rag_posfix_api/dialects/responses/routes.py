@@ -10,7 +10,7 @@ from rag_posfix_api.dialects.openai.errors import errors
 from rag_posfix_api.dialects.responses.parse import to_question
 from rag_posfix_api.dialects.responses.render import ResponseRenderer
 from rag_posfix_api.dialects.responses.schemas import ResponseObject, ResponsesRequest
-from rag_posfix_api.dialects.statuses import STREAMED
+from rag_posfix_api.dialects.statuses import ANSWERING, STREAMED
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.facts import RequestFacts
 from rag_posfix_api.runtime.service import ReadyService
@@ -24,7 +24,7 @@ router = APIRouter(tags=["chat"], route_class=CleanRoute)
     "/v1/responses",
     operation_id="create_response",
     response_model=ResponseObject,
-    responses=errors(400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504) | STREAMED,
+    responses=errors(*ANSWERING) | STREAMED,
 )
 async def create_response(
     body: ResponsesRequest, request: Request, service: ReadyService, facts: RequestFacts

@@ -9,6 +9,7 @@ from pydantic import Discriminator, Tag
 from starlette.responses import Response
 
 from rag_posfix_api.dialects.reranking import rank
+from rag_posfix_api.dialects.statuses import SCORING
 from rag_posfix_api.dialects.tei.errors import errors
 from rag_posfix_api.dialects.tei.schemas import TeiRank, TeiRerankRequest
 from rag_posfix_api.dialects.vllm.routes import reranked
@@ -41,7 +42,7 @@ Body = Annotated[
     PATH,
     operation_id="tei_rerank",
     response_model=list[TeiRank] | VllmRerankResponse,
-    responses=errors(400, 401, 403, 413, 422, 429, 500, 503),
+    responses=errors(*SCORING),
 )
 async def rerank(body: Body, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
     """Score texts for a query, best first."""

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from rag_posfix_api.dialects.documents import document_text
 from rag_posfix_api.dialects.openai.errors import errors
 from rag_posfix_api.dialects.reranking import document_id, rank
+from rag_posfix_api.dialects.statuses import SCORING
 from rag_posfix_api.dialects.vllm.schemas import (
     ScoreEntry,
     ScoreRequest,
@@ -29,7 +30,7 @@ __all__ = ["reranked", "router"]
 
 router = APIRouter(tags=["rerank"], route_class=CleanRoute)
 
-_ERRORS = errors(400, 401, 403, 413, 422, 429, 500, 503)
+_ERRORS = errors(*SCORING)
 
 
 async def reranked(body: VllmRerankRequest, request: Request, service: Service, facts: Facts) -> VllmRerankResponse:

@@ -4,7 +4,7 @@ import Alpine from "./vendor/alpine-csp.esm.min.js";
 import { begin, compare, fail, finish, newColumn, take } from "./column.js";
 import { copyText, LANGUAGES } from "./copies.js";
 import { drawCurve } from "./curve.js";
-import { collectionNames, distinct, MOST_PASSAGES, movedTo, parsePasted, shuffled } from "./passages.js";
+import { distinct, MOST_PASSAGES, movedTo, parsePasted, shuffled } from "./passages.js";
 import { chatBody, Service, toDocument } from "./service.js";
 import { isRight } from "./words.js";
 
@@ -95,7 +95,7 @@ function page() {
         const models = await this.service.json("v1/models");
         this.served = models.data[0].id;
         this.ready = true;
-        if (facts.collections) this.collections = collectionNames(await this.service.json("v1/collections"));
+        this.collections = (await this.service.json("v1/collections")).data.map((one) => one.name);
         this.collection = this.collections[0] ?? "";
       } catch (error) {
         this.refused(error);
@@ -131,7 +131,7 @@ function page() {
       try {
         const path = `v1/collections/${encodeURIComponent(this.collection)}/search`;
         const found = await this.service.json(path, { query: this.question, k: this.k });
-        this.replace(found.documents ?? found.data ?? []);
+        this.replace(found.data);
       } catch (error) {
         this.problem = error.message;
       }

@@ -52,9 +52,3 @@ export function shuffled(list) {
     if (list.length < 2 || other.some((one, i) => one !== list[i])) return other;
   }
 }
-
-/** Names of collections from an answer of GET /v1/collections. */
-export function collectionNames(answer) {
-  const listed = Array.isArray(answer) ? answer : (answer.data ?? answer.collections ?? []);
-  return listed.map((one) => (typeof one === "string" ? one : (one.name ?? one.id))).filter(Boolean);
-}
