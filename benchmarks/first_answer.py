@@ -72,7 +72,8 @@ def steps(folder: Path, extra: str, commands: list[list[str]]) -> Iterator[tuple
         ),
     )
     for command in commands:
-        yield " ".join(command[:2]), timed(command, folder, variables)
+        shown = " ".join(command[:3] if command[0] == "rag-posfix" and command[1] == "models" else command[:2])
+        yield shown.replace(f"{ROOT}/", ""), timed(command, folder, variables)
 
 
 def timed(command: list[str], folder: Path, variables: Mapping[str, str]) -> float:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.service_tables import capacity_check, faults, first_answer, service_load
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head
 
@@ -334,6 +335,10 @@ LAYOUTS: dict[str, Layout] = {
     "llama-cpp": llama_cpp,
     "vector-search": vector_search,
     "nothing-relevant": nothing_relevant,
+    "first-answer": first_answer,
+    "service-load": service_load,
+    "service-faults": faults,
+    "capacity": capacity_check,
 }
 """By name; the layout of a record is that of its kind unless another is named."""
 

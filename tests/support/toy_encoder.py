@@ -15,17 +15,13 @@ CONTROL_TOKENS = {"<|im_start|>": 256, "<|im_end|>": 257, "<|endoftext|>": 258}
 
 
 class ToyEncoder:
-    """Implements ``TokenEncoder``. Counts what it encodes in ``encoded``, so that tests can see repeated work."""
+    """Implements ``TokenEncoder``."""
 
     vocab_size = 259
     eos_ids = frozenset({257})
     control_ids = frozenset(CONTROL_TOKENS.values())
 
-    def __init__(self) -> None:
-        self.encoded: list[str] = []
-
     def encode_text(self, text: str) -> list[int]:
-        self.encoded.append(text)
         return list(clean_text(text).encode())
 
     def encode_template(self, text: str) -> list[int]:
@@ -51,3 +47,14 @@ class ToyEncoder:
     def render_chat(self, messages: Sequence[ChatMessage], *, open_answer: bool = True) -> str:
         turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
         return "".join(turns) + ("<|im_start|>assistant\n" if open_answer else "")
+
+
+class RecordingEncoder(ToyEncoder):
+    """Keeps what it encodes in ``encoded``, so that tests see repeated work."""
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode_text(self, text: str) -> list[int]:
+        self.encoded.append(text)
+        return super().encode_text(text)

@@ -7,7 +7,7 @@ from rag_posfix.assembly import Assembler, PromptTemplate
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError
 from rag_posfix.text import clean_text, content_hash
 from tests.support.texts import texts, visible_texts
-from tests.support.toy_encoder import ToyEncoder
+from tests.support.toy_encoder import RecordingEncoder, ToyEncoder
 
 
 def doc(text, score=None, **metadata):
@@ -156,7 +156,7 @@ class TestBudget:
         assert "\n" not in str(error.value)
 
     def test_a_question_beyond_the_window_is_an_error_before_any_document_is_read(self):
-        encoder = ToyEncoder()
+        encoder = RecordingEncoder()
         with pytest.raises(PromptTooLongError, match=r"max_new_tokens=10 more, but the context window has 200;"):
             Assembler(encoder, 200).assemble("w" * 200, [doc("Ann.")], max_new_tokens=10)
         assert "Ann." not in encoder.encoded
@@ -215,7 +215,7 @@ def test_context_window_must_be_positive():
 
 
 def test_each_document_is_encoded_once_and_ten_thousand_take_no_time():
-    encoder = ToyEncoder()
+    encoder = RecordingEncoder()
     documents = [doc(f"document {i}", id=str(i)) for i in range(10_000)]
     made = Assembler(encoder, 10_000_000).assemble("Who?", documents, order="random", seed=3)
     assert len(made.ids) == 10_000
@@ -225,7 +225,7 @@ def test_each_document_is_encoded_once_and_ten_thousand_take_no_time():
 
 
 def test_documents_beyond_the_budget_are_not_even_encoded():
-    encoder = ToyEncoder()
+    encoder = RecordingEncoder()
     documents = [doc(f"document {i}" + "." * 50) for i in range(1000)]
     Assembler(encoder, 100_000).assemble("Who?", documents, budget_tokens=63)
     assert sum(text.startswith("document") for text in encoder.encoded) == 1
