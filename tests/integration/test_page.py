@@ -263,7 +263,6 @@ def test_the_copied_texts_run(page):
 
 
 def test_the_langchain_text_runs(page):
-    pytest.importorskip("langchain_openai", reason="langchain-openai is not installed; `pip install langchain-openai`")
     code = code_in(page, "langchain")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, TORVANE + "\n"), done.stderr
