@@ -24,6 +24,7 @@ from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.tensor_parallel.messages import Advance, Command, End, Free, Prefill, decode, encode
+from rag_posfix.model_names import shown_model
 from rag_posfix.patching.ranks import Ranks
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan
@@ -144,7 +145,8 @@ class TensorParallelGenerator(DelegatingGenerator[Engine]):
         """
         if request.prompt_scored:
             raise UnsupportedModelError(
-                f"{self.model_id} is split over several processes, which score no prompts; serve it with tp=1"
+                f"{shown_model(self.model_id)} is split over several processes, which score no prompts; serve it with "
+                "tp=1"
             )
         return self._stream(request, self._inner.plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
