@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import (
     Chunk,
     Generation,
@@ -31,7 +32,6 @@ from rag_posfix.generation.prefill.kv_lookup import KVLookup
 from rag_posfix.generation.prefill.per_passage import can_share_batch, encode_passages
 from rag_posfix.generation.prefill.resolved_row import ResolvedRow, passage_starts, resolve
 from rag_posfix.mitigations import Mitigation, create
-from rag_posfix.model_names import shown_model
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan
 
@@ -139,7 +139,8 @@ class Engine:
         if not (plan.independent_passages and self._loaded.keeps_all_keys and can_share_batch(rows)):
             raise ConfigError(
                 f"{mitigation.name} does not read passages independently of each other on "
-                f"{shown_model(self._model_id)}, so they cannot be precomputed; use parallel_windows, set_prompting, parallel_encoding, context_experts or "
+                f"{shown_model(self._model_id)}, so they cannot be precomputed; use parallel_windows, "
+                "set_prompting, parallel_encoding, context_experts or "
                 "passage_answers"
             )
         if not self._positions_independent(layout, method, rows):
@@ -247,8 +248,8 @@ class Engine:
     def _check_prompt(self, n_tokens: int) -> None:
         if self._loaded.spec.ranks.count > 1:
             raise UnsupportedModelError(
-                f"{shown_model(self._model_id)} is split over {self._loaded.spec.ranks.count} processes, which read no "
-                "passages for rerankers; serve it with tp=1, or use the embedding or the cross_encoder reranker"
+                f"{shown_model(self._model_id)} is split over {self._loaded.spec.ranks.count} processes, which read "
+                "no passages for rerankers; serve it with tp=1, or use the embedding or the cross_encoder reranker"
             )
         if n_tokens > self.context_window:
             raise PromptTooLongError(

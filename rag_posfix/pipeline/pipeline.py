@@ -18,10 +18,10 @@ from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.contracts.generator import Generator, gives_scores
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
 from rag_posfix.contracts.retrieval import Reranker, Retriever
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
-from rag_posfix.model_names import shown_model
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.invalidation import invalidate
 from rag_posfix.pipeline.protocols import (

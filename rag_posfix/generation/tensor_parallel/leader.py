@@ -18,13 +18,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice
 from rag_posfix.errors import GenerationError, RagPosfixError, UnsupportedModelError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.tensor_parallel.messages import Advance, Command, End, Free, Prefill, decode, encode
-from rag_posfix.model_names import shown_model
 from rag_posfix.patching.ranks import Ranks
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan
