@@ -311,7 +311,20 @@ def nothing_relevant(heads: Sequence[Head]) -> Iterator[Row]:
 
 Layout = Callable[[Sequence[Head]], Iterator[Row]]
 
+
+def clients(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield one row for each client and route: whether it works, whole and streamed."""
+    yield ["client", "route", "whole", "streamed"]
+    for head in heads:
+        versions = head["summary"]["clients"]
+        for cell in head["summary"]["cells"]:
+            name = cell["client"]
+            known = f"`{name}` {versions[name]}" if name in versions else name
+            yield [known, f"`{cell['route']}`", *(cell[form].replace("|", "\\|") for form in ("whole", "streamed"))]
+
+
 LAYOUTS: dict[str, Layout] = {
+    "clients": clients,
     "positions": partial(positions, columns=("worst", "mean", "spread", "worst - best of `none`")),
     "stability": partial(positions, columns=("worst", "spread", "answers that change")),
     "settings": partial(positions, columns=()),

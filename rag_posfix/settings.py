@@ -224,6 +224,8 @@ class ServiceSettings(BaseSettings):
     """Settings of the HTTP service, ``RAG_POSFIX_SERVICE_...``.
 
     Attributes:
+        served_model_name: Name of the model in responses; requests may use it or the model's own. None is the last
+            name of a folder, and the id of any other model.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         max_concurrent: Maximum number of requests that share the decode steps of the model. Each takes memory for its
@@ -257,6 +259,7 @@ class ServiceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_SERVICE_", frozen=True, extra="forbid")
 
+    served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     max_concurrent: int = Field(default=8, ge=1)

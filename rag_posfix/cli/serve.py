@@ -31,6 +31,10 @@ def serve(
     ] = None,
     index: Annotated[Path | None, setting_option("--index", "Index folder, written by `rag-posfix index`.")] = None,
     model: ModelName = None,
+    served_model_name: Annotated[
+        str | None,
+        setting_option("--served-model-name", "Name of the model in responses and requests.", of=ServiceSettings),
+    ] = None,
     device: DeviceName = None,
     tp: Split = None,
     mitigation: Annotated[str | None, setting_option("--mitigation", "Default method of requests.")] = None,
@@ -58,7 +62,7 @@ def serve(
         from rag_posfix_api.server import run
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
-    files: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key}
-    service = ServiceSettings(**{name: path for name, path in files.items() if path is not None})
+    given: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "served_model_name": served_model_name}
+    service = ServiceSettings(**{name: value for name, value in given.items() if value is not None})
     if not follows(settings):
         run(settings, host=host, port=port, service=service, log_format=log_format, opens_page=open_page)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import (
     Chunk,
     Generation,
@@ -137,8 +138,9 @@ class Engine:
         rows = [resolve(row, layout, self._loaded.device) for row in plan.rows if not row.joint]
         if not (plan.independent_passages and self._loaded.keeps_all_keys and can_share_batch(rows)):
             raise ConfigError(
-                f"{mitigation.name} does not read passages independently of each other on {self._model_id}, so they "
-                "cannot be precomputed; use parallel_windows, set_prompting, parallel_encoding, context_experts or "
+                f"{mitigation.name} does not read passages independently of each other on "
+                f"{shown_model(self._model_id)}, so they cannot be precomputed; use parallel_windows, "
+                "set_prompting, parallel_encoding, context_experts or "
                 "passage_answers"
             )
         if not self._positions_independent(layout, method, rows):
@@ -246,8 +248,8 @@ class Engine:
     def _check_prompt(self, n_tokens: int) -> None:
         if self._loaded.spec.ranks.count > 1:
             raise UnsupportedModelError(
-                f"{self._model_id} is split over {self._loaded.spec.ranks.count} processes, which read no passages "
-                "for rerankers; serve it with tp=1, or use the embedding or the cross_encoder reranker"
+                f"{shown_model(self._model_id)} is split over {self._loaded.spec.ranks.count} processes, which read "
+                "no passages for rerankers; serve it with tp=1, or use the embedding or the cross_encoder reranker"
             )
         if n_tokens > self.context_window:
             raise PromptTooLongError(

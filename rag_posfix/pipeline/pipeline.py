@@ -18,6 +18,7 @@ from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.contracts.generator import Generator, gives_scores
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
 from rag_posfix.contracts.retrieval import Reranker, Retriever
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
@@ -285,7 +286,7 @@ class Pipeline:
         order = asked.order or self.defaults.order
         if sampling.top_logprobs is not None and not gives_scores(self.generator):
             raise UnsupportedModelError(
-                f"{self.generator.model_id} returns no log-probabilities here; ask without logprobs"
+                f"{shown_model(self.generator.model_id)} returns no log-probabilities here; ask without logprobs"
             )
         info = self.generator.describe(mitigation)
         timings: dict[str, float] = {}

@@ -35,6 +35,7 @@ from rag_posfix_api.http.limits import BodyLimit
 from rag_posfix_api.http.observability import ObservedRequests
 from rag_posfix_api.http.tracing import request_tracer
 from rag_posfix_api.keys.quotas import Quotas
+from rag_posfix_api.page import api_docs
 from rag_posfix_api.page import routes as page
 from rag_posfix_api.runtime.service import Service, package_version
 
@@ -56,6 +57,7 @@ ROUTERS = (
     attention.router,
     operations.router,
     page.router,
+    api_docs.router,
 )
 """The routes of every dialect, what orchestrators ask, and the page."""
 
@@ -104,6 +106,7 @@ def create_app(
         summary="Answers from documents that do not depend on the order of the documents.",
         version=package_version(),
         lifespan=_lifespan(state, pipeline),
+        docs_url=None,  # FastAPI's pages load from a CDN; page/api_docs.py has ours
         redoc_url=None,
         # Its spans would carry what clients wrote; http/tracing.py writes ours.
         telemetry={"tracing": False, "metrics": False, "logs": False},

@@ -263,7 +263,6 @@ def test_the_copied_texts_run(page):
 
 
 def test_the_langchain_text_runs(page):
-    pytest.importorskip("langchain_openai", reason="langchain-openai is not installed; `pip install langchain-openai`")
     code = code_in(page, "langchain")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, TORVANE + "\n"), done.stderr
@@ -276,6 +275,17 @@ def test_the_text_is_copied(browser, url):
         page.get_by_role("button", name="Copy").click()
         page.get_by_role("button", name="Copied").wait_for()
         assert page.evaluate("navigator.clipboard.readText()") == code
+
+
+def test_the_page_of_the_api_shows_every_group_of_routes_and_tries_one_out(browser, url):
+    with checked_page(browser) as page:
+        page.goto(url + "/docs")
+        page.locator("#operations-info-info").click()
+        page.get_by_role("button", name="Try it out").click()
+        page.get_by_role("button", name="Execute").click()
+        page.locator(".live-responses-table .response-col_status", has_text="200").wait_for()
+        shown = set(page.locator(".opblock-tag").evaluate_all("(tags) => tags.map((tag) => tag.dataset.tag)"))
+        assert {"chat", "rerank", "collections", "keys", "evaluation"} <= shown
 
 
 def test_passages_and_answers_are_shown_as_text(page):

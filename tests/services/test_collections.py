@@ -428,6 +428,7 @@ def test_every_chat_format_takes_the_collection(client: TestClient):
         "/v1/responses": {"input": question["content"]},
         "/v1/messages": {"messages": [question], "max_tokens": 20},
         "/v2/chat": {"messages": [question]},
+        "/api/chat": {"messages": [question], "stream": False},
     }
     for path, body in bodies.items():
         response = client.post(path, json=shared | body)

@@ -160,6 +160,7 @@ def test_unknown_paths_and_wrong_methods_have_the_same_shape():
     response = client.get(CHAT)
     assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
     assert response.headers["allow"] == "POST"
+    assert client.put("/v1/collections/a").headers["allow"] == "DELETE, GET"  # routes of their own
 
 
 @pytest.mark.parametrize(

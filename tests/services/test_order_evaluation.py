@@ -124,10 +124,3 @@ def test_info_tells_what_is_served_and_no_path(tmp_path: Path):
     assert info["versions"]["python"].count(".") == 2
     for told in ("data-folder", "the-single-key", str(Path.home()), "/"):
         assert told not in response.text
-
-
-def test_a_model_in_a_folder_is_named_without_its_place():
-    from rag_posfix_api.dialects.native.info import without_folders
-
-    names = ("/srv/models/mine", "./mine", "~/models/mine", "owner/name", "smollm2")
-    assert [without_folders(name) for name in names] == ["mine", "mine", "mine", "owner/name", "smollm2"]

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice
 from rag_posfix.errors import GenerationError, RagPosfixError, UnsupportedModelError
 from rag_posfix.generation.decode.session import Session
@@ -144,7 +145,8 @@ class TensorParallelGenerator(DelegatingGenerator[Engine]):
         """
         if request.prompt_scored:
             raise UnsupportedModelError(
-                f"{self.model_id} is split over several processes, which score no prompts; serve it with tp=1"
+                f"{shown_model(self.model_id)} is split over several processes, which score no prompts; serve it with "
+                "tp=1"
             )
         return self._stream(request, self._inner.plan(request.layout, request.mitigation, request.sampling.max_tokens))
 

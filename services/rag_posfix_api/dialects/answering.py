@@ -37,8 +37,8 @@ async def respond(
     renderer: AnswerRenderer,
     *,
     stream: bool,
+    added: PosfixInput | None,
     media_type: str = SERVER_SENT_EVENTS,
-    added: PosfixInput | None = None,
 ) -> Response:
     """Return the response to a question. The work stops when the client leaves.
 
@@ -49,8 +49,8 @@ async def respond(
         question: The question.
         renderer: Renders the answer in the dialect of the request.
         stream: Whether the answer is sent in pieces.
-        media_type: Media type of the pieces.
         added: What the request has beyond the format: the collection to retrieve from.
+        media_type: Media type of the pieces.
 
     Raises:
         RagPosfixError: the question cannot be answered, or there is no capacity now.

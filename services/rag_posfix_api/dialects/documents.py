@@ -85,8 +85,9 @@ class DocumentObject(BaseModel):
     @property
     def content(self) -> str | None:
         """The text, from any of its fields."""
-        data = self.data or DocumentData()
-        return next((text for text in (self.text, data.text, data.snippet) if text is not None), None)
+        if self.text is not None or self.data is None:
+            return self.text
+        return self.data.snippet if self.data.text is None else self.data.text
 
     @property
     def heading(self) -> str | None:
@@ -137,7 +138,7 @@ def check_count(count: int, max_documents: int, param: str = "documents") -> Non
 
 def _document(given: str | DocumentObject, index: int) -> Document:
     if isinstance(given, str):
-        given = DocumentObject(text=given)
+        return Document(page_content=given, id=f"doc_{index}")
     known = {"title": given.heading, "relevance_score": given.relevance}
     return Document(
         page_content=given.content or "",

@@ -13,7 +13,10 @@ from rag_posfix_api.dialects.ranges import needs
 from rag_posfix_api.dialects.strict import RequestModel
 from rag_posfix_api.http.errors import UnsupportedFeatureError
 
-__all__ = ["Message", "Part", "chat_message"]
+__all__ = ["EXAMPLE", "Message", "Part", "chat_message"]
+
+EXAMPLE = [{"role": "user", "content": "When was Torvane lit?"}]
+"""Messages of a request, for the document of the API: its rule on the last message is no rule of a schema."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 

@@ -8,7 +8,9 @@ from pydantic import ConfigDict, Field, Tag, model_validator
 
 from rag_posfix.contracts.arrangement_text import read_arrangement
 from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix_api.collections.store import NAME_PATTERN
 from rag_posfix_api.dialects.documents import Forms
+from rag_posfix_api.dialects.ranges import within
 from rag_posfix_api.dialects.strict import Passages, RequestModel
 from rag_posfix_api.http.errors import InvalidRequestError
 
@@ -49,7 +51,11 @@ class PosfixInput(RequestModel):
         default=None,
         description="Name of the index to retrieve from (RAG_POSFIX_INDEXES); the default one without it.",
     )
-    collection: str | None = Field(default=None, description="Retrieve the passages from this collection.")
+    collection: str | None = Field(
+        default=None,
+        description="Retrieve the passages from this collection.",
+        json_schema_extra=within(pattern=NAME_PATTERN),
+    )
     arrangement: str | None = Field(
         default=None,
         description="reranker/order/method in one text, for example 'likelihood+embedding/reverse/none', in place of "

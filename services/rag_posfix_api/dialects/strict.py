@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from rag_posfix_api.dialects.conversation import MAX_STOP_CHARACTERS, MAX_STOPS
 from rag_posfix_api.dialects.documents import Forms
 
-__all__ = ["Count", "Integer", "Natural", "Passages", "RequestModel", "Seed", "StopList", "StopStrings"]
+__all__ = ["WHOLE", "Count", "Integer", "Natural", "Passages", "RequestModel", "Seed", "StopList", "StopStrings"]
 
 
 class RequestModel(BaseModel):
@@ -26,6 +26,9 @@ def _whole(value: Any) -> Any:
 def _in_64_bits(seed: int) -> int:
     return seed if -(2**63) <= seed < 2**63 else seed % 2**63
 
+
+WHOLE = BeforeValidator(_whole)
+"""Takes whole numbers with a decimal point; stands after the bounds, or the schema loses them."""
 
 Integer = Annotated[int, BeforeValidator(_whole)]
 """A whole number, with or without a decimal point."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import orjson
 from starlette.responses import Response
 
 from rag_posfix.text import clean_text
@@ -14,8 +15,11 @@ __all__ = ["SafeJSONResponse", "encode_json", "event"]
 
 def encode_json(payload: Any) -> bytes:
     """Return ``payload`` as compact UTF-8 JSON; a lone surrogate in any string becomes U+FFFD."""
-    text = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return clean_text(text).encode()
+    try:
+        return orjson.dumps(payload)
+    except orjson.JSONEncodeError:  # a lone surrogate, or a number of more than 64 bits: rare, and slower
+        text = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return clean_text(text).encode()
 
 
 def event(payload: Any, name: str | None = None) -> bytes:

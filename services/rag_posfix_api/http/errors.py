@@ -33,6 +33,7 @@ from rag_posfix.errors import (
     UpstreamError,
     UpstreamTimeoutError,
 )
+from rag_posfix_api.http.allowed_methods import allowed_methods
 from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.facts import facts_of
 from rag_posfix_api.keys.quotas import QuotaError
@@ -334,7 +335,8 @@ def _http_response(request: Request, error: Exception, render: RenderError) -> R
     kind = _INVALID if status < 500 else _SERVER
     code = _HTTP_CODES.get(status, "invalid_request" if status < 500 else "internal_error")
     problem = Problem(status, kind, code, _one_line(message))
-    return SafeJSONResponse(render(problem), status, dict(error.headers or {}))
+    headers = {"allow": ", ".join(allowed_methods(request))} if status == 405 else dict(error.headers or {})
+    return SafeJSONResponse(render(problem), status, headers)
 
 
 def _one_line(message: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk
 from rag_posfix.contracts.generator import PromptEncoder, gives_scores
+from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling, Usage
 from rag_posfix.contracts.token_scores import ScoredToken
 from rag_posfix.pipeline.pipeline import Pipeline
@@ -59,12 +60,14 @@ def complete(pipeline: Pipeline, asked: PlainRequest) -> Iterator[AnswerChunk]:
     encoder = generator.encoder
     if not isinstance(encoder, PromptEncoder):
         raise UnsupportedFeatureError(
-            f"{generator.model_id} takes no prompts without a chat template here; use /v1/chat/completions"
+            f"{shown_model(generator.model_id)} takes no prompts without a chat template here; "
+            "use /v1/chat/completions"
         )
     scored = asked.sampling.top_logprobs is not None
     if scored and not gives_scores(generator):
         raise UnsupportedFeatureError(
-            f"{generator.model_id} returns no log-probabilities here; leave logprobs out", param="logprobs"
+            f"{shown_model(generator.model_id)} returns no log-probabilities here; leave logprobs out",
+            param="logprobs",
         )
     for prompt in [_read(encoder, given, index) for index, given in enumerate(asked.prompts)]:
         request = GenerationRequest(

@@ -34,14 +34,14 @@ class PrecomputeState:
     """How far a job is.
 
     Attributes:
-        status: ``queued``, ``running``, ``done``, ``cancelled`` or ``failed``.
+        status: ``none`` before the first job, then ``queued``, ``running``, ``done``, ``cancelled`` or ``failed``.
         done: Documents whose keys and values are stored.
         documents: Documents that are to be read; 0 until they were counted.
         tokens: Tokens that had to be computed; known at the end.
         error: Why it failed.
     """
 
-    status: Literal["queued", "running", "done", "cancelled", "failed"] = "queued"
+    status: Literal["none", "queued", "running", "done", "cancelled", "failed"] = "queued"
     done: int = 0
     documents: int = 0
     tokens: int | None = None

@@ -18,6 +18,7 @@ from langchain_core.embeddings import Embeddings
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import Generator, PassageReader
+from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.errors import GenerationError, OverloadedError, RagPosfixError, UpstreamError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
@@ -91,6 +92,8 @@ class Service:
         self._loaded: Pipeline | None = None
         self._batching: BatchingGenerator | None = None
         self._generator: Generator | None = None
+        self._model_name = ""
+        self.embedding_model_id = shown_model(settings.embedding_model)
         self._draining = False
         self._load_error: RagPosfixError | None = None
         self._reason = "the model is being loaded; try again later"
@@ -143,8 +146,9 @@ class Service:
 
     @property
     def model_id(self) -> str:
-        """Name of the served model."""
-        return self._served.generator.model_id
+        """Name of the served model, for responses."""
+        _ = self._served  # raises before the model is there
+        return self._model_name
 
     @property
     def reader(self) -> PassageReader:
@@ -162,7 +166,8 @@ class Service:
     def adopt(self, pipeline: Pipeline) -> None:
         """Serve ``pipeline`` from now on. The pipeline itself is not changed."""
         self._generator = pipeline.generator
-        self.metrics.served(package_version(), pipeline.generator.model_id)
+        self._model_name = self.limits.served_model_name or shown_model(pipeline.generator.model_id)
+        self.metrics.served(package_version(), self._model_name)
         counts = getattr(pipeline.reranker, "counts", None)
         if callable(counts):
             self.metrics.count_reranking(counts)
@@ -288,7 +293,8 @@ class Service:
         Raises:
             ModelNotFoundError: it is another model.
         """
-        if name not in (self.model_id, self.settings.model, "default", ""):
+        known = (self.model_id, self._served.generator.model_id, self.settings.model, "default", "")
+        if name not in known:
             raise ModelNotFoundError(
                 f"model {shown(name)} is not served here; use {self.model_id!r} or 'default'", param="model"
             )
@@ -299,9 +305,9 @@ class Service:
         Raises:
             ModelNotFoundError: it is another model.
         """
-        if name not in (self.settings.embedding_model, "default", ""):
+        if name not in (self.embedding_model_id, self.settings.embedding_model, "default", ""):
             raise ModelNotFoundError(
-                f"embedding model {shown(name)} is not served; use {self.settings.embedding_model!r} or 'default'",
+                f"embedding model {shown(name)} is not served; use {self.embedding_model_id!r} or 'default'",
                 param="model",
             )
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
 
 from rag_posfix_api.dialects.documents import Forms
+from rag_posfix_api.dialects.messages import EXAMPLE
 from rag_posfix_api.dialects.posfix import PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
 from rag_posfix_api.dialects.ranges import needs, within
@@ -124,9 +125,9 @@ class AnthropicRequest(RequestModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str = Field(description="The served model, or 'default'.")
+    model: str = Field(examples=["default"], description="The served model, or 'default'.")
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)] = Field(
-        min_length=1, description="The last one must be the user's: its text is the question."
+        min_length=1, examples=[EXAMPLE], description="The last one must be the user's: its text is the question."
     )
     # Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
     max_tokens: Integer = Field(json_schema_extra={"minimum": 1})

@@ -8,11 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rag_posfix_api.dialects.documents import DocumentInput
 from rag_posfix_api.dialects.provenance import DroppedOutput
+from rag_posfix_api.dialects.strict import RequestModel
 
 __all__ = ["AttentionRequest", "AttentionResponse", "PassageShare"]
 
 
-class AttentionRequest(BaseModel):
+class AttentionRequest(RequestModel):
     """A question and the passages of its prompt."""
 
     model_config = ConfigDict(extra="ignore")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from rag_posfix_api.dialects.documents import DocumentInput
-from rag_posfix_api.dialects.messages import Message
+from rag_posfix_api.dialects.messages import EXAMPLE, Message
 from rag_posfix_api.dialects.posfix import PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
 from rag_posfix_api.dialects.ranges import within
@@ -39,9 +39,9 @@ class CohereChatRequest(RequestModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str = Field(description="The served model, or 'default'.")
+    model: str = Field(examples=["default"], description="The served model, or 'default'.")
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
-        min_length=1, description="The last one must be the user's: it is the question."
+        min_length=1, examples=[EXAMPLE], description="The last one must be the user's: it is the question."
     )
     documents: Annotated[list[DocumentInput], Field(fail_fast=True)] | None = Field(
         default=None, description="The passages to answer from. Without any they are retrieved."

@@ -31,5 +31,5 @@ router = APIRouter(tags=["rerank"], route_class=CleanRoute)
 async def rerank(body: RerankRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
     """Score documents for a query, best first; documents with equal scores stay in the order of the request."""
     scored = await rank(service, request, facts, body.query, body.documents)
-    response = to_response(scored, body, service.identifiers.new(), service.settings.embedding_model)
+    response = to_response(scored, body, service.identifiers.new(), service.embedding_model_id)
     return SafeJSONResponse(response.model_dump(exclude_none=True))

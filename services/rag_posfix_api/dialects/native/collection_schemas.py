@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, Tag
 from rag_posfix_api.collections.store import NAME_PATTERN
 from rag_posfix_api.dialects.documents import Forms
 from rag_posfix_api.dialects.posfix import MitigationInput
+from rag_posfix_api.dialects.strict import Passages, RequestModel
 
 __all__ = [
     "AddDocuments",
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 
-class NewCollection(BaseModel):
+class NewCollection(RequestModel):
     """A collection to create."""
 
     model_config = ConfigDict(extra="forbid")
@@ -50,7 +51,7 @@ class CollectionList(BaseModel):
     data: list[CollectionObject]
 
 
-class NewDocument(BaseModel):
+class NewDocument(RequestModel):
     """A document to add."""
 
     model_config = ConfigDict(extra="forbid")
@@ -63,7 +64,7 @@ class NewDocument(BaseModel):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
-class AddDocuments(BaseModel):
+class AddDocuments(RequestModel):
     """Documents to add, or to replace by id."""
 
     model_config = ConfigDict(extra="forbid")
@@ -88,13 +89,13 @@ class Deleted(BaseModel):
     deleted: bool
 
 
-class SearchRequest(BaseModel):
+class SearchRequest(RequestModel):
     """A search."""
 
     model_config = ConfigDict(extra="forbid")
 
     query: str = Field(json_schema_extra={"pattern": r"\S"})
-    k: int = Field(default=10, ge=1, le=1000)
+    k: Passages = 10
 
 
 class FoundDocument(BaseModel):
@@ -114,7 +115,7 @@ class SearchResults(BaseModel):
     data: list[FoundDocument]
 
 
-class Precompute(BaseModel):
+class Precompute(RequestModel):
     """What is to be computed ahead."""
 
     model_config = ConfigDict(extra="forbid")
@@ -128,7 +129,9 @@ class Precompute(BaseModel):
 class PrecomputeStatus(BaseModel):
     """How far a job is."""
 
-    status: Literal["queued", "running", "done", "cancelled", "failed"]
+    status: Literal["none", "queued", "running", "done", "cancelled", "failed"] = Field(
+        description="'none' if no job was started since the service was."
+    )
     done: int = Field(description="Documents whose keys and values are stored.")
     documents: int = Field(description="Documents to read; 0 until they were counted.")
     tokens: int | None = Field(description="Tokens that had to be computed; known at the end.")

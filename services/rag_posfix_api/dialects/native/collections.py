@@ -161,7 +161,7 @@ async def start_precompute(name: Name, body: Precompute, service: ReadyService) 
 )
 async def retrieve_precompute(name: Name, service: ServiceState) -> PrecomputeStatus:
     """Return how far the last job of a collection is. Jobs are known to the process that runs them."""
-    return _status(service.precomputing.state((CALLER.get().tenant, name)))
+    return _status(service.precomputing.state(await _existing(service, name)))
 
 
 @router.delete(
@@ -172,7 +172,14 @@ async def retrieve_precompute(name: Name, service: ServiceState) -> PrecomputeSt
 )
 async def cancel_precompute(name: Name, service: ServiceState) -> PrecomputeStatus:
     """End the job of a collection after its current batch. What was computed stays."""
-    return _status(service.precomputing.cancel((CALLER.get().tenant, name)))
+    return _status(service.precomputing.cancel(await _existing(service, name)))
+
+
+async def _existing(service: Service, name: str) -> tuple[str, str]:
+    """Return the tenant and the name of a collection of the caller; 404 without one."""
+    tenant = CALLER.get().tenant
+    await anyio.to_thread.run_sync(service.collections.info, tenant, name)
+    return tenant, name
 
 
 async def _with_embeddings(service: Service, request: Request, work: Callable[[], T]) -> T:
@@ -200,6 +207,4 @@ def _shown(info: CollectionInfo) -> CollectionObject:
 
 
 def _status(state: PrecomputeState | None) -> PrecomputeStatus:
-    if state is None:
-        raise NotFoundError("nothing was precomputed for this collection; POST starts it", param="name")
-    return PrecomputeStatus(**asdict(state))
+    return PrecomputeStatus(**asdict(state or PrecomputeState("none")))

@@ -13,6 +13,7 @@ from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix_api.dialects.documents import DocumentInput, Forms, to_documents
 from rag_posfix_api.dialects.openai.errors import errors
 from rag_posfix_api.dialects.posfix import MitigationInput, mitigation_choice
+from rag_posfix_api.dialects.strict import WHOLE, RequestModel, Seed
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.errors import InvalidRequestError
 from rag_posfix_api.http.facts import Facts, RequestFacts
@@ -27,20 +28,22 @@ MAX_ORDERS = 24
 router = APIRouter(tags=["evaluation"], route_class=CleanRoute)
 
 
-class OrderEvaluationRequest(BaseModel):
+class OrderEvaluationRequest(RequestModel):
     """A question and its documents."""
 
     model_config = ConfigDict(extra="forbid")
 
     question: str = Field(json_schema_extra={"pattern": r"\S"})
     documents: Annotated[list[DocumentInput], Field(fail_fast=True)] = Field(min_length=2)
-    orders: int = Field(default=6, ge=2, le=MAX_ORDERS, description="The original, the reverse, and random ones.")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the random orders.")
+    orders: Annotated[int, Field(ge=2, le=MAX_ORDERS), WHOLE] = Field(
+        default=6, description="The original, the reverse, and random ones."
+    )
+    seed: Seed = Field(default=0, description="Seed of the random orders.")
     mitigation: (
         Annotated[Annotated[str, Tag("string")] | Annotated[MitigationInput, Tag("object")], Forms("string", "object")]
         | None
     ) = Field(default=None, description="The default method if null.")
-    max_tokens: int | None = Field(default=None, ge=1, le=4096)
+    max_tokens: Annotated[int, Field(ge=1, le=4096), WHOLE] | None = None
 
 
 class OrderAnswer(BaseModel):

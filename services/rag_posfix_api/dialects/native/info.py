@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import PurePath
 
 import anyio.to_thread
 from fastapi import APIRouter
@@ -14,7 +13,7 @@ from rag_posfix_api.dialects.openai.errors import errors
 from rag_posfix_api.http.body_shape import MAX_DEPTH, MAX_VALUES
 from rag_posfix_api.runtime.service import ReadyService, Service, package_version
 
-__all__ = ["router", "without_folders"]
+__all__ = ["router"]
 
 _PACKAGES = ("torch", "transformers", "langchain-core", "fastapi", "faiss-cpu", "sentence-transformers")
 
@@ -78,7 +77,7 @@ async def info(service: ReadyService) -> Info:
     pipeline, limits = service.pipeline, service.limits
     return Info(
         model=ModelInfo(
-            id=without_folders(service.model_id),
+            id=service.model_id,
             fingerprint=pipeline.generator.fingerprint,
             context_window=pipeline.generator.context_window,
             embeddings=pipeline.embeddings is not None,
@@ -125,8 +124,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def without_folders(model_id: str) -> str:
-    """Return the last part of a path; an id of the form owner/name stays."""
-    return PurePath(model_id).name if model_id.startswith((".", "~")) or PurePath(model_id).is_absolute() else model_id

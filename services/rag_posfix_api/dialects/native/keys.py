@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated, Literal
 
 import anyio.to_thread
 from fastapi import APIRouter
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rag_posfix.errors import UnknownNameError
 from rag_posfix_api.dialects.openai.errors import errors
+from rag_posfix_api.dialects.strict import WHOLE, RequestModel
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.errors import NotFoundError
 from rag_posfix_api.keys.records import SCOPES, TENANT_PATTERN, ApiKey
@@ -20,16 +22,27 @@ __all__ = ["router"]
 router = APIRouter(tags=["keys"], route_class=CleanRoute)
 
 
-class NewKey(BaseModel):
+ScopeName = Literal["read", "write", "admin"]
+"""As ``keys.records.SCOPES``."""
+Limit = Annotated[int, Field(ge=1, le=1_000_000), WHOLE]
+
+
+class NewKey(RequestModel):
     """What a new key is to be."""
 
     model_config = ConfigDict(extra="forbid")
 
     tenant: str = Field(pattern=TENANT_PATTERN, description="Owner of what the key creates.")
-    name: str = Field(default="", max_length=100, description="Free text for people.")
-    scopes: list[str] = Field(default=["read"], min_length=1, max_length=len(SCOPES), description=f"Of {SCOPES}.")
-    requests_per_minute: int | None = Field(default=None, ge=1, le=1_000_000)
-    max_concurrent: int | None = Field(default=None, ge=1, le=1_000_000)
+    name: str = Field(
+        default="",
+        max_length=100,
+        description="Printable text for people.",
+        # The key file's own rule, with status 400, is wider: all printable characters of Unicode.
+        json_schema_extra={"pattern": r"^[ -~]*$"},
+    )
+    scopes: list[ScopeName] = Field(default=["read"], min_length=1, max_length=len(SCOPES))
+    requests_per_minute: Limit | None = None
+    max_concurrent: Limit | None = None
 
 
 class KeyObject(BaseModel):

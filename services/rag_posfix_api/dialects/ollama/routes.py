@@ -59,9 +59,9 @@ async def chat(body: OllamaChatRequest, request: Request, service: ReadyService,
     """Answer the last message from documents: those of the request, or retrieved ones; in lines of JSON by default."""
     service.check_model(body.model.removesuffix(":latest"))
     question = to_question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
-    stream = body.stream is not False
+    renderer, stream = OllamaRenderer(body.model), body.stream is not False
     return await respond(
-        service, request, facts, question, OllamaRenderer(body.model), stream=stream, media_type=LINES
+        service, request, facts, question, renderer, stream=stream, media_type=LINES, added=body.posfix
     )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from rag_posfix_api.dialects.documents import DocumentInput
-from rag_posfix_api.dialects.messages import Message
+from rag_posfix_api.dialects.messages import EXAMPLE, Message
 from rag_posfix_api.dialects.posfix import PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
 from rag_posfix_api.dialects.ranges import within
@@ -36,9 +36,9 @@ class OllamaChatRequest(RequestModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str = Field(description="The served model, or 'default'; ':latest' may follow.")
+    model: str = Field(examples=["default"], description="The served model, or 'default'; ':latest' may follow.")
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
-        min_length=1, description="The last one must be the user's: it is the question."
+        min_length=1, examples=[EXAMPLE], description="The last one must be the user's: it is the question."
     )
     stream: bool | None = Field(default=None, description="False gives one object; otherwise lines of JSON.")
     options: OllamaOptions | None = None

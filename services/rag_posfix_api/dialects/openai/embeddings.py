@@ -42,7 +42,7 @@ async def create_embeddings(
     if not all(text.strip() for text in texts):
         raise InvalidRequestError("input has an empty text; give each at least one visible character", param="input")
     facts.documents = len(texts)
-    answer = partial(_embedded, service.pipeline, texts, body, service.settings.embedding_model)
+    answer = partial(_embedded, service.pipeline, texts, body, service.embedding_model_id)
     with service.rerank.open() as job:
         content = await job.until_gone(request.receive, lambda: job.permitted(answer))
     return Response(content, media_type="application/json")

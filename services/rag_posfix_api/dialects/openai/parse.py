@@ -73,6 +73,8 @@ def _refuse(body: ChatRequest) -> None:
     if body.n not in (None, 1):
         raise UnsupportedFeatureError(f"n={body.n} is not supported; one answer is given, so n must be 1", param="n")
     check_top_logprobs(body.top_logprobs, "top_logprobs")
+    if body.max_tokens is not None and body.max_tokens < 1:  # also where max_completion_tokens replaces it
+        raise InvalidRequestError(f"max_tokens={body.max_tokens} must be >= 1", param="max_tokens")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError(
             f"top_logprobs={body.top_logprobs} needs logprobs, which is false; set logprobs to true",

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Tag
 
 from rag_posfix.contracts.token_scores import MOST_ALTERNATIVES
 from rag_posfix_api.dialects.documents import DocumentInput, Forms
-from rag_posfix_api.dialects.messages import Message
+from rag_posfix_api.dialects.messages import EXAMPLE, Message
 from rag_posfix_api.dialects.posfix import MitigationInput, PosfixInput
 from rag_posfix_api.dialects.provenance import Provenance
 from rag_posfix_api.dialects.ranges import within
@@ -49,9 +49,9 @@ class ChatRequest(RequestModel):
     model_config = ConfigDict(extra="allow", json_schema_extra=_ALTERNATIVES_NEED_LOGPROBS)
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
-        min_length=1, description="The last one must be the user's: it is the question."
+        min_length=1, examples=[EXAMPLE], description="The last one must be the user's: it is the question."
     )
-    model: str | None = Field(default=None, description="The served model, or 'default'.")
+    model: str | None = Field(default=None, examples=["default"], description="The served model, or 'default'.")
     # Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
     temperature: FiniteFloat | None = Field(default=None, json_schema_extra=within(minimum=0, maximum=5))
     top_p: FiniteFloat | None = Field(default=None, json_schema_extra=within(exclusiveMinimum=0, maximum=1))

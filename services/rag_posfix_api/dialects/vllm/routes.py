@@ -46,7 +46,7 @@ async def reranked(body: VllmRerankRequest, request: Request, service: Service, 
     ]
     identity = f"rerank-{service.identifiers.new()}"
     return VllmRerankResponse(
-        id=identity, model=service.settings.embedding_model, usage=_usage(scored.tokens), results=results
+        id=identity, model=service.embedding_model_id, usage=_usage(scored.tokens), results=results
     )
 
 
@@ -59,7 +59,7 @@ async def score(body: ScoreRequest, request: Request, service: ReadyService, fac
     response = ScoreResponse(
         id=f"score-{service.identifiers.new()}",
         created=int(time.time()),
-        model=service.settings.embedding_model,
+        model=service.embedding_model_id,
         data=data,
         usage=_usage(scored.tokens),
     )
