@@ -121,7 +121,8 @@ class PassageStore:
     def tags_at_hand(self) -> frozenset[str]:
         """Return the tags of the entries in memory: what is found without a look at the disk or at Redis."""
         immediate = (tier for tier, at_once in zip(self._tiers, self._immediate, strict=True) if at_once)
-        return frozenset().union(*(tier.call(_tags_at_hand, frozenset()) for tier in immediate))
+        none: frozenset[str] = frozenset()
+        return none.union(*(tier.call(_tags_at_hand, none) for tier in immediate))
 
     def lasting_stats(self) -> list[dict[str, Any]]:
         """Return the counts of the tiers that are written in the background; of all tiers if there are none such."""

@@ -20,16 +20,26 @@ from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import ConfigError, GenerationError, missing_extra
+from rag_posfix.generation.remote.address import is_remote
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.keys.check import KeyChecker
 from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.ray_serve.options import ApplicationOptions
-from rag_posfix_api.ray_serve.replica import GeneratorReplica, ReplicaModel
+from rag_posfix_api.ray_serve.replica import GeneratorReplica, HeldPassages, ReplicaModel
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-__all__ = ["MODEL_DEPLOYMENT", "ModelParts", "application", "build_ingress", "make_application"]
+__all__ = [
+    "MODEL_DEPLOYMENT",
+    "ModelParts",
+    "application",
+    "build_ingress",
+    "describe_model",
+    "load_model",
+    "make_application",
+    "router_config",
+]
 
 MODEL_DEPLOYMENT = "Model"
 """Name of the deployment with the replicas of the model."""
@@ -60,7 +70,7 @@ def application(args: ApplicationOptions) -> Any:
         ConfigError: Ray Serve is not installed, a setting is wrong, or there is no API key and ``allow_anonymous`` is
             off.
     """
-    return make_application(args, ModelParts(_load, _describe))
+    return make_application(args, ModelParts(load_model, describe_model))
 
 
 def make_application(options: ApplicationOptions, parts: ModelParts) -> Any:
@@ -70,8 +80,8 @@ def make_application(options: ApplicationOptions, parts: ModelParts) -> Any:
     with_keys = KeyChecker(KeyStore(limits.data_dir), limits.api_key).required
     if not (with_keys or options.allow_anonymous):
         raise ConfigError(
-            "there is no API key, and others may reach Ray's HTTP proxy; create one with: rag-posfix keys create TENANT "
-            "(or set RAG_POSFIX_SERVICE_API_KEY), or set allow_anonymous"
+            "there is no API key, and others may reach Ray's HTTP proxy; create one with: rag-posfix keys create "
+            "TENANT (or set RAG_POSFIX_SERVICE_API_KEY), or set allow_anonymous"
         )
     at_once, waiting = limits.max_concurrent, limits.max_queue
     model = serve.deployment(
@@ -84,7 +94,7 @@ def make_application(options: ApplicationOptions, parts: ModelParts) -> Any:
         },
         max_ongoing_requests=at_once + waiting,
         ray_actor_options={"num_cpus": options.replica_cpus, "num_gpus": options.replica_gpus},
-        request_router_config=_router_config(options),
+        requestrouter_config=router_config(options),
     )
 
     def ingress() -> FastAPI:  # in the replica of the ingress: an application cannot travel
@@ -130,7 +140,8 @@ def _settings_of(options: ApplicationOptions) -> tuple[Settings, ServiceSettings
         raise ConfigError(f"settings of the application: {name}: {first['msg']}") from error
 
 
-def _router_config(options: ApplicationOptions) -> dict[str, Any]:
+def router_config(options: ApplicationOptions) -> dict[str, Any]:
+    """Return Ray's ``RequestRouterConfig`` of the replicas of the model, as plain data."""
     chosen: dict[str, Any] = {}
     if options.router == "overlap":
         kwargs = {"queue_weight": options.queue_weight, **options.router_options}
@@ -148,19 +159,29 @@ def _loaded(options: ApplicationOptions, parts: ModelParts) -> ReplicaModel:
     return parts.load(_settings_of(options)[0])
 
 
-def _load(settings: Settings) -> ReplicaModel:
+def load_model(settings: Settings) -> ReplicaModel:
     """Return the model of ``settings`` with its passage KV store, after one answer; the ingress has all else."""
     from rag_posfix.pipeline.build import build_pipeline
 
-    alone = {"index": None, "indexes": {}, "reranker": None, "cache": settings.cache.model_copy(update={"enabled": False})}
+    alone: dict[str, Any] = {
+        "index": None,
+        "indexes": {},
+        "reranker": None,
+        "cache": settings.cache.model_copy(update={"enabled": False}),
+    }
     pipeline = build_pipeline(settings.model_copy(update=alone))
     passage = Document(page_content="The replica is warm.", metadata={"relevance_score": 1.0})
     pipeline.ask(Question("Is the replica warm?", documents=[passage], sampling=Sampling(max_tokens=2)))
-    return ReplicaModel(pipeline.generator, pipeline.passages)
+    passages = pipeline.passages if isinstance(pipeline.passages, HeldPassages) else None
+    return ReplicaModel(pipeline.generator, passages)
 
 
-def _describe(settings: Settings) -> Generator:
-    """Return what is known of the model of ``settings`` without its weights."""
+def describe_model(settings: Settings) -> Generator:
+    """Return what is known of the model of ``settings`` without its weights.
+
+    Raises:
+        ConfigError: the model is on a server, cannot be found, or cannot be read.
+    """
     from rag_posfix.generation.deferred import deferred_generator
 
     if is_remote(settings.model):

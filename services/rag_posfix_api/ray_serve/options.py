@@ -17,16 +17,16 @@ class ApplicationOptions(BaseModel):
     """How the service is laid out on a cluster. What it serves is in the settings, which replicas read as usual.
 
     Attributes:
-        settings: Settings that are not those of the replica's environment, by name, such as ``{"model": ...}``. Secrets
-            belong into the environment (``runtime_env``): Ray keeps arguments in its log of deployments.
-        service: Settings of the service in the same way, such as ``{"max_concurrent": 4}``, which is for one replica of
-            the model.
+        settings: Settings that are not those of the replica's environment, by name, such as ``{"model": ...}``.
+            Secrets belong into the environment: Ray keeps arguments in its log of deployments.
+        service: Settings of the service in the same way, such as ``{"max_concurrent": 4}``, which is for one replica
+            of the model.
         min_replicas: Fewest replicas of the model.
         max_replicas: Most replicas of the model.
         target_ongoing_requests: Requests for each replica that autoscaling aims at.
         replica_cpus: CPUs that Ray reserves for a replica of the model.
         replica_gpus: GPUs that it reserves.
-        ingress_replicas: Replicas of the HTTP service. Limits, quotas and the answer cache in memory are each one's own.
+        ingress_replicas: Replicas of the HTTP service. Each has its own quotas and its own answer cache in memory.
         ingress_cpus: CPUs that Ray reserves for one of them.
         router: ``overlap``, ``power_of_two``, or the path of a ``RequestRouter``.
         router_options: What its ``initialize_state`` takes; for ``overlap`` besides ``queue_weight``.

@@ -19,8 +19,8 @@ __all__ = ["OverlapRouter"]
 class OverlapRouter(RequestRouter):
     """Ranks the replicas of a deployment by the overlap of a question's passages with their sketches.
 
-    A replica whose queue is full is passed over for the next one. What was sent to a replica in the last seconds counts
-    as held, until its sketch says so. A request that is no ``RoutedRequest`` goes to the shortest queue.
+    A replica whose queue is full is passed over for the next one. What was sent to a replica in the last seconds
+    counts as held, until its sketch says so. A request that is no ``RoutedRequest`` goes to the shortest queue.
     """
 
     def initialize_state(
@@ -31,7 +31,8 @@ class OverlapRouter(RequestRouter):
         Args:
             queue_weight: Share of a question's passages that outweighs one request in the queue.
             max_age_seconds: An older sketch counts as empty. Clocks of the machines are compared.
-            remembered_seconds: How long a replica counts as holding what was sent to it; a few periods of the sketches.
+            remembered_seconds: How long a replica counts as holding what was sent to it: a few periods of
+                the sketches.
         """
         self._queue_weight = queue_weight
         self._max_age_seconds = max_age_seconds

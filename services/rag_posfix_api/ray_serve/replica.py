@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Chunk
@@ -19,6 +19,7 @@ from rag_posfix_api.ray_serve.sketch import MOST_MARKS, ReadPassages, tags_of
 __all__ = ["GeneratorReplica", "HeldPassages", "ReplicaModel"]
 
 
+@runtime_checkable
 class HeldPassages(Protocol):
     """The passage KV store, as a replica sees it. ``caching.kv.store.PassageStore`` implements it."""
 

@@ -51,8 +51,8 @@ def ranked(
 ) -> list[Candidate]:
     """Return the replicas, the best first: by score, then by the shorter queue.
 
-    Where both are equal, a hash of the replica's name and of the passages decides (rendezvous hashing): questions about
-    other passages are spread over the replicas, and routers that know nothing of each other choose the same one.
+    Where both are equal, a hash of the replica's name and of the passages decides (rendezvous hashing): questions
+    about other passages are spread over the replicas, and routers that know nothing of each other choose the same one.
 
     Args:
         passages: Number of tokens of each passage, by mark.
