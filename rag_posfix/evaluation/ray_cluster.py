@@ -63,6 +63,7 @@ def _import() -> Any:
     try:
         import ray
         import ray.data
+        import ray.util
     except ImportError as error:
         raise missing_extra(str(error.name), "ray") from error
     return ray

@@ -33,7 +33,6 @@ from tests.support.serving import serving
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
 
-PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 SLOWLY = "slowly"
 SETTINGS = {"cache": {"enabled": False}}
 POOL = [
@@ -216,8 +215,6 @@ def main(folder: Path) -> None:
             found["refused"] = httpx2.post(url + "/v1/chat/completions", json={"model": "x"}).status_code
             found["overlap"] = shuffles(url, logs)
             found["killed"] = killed_under_load(url, logs)
-        with served(folder / "prefix", url, router=PREFIX_ROUTER) as logs:
-            found["prefix"] = shuffles(url, logs)
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -94,7 +94,7 @@ def make_application(options: ApplicationOptions, parts: ModelParts) -> Any:
         },
         max_ongoing_requests=at_once + waiting,
         ray_actor_options={"num_cpus": options.replica_cpus, "num_gpus": options.replica_gpus},
-        requestrouter_config=router_config(options),
+        request_router_config=router_config(options),
     )
 
     def ingress() -> FastAPI:  # in the replica of the ingress: an application cannot travel
