@@ -25,7 +25,10 @@ def run(program: str, journal: Path) -> dict:
     """Run a program of tests/support, which prints what it found."""
     pytest.importorskip("ray", reason="the extra ray is not installed")
     folder = tempfile.mkdtemp(prefix="ray-")  # short: the cluster's sockets lie in it
-    environment = environment_with(PYTHONPATH=str(ROOT), RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    environment = environment_with(
+        PYTHONPATH=str(ROOT), RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32),
+        RAY_worker_niceness="0",  # not behind everything else on a busy machine
+    )  # fmt: skip
     try:
         done = subprocess.run(
             [sys.executable, "-m", f"tests.support.{program}", folder, str(journal)],

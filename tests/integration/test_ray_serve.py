@@ -25,8 +25,11 @@ def found():
     pytest.importorskip("ray.serve", reason="the extra ray is not installed")
     folder = tempfile.mkdtemp(prefix="ray-")  # short: the cluster's sockets lie in it
     environment = environment_with(
-        PYTHONPATH=f"{ROOT}:{ROOT / 'services'}", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32)
-    )
+        PYTHONPATH=f"{ROOT}:{ROOT / 'services'}",
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN=secrets.token_hex(32),
+        RAY_worker_niceness="0",  # not behind everything else on a busy machine
+    )  # fmt: skip
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tests.support.serve_with_ray", folder],

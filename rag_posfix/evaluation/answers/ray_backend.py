@@ -6,6 +6,7 @@ the process that asks: actors are handed what it holds, and return what they add
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,25 +88,40 @@ class _Block:
     added: dict[str, GradedAnswer]
 
 
+@dataclass(frozen=True, slots=True)
+class _Models:
+    engine: Generator
+    reranker: Reranker
+    rerankers: Mapping[str, Reranker]
+    relevance: str
+
+
 class _Answerer:
     """What an actor does: loads the models once, then answers block after block."""
 
     def __init__(
         self, opener: Opener, arrangements: Sequence[Arrangement], settings: Settings, kept_bytes: int
     ) -> None:
-        engine, self._reranker, self._relevance = opener(arrangements, settings)
-        self._rerankers = arrangement_rerankers(arrangements, engine, settings)
-        self._engine = with_passages_kept(engine, kept_bytes) if kept_bytes else engine
         self._arrangements = arrangements
 
+        def load() -> _Models:
+            engine, reranker, relevance = opener(arrangements, settings)
+            rerankers = arrangement_rerankers(arrangements, engine, settings)
+            kept = with_passages_kept(engine, kept_bytes) if kept_bytes else engine
+            return _Models(kept, reranker, rerankers, relevance)
+
+        # At the first call: of an actor that cannot be made, Ray tells the reason only within a longer text.
+        self._models = functools.cache(load)
+
     def facts(self) -> tuple[EngineFacts, str]:
-        return engine_facts(self._engine, self._arrangements), self._relevance
+        models = self._models()
+        return engine_facts(models.engine, self._arrangements), models.relevance
 
     def block(
         self, examples: Sequence[PositionExample], answer: AnswerRows, known: Mapping[str, GradedAnswer]
     ) -> _Block:
-        journal = CarriedJournal(known)
-        rows = answer(self._engine, examples, reranker=self._reranker, rerankers=self._rerankers, journal=journal)
+        models, journal = self._models(), CarriedJournal(known)
+        rows = answer(models.engine, examples, reranker=models.reranker, rerankers=models.rerankers, journal=journal)
         return _Block(rows, journal.used, journal.added)
 
 
