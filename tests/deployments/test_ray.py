@@ -46,10 +46,8 @@ def test_the_application_is_made_of_an_ingress_and_a_model(tmp_path):
     pytest.importorskip("ray.serve", reason="the extra ray is not installed")
     from ray.serve._private.build_app import build_app
 
-    options = ApplicationOptions(
-        **{**APPLICATION["args"], "service": {"data_dir": str(tmp_path), "max_concurrent": 4}}
-    )
-    built = build_app(application(options), name="a", default_runtime_env={})
+    service = {"data_dir": str(tmp_path), "max_concurrent": 4}
+    built = build_app(application({**APPLICATION["args"], "service": service}), name="a", default_runtime_env={})
     model, ingress = sorted(built.deployments, key=lambda one: one.name, reverse=True)
     assert (model.name, ingress.name) == ("Model", "Ingress")
     assert model.max_ongoing_requests == 4 + 32
@@ -91,13 +89,15 @@ def test_wrong_options_are_refused(fields, told):
     ("fields", "told"),
     [
         ({}, "there is no API key.*or set allow_anonymous"),
+        ({"max_replicas": "many"}, "options of the application: max_replicas: Input should be a valid integer"),
+        ({"min_replicas": 3}, "options of the application: Value error, min_replicas=3 must be at most"),
         ({"allow_anonymous": True, "settings": {"modle": "a"}}, "settings of the application: modle"),
     ],
 )
 def test_what_cannot_work_is_refused(fields, told, tmp_path):
     service = {"data_dir": str(tmp_path)}
     with pytest.raises(ConfigError, match=told):
-        application(ApplicationOptions(service=service, **fields))
+        application({"service": service, **fields})
 
 
 def test_a_model_on_a_server_is_refused():

@@ -8,7 +8,7 @@ but the weights: routes, keys, limits, retrieval, embeddings, assembly and the a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -60,17 +60,21 @@ class ModelParts:
     describe: Callable[[Settings], Generator]
 
 
-def application(args: ApplicationOptions) -> Any:
+def application(args: Mapping[str, Any]) -> Any:
     """Return the application for ``serve run`` and ``serve deploy``.
 
     Args:
-        args: The options.
+        args: The options by name; ``ApplicationOptions`` describes them.
 
     Raises:
-        ConfigError: Ray Serve is not installed, a setting is wrong, or there is no API key and ``allow_anonymous`` is
-            off.
+        ConfigError: Ray Serve is not installed, an option or a setting is wrong, or there is no API key and
+            ``allow_anonymous`` is off.
     """
-    return make_application(args, ModelParts(load_model, describe_model))
+    try:
+        options = ApplicationOptions(**args)
+    except ValidationError as error:
+        raise _config_error("options", error) from error
+    return make_application(options, ModelParts(load_model, describe_model))
 
 
 def make_application(options: ApplicationOptions, parts: ModelParts) -> Any:
@@ -135,9 +139,13 @@ def _settings_of(options: ApplicationOptions) -> tuple[Settings, ServiceSettings
     try:
         return Settings(**options.settings), ServiceSettings(**options.service)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"settings of the application: {name}: {first['msg']}") from error
+        raise _config_error("settings", error) from error
+
+
+def _config_error(what: str, error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    return ConfigError(f"{what} of the application: {name + ': ' if name else ''}{first['msg']}")
 
 
 def router_config(options: ApplicationOptions) -> dict[str, Any]:
