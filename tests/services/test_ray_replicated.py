@@ -99,6 +99,23 @@ def test_what_samples_without_a_seed_gets_one_for_all_attempts():
     assert replicas.asked[0].sampling.seed is None  # greedy
 
 
+def test_a_reader_that_goes_away_ends_the_work_of_the_replica():
+    ended = []
+
+    class Watched(Failing):
+        def ask(self, request):
+            try:
+                yield from super().ask(request)
+            finally:
+                ended.append(len(self.asked))
+
+    chunks = replicated(Watched()).stream(asked())
+    next(chunks)
+    assert ended == []
+    chunks.close()
+    assert ended == [1]
+
+
 def test_other_errors_are_not_repeated():
     class Refusing(Failing):
         def ask(self, request):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator as Generated
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -79,8 +80,9 @@ class ReplicatedGenerator(DelegatingGenerator[Generator]):
         routed = RoutedRequest.of(self._repeatable(request))
         sent = _Sent()
         for attempt in range(1, self._attempts + 1):
+            chunks = self._replicas.ask(routed)
             try:
-                yield from sent.unsent(self._replicas.ask(routed))
+                yield from sent.unsent(chunks)
                 return
             except ReplicaLost as lost:
                 if attempt == self._attempts:
@@ -88,6 +90,9 @@ class ReplicatedGenerator(DelegatingGenerator[Generator]):
                         f"{attempt} replicas were lost while they answered; ask again later, or raise attempts"
                     ) from lost
                 _log.warning("a replica was lost after %d characters of an answer; asking another", len(sent.text))
+            finally:
+                if isinstance(chunks, Generated):  # any other iterator has nothing to close
+                    chunks.close()
 
     def _repeatable(self, request: GenerationRequest) -> GenerationRequest:
         if request.sampling.deterministic:
