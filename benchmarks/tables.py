@@ -309,6 +309,14 @@ def nothing_relevant(heads: Sequence[Head]) -> Iterator[Row]:
         yield [short(f"{float(threshold):.2f}"), *(f"{found[kind]:.1%}".replace("%", " %") for kind in kinds)]
 
 
+def ray_routing(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per router of Ray Serve: the share of the prompts that came from the store, and ratios."""
+    yield ["router", "tokens from the passage KV store", "p50 / round robin", "throughput / round robin"]
+    for name, found in heads[0]["summary"]["routers"].items():
+        ratios = [f"{found[key]:.2f}" for key in ("p50_ratio", "throughput_ratio")]
+        yield [name, percent(found["hit_rate"]), *ratios]
+
+
 Layout = Callable[[Sequence[Head]], Iterator[Row]]
 
 
@@ -352,6 +360,7 @@ LAYOUTS: dict[str, Layout] = {
     "service-load": service_load,
     "service-faults": faults,
     "capacity": capacity_check,
+    "ray-routing": ray_routing,
 }
 """By name; the layout of a record is that of its kind unless another is named."""
 

@@ -391,8 +391,18 @@ IMPORT_RULES = [
     ImportRule(
         why="in the library one file talks to Ray, and one computes measures of rankings",
         files=("rag_posfix/*",),
-        but=("rag_posfix/evaluation/ranking/ray_backend.py", "rag_posfix/evaluation/ranking/measures.py"),
+        but=("rag_posfix/evaluation/ray_cluster.py", "rag_posfix/evaluation/ranking/measures.py"),
         never=("ray", "ir_measures", "pytrec_eval"),
+    ),
+    ImportRule(
+        why="of the service, three files of ray_serve talk to Ray; what they decide is decided without it",
+        files=("services/*",),
+        but=(
+            "services/rag_posfix_api/ray_serve/application.py",
+            "services/rag_posfix_api/ray_serve/overlap_router.py",
+            "services/rag_posfix_api/ray_serve/serve_handle.py",
+        ),
+        never=("ray",),
     ),
     ImportRule(
         why="benchmarks, tests and docs are not installed; nothing imports them",
@@ -553,6 +563,8 @@ FORBIDDEN = [
     ("services/rag_posfix_api/app.py", "from rag_posfix.evaluation.answers.answering import first_line"),
     ("rag_posfix/cli/bench.py", "from benchmarks import idle"),
     ("rag_posfix/evaluation/ranking/rerankers.py", "import ray.data"),
+    ("services/rag_posfix_api/ray_serve/scoring.py", "from ray import serve"),
+    ("services/rag_posfix_api/app.py", "import ray"),
     ("rag_posfix/evaluation/ranking/rerankers.py", "import ir_measures"),
     ("rag_posfix/probing/a.py", "from rag_posfix.mitigations.base import Mitigation"),
     ("rag_posfix/probing/a.py", "import transformers"),

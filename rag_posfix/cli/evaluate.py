@@ -90,6 +90,10 @@ def positions(
             "are then those of a warm cache.",
         ),
     ] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Answer on the Ray cluster at RAY_ADDRESS, or on a local one.")
+    ] = False,
+    actors: Annotated[int, typer.Option("--ray-actors", min=1, help="Number of processes with the model on Ray.")] = 2,
     model: ModelName = None,
     device: DeviceName = None,
     as_json: AsJson = False,
@@ -108,7 +112,8 @@ def positions(
         data, checked_choices_and_arrangements(mitigation, arrangement),
         gold_positions=gold_positions_of(gold_positions, documents),
         documents=documents, limit=limit, skip=skip, max_tokens=max_tokens, check_orders=check_orders, fresh=fresh,
-        reuse=reuse, settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
+        reuse=reuse, ray=ray, ray_actors=actors, settings=settings_from(model=model, device=device), out=output,
+        progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

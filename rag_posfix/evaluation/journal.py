@@ -67,6 +67,10 @@ class LineJournal(Generic[Row]):
             self._used.add(self._earlier[key])
         return self._rows.get(key)
 
+    def known(self) -> dict[str, Row]:
+        """Return every row, by key."""
+        return dict(self._rows)
+
     def add(self, key: str, row: Row) -> None:
         """Add a row.
 

@@ -67,6 +67,10 @@ class MemoryPassages:
         """Delete every entry; return how many there were."""
         return self._entries.clear()
 
+    def tags(self) -> frozenset[str]:
+        """Return the tags of all entries."""
+        return self._entries.tags()
+
     def stats(self) -> TierStats:
         """Return what the tier has done and holds."""
         return self._entries.stats(self.name)

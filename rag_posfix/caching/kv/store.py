@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rag_posfix.caching.health import Health
 from rag_posfix.caching.kv.entry import EntryShape, PassageKV
-from rag_posfix.caching.kv.tier import PASSAGE_STORE, PassageTier
+from rag_posfix.caching.kv.tier import PASSAGE_STORE, PassageTier, TagsAtHand
 from rag_posfix.caching.kv.write_behind import WriteBehind
 from rag_posfix.caching.tier import Counters
 from rag_posfix.caching.tier_stack import TierStack
@@ -118,6 +118,12 @@ class PassageStore:
         held = sum(int(tier.get("bytes") or 0) for tier in tiers)
         return {**counts, "bytes": held, "pending_writes": self._behind.pending, "tiers": tiers}
 
+    def tags_at_hand(self) -> frozenset[str]:
+        """Return the tags of the entries in memory: what is found without a look at the disk or at Redis."""
+        immediate = (tier for tier, at_once in zip(self._tiers, self._immediate, strict=True) if at_once)
+        none: frozenset[str] = frozenset()
+        return none.union(*(tier.call(_tags_at_hand, none) for tier in immediate))
+
     def lasting_stats(self) -> list[dict[str, Any]]:
         """Return the counts of the tiers that are written in the background; of all tiers if there are none such."""
         behind = [tier for tier, immediate in zip(self._tiers, self._immediate, strict=True) if not immediate]
@@ -176,3 +182,7 @@ class PassageStore:
             finally:
                 with self._copy_lock:
                     self._drops += 1
+
+
+def _tags_at_hand(tier: PassageTier) -> frozenset[str]:
+    return tier.tags() if isinstance(tier, TagsAtHand) else frozenset()

@@ -10,7 +10,7 @@ from rag_posfix.caching.backends import Backends
 from rag_posfix.caching.kv.entry import EntryShape, PassageKV
 from rag_posfix.caching.tier import Tier
 
-__all__ = ["KV_BACKENDS", "PASSAGE_STORE", "PassageStoreOptions", "PassageTier", "Secret"]
+__all__ = ["KV_BACKENDS", "PASSAGE_STORE", "PassageStoreOptions", "PassageTier", "Secret", "TagsAtHand"]
 
 PASSAGE_STORE = "passage store"
 """What the log and errors call the passage KV store."""
@@ -31,6 +31,15 @@ class PassageTier(Tier, Protocol):
 
     def put_many(self, entries: Mapping[str, PassageKV]) -> None:
         """Keep ``entries`` with their tags."""
+        ...
+
+
+@runtime_checkable
+class TagsAtHand(Protocol):
+    """A tier that knows the tags of all its entries without looking anywhere. The memory tier implements it."""
+
+    def tags(self) -> frozenset[str]:
+        """Return the tags of all entries."""
         ...
 
 

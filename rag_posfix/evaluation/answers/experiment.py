@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,25 @@ from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import Reranker
+from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.answers.arrangement import Arrangement, check_arrangements
 from rag_posfix.evaluation.data.datasets import data_facts
 from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.evaluation.progress import Progress
 from rag_posfix.evaluation.record import environment, model_facts
+from rag_posfix.evaluation.speed.runs import with_store
+from rag_posfix.generation.engine import Engine
 from rag_posfix.settings import Settings
 
-__all__ = ["answers_head", "arrangement_rerankers", "checked_arrangements", "load_models"]
+__all__ = [
+    "EngineFacts",
+    "answers_head",
+    "arrangement_rerankers",
+    "checked_arrangements",
+    "engine_facts",
+    "load_models",
+    "with_passages_kept",
+]
 
 
 def checked_arrangements(choices: Sequence[MethodSpec | Arrangement]) -> list[Arrangement]:
@@ -86,10 +98,42 @@ def load_models(
     return engine, reranker, relevance
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the head of a record says of a model and of what was run on it.
+
+    Attributes:
+        model: Versions, machine and model.
+        mitigations: The arrangements by label.
+    """
+
+    model: Mapping[str, Any]
+    mitigations: Mapping[str, Any]
+
+
+def engine_facts(engine: Generator, choices: Sequence[Arrangement]) -> EngineFacts:
+    """Return what the head of a record says of ``engine``, and of ``choices`` on it."""
+    mitigations = {choice.label: _arrangement_facts(engine, choice) for choice in choices}
+    return EngineFacts({**environment(), **model_facts(engine)}, mitigations)
+
+
+def with_passages_kept(engine: Generator, max_bytes: int) -> Engine:
+    """Return the engine with a passage KV store in memory, so that the next condition finds what this one read.
+
+    Raises:
+        ConfigError: the model is on a server.
+    """
+    if not isinstance(engine, Engine):
+        raise ConfigError(f"reuse keeps keys and values in this process, and {engine.model_id} is on a server")
+    from rag_posfix.caching.kv.memory import MemoryPassages
+    from rag_posfix.caching.kv.store import PassageStore
+
+    return with_store(engine, PassageStore([MemoryPassages(max_bytes)]))
+
+
 def answers_head(
     kind: str,
-    engine: Generator,
-    choices: Sequence[Arrangement],
+    facts: EngineFacts,
     data: Path | Sequence[PositionExample],
     settings: Mapping[str, Any],
     summary: Mapping[str, Any],
@@ -97,11 +141,10 @@ def answers_head(
     """Return the head of the record: versions, model, data, settings and summary."""
     return {
         "kind": kind,
-        **environment(),
-        **model_facts(engine),
+        **facts.model,
         "data": data_facts(data),
         "template": PromptTemplate().fingerprint(),
-        "mitigations": {choice.label: _arrangement_facts(engine, choice) for choice in choices},
+        "mitigations": dict(facts.mitigations),
         "settings": settings,
         "summary": summary,
     }

@@ -26,6 +26,7 @@ from rag_posfix.evaluation.answers.experiment import (
     answers_head,
     arrangement_rerankers,
     checked_arrangements,
+    engine_facts,
     load_models,
 )
 from rag_posfix.evaluation.answers.pictures import draw_permutations
@@ -143,7 +144,7 @@ def evaluate_permutations(
         "documents": documents, "orders": orders, "limit": limit, "skip": skip, "max_tokens": max_tokens, "seed": seed,
         "relevance": relevance, "decoding": "greedy",
     }  # fmt: skip
-    head = answers_head("permutations", engine, arrangements, data, used, summarize_permutations(rows))
+    head = answers_head("permutations", engine_facts(engine, arrangements), data, used, summarize_permutations(rows))
     return with_picture(ExperimentRecord(head, [asdict(row) for row in rows]).write(out), draw_permutations)
 
 

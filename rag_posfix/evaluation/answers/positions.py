@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -27,16 +28,18 @@ from rag_posfix.evaluation.answers.experiment import (
     answers_head,
     arrangement_rerankers,
     checked_arrangements,
+    engine_facts,
     load_models,
+    with_passages_kept,
 )
 from rag_posfix.evaluation.answers.pictures import draw_positions
 from rag_posfix.evaluation.answers.position_summary import CLOSED_BOOK, GOLD_ONLY, PositionRow, summarize_positions
+from rag_posfix.evaluation.answers.ray_backend import AnswerRows, ray_answers
 from rag_posfix.evaluation.data.datasets import take_examples
 from rag_posfix.evaluation.data.position_example import GoldPosition, PositionExample
 from rag_posfix.evaluation.figures import with_picture
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord
-from rag_posfix.evaluation.speed.runs import with_store
 from rag_posfix.generation.engine import Engine
 from rag_posfix.settings import Settings
 
@@ -63,6 +66,8 @@ def evaluate_positions(
     check_orders: bool = False,
     fresh: bool = False,
     reuse: bool = False,
+    ray: bool = False,
+    ray_actors: int = 2,
     engine: Generator | None = None,
     reranker: Reranker | None = None,
     settings: Settings | None = None,
@@ -87,7 +92,9 @@ def evaluate_positions(
         fresh: Recompute what is in the journal.
         reuse: Keep keys and values of passages in memory (4 GiB) for the next condition: faster; ``seconds`` are then
             those of a warm store.
-        engine: The model; loaded by ``settings`` if None.
+        ray: Answer on a Ray cluster: eight questions are a task, as they are answered together without Ray.
+        ray_actors: Processes there that hold the model.
+        engine: The model; loaded by ``settings`` if None. With ``ray``, processes load theirs by ``settings``.
         reranker: Scores the passages; if None, the embeddings of ``settings``.
         settings: Read from the environment if None.
         out: Folder for the record and the journal; None writes nothing.
@@ -102,27 +109,37 @@ def evaluate_positions(
     for example in examples:  # before the model: too few distractors are told at once
         for gold_position in gold_positions:
             example.documents(documents, gold_position)
-    engine, reranker, relevance = load_models(arrangements, engine, reranker, settings, progress)
-    if reuse:
-        if not isinstance(engine, Engine):
-            raise ConfigError(f"reuse keeps keys and values in this process, and {engine.model_id} is on a server")
-        from rag_posfix.caching.kv.memory import MemoryPassages
-        from rag_posfix.caching.kv.store import PassageStore
-
-        engine = with_store(engine, PassageStore([MemoryPassages(REUSE_BYTES)]))
-    journal = AnswerJournal(None if out is None else out / JOURNAL, fresh=fresh, scored=isinstance(engine, Engine))
-    with progress("answering") as report:
-        rows = answer_at_positions(
-            engine, examples, arrangements, gold_positions=gold_positions, n_documents=documents, reranker=reranker,
-            max_new_tokens=max_tokens, progress=report, journal=journal, check_orders=check_orders,
-            rerankers=arrangement_rerankers(arrangements, engine, settings),
-        )  # fmt: skip
+    journal_file = None if out is None else out / JOURNAL
+    answer: AnswerRows = partial(
+        answer_at_positions, choices=arrangements, gold_positions=gold_positions, n_documents=documents,
+        max_new_tokens=max_tokens, check_orders=check_orders,
+    )  # fmt: skip
+    if ray:
+        if engine is not None or reranker is not None:
+            raise ConfigError("ray=True loads models in other processes; give settings instead of engine and reranker")
+        journal = AnswerJournal(journal_file, fresh=fresh)
+        kept = REUSE_BYTES if reuse else 0
+        with ray_answers(settings or Settings(), arrangements, ray_actors, kept) as there:
+            facts, relevance = there.facts()
+            with progress("answering") as report:
+                rows = there.rows(examples, answer, journal, report)
+    else:
+        engine, reranker, relevance = load_models(arrangements, engine, reranker, settings, progress)
+        if reuse:
+            engine = with_passages_kept(engine, REUSE_BYTES)
+        journal = AnswerJournal(journal_file, fresh=fresh, scored=isinstance(engine, Engine))
+        with progress("answering") as report:
+            rows = answer(
+                engine, examples, reranker=reranker, journal=journal, progress=report,
+                rerankers=arrangement_rerankers(arrangements, engine, settings),
+            )  # fmt: skip
+        facts = engine_facts(engine, arrangements)
     used = {
         "documents": documents, "gold_positions": list(gold_positions), "limit": limit, "skip": skip,
         "max_tokens": max_tokens, "relevance": relevance, "decoding": "greedy", "check_orders": check_orders,
         "reuse": reuse, "answers_of_earlier_runs_by": journal.sources,
     }  # fmt: skip
-    head = answers_head("positions", engine, arrangements, data, used, summarize_positions(rows))
+    head = answers_head("positions", facts, data, used, summarize_positions(rows))
     return with_picture(ExperimentRecord(head, [asdict(row) for row in rows]).write(out), draw_positions)
 
 

@@ -6,7 +6,6 @@ order and are identified by their index.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,9 +14,10 @@ from typing import Any
 import orjson
 from langchain_core.documents import Document
 
-from rag_posfix.errors import EvaluationError, RagPosfixError, missing_extra
+from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.ranking.rankings import QueryCandidates, Ranking
 from rag_posfix.evaluation.ranking.rerankers import OpenedReranker, Ranker, RerankerChoice, open_reranker, rerank_one
+from rag_posfix.evaluation.ray_cluster import connected, found_there
 from rag_posfix.settings import Settings
 
 __all__ = ["ray_rankers"]
@@ -32,10 +32,7 @@ _MAX_BLOCKS = 1000
 def ray_rankers(
     settings: Settings, actors: int, opener: Opener | None = None
 ) -> Iterator[Callable[[RerankerChoice], Ranker]]:
-    """Connect to Ray and yield what makes rankers there; a cluster that was started here ends with the block.
-
-    A process that is connected already stays connected. Otherwise Ray itself decides what to connect to: the cluster
-    that ``RAY_ADDRESS`` names, or a new one on this machine.
+    """Connect to Ray and yield what makes rankers there; ``ray_cluster.connected`` says to which cluster.
 
     Args:
         settings: Models; every actor loads its own.
@@ -46,27 +43,14 @@ def ray_rankers(
         ConfigError: Ray is not installed.
         EvaluationError: the cluster cannot be reached or started.
     """
-    ray = _import()
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it reports each data set
-    started = not ray.is_initialized()
-    if started:
-        try:
-            ray.init(include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
-        except Exception as error:  # whatever Ray objects to, the user needs one line
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise EvaluationError(f"no Ray cluster: {reason}; check RAY_ADDRESS, or leave --ray out") from error
     opener = opener or _opened
-    try:
+    with connected() as ray:
         yield lambda choice: _ranker(ray, choice, settings, actors, opener)
-    finally:
-        if started:
-            ray.shutdown()
 
 
 def _ranker(ray: Any, choice: RerankerChoice, settings: Settings, actors: int, opener: Opener) -> Ranker:
     # Asked of a worker: this process need not be able to load the model.
-    identity = _found(lambda: ray.get(ray.remote(_identity).remote(opener, choice, settings)))
+    identity = found_there(lambda: ray.get(ray.remote(_identity).remote(opener, choice, settings)))
 
     def rank_all(queries: Sequence[QueryCandidates]) -> Iterable[tuple[int, Ranking]]:
         if not queries:
@@ -78,7 +62,7 @@ def _ranker(ray: Any, choice: RerankerChoice, settings: Settings, actors: int, o
             compute=ray.data.ActorPoolStrategy(size=min(actors, blocks)), num_cpus=1,
         )  # fmt: skip
         rows_back = iter(ranked.iter_rows())
-        while (row := _found(lambda: next(rows_back, None))) is not None:
+        while (row := found_there(lambda: next(rows_back, None))) is not None:
             yield int(row["index"]), _unpacked(row["ranking"])
 
     return Ranker(choice.label, identity, rank_all)
@@ -128,24 +112,3 @@ def _unpacked(packed: str) -> Ranking:
     if "error" in row:
         raise EvaluationError(row["error"])
     return Ranking(**{**row, "ids": tuple(row["ids"]), "scores": tuple(row["scores"])})
-
-
-def _found(ask: Callable[[], Any]) -> Any:
-    """Return what a worker found; where it failed, its own error in one line."""
-    try:
-        return ask()
-    except Exception as error:  # Ray raises errors of classes that it makes at run time
-        cause = getattr(error, "cause", error)
-        if isinstance(cause, RagPosfixError):
-            raise EvaluationError(str(cause)) from error
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        raise EvaluationError(f"a Ray worker failed ({type(cause).__name__}: {reason})") from error
-
-
-def _import() -> Any:
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise missing_extra(str(error.name), "ray") from error
-    return ray

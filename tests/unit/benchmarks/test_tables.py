@@ -135,3 +135,13 @@ def test_words_name_records_in_a_folder_and_a_layout(tmp_path):
         with pytest.raises(EvaluationError, match=said):
             table_of(words, tmp_path)
     assert "pie" not in LAYOUTS
+
+
+def test_routers_are_compared_with_round_robin():
+    found = {"hit_rate": 0.5, "p50_ratio": 1.0, "throughput_ratio": 1.0}
+    better = {"hit_rate": 0.874, "p50_ratio": 0.333, "throughput_ratio": 2.5}
+    head = {"kind": "ray-routing", "summary": {"routers": {"round robin": found, "overlap": better}}}
+    assert table([head]).splitlines()[2:] == [
+        "| round robin | 50 % | 1.00 | 1.00 |",
+        "| overlap | 87 % | 0.33 | 2.50 |",
+    ]

@@ -290,3 +290,12 @@ def test_tensors_of_inference_mode_are_kept_and_written_like_others(tmp_path):
         assert torch.equal(get(store, "key")["key"].states, states)
         memory.clear()
     store.close()
+
+
+def test_the_tags_at_hand_are_those_in_memory(store, memory, slow):
+    store.put_many({"a": entry(1), "b": entry(2)}, {"a": ("x", "y"), "b": ("z",)})
+    assert store.flush(SECONDS)
+    assert store.tags_at_hand() == {"x", "y", "z"}
+    memory.delete_tags(["x"])
+    assert store.tags_at_hand() == {"z"}
+    assert PassageStore([Broken(immediate=True)]).tags_at_hand() == frozenset()

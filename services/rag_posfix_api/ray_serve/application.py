@@ -1,0 +1,214 @@
+"""The Ray Serve application: the HTTP service as ingress, and replicas of the model behind it.
+
+    serve run rag_posfix_api.ray_serve.application:application allow_anonymous=true
+
+``deployments/ray/serve.yaml`` is a configuration for ``serve run`` and ``serve deploy``. The ingress has everything
+but the weights: routes, keys, limits, retrieval, embeddings, assembly and the answer cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.documents import Document
+from pydantic import ValidationError
+
+from rag_posfix.contracts.answer import Question
+from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.request import Sampling
+from rag_posfix.errors import ConfigError, GenerationError, missing_extra
+from rag_posfix.generation.remote.address import is_remote
+from rag_posfix.settings import ServiceSettings, Settings
+from rag_posfix_api.keys.check import KeyChecker
+from rag_posfix_api.keys.store import KeyStore
+from rag_posfix_api.ray_serve.options import ApplicationOptions
+from rag_posfix_api.ray_serve.replica import GeneratorReplica, HeldPassages, ReplicaModel
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+__all__ = [
+    "MODEL_DEPLOYMENT",
+    "ModelParts",
+    "application",
+    "build_ingress",
+    "describe_model",
+    "load_model",
+    "make_application",
+    "router_config",
+]
+
+MODEL_DEPLOYMENT = "Model"
+"""Name of the deployment with the replicas of the model."""
+INGRESS_DEPLOYMENT = "Ingress"
+_OVERLAP_ROUTER = "rag_posfix_api.ray_serve.overlap_router.OverlapRouter"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """The two halves of a generator.
+
+    Attributes:
+        load: Loads the model, in a replica.
+        describe: Returns what is known of it without its weights, in the ingress.
+    """
+
+    load: Callable[[Settings], ReplicaModel]
+    describe: Callable[[Settings], Generator]
+
+
+def application(args: Mapping[str, Any]) -> Any:
+    """Return the application for ``serve run`` and ``serve deploy``.
+
+    Args:
+        args: The options by name; ``ApplicationOptions`` describes them.
+
+    Raises:
+        ConfigError: Ray Serve is not installed, an option or a setting is wrong, or there is no API key and
+            ``allow_anonymous`` is off.
+    """
+    try:
+        options = ApplicationOptions(**args)
+    except ValidationError as error:
+        raise _config_error("options", error) from error
+    return make_application(options, ModelParts(load_model, describe_model))
+
+
+def make_application(options: ApplicationOptions, parts: ModelParts) -> Any:
+    """Return the application with a model of the caller's. Errors as those of ``application``."""
+    serve = _import()
+    _, limits = _settings_of(options)
+    with_keys = KeyChecker(KeyStore(limits.data_dir), limits.api_key).required
+    if not (with_keys or options.allow_anonymous):
+        raise ConfigError(
+            "there is no API key, and others may reach Ray's HTTP proxy; create one with: rag-posfix keys create "
+            "TENANT (or set RAG_POSFIX_SERVICE_API_KEY), or set allow_anonymous"
+        )
+    at_once, waiting = limits.max_concurrent, limits.max_queue
+    model = serve.deployment(
+        GeneratorReplica,
+        name=MODEL_DEPLOYMENT,
+        autoscaling_config={
+            "min_replicas": options.min_replicas,
+            "max_replicas": options.max_replicas,
+            "target_ongoing_requests": options.target_ongoing_requests,
+        },
+        max_ongoing_requests=at_once + waiting,
+        ray_actor_options={"num_cpus": options.replica_cpus, "num_gpus": options.replica_gpus},
+        request_router_config=router_config(options),
+    )
+
+    def ingress() -> FastAPI:  # in the replica of the ingress: an application cannot travel
+        handle = serve.get_deployment_handle(MODEL_DEPLOYMENT)
+        return build_ingress(options, parts, handle)
+
+    front = serve.deployment(
+        serve.ingress(ingress)(),
+        name=INGRESS_DEPLOYMENT,
+        num_replicas=options.ingress_replicas,
+        max_ongoing_requests=limits.max_open,
+        ray_actor_options={"num_cpus": options.ingress_cpus},
+    )
+    return front.bind(model.bind(partial(_loaded, options, parts), at_once, waiting, options.sketch_passages))
+
+
+def build_ingress(options: ApplicationOptions, parts: ModelParts, handle: Any) -> FastAPI:
+    """Return the HTTP service whose answers come from the replicas behind ``handle``.
+
+    Its limits are those of one replica times the most replicas: what the ingress lets through, they can take.
+    """
+    from rag_posfix.pipeline.build import build_pipeline  # torch and transformers: in the replica alone
+    from rag_posfix_api.app import create_app
+    from rag_posfix_api.ray_serve.replicated import ReplicatedGenerator
+    from rag_posfix_api.ray_serve.serve_handle import ServeReplicas
+
+    settings, limits = _settings_of(options)
+    generator = ReplicatedGenerator(parts.describe(settings), ServeReplicas(handle), options.attempts)
+    most = options.max_replicas
+    limits = limits.model_copy(
+        update={"max_concurrent": limits.max_concurrent * most, "max_queue": limits.max_queue * most}
+    )
+    return create_app(settings, build_pipeline(settings, generator=generator), limits)
+
+
+def _settings_of(options: ApplicationOptions) -> tuple[Settings, ServiceSettings]:
+    """Return the settings of this process's environment with those of the options."""
+    try:
+        return Settings(**options.settings), ServiceSettings(**options.service)
+    except ValidationError as error:
+        raise _config_error("settings", error) from error
+
+
+def _config_error(what: str, error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    return ConfigError(f"{what} of the application: {name + ': ' if name else ''}{first['msg']}")
+
+
+def router_config(options: ApplicationOptions) -> dict[str, Any]:
+    """Return Ray's ``RequestRouterConfig`` of the replicas of the model, as plain data."""
+    chosen: dict[str, Any] = {}
+    if options.router == "overlap":
+        kwargs = {"queue_weight": options.queue_weight, **options.router_options}
+        chosen = {"request_router_class": _OVERLAP_ROUTER, "request_router_kwargs": kwargs}
+    elif options.router != "power_of_two":  # which is Ray's default
+        chosen = {"request_router_class": options.router, "request_router_kwargs": options.router_options}
+    return {
+        **chosen,
+        "request_routing_stats_period_s": options.sketch_seconds,
+        "request_routing_stats_timeout_s": max(30.0, options.sketch_seconds),
+    }
+
+
+def _loaded(options: ApplicationOptions, parts: ModelParts) -> ReplicaModel:
+    return parts.load(_settings_of(options)[0])
+
+
+def load_model(settings: Settings) -> ReplicaModel:
+    """Return the model of ``settings`` with its passage KV store, after one answer; the ingress has all else."""
+    from rag_posfix.pipeline.build import build_pipeline
+
+    alone: dict[str, Any] = {
+        "index": None,
+        "indexes": {},
+        "reranker": None,
+        "cache": settings.cache.model_copy(update={"enabled": False}),
+    }
+    pipeline = build_pipeline(settings.model_copy(update=alone))
+    passage = Document(page_content="The replica is warm.", metadata={"relevance_score": 1.0})
+    pipeline.ask(Question("Is the replica warm?", documents=[passage], sampling=Sampling(max_tokens=2)))
+    passages = pipeline.passages if isinstance(pipeline.passages, HeldPassages) else None
+    return ReplicaModel(pipeline.generator, passages)
+
+
+def describe_model(settings: Settings) -> Generator:
+    """Return what is known of the model of ``settings`` without its weights.
+
+    Raises:
+        ConfigError: the model is on a server, cannot be found, or cannot be read.
+    """
+    from rag_posfix.generation.deferred import deferred_generator
+
+    if is_remote(settings.model):
+        raise ConfigError(
+            f"model={settings.model!r} is on a server, and replicas would only pass requests on; serve it with: "
+            "rag-posfix serve"
+        )
+    return deferred_generator(
+        settings.model, _refused, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
+    )
+
+
+def _refused() -> Generator:
+    raise GenerationError("the ingress has no weights; its answers come from replicas")
+
+
+def _import() -> Any:
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise missing_extra(str(error.name), "ray,server") from error
+    return serve

@@ -1,0 +1,112 @@
+"""The configuration of deployments/ray: what Ray Serve and this program accept, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.settings import ServiceSettings, Settings
+from rag_posfix_api.ray_serve.application import (
+    ModelParts,
+    application,
+    describe_model,
+    make_application,
+    router_config,
+)
+from rag_posfix_api.ray_serve.options import ApplicationOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGURATION = yaml.safe_load((ROOT / "deployments" / "ray" / "serve.yaml").read_text())
+(APPLICATION,) = CONFIGURATION["applications"]
+
+
+def test_ray_serve_accepts_the_configuration():
+    schema = pytest.importorskip("ray.serve.schema", reason="the extra ray is not installed")
+    read = schema.ServeDeploySchema.model_validate(CONFIGURATION)
+    assert [one.name for one in read.applications] == ["rag-posfix"]
+    assert read.http_options.host == "127.0.0.1"
+    assert CONFIGURATION["http_options"]["request_timeout_s"] > ServiceSettings().request_timeout_seconds
+
+
+def test_its_import_path_is_the_application_and_its_args_are_options():
+    name, _, attribute = APPLICATION["import_path"].partition(":")
+    assert getattr(sys.modules[name], attribute) is application
+    options = ApplicationOptions(**APPLICATION["args"])
+    assert options.router == "overlap"
+    assert Settings(**options.settings).mitigation == "parallel_windows"
+    assert ServiceSettings(**options.service).max_concurrent == 4
+
+
+def test_the_application_is_made_of_an_ingress_and_a_model(tmp_path):
+    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+    from ray.serve._private.build_app import build_app
+
+    service = {"data_dir": str(tmp_path), "max_concurrent": 4}
+    built = build_app(application({**APPLICATION["args"], "service": service}), name="a", default_runtime_env={})
+    model, ingress = sorted(built.deployments, key=lambda one: one.name, reverse=True)
+    assert (model.name, ingress.name) == ("Model", "Ingress")
+    assert model.max_ongoing_requests == 4 + 32
+    assert model.ray_actor_options["num_cpus"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "kwargs"),
+    [
+        ({}, "OverlapRouter", {"queue_weight": 0.25}),
+        ({"queue_weight": 1, "router_options": {"max_age_seconds": 5}}, "OverlapRouter",
+         {"queue_weight": 1, "max_age_seconds": 5}),
+        ({"router": "power_of_two"}, "PowerOfTwoChoicesRequestRouter", {}),
+    ],
+)  # fmt: skip
+def test_the_router_of_the_options_is_one_that_ray_loads(fields, name, kwargs):
+    config = pytest.importorskip("ray.serve.config", reason="the extra ray is not installed")
+    made = config.RequestRouterConfig(**router_config(ApplicationOptions(sketch_seconds=2, **fields)))
+    assert made.get_request_router_class().__name__ == name
+    assert made.request_router_kwargs == kwargs
+    assert made.request_routing_stats_period_s == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"unknown": 1}, "unknown"),
+        ({"max_replicas": 0}, "max_replicas"),
+        ({"sketch_seconds": 0}, "sketch_seconds"),
+        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas=3 must be at most max_replicas=2"),
+    ],
+)
+def test_wrong_options_are_refused(fields, told):
+    with pytest.raises(ValidationError, match=told):
+        ApplicationOptions(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, "there is no API key.*or set allow_anonymous"),
+        ({"max_replicas": "many"}, "options of the application: max_replicas: Input should be a valid integer"),
+        ({"min_replicas": 3}, "options of the application: Value error, min_replicas=3 must be at most"),
+        ({"allow_anonymous": True, "settings": {"modle": "a"}}, "settings of the application: modle"),
+    ],
+)
+def test_what_cannot_work_is_refused(fields, told, tmp_path):
+    service = {"data_dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match=told):
+        application({"service": service, **fields})
+
+
+def test_a_model_on_a_server_is_refused():
+    with pytest.raises(ConfigError, match="replicas would only pass requests on"):
+        describe_model(Settings(model="openai:a@http://127.0.0.1:1/v1"))
+
+
+def test_without_the_extra_the_message_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    parts = ModelParts(lambda settings: None, lambda settings: None)
+    with pytest.raises(ConfigError, match=r"ray is not installed.*'rag-posfix\[ray,server\]'"):
+        make_application(ApplicationOptions(allow_anonymous=True), parts)

@@ -1,0 +1,225 @@
+"""A program of its own for the tests of Ray Serve: a local cluster, two replicas without weights, one of them killed.
+
+Prints one JSON object. Replicas write a line for each request into a file named after their process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.request import Chunk, GenerationRequest
+from rag_posfix.generation.fake import FakeGenerator
+from rag_posfix.pipeline.build import build_pipeline
+from rag_posfix.settings import Settings
+from rag_posfix_api.ray_serve.application import ModelParts, make_application
+from rag_posfix_api.ray_serve.options import ApplicationOptions
+from rag_posfix_api.ray_serve.replica import ReplicaModel
+from tests.support.redis_server import free_port
+from tests.support.serving import serving
+from tests.support.toy_encoder import ToyEncoder
+from tests.support.waiting import wait_until
+
+SLOWLY = "slowly"
+SETTINGS = {"cache": {"enabled": False}}
+POOL = [
+    f"Station {n} of the northern line stands {n * 7} kilometres from the sea. " + "The line is old and slow. " * 6
+    for n in range(24)
+]
+
+
+class LoggingGenerator(FakeGenerator):
+    """Notes each request in a file of its process, and takes its time for each word if the folder says so."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(ToyEncoder(), 16384)
+        self._folder = folder
+        self._log = folder / f"{os.getpid()}.log"
+        self._log.touch()
+
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        with self._log.open("a") as log:
+            log.write(json.dumps(request.layout.keys) + "\n")
+        slowly = (self._folder / SLOWLY).exists()
+        for chunk in super().stream(request):
+            time.sleep(0.05 if slowly else 0.0)
+            yield chunk
+
+
+def load(folder: Path, _: Settings) -> ReplicaModel:
+    folder.mkdir(exist_ok=True)
+    return ReplicaModel(LoggingGenerator(folder))
+
+
+def describe(_: Settings) -> Generator:
+    return FakeGenerator(ToyEncoder(), 16384)
+
+
+@contextmanager
+def served(folder: Path, url: str, **options: Any) -> Iterator[Path]:
+    """Run the application with two replicas; yield the folder of their logs."""
+    from ray import serve
+
+    chosen = ApplicationOptions(
+        settings=SETTINGS, service={"max_concurrent": 4}, min_replicas=2, max_replicas=2, replica_cpus=0.5,
+        ingress_cpus=0.1, allow_anonymous=True, sketch_seconds=0.5, **options,
+    )  # fmt: skip
+    serve.run(make_application(chosen, ModelParts(partial(load, folder), describe)), name="test")
+    try:
+        wait_until(lambda: httpx2.get(url + "/readyz").status_code == 200, 60)
+        yield folder
+    finally:
+        serve.delete("test")
+
+
+def body(question: str, passages: Sequence[str], **fields: Any) -> dict[str, Any]:
+    documents = [{"text": text, "score": 1 / (1 + place)} for place, text in enumerate(passages)]
+    return {"model": "default", "messages": [{"role": "user", "content": question}], "documents": documents, **fields}
+
+
+def ask(url: str, question: str, passages: Sequence[str]) -> dict[str, Any]:
+    response = httpx2.post(url + "/v1/chat/completions", json=body(question, passages), timeout=60)
+    return {"status": response.status_code, **response.json()}
+
+
+def streamed(url: str, question: str, passages: Sequence[str]) -> dict[str, Any]:
+    asked = body(question, passages, stream=True)
+    text = ""
+    with httpx2.stream("POST", url + "/v1/chat/completions", json=asked, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                piece = json.loads(line.removeprefix("data: "))
+                if "error" in piece:
+                    return {"status": 500, "text": str(piece["error"])}
+                text += "".join(one["delta"].get("content") or "" for one in piece["choices"])
+    return {"status": response.status_code, "text": text}
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return answer["choices"][0]["message"]["content"] if "choices" in answer else str(answer)
+
+
+def said(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what differs from one call to the next."""
+    return {name: answer[name] for name in ("status", "object", "model", "choices", "usage") if name in answer}
+
+
+def by_process(folder: Path) -> dict[str, list[str]]:
+    return {one.stem: one.read_text().splitlines() for one in sorted(folder.glob("*.log"))}
+
+
+def answering(folder: Path) -> str:
+    """Return a process that began to answer a moment ago."""
+    name, lines = "", by_process(folder)
+    while not name:
+        time.sleep(0.02)
+        began = {one: found for one, found in by_process(folder).items() if len(found) > len(lines[one])}
+        name = next(iter(began), "")
+    return name
+
+
+def answered_by(folder: Path, do: Callable[[], Any]) -> str:
+    """Return which process answered while ``do`` ran."""
+    before = {name: len(lines) for name, lines in by_process(folder).items()}
+    do()
+    (changed,) = [name for name, lines in by_process(folder).items() if len(lines) > before[name]]
+    return changed
+
+
+def shuffles(url: str, folder: Path) -> dict[str, list[str]]:
+    """Ask about three sets of passages, then about shuffled parts of each; return who answered, by set."""
+    rng = random.Random(3)
+    sets = [POOL[:8], POOL[8:16], POOL[16:]]
+    found = {}
+    first = [answered_by(folder, partial(ask, url, "Which station?", passages)) for passages in sets]
+    time.sleep(3)  # until the routers have the sketches
+    for number, passages in enumerate(sets):
+        repeats = [
+            answered_by(folder, partial(ask, url, f"Which station, {n}?", rng.sample(passages, 6))) for n in range(6)
+        ]
+        found[f"set {number}"] = [first[number], *repeats]
+    return found
+
+
+def plain_answers(questions: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
+    pipeline = build_pipeline(Settings(**SETTINGS), generator=describe(Settings()))
+    with serving(pipeline) as url:
+        return [said(ask(url, *one)) for one in questions]
+
+
+def killed_under_load(url: str, folder: Path, most: int = 40) -> dict[str, Any]:
+    """Kill a replica that is answering while six clients ask; return the failures, and how many asked again."""
+    (folder / SLOWLY).touch()
+    before = sum(map(len, by_process(folder).values()))
+    rng = random.Random(5)
+    asked = [(f"Where is station {n % 24}?", rng.sample(POOL, 5)) for n in range(most)]
+    answers: dict[int, Any] = {}
+    left = iter(range(most))
+    lock = threading.Lock()
+
+    def client() -> None:
+        while True:
+            with lock:
+                number = next(left, None)
+            if number is None:
+                return
+            how = streamed if number % 2 else ask
+            answers[number] = how(url, *asked[number])
+
+    clients = [threading.Thread(target=client) for _ in range(6)]
+    for one in clients:
+        one.start()
+    wait_until(lambda: len(answers) >= 8, 60)
+    os.kill(int(answering(folder)), signal.SIGKILL)
+    for one in clients:
+        one.join(120)
+    expected = plain_answers(asked)
+    texts = [answers[n]["text"] if n % 2 else text_of(answers[n]) for n in range(most)]
+    return {
+        "asked": most,
+        "failed": [answers[n] for n in range(most) if answers[n]["status"] != 200],
+        "different": [n for n in range(most) if texts[n] != text_of(expected[n])],
+        "repeated": sum(map(len, by_process(folder).values())) - before - most,
+    }
+
+
+def main(folder: Path) -> None:
+    import ray
+    from ray import serve
+
+    ray.init(
+        num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20,
+        _temp_dir=str(folder / "r"),
+    )  # fmt: skip
+    port = int(free_port())
+    url = f"http://127.0.0.1:{port}"
+    found: dict[str, Any] = {}
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        questions = [("Where is station 3?", POOL[:6]), ("Where is station 20?", POOL[16:][::-1])]
+        with served(folder / "overlap", url, router_options={"remembered_seconds": 0}) as logs:
+            found["equal"] = [[said(ask(url, *one)) for one in questions], plain_answers(questions)]
+            found["refused"] = httpx2.post(url + "/v1/chat/completions", json={"model": "x"}).status_code
+            found["overlap"] = shuffles(url, logs)
+            found["killed"] = killed_under_load(url, logs)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
