@@ -5,15 +5,16 @@ Depends on loaded models and hidden states only; of the methods, on the one that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_picture
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
 from rag_posfix.generation.engine import Engine
@@ -21,11 +22,19 @@ from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.hidden_scaling import default_layers
 from rag_posfix.patching.forward_context import ForwardContext, active
+from rag_posfix.parameters import Number, Whole
+from rag_posfix.probing.base import PROBES, Probe
+from rag_posfix.probing.language_model import language_model
+from rag_posfix.probing.subject import Subject
 from rag_posfix.settings import Settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = [
     "PositionalChannel",
     "PositionalChannelsRecord",
+    "PositionalDimensions",
     "mean_hidden_states",
     "probe_positional_channels",
     "rank_channels",
@@ -120,6 +129,71 @@ def probe_positional_channels(
     if out is None:
         return record
     return replace(record, files={"profile": write_record(out, "positional-dimensions", profile)})
+
+
+@PROBES.register("positional-dimensions")
+@dataclass(frozen=True)
+class PositionalDimensions(Probe):
+    """Find the hidden channel that varies most smoothly with the position, and write a profile for hidden_scaling.
+
+    Source: Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, https://arxiv.org/abs/2406.02536
+    Formula: see ``rank_channels``.
+
+    Args:
+        strings: Number of random token sequences.
+        tokens: Tokens per sequence.
+        top: Number of candidate channels to report.
+        factor: Scaling factor of hidden_scaling that the profile contains.
+        seed: Seed of the random tokens.
+    """
+
+    name: ClassVar[str] = "positional-dimensions"
+    source: ClassVar[str] = (
+        "Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, https://arxiv.org/abs/2406.02536"
+    )
+
+    strings: Annotated[int, Whole(1)] = 100
+    tokens: Annotated[int, Whole(FEWEST_TOKENS)] = 1000
+    top: Annotated[int, Whole(1)] = 10
+    factor: Annotated[float, Number(-1e9, 1e9)] = 0.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Check the factor, whose range is that of hidden_scaling."""
+        create("hidden_scaling", {"factor": self.factor})
+
+    def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
+        """Return the record of ``probe_positional_channels``, with a picture."""
+        engine = language_model(subject, self.name).engine
+        found = probe_positional_channels(
+            strings=self.strings, tokens=self.tokens, top=self.top, factor=self.factor, seed=self.seed, engine=engine,
+            out=out, progress=progress,
+        )  # fmt: skip
+        return with_picture(found, self.draw)
+
+    def draw(self, head: Mapping[str, Any]) -> Figure:
+        """Return a bar per candidate: the roughness of its curve."""
+        figure, axes = new_axes((7.2, 3.2))
+        found = head["candidates"]
+        axes.bar(range(len(found)), [one["roughness"] for one in found], color=OTHER_COLORS[1])
+        axes.set_xticks(range(len(found)), [str(one["channel"]) for one in found], fontsize=8)
+        axes.set_yscale("log")
+        axes.set_xlabel("hidden channel")
+        axes.set_ylabel("roughness")
+        axes.set_title(f"{head['model']}: channels that follow the position", fontsize=10, loc="left")
+        return figure
+
+    def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        """Return a row per candidate."""
+        rows = [
+            (str(one["channel"]), str(len(one["layers"])), f"{one['roughness']:.3g}") for one in head["candidates"]
+        ]
+        return [("channel", "layers with a monotonic trend", "roughness"), *rows]
+
+    def lines(self, record: ExperimentRecord) -> Sequence[str]:
+        """Return how the profile is used."""
+        path = record.files["profile"]
+        return [f"profile: {path}", f"to use it: --mitigation hidden_scaling:profile={path}"]
 
 
 @torch.inference_mode()

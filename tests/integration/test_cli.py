@@ -538,7 +538,7 @@ class TestProbe:
         found = run(
             "probe", "positional-dimensions", "--out", tmp_path, "--strings", 3, "--tokens", 128, "--json"
         ).json
-        assert set(found) == {"profile", "channel", "factor", "layers", "candidates"}
+        assert set(found) == {"profile", "svg", "png", "channel", "factor", "layers", "candidates"}
         assert found["candidates"][0]["channel"] == found["channel"]
         assert found["layers"] == [9, 23]
         written = json.loads(Path(found["profile"]).read_text())
