@@ -7,6 +7,7 @@ from rag_posfix.probing import (  # noqa: F401
     norm_by_position,
     positional_channels,
     retrieval_heads,
+    rope_waveform,
     slot_attention,
 )
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, Probe
