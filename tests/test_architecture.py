@@ -345,7 +345,7 @@ IMPORT_RULES = [
         never=("rag_posfix_api.dialects",),
     ),
     ImportRule(
-        why="probing measures models: it knows plans, the hook, encodings, data, records, and the method it writes for",
+        why="probing measures models: it knows plans, the hook, encodings, records, and the method it writes for",
         files=("rag_posfix/probing/*",),
         among=("rag_posfix",),
         only=(

@@ -4,6 +4,7 @@ Importing this package registers every probe in ``PROBES``. A new probe is one f
 """
 
 from rag_posfix.probing import (  # noqa: F401
+    attention_mass,
     norm_by_position,
     positional_channels,
     retrieval_heads,

@@ -1,4 +1,4 @@
-"""Base class of probes, and their registry. A new probe is one file and one line in ``rag_posfix/probing/__init__.py``."""
+"""Base class of probes, and their registry. A new probe is one file and one line in ``__init__.py``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Probe(Parametrised, ABC):
         """Check types and ranges of the parameters. A subclass that checks more calls this first."""
         check_parameters(self, self.name)
 
-    def check(self) -> None:  # noqa: B027
+    def check(self) -> None:
         """Check what the parameters name, such as a file, before a model is loaded.
 
         Raises:

@@ -68,11 +68,14 @@ class LanguageModel:
         ids = ids.to(loaded.device)
         at = torch.arange(ids.shape[1]) if change.positions is None else change.positions
         positions = at.to(loaded.device)[None].expand(ids.shape[0], -1)
-        overrides = Overrides()
-        if watch.attention or change.scores is not None or change.mask is not None:
+        overrides = Overrides(hidden_scale=change.hidden_scale)
+        if watch.attention or change.attention:
             self._needs_all_keys()
-            overrides = Overrides(attend=WatchedAttention(watch, change))
-        context = ForwardContext(overrides, positions.float(), loaded.spec, on_hidden_states=watch.inputs)
+            overrides = Overrides(attend=WatchedAttention(watch, change), hidden_scale=change.hidden_scale)
+        context = ForwardContext(
+            overrides, positions.float(), loaded.spec, prompt_length=change.prompt_length,
+            on_hidden_states=watch.inputs,
+        )  # fmt: skip
         with active(context):
             output = loaded.model(
                 input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep,
@@ -87,8 +90,8 @@ class LanguageModel:
     def _needs_all_keys(self) -> None:
         if not self.engine.loaded.keeps_all_keys:
             raise UnsupportedModelError(
-                f"the attention of {self.engine.model_id} cannot be probed: some of its layers see a window of the last "
-                "tokens only; choose a model whose every layer sees all tokens"
+                f"the attention of {self.engine.model_id} cannot be probed: some of its layers see a window of the "
+                "last tokens only; choose a model whose every layer sees all tokens"
             )
 
 

@@ -21,8 +21,8 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.hidden_scaling import default_layers
-from rag_posfix.patching.forward_context import ForwardContext, active
 from rag_posfix.parameters import Number, Whole
+from rag_posfix.patching.forward_context import ForwardContext, active
 from rag_posfix.probing.base import PROBES, Probe
 from rag_posfix.probing.language_model import language_model
 from rag_posfix.probing.subject import Subject

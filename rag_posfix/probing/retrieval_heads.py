@@ -26,11 +26,11 @@ from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
 from rag_posfix.generation.decode.question_attention import question_attention_by_head
 from rag_posfix.generation.engine import Engine
-from rag_posfix.reranking.in_context import CONTENT_FREE, INSTRUCTION
 from rag_posfix.parameters import Whole
 from rag_posfix.probing.base import PROBES, Probe
 from rag_posfix.probing.language_model import language_model
 from rag_posfix.probing.subject import Subject
+from rag_posfix.reranking.in_context import CONTENT_FREE, INSTRUCTION
 from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from rag_posfix.evaluation.record import ExperimentRecord, environment, write_re
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.prefill.calibration_pass import passage_attention
+from rag_posfix.parameters import Whole
 from rag_posfix.plan.dummy import with_dummy
 from rag_posfix.plan.layout import Layout
-from rag_posfix.parameters import Whole
 from rag_posfix.probing.base import PROBES, Probe
 from rag_posfix.probing.language_model import language_model
 from rag_posfix.probing.subject import Subject

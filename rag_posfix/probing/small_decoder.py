@@ -80,7 +80,7 @@ class SmallDecoder:
         Raises:
             UnsupportedModelError: something is to be changed: an encoding has its own positions, mask and scores.
         """
-        if change.positions is not None or change.mask is not None or change.scores is not None:
+        if change.positions is not None or change.attention or change.hidden_scale is not None:
             raise UnsupportedModelError(
                 f"positions, mask and scores of a small decoder belong to its encoding "
                 f"({self.decoder.encoding.label}) and cannot be changed; give a language model with --model"

@@ -1,4 +1,4 @@
-"""What a probe needs of a model: token ids in; hidden states, attention and logits out. Two kinds of models have it."""
+"""What a probe needs of a model: token ids in; hidden states, attention and logits out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rag_posfix.plan.plan import MaskFunction
+from rag_posfix.plan.plan import HiddenScale, MaskFunction
 
 __all__ = ["Change", "Subject", "Watch"]
 
@@ -22,7 +22,7 @@ class Watch:
     Attributes:
         states: The residual stream as it enters the layer, (B, T, width).
         inputs: What the layer's attention reads: the residual stream after the layer's first norm, (B, T, width).
-        weights: Attention probabilities of all heads, (B, H, T, T) float32. O(T^2) memory per head, one layer at a time.
+        weights: Attention probabilities of all heads, (B, H, T, T) float32, one layer at a time.
         attended: What attention returns before its output projection, (B, H, T, D).
     """
 
@@ -46,11 +46,21 @@ class Change:
         mask: Which key each query sees, in place of the causal mask.
         scores: Returns other attention scores, given the layer and (B, H, T, T) float32 scores that are scaled and
             masked.
+        hidden_scale: A hidden channel to scale for the queries and keys of the newest tokens, as the method
+            ``hidden_scaling`` does.
+        prompt_length: Tokens of the prompt, with ``hidden_scale``: the last of them and all after it are newest.
     """
 
     positions: Tensor | None = None
     mask: MaskFunction | None = None
     scores: Callable[[int, Tensor], Tensor] | None = None
+    hidden_scale: HiddenScale | None = None
+    prompt_length: int = 1
+
+    @property
+    def attention(self) -> bool:
+        """Whether attention is computed the plain way, so that it can be changed."""
+        return self.mask is not None or self.scores is not None
 
 
 class Subject(Protocol):

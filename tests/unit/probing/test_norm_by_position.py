@@ -43,8 +43,8 @@ def test_a_decoder_is_probed_and_recorded_with_a_picture(tmp_path):
     assert set(record.files) == {"record", "svg", "png"}
     models = record.summary["models"]
     assert list(models) == [
-        "untrained cope", "untrained nope, weights 0.02", "untrained nope", "untrained nope, scale 3", "untrained rope",
-        "untrained alibi",
+        "untrained cope", "untrained nope, weights 0.02", "untrained nope", "untrained nope, scale 3",
+        "untrained rope", "untrained alibi",
     ]  # fmt: skip
     assert record.head["kind"] == "probe-norm-by-position"
     assert record.head["settings"] == {"strings": 2, "tokens": 32, "scale": 3.0, "seed": 0}
