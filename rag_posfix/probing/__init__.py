@@ -6,7 +6,7 @@ Importing this package registers every probe in ``PROBES``. A new probe is one f
 from rag_posfix.probing import (  # noqa: F401
     attention_mass,
     norm_by_position,
-    positional_channels,
+    positional_dimensions,
     retrieval_heads,
     rope_waveform,
     slot_attention,

@@ -50,7 +50,7 @@ def slot_masses(
 @PROBES.register("attention-mass")
 @dataclass(frozen=True)
 class AttentionMass(MeasuredProbe):
-    """Measure the attention to the pair that is asked for, by layer and head, and to every slot, in key-value retrieval.
+    """Measure the attention to the pair that is asked for in key-value retrieval, by layer, head and slot.
 
     Source: Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, section 3,
         https://arxiv.org/abs/2406.02536

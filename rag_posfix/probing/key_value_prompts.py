@@ -53,8 +53,8 @@ class KeyValuePrompt:
 def key_value_prompts(model: LanguageModel, pairs: int, count: int, seed: int = 0) -> list[KeyValuePrompt]:
     """Return prompts whose gold pair goes through all places in turn.
 
-    Keys are five random letters, values four random digits. Prompt n asks for the pair at place n modulo ``pairs``; the
-    pairs of each ``pairs`` prompts in a row are the same and only the question differs.
+    Keys are five random letters, values four random digits. Prompt n asks for the pair at place n modulo ``pairs``;
+    the pairs of each ``pairs`` prompts in a row are the same and only the question differs.
 
     Source: Liu et al. (2024), Lost in the Middle, section 3, https://arxiv.org/abs/2307.03172
     Differs from the paper: keys and values are short, so that small models can copy them.
@@ -77,7 +77,8 @@ def key_value_prompts(model: LanguageModel, pairs: int, count: int, seed: int = 
         needed = len(made[-1].ids) + len(made[-1].answer)
         if needed > model.longest:
             raise ConfigError(
-                f"pairs={pairs} make prompts of {needed} tokens, the context of this model has {model.longest}; use fewer"
+                f"pairs={pairs} make prompts of {needed} tokens, the context of this model has {model.longest}; "
+                "use fewer"
             )
     return made
 

@@ -21,7 +21,7 @@ def check_length(subject: Subject, tokens: int, fewest: int = 2) -> None:
     """
     if not fewest <= tokens <= subject.longest:
         raise ConfigError(
-            f"tokens={tokens} cannot be probed; it must be {fewest} to {subject.longest}, the context of this model"
+            f"strings of tokens={tokens} cannot be probed; give {fewest} to {subject.longest}, the context of this model"
         )
 
 

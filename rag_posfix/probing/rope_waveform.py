@@ -59,8 +59,8 @@ def _of_language_model(subject: LanguageModel, distances: Tensor) -> tuple[Tenso
     rope = getattr(subject.engine.loaded.model.config.get_text_config(), "rope_parameters", None) or {}
     if Capability.ANGLES not in spec.shape.capabilities or "rope_theta" not in rope:
         raise UnsupportedModelError(
-            f"{subject.engine.model_id} does not rotate queries and keys by one base in all layers; rope-waveform needs "
-            "such a model"
+            f"{subject.engine.model_id} does not rotate queries and keys by one base in all layers; rope-waveform "
+            "needs such a model"
         )
     ones = torch.ones(1, 1, distances.shape[0], spec.shape.head_dim, device=subject.engine.loaded.device)
     at = distances.float().to(ones.device)[None]
