@@ -5,8 +5,10 @@ Importing this package registers every probe in ``PROBES``. A new probe is one f
 
 from rag_posfix.probing import (  # noqa: F401
     attention_mass,
+    hidden_geometry,
     norm_by_position,
     positional_dimensions,
+    positional_vectors,
     retrieval_heads,
     rope_waveform,
     slot_attention,
