@@ -4,7 +4,9 @@ Importing this package registers every probe in ``PROBES``. A new probe is one f
 """
 
 from rag_posfix.probing import (  # noqa: F401
+    attention_edit,
     attention_mass,
+    causal_perturbation,
     hidden_geometry,
     norm_by_position,
     positional_dimensions,
