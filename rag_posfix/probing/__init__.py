@@ -6,6 +6,7 @@ Importing this package registers every probe in ``PROBES``. A new probe is one f
 from rag_posfix.probing import (  # noqa: F401
     attention_edit,
     attention_mass,
+    bias_at_init,
     causal_perturbation,
     hidden_geometry,
     norm_by_position,
@@ -13,6 +14,7 @@ from rag_posfix.probing import (  # noqa: F401
     positional_vectors,
     retrieval_heads,
     rope_waveform,
+    score_advantage,
     slot_attention,
 )
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, Probe
