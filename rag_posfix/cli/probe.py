@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rag_posfix.evaluation.record import ExperimentRecord
     from rag_posfix.probing.base import Probe
 
-__all__ = ["ProbeGroup", "app", "list_probes"]
+__all__ = ["ProbeGroup", "app", "list_probes", "probe_all"]
 
 Out = Annotated[Path, typer.Option("--out", callback=checked_output, help="Folder for the record and the picture.")]
 
@@ -31,7 +31,7 @@ class ProbeGroup(TyperGroup):
     """
 
     @property
-    def commands(self) -> MutableMapping[str, Any]:  # type: ignore[override]
+    def commands(self) -> MutableMapping[str, Any]:
         """All commands by name."""
         return {**_probe_commands(), **self._own}
 
@@ -53,7 +53,7 @@ def list_probes(as_json: AsJson = False) -> None:
     """List the probes with their sources and parameters."""
     from rag_posfix.probing import PROBES
 
-    found = [
+    found: list[dict[str, Any]] = [
         {
             "name": name,
             "summary": _summary(cls),
@@ -75,6 +75,61 @@ def list_probes(as_json: AsJson = False) -> None:
         parameters = ", ".join(f"{key}={value['default']}" for key, value in one["parameters"].items())
         shown.add_row(one["name"], one["summary"], "language models" if one["reads_text"] else "all", parameters)
     out().print(shown)
+
+
+@app.command("all")
+def probe_all(
+    output: Out,
+    probes: Annotated[
+        str | None, typer.Option("--probes", help="Probes, comma-separated; by default all that need no --data.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Questions for the probes that need them, as those take them.")
+    ] = None,
+    model: ModelName = None,
+    device: DeviceName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run all probes with their default parameters, and write one HTML page about the model."""
+    from rag_posfix.probing import open_subject
+    from rag_posfix.probing.all_probes import run_probes
+
+    chosen = _chosen(probes, data)
+    for one in chosen:
+        one.check()
+    with experiment_step("loading the model"):
+        subject = open_subject(settings_from(model=model, device=device))
+    found, page = run_probes(subject, chosen, output, experiment_step)
+    if as_json:
+        records = {name: record.to_json() for name, record in found.records.items()}
+        emit_json({"model": found.facts["model"], "page": str(page), "probes": records, "refused": found.refused})
+        return
+    console = out()
+    for name, reason in found.refused.items():
+        console.print(f"{name}: not measured: {reason}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"page: {page}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _chosen(names: str | None, data: Path | None) -> list[Probe]:
+    """Return the probes of a list, or all that can run.
+
+    Raises:
+        UnknownNameError: no such probe.
+        ConfigError: a probe of the list needs a file.
+    """
+    from rag_posfix.contracts.method_spec import MethodSpec
+    from rag_posfix.errors import ConfigError
+    from rag_posfix.probing import PROBES
+
+    made = []
+    for name in PROBES.names() if names is None else [PROBES.resolve(one.strip()) for one in names.split(",")]:
+        needs_data = "data" in PROBES.parameters(name)
+        if needs_data and data is None:
+            if names is None:
+                continue
+            raise ConfigError(f"the probe {name} needs questions; give a file with --data")
+        made.append(PROBES.create(MethodSpec(name, {"data": data} if needs_data else {})))
+    return made
 
 
 def _probe_commands() -> dict[str, Any]:
@@ -119,7 +174,7 @@ def _options(cls: type[Probe]) -> list[inspect.Parameter]:
         hint = hints[name]
         plain = hint.__origin__ if typing.get_origin(hint) is Annotated else hint
         ranges = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Whole)]
-        limits = {"min": ranges[0].low} if ranges else {}
+        limits: dict[str, Any] = {"min": ranges[0].low} if ranges else {}
         flag = f"--{name.replace('_', '-')}"
         option: Any = typer.Option(flag, help=texts[name], **limits)
         kind = str if typing.get_origin(plain) is typing.Literal else plain
@@ -132,7 +187,7 @@ def _options(cls: type[Probe]) -> list[inspect.Parameter]:
 
 
 def _run(probe: Probe, output: Path, model: str | None, device: str | None, as_json: bool) -> None:
-    from rag_posfix.probing.open_subject import open_subject
+    from rag_posfix.probing import open_subject
 
     probe.check()
     with experiment_step("loading the model"):

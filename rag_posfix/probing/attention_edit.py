@@ -90,9 +90,9 @@ class AttentionEdit(MeasuredProbe):
 
     Source: Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, section 2,
         https://arxiv.org/abs/2406.02536
-    Formula: s'_Tj = s_Tj + (factor - 1) |s_Tj| for one key j, the token of another pair's value where it differs from
-        that asked for. Shift: change of log p(other) - log p(gold) for the next token. Moved: share of prompts in which
-        the other token becomes the more likely of the two.
+    Formula: s'_Tj = s_Tj + (factor - 1) |s_Tj| for one key j, the token of another pair's value where it differs
+        from that asked for. Shift: change of log p(other) - log p(gold) for the next token. Moved: share of prompts
+        in which the other token becomes the more likely of the two.
     Differs from the paper: single layers and heads beside all layers; keys and values are short.
 
     Args:

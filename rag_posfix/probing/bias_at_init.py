@@ -27,7 +27,7 @@ __all__ = ["BiasAtInit", "influence", "shares", "untrained"]
 
 PARTS = 10
 Forward = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Token ids (1, T) -> embeddings (1, T, width) and the logits of the last token (vocabulary,), with a graph between."""
+"""Token ids (1, T) -> embeddings (1, T, width) and the last logits (vocabulary,), with a graph between them."""
 
 
 def forward_of(model: Any) -> Forward:
@@ -61,8 +61,9 @@ def influence(forward: Forward, ids: Tensor, generator: torch.Generator) -> Tens
         entered, logits = forward(ids)
         signs = torch.randint(0, 2, logits.shape, generator=generator).to(logits) * 2 - 1
         (gradient,) = torch.autograd.grad((logits * signs).sum(), entered)
-    norms = gradient[0].double().norm(dim=-1).cpu()
-    return norms / norms.sum()
+    norms: Tensor = gradient[0].double().norm(dim=-1).cpu()
+    shared: Tensor = norms / norms.sum()
+    return shared
 
 
 def shares(curve: Tensor) -> dict[str, float]:

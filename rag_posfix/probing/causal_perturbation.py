@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from rag_posfix.evaluation.progress import Progress
 from rag_posfix.parameters import Whole
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.drawing import new_row
-from rag_posfix.probing.key_value_prompts import key_value_prompts, retrieval_losses
+from rag_posfix.probing.key_value_prompts import KeyValuePrompt, key_value_prompts, retrieval_losses
 from rag_posfix.probing.language_model import language_model
 from rag_posfix.probing.positional_channels import FEWEST_TOKENS, found_channels
 from rag_posfix.probing.random_text import check_length, random_strings
@@ -71,9 +72,9 @@ class CausalPerturbation(MeasuredProbe):
 
     Source: Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, section 2,
         https://arxiv.org/abs/2406.02536
-    Formula: ids: t - shift for first <= t < last. Mask: queries of the span do not see keys below shift. Implied shift:
-        how far the channel's mean over random text moves along its own curve (``implied_shift``). Retrieval: loss of
-        the value for gold pairs inside and outside the span.
+    Formula: ids: t - shift for first <= t < last. Mask: queries of the span do not see keys below shift. Implied
+        shift: how far the channel's mean over random text moves along its own curve (``implied_shift``). Retrieval:
+        loss of the value for gold pairs inside and outside the span.
     Differs from the paper: the span's change is told in tokens; the prompts are shorter.
 
     Args:
@@ -126,9 +127,7 @@ class CausalPerturbation(MeasuredProbe):
         retrieval = {}
         for name in (UNCHANGED, SHIFTED, CROPPED):
             with progress(f"retrieval, {name}") as report:
-                losses = retrieval_losses(
-                    model, prompts, lambda one, name=name: self._change(name, one.with_answer.shape[1]), report
-                )
+                losses = retrieval_losses(model, prompts, partial(self._change_of, name), report)
             retrieval[name] = losses.tolist()
         inside = [self.first <= one.pairs[one.gold].start < self.last for one in prompts]
         return Found(
@@ -150,6 +149,9 @@ class CausalPerturbation(MeasuredProbe):
                 for n, one in enumerate(prompts)
             ],
         )
+
+    def _change_of(self, name: str, prompt: KeyValuePrompt) -> Change:
+        return self._change(name, prompt.with_answer.shape[1])
 
     def _change(self, name: str, tokens: int) -> Change:
         if name == SHIFTED:

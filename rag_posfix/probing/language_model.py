@@ -75,6 +75,8 @@ class LanguageModel:
         context = ForwardContext(
             overrides, positions.float(), loaded.spec, prompt_length=change.prompt_length,
             on_hidden_states=watch.inputs,
+            # Several newest queries are aligned with the last keys; a mask of the model's own is made for all queries.
+            starts=(0,) * ids.shape[0] if change.hidden_scale is not None and loaded.keeps_all_keys else None,
         )  # fmt: skip
         with active(context):
             output = loaded.model(

@@ -253,8 +253,8 @@ def random_decoder(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         decoder = Decoder(create_encoding(encoding, parameters), DecoderShape(VOCABULARY, layers=LAYERS))
-        for module in decoder.modules() if deviation is not None else ():
-            if isinstance(module, nn.Linear):
+        for module in decoder.modules():
+            if deviation is not None and isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=deviation)
                 nn.init.zeros_(module.bias)
     return SmallDecoder(decoder.eval(), f"untrained {encoding}")

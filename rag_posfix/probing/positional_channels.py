@@ -198,7 +198,7 @@ def rank_channels(means: Tensor, top: int = 10) -> list[PositionalChannel]:
         differences of the curve, smoothed over ten positions; the least over the monotone layers counts.
     Differs from the paper: smoothing is a moving average instead of a Savitzky-Golay filter; each curve is first
         divided by its standard deviation, so that a channel is not smooth by being small; the first layer is left
-        out, as its attention reads embeddings. The choice among the smoothest by a task is that of ``positional_dimensions``.
+        out, as its attention reads embeddings. ``positional_dimensions`` chooses among them by a task.
 
     Shapes:
         means: (L, T, hidden), as ``mean_hidden_states`` returns them.

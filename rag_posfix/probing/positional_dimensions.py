@@ -52,7 +52,7 @@ def best_scale(
 ) -> tuple[int, float, list[dict[str, Any]]]:
     """Return the channel and the factor with the lowest retrieval loss over the gold positions, and all trials.
 
-    Source: Yu et al. (2024), section 3.3: the channel with the lowest loss at factor 0, then the factor with the lowest
+    Source: Yu et al. (2024), section 3: the channel with the lowest loss at factor 0, then the factor with the lowest
         loss for this channel.
 
     Args:
@@ -141,7 +141,8 @@ class PositionalDimensions(Probe):
         with progress("reading random text") as report:
             means = mean_hidden_states(subject, self.strings, self.tokens, self.seed, report)
         found = found_channels(subject, means, self.top)
-        channel, factor, tried = found[0].channel, self.factor if self.factor is not None else 0.0, []
+        channel, factor = found[0].channel, self.factor if self.factor is not None else 0.0
+        tried: list[dict[str, Any]] = []
         if self.factor is None and isinstance(subject, LanguageModel) and _can_scale(subject):
             prompts = key_value_prompts(subject, self.pairs, self.pairs, self.seed)
             with progress("trying channels and factors") as report:

@@ -55,7 +55,8 @@ def similarities(vectors: Tensor) -> Tensor:
         vectors: (L, T, width). returns: (L, T, T).
     """
     unit = vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-    return unit @ unit.transpose(-1, -2)
+    alike: Tensor = unit @ unit.transpose(-1, -2)
+    return alike
 
 
 @PROBES.register("positional-vectors")

@@ -94,7 +94,7 @@ def crossing(distances: Sequence[int], target: Tensor, nearest: float) -> float:
     Shapes:
         target: (len(distances),).
     """
-    values = target.tolist()
+    values: list[float] = target.tolist()
     for place, value in enumerate(values):
         if value >= nearest:
             continue
@@ -134,7 +134,7 @@ def advantage(distances: Sequence[int], target: Tensor, other: Tensor) -> Advant
 @PROBES.register("score-advantage")
 @dataclass(frozen=True)
 class ScoreAdvantage(MeasuredProbe):
-    """Measure how far away attention finds a word, against the bound by its score advantage and the slope of positions.
+    """Measure how far away attention finds a word, against the bound by score advantage and slope of positions.
 
     A word that is asked for has the score advantage D over other words. Positions take d per token of distance. Then
     the nearest distractor has the higher score beyond D / d tokens. The bound motivates CoPE.
@@ -170,7 +170,7 @@ class ScoreAdvantage(MeasuredProbe):
             target, other = score_curves(subject, distances, self.strings, tokens, self.seed, report)
         found = advantage(distances, target, other)
         longest = float(distances[-1] - 1)
-        heads = [
+        heads: list[dict[str, Any]] = [
             {
                 "layer": layer,
                 "head": head,
@@ -183,10 +183,10 @@ class ScoreAdvantage(MeasuredProbe):
             for head in range(subject.n_heads)
         ]
         finding = [one for one in heads if one["D"] > 0]
-        within = [one for one in finding if (one["measured"] or math.inf) <= longest]
+        within = [one for one in finding if _of(one["measured"]) <= longest]
         both = [one for one in within if one["predicted"] and one["measured"]]
         agree = [one for one in finding if (_of(one["predicted"]) <= longest) == (_of(one["measured"]) <= longest)]
-        best = max(range(len(heads)), key=lambda number: float(heads[number]["D"] or 0))
+        best = max(range(len(heads)), key=lambda number: float(heads[number]["D"]))
         layer, head = divmod(best, subject.n_heads)
         ratios = sorted(float(one["measured"]) / float(one["predicted"]) for one in both)
         return Found(

@@ -55,7 +55,7 @@ def segmented_fit(curve: Tensor, penalty: float = 0.01) -> list[Segment]:
 
 
 def _errors(values: Tensor) -> Tensor:
-    """Return the squared error of the best line on each piece, (T, T) by first and last place; 0 where first > last."""
+    """Return the squared error of the best line on each piece, (T, T) by first and last place."""
     at = torch.arange(values.shape[0], dtype=torch.float64)
 
     def between(terms: Tensor) -> Tensor:

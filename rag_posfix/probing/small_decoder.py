@@ -94,7 +94,8 @@ class SmallDecoder:
                 watch.inputs(layer, self.decoder.layer_input(layer, states))
 
         logits, _ = self.decoder(ids.to(self.decoder.embedding.device), positions=positions, on_states=enters)
-        return logits[:, -keep:].float()
+        last: Tensor = logits[:, -keep:].float()
+        return last
 
 
 class _Watched(Positions):

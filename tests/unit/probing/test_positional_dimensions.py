@@ -56,6 +56,19 @@ def test_scaling_in_a_probe_is_what_the_method_does():
     assert not torch.allclose(model.read(ids)[0, 0], expected, atol=1e-3)
 
 
+def test_tokens_after_the_prompt_are_scaled_as_generated_ones_are():
+    loaded, layout = loaded_model(), toy_layout()
+    method = create("hidden_scaling", {"channel": 5, "factor": -1.0, "first_layer": 1, "last_layer": 2})
+    after = torch.tensor([[7, 9, 11]])
+    with torch.inference_mode():
+        batch = prefill(loaded, layout, method.plan(layout, loaded.spec.shape))[0].batch
+        expected = torch.cat([batch.forward(one, batch.next_positions(), 1) for one in after.split(1, dim=1)], dim=1)
+    model = LanguageModel(Engine(loaded, ToyEncoder(), "tiny", "print"))
+    ids = torch.cat((torch.tensor([layout.token_ids]), after), dim=1)
+    change = Change(hidden_scale=HiddenScale(5, -1.0, range(1, 3)), prompt_length=len(layout.token_ids))
+    torch.testing.assert_close(model.read(ids, change=change, keep=3), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_the_channel_and_the_factor_with_the_lowest_loss_are_chosen(monkeypatch):
     def losses(model, prompts, change):
         scale = change(prompts[0]).hidden_scale

@@ -24,7 +24,10 @@ class Linear:
         count = ids.shape[1]
         distance = torch.arange(count - 1, -1, -1).double()
         scores = torch.stack(
-            [word * (ids[0] == ids[0, -1]) - step * distance for word, step in zip(self.words, self.steps, strict=True)]
+            [
+                word * (ids[0] == ids[0, -1]) - step * distance
+                for word, step in zip(self.words, self.steps, strict=True)
+            ]
         )
         watch.weights(0, scores.softmax(dim=-1)[None, :, None].expand(-1, -1, count, -1))
         return torch.zeros(1, keep, self.vocabulary)
