@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Decomposition", "HiddenGeometry", "decompose", "low_frequency_share", "mean_cosine", "rank_of"]
 
-SKIPPED = 1
 FREQUENCIES = 10
 ENERGY = 0.95
 
@@ -42,8 +41,8 @@ class Decomposition:
     shares: Tensor
 
 
-def decompose(states: Iterable[Tensor]) -> Decomposition:
-    """Return the parts of hidden states; the first position is left out, as its norm would hide all others.
+def decompose(states: Iterable[Tensor], skip: int = 0) -> Decomposition:
+    """Return the parts of hidden states; the first ``skip`` positions are left out.
 
     Formula: mu = mean over c and t; pos_t = mean over c - mu; ctx_c = mean over t - mu; resid is what is left. The
         parts are orthogonal over all c and t, so that their variances add up.
@@ -54,7 +53,7 @@ def decompose(states: Iterable[Tensor]) -> Decomposition:
     total, squares = torch.zeros(()), torch.zeros(())
     contexts = []
     for one in states:
-        kept = one[:, SKIPPED:].double()
+        kept = one[:, skip:].double()
         total, squares = total + kept, squares + kept.square().sum(dim=(1, 2))
         contexts.append(kept.mean(dim=1))
     by_context = torch.stack(contexts, dim=1)  # (L, C, width)
@@ -111,11 +110,13 @@ class HiddenGeometry(MeasuredProbe):
         of pos. Smoothness: share of pos in the ten lowest frequencies over positions. Orthogonality: mean |cos| of
         pos_t and ctx_c; random vectors of d channels have about sqrt(2 / (pi d)).
     Differs from the paper: a context is a string of random tokens from a small vocabulary of its own in place of a
-        text; rank by energy in place of ScreeNOT; the first position is left out.
+        text; rank by energy in place of ScreeNOT; the first positions are left out, as the norm of
+        attention sinks would hide all others.
 
     Args:
         contexts: Number of strings.
         tokens: Tokens per string.
+        skip: First positions that are left out.
         words: Different tokens that a string is drawn from.
         seed: Seed of the random tokens.
     """
@@ -128,19 +129,21 @@ class HiddenGeometry(MeasuredProbe):
     deviations: ClassVar[tuple[str, ...]] = (
         "Contexts are strings of random tokens, each from a small vocabulary of its own.",
         "The rank counts singular values with 95 % of the squared norm.",
-        "The first position is left out.",
+        "The first positions are left out.",
     )
 
     contexts: Annotated[int, Whole(2)] = 64
     tokens: Annotated[int, Whole(16)] = 256
+    skip: Annotated[int, Whole(0)] = 4
     words: Annotated[int, Whole(1)] = 16
     seed: int = 0
 
     def measure(self, subject: Subject, progress: Progress) -> Found:
         """Read the strings; see ``Probe.run``."""
-        check_length(subject, self.tokens, 16)
+        check_length(subject, self.tokens, self.skip + 8)
         with progress("reading random text") as report:
-            found = decompose(states_of(subject, self.contexts, self.tokens, self.seed, report, self.words))
+            states = states_of(subject, self.contexts, self.tokens, self.seed, report, self.words)
+            found = decompose(states, self.skip)
         layers = []
         for layer in range(1, subject.n_layers):  # what enters layer 0 are embeddings
             position, context = found.position[layer], found.context[layer]
@@ -185,7 +188,8 @@ class HiddenGeometry(MeasuredProbe):
         for axes in (left, middle):
             axes.set_xlabel("layer")
         spiral = summary["spiral"]
-        places = range(SKIPPED, SKIPPED + len(spiral[0]))
+        first = head["settings"]["skip"]
+        places = range(first, first + len(spiral[0]))
         drawn = right.scatter(spiral[0], spiral[min(1, len(spiral) - 1)], c=list(places), s=6, cmap="viridis")
         figure.colorbar(drawn, ax=right, label="position")
         right.set_title(f"main directions of pos, layer {summary['spiral_layer']}", fontsize=10, loc="left")

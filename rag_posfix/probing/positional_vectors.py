@@ -22,26 +22,24 @@ if TYPE_CHECKING:
 
 __all__ = ["PositionalVectors", "positional_vectors", "similarities"]
 
-SKIPPED = 1
-"""The first position is left out: its norm is far above all others in models with an attention sink."""
 PLACES = 48
 FORMED = 0.1
 
 
-def positional_vectors(states: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+def positional_vectors(states: Iterable[Tensor], skip: int = 0) -> tuple[Tensor, Tensor]:
     """Return the positional vectors, and their share of the variance of hidden states by layer.
 
     Formula: p_lt = mean over strings of h_lt; c_lt = h_lt - p_lt. With m_l the mean of p_lt over t, the share is
-        sum_t |p_lt - m_l|^2 / sum_t mean |h_lt - m_l|^2. The first position is left out.
+        sum_t |p_lt - m_l|^2 / sum_t mean |h_lt - m_l|^2. The first ``skip`` positions are left out.
 
     Shapes:
-        states: (L, T, width) each, one string or more. returns: (L, T - 1, width) less m_l, and (L,), float64.
+        states: (L, T, width) each, one string or more. returns: (L, T - skip, width) less m_l, and (L,), float64.
     """
     total, squares, count = torch.zeros(()), torch.zeros(()), 0
     for one in states:
-        kept = one[:, SKIPPED:].double()
+        kept = one[:, skip:].double()
         total, squares, count = total + kept, squares + kept.square().sum(dim=(1, 2)), count + 1
-    means = total / count  # (L, T - 1, width)
+    means = total / count  # (L, T - skip, width)
     centre = means.mean(dim=1, keepdim=True)
     spread = squares / count - means.shape[1] * centre[:, 0].square().sum(dim=-1)
     centred = means - centre
@@ -69,12 +67,13 @@ class PositionalVectors(MeasuredProbe):
     Formula: h_lt = p_lt + c_lt s, p_lt the mean over texts of the state that enters layer l at position t, s the text.
         Similarity of positions: cosine of p_lt less its mean over positions. Share: what of the variance of h is that
         of p.
-    Differs from the paper: random tokens in place of texts; the first position is left out, as its norm would hide
-        all others.
+    Differs from the paper: random tokens in place of texts; the first positions are left out, as the norm of
+        attention sinks would hide all others.
 
     Args:
         strings: Number of random token sequences.
         tokens: Tokens per sequence.
+        skip: First positions that are left out.
         seed: Seed of the random tokens.
     """
 
@@ -83,17 +82,19 @@ class PositionalVectors(MeasuredProbe):
         "Dong et al. (2024), Exploring Context Window of Large Language Models via Decomposed Positional Vectors, "
         "https://arxiv.org/abs/2405.18009"
     )
-    deviations: ClassVar[tuple[str, ...]] = ("Random tokens in place of texts.", "The first position is left out.")
+    deviations: ClassVar[tuple[str, ...]] = ("Random tokens in place of texts.", "The first positions are left out.")
 
     strings: Annotated[int, Whole(2)] = 64
     tokens: Annotated[int, Whole(16)] = 256
+    skip: Annotated[int, Whole(0)] = 4
     seed: int = 0
 
     def measure(self, subject: Subject, progress: Progress) -> Found:
         """Read random text; see ``Probe.run``."""
-        check_length(subject, self.tokens, 16)
+        check_length(subject, self.tokens, self.skip + 8)
         with progress("reading random text") as report:
-            vectors, shares = positional_vectors(states_of(subject, self.strings, self.tokens, self.seed, report))
+            states = states_of(subject, self.strings, self.tokens, self.seed, report)
+            vectors, shares = positional_vectors(states, self.skip)
         alike = similarities(vectors)
         step = max(1, alike.shape[1] // PLACES)
         near = [float(one.diagonal(1).mean()) for one in alike]
@@ -106,7 +107,7 @@ class PositionalVectors(MeasuredProbe):
                 "similarity_to_next": near,
                 "similarity_at_half_the_length": far,
                 "first_layer_above_a_tenth": formed,
-                "places": [SKIPPED + place for place in range(0, alike.shape[1], step)],
+                "places": [self.skip + place for place in range(0, alike.shape[1], step)],
                 "similarity": {str(layer): alike[layer, ::step, ::step].tolist() for layer in shown},
             }
         )

@@ -24,7 +24,7 @@ def planted(layer, number):
 
 
 def test_planted_vectors_and_their_share_are_recovered():
-    vectors, shares = positional_vectors([torch.stack([planted(layer, n) for layer in (0, 1)]) for n in range(4)])
+    vectors, shares = positional_vectors([torch.stack([planted(layer, n) for layer in (0, 1)]) for n in range(4)], 1)
     centred = CURVE[1:] - CURVE[1:].mean(dim=0)
     torch.testing.assert_close(vectors[1, :, :2].float(), centred)
     assert vectors[1, :, 2:].abs().max() == 0
@@ -38,7 +38,7 @@ def test_the_similarity_is_the_cosine():
 
 
 def test_the_layer_in_which_positions_appear_is_told():
-    record = PositionalVectors(strings=4, tokens=LENGTH).run(FromStates(planted, 2, WIDTH))
+    record = PositionalVectors(strings=4, tokens=LENGTH, skip=1).run(FromStates(planted, 2, WIDTH))
     assert record.summary["first_layer_above_a_tenth"] == 1
     assert record.summary["similarity_to_next"][1] > 0.9 > record.summary["similarity_at_half_the_length"][1]
 
