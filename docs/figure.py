@@ -1,11 +1,13 @@
-"""Draws the pictures of docs/images from records of ``rag-posfix eval positions``.
+"""Draws the pictures of docs/images from records of ``rag-posfix eval positions`` and ``rag-posfix probe``.
 
 The same record gives the same text, so that ``make docs`` can tell whether a picture is stale.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.keep_record import RESULTS
 from rag_posfix.contracts.method_spec import MethodSpec
@@ -13,6 +15,7 @@ from rag_posfix.evaluation.answers.pictures import draw_positions
 from rag_posfix.evaluation.figures import svg_of
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.probing import PROBES, Probe
 
 DEFAULT = MethodSpec("context_experts", MITIGATIONS.presets("context_experts")["default"]).label
 NAMES = {"none": "unmodified model", DEFAULT: "rag_posfix (default)"}
@@ -25,7 +28,16 @@ def pictures(results: Path = RESULTS) -> dict[str, str]:
         "first-screen.svg": curve(
             results / "positions-xquad-5-default.json", "XQuAD questions", (5.2, 3.6), bounds=False
         ),
+        **{f"probe-{name}.svg": svg_of(probe.draw(head)) for name, probe, head in _probed(results)},
     }
+
+
+def _probed(results: Path) -> Iterator[tuple[str, Probe, dict[str, Any]]]:
+    """Yield each probe that needs no data and has a record, with the record's head."""
+    for name, cls in PROBES.items():
+        path = results / f"probe-{name}.json"
+        if path.exists():
+            yield name, cls(), read_head(path)
 
 
 def curve(record: Path, data_name: str, size: tuple[float, float] = (7.2, 3.4), *, bounds: bool = True) -> str:

@@ -1,20 +1,46 @@
-"""``rag-posfix probe``: measurements of how a model uses positions."""
+"""``rag-posfix probe``: measurements of how a model uses positions. A command per probe, made from the registry."""
 
 from __future__ import annotations
 
+import inspect
+import re
+import typing
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_output, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out, table
 
-__all__ = ["app", "positional_dimensions", "retrieval_heads", "slot_attention"]
+if TYPE_CHECKING:
+    from rag_posfix.evaluation.record import ExperimentRecord
+    from rag_posfix.probing.base import Probe
 
-app = typer.Typer(help="Measure how a model uses positions.", no_args_is_help=True)
+__all__ = ["ProbeGroup", "app", "list_probes", "probe_all"]
 
-Out = Annotated[Path, typer.Option("--out", callback=checked_output, help="Folder for the profile.")]
+Out = Annotated[Path, typer.Option("--out", callback=checked_output, help="Folder for the record and the picture.")]
+
+
+class ProbeGroup(TyperGroup):
+    """The commands of the group: those of this file, and one per probe, made when they are first asked for.
+
+    Probes import torch, which other commands should not have to wait for.
+    """
+
+    @property
+    def commands(self) -> MutableMapping[str, Any]:
+        """All commands by name."""
+        return {**_probe_commands(), **self._own}
+
+    @commands.setter
+    def commands(self, own: MutableMapping[str, Any]) -> None:
+        self._own = own
+
+
+app = typer.Typer(help="Measure how a model uses positions.", no_args_is_help=True, cls=ProbeGroup)
 
 
 @app.callback()
@@ -22,121 +48,182 @@ def group() -> None:
     """Measure how a model uses positions."""
 
 
-@app.command("positional-dimensions")
-def positional_dimensions(
-    output: Out,
-    strings: Annotated[int, typer.Option("--strings", min=1, help="Number of random token sequences.")] = 100,
-    tokens: Annotated[int, typer.Option("--tokens", min=64, help="Tokens per sequence.")] = 1000,
-    top: Annotated[int, typer.Option("--top", min=1, help="Number of candidate channels to report.")] = 10,
-    factor: Annotated[
-        float, typer.Option("--factor", help="Scaling factor of hidden_scaling that the profile contains.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens.")] = 0,
-    model: ModelName = None,
-    device: DeviceName = None,
-    as_json: AsJson = False,
-) -> None:
-    """Find the hidden channel that varies most smoothly with the position, and write a profile for hidden_scaling."""
-    from rag_posfix.probing.positional_channels import probe_positional_channels
+@app.command("list")
+def list_probes(as_json: AsJson = False) -> None:
+    """List the probes with their sources and parameters."""
+    from rag_posfix.probing import PROBES
 
-    record = probe_positional_channels(
-        strings=strings, tokens=tokens, top=top, factor=factor, seed=seed,
-        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
-    )  # fmt: skip
+    found: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "summary": _summary(cls),
+            "source": cls.source,
+            "deviations": list(cls.deviations),
+            "reads_text": cls.reads_text,
+            "parameters": {
+                key: {"type": one.type, "default": _default(one.default), "allowed": one.allowed}
+                for key, one in PROBES.parameters(name).items()
+            },
+        }
+        for name, cls in PROBES.items()
+    ]
     if as_json:
-        emit_json(record.to_json())
-    else:
-        _show_channels(record.to_json())
+        emit_json({"probes": found})
+        return
+    shown = table("probe", "what it measures", "models", "parameters")
+    for one in found:
+        parameters = ", ".join(f"{key}={value['default']}" for key, value in one["parameters"].items())
+        shown.add_row(one["name"], one["summary"], "language models" if one["reads_text"] else "all", parameters)
+    out().print(shown)
 
 
-@app.command("slot-attention")
-def slot_attention(
-    data: Annotated[Path, typer.Option("--data", help="Lost-in-the-Middle rows, .jsonl or .jsonl.gz.")],
+@app.command("all")
+def probe_all(
     output: Out,
-    documents: Annotated[int, typer.Option("--documents", min=2, help="Number of passages per prompt.")] = 10,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of questions.")] = 20,
-    skip: Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")] = 0,
-    model: ModelName = None,
-    device: DeviceName = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure the attention to a dummy passage in each slot, and write a profile for calibrated_attention."""
-    from rag_posfix.probing.slot_attention import probe_slot_attention
-
-    record = probe_slot_attention(
-        data, documents=documents, limit=limit, skip=skip,
-        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
-    )  # fmt: skip
-    if as_json:
-        emit_json(record.to_json())
-    else:
-        _show_slots(record.to_json())
-
-
-@app.command("retrieval-heads")
-def retrieval_heads(
+    probes: Annotated[
+        str | None, typer.Option("--probes", help="Probes, comma-separated; by default all that need no --data.")
+    ] = None,
     data: Annotated[
-        Path,
-        typer.Option("--data", help="Lost-in-the-Middle or HotpotQA rows, or a file in SQuAD's format; .gz or plain."),
-    ],
-    output: Out,
-    documents: Annotated[int, typer.Option("--documents", min=2, help="Number of passages per prompt.")] = 10,
-    limit: Annotated[int, typer.Option("--limit", min=2, help="Maximum number of questions.")] = 40,
-    skip: Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")] = 0,
-    keep: Annotated[int, typer.Option("--heads", min=1, help="Number of heads in the list.")] = 8,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the order of the passages.")] = 0,
+        Path | None, typer.Option("--data", help="Questions for the probes that need them, as those take them.")
+    ] = None,
     model: ModelName = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rank attention heads by how well they find the gold passage, and write a list for the reranker in_context."""
-    from rag_posfix.probing.retrieval_heads import probe_retrieval_heads
+    """Run all probes with their default parameters, and write one HTML page about the model."""
+    from rag_posfix.probing import open_subject
+    from rag_posfix.probing.all_probes import run_probes
 
-    record = probe_retrieval_heads(
-        data, documents=documents, limit=limit, skip=skip, keep=keep, seed=seed,
-        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
-    )  # fmt: skip
+    chosen = _chosen(probes, data)
+    for one in chosen:
+        one.check()
+    with experiment_step("loading the model"):
+        subject = open_subject(settings_from(model=model, device=device))
+    found, page = run_probes(subject, chosen, output, experiment_step)
+    if as_json:
+        records = {name: record.to_json() for name, record in found.records.items()}
+        emit_json({"model": found.facts["model"], "page": str(page), "probes": records, "refused": found.refused})
+        return
+    console = out()
+    for name, reason in found.refused.items():
+        console.print(f"{name}: not measured: {reason}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"page: {page}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _chosen(names: str | None, data: Path | None) -> list[Probe]:
+    """Return the probes of a list, or all that can run.
+
+    Raises:
+        UnknownNameError: no such probe.
+        ConfigError: a probe of the list needs a file.
+    """
+    from rag_posfix.contracts.method_spec import MethodSpec
+    from rag_posfix.errors import ConfigError
+    from rag_posfix.probing import PROBES
+
+    made = []
+    for name in PROBES.names() if names is None else [PROBES.resolve(one.strip()) for one in names.split(",")]:
+        needs_data = "data" in PROBES.parameters(name)
+        if needs_data and data is None:
+            if names is None:
+                continue
+            raise ConfigError(f"the probe {name} needs questions; give a file with --data")
+        made.append(PROBES.create(MethodSpec(name, {"data": data} if needs_data else {})))
+    return made
+
+
+def _probe_commands() -> dict[str, Any]:
+    """Return the command of each probe."""
+    from rag_posfix.probing import PROBES
+
+    commands = typer.Typer()
+    for name, cls in PROBES.items():
+        commands.command(name, help=_summary(cls))(_function(cls))
+    group = typer.main.get_command(commands)
+    return dict(getattr(group, "commands", {}))
+
+
+def _function(cls: type[Probe]) -> Callable[..., None]:
+    """Return a function whose signature has an option per parameter of the probe."""
+
+    def command(*, output: Path, model: str | None, device: str | None, as_json: bool, **parameters: Any) -> None:
+        given = {name: value for name, value in parameters.items() if value is not None}
+        _run(cls(**given), output, model, device, as_json)
+
+    shared = {"model": (ModelName, None), "device": (DeviceName, None), "as_json": (AsJson, False)}
+    signature = [
+        inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, annotation=Out),
+        *_options(cls),
+        *(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+            for name, (kind, default) in shared.items()
+        ),
+    ]
+    command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in signature}
+    return command
+
+
+def _options(cls: type[Probe]) -> list[inspect.Parameter]:
+    from rag_posfix.parameters import Whole, parameters_of
+
+    hints = typing.get_type_hints(cls, include_extras=True)
+    texts = _texts(cls)
+    made = []
+    for name, parameter in parameters_of(cls).items():
+        hint = hints[name]
+        plain = hint.__origin__ if typing.get_origin(hint) is Annotated else hint
+        ranges = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Whole)]
+        limits: dict[str, Any] = {"min": ranges[0].low} if ranges else {}
+        flag = f"--{name.replace('_', '-')}"
+        option: Any = typer.Option(flag, help=texts[name], **limits)
+        kind = str if typing.get_origin(plain) is typing.Literal else plain
+        made.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=parameter.default
+            )
+        )
+    return made
+
+
+def _run(probe: Probe, output: Path, model: str | None, device: str | None, as_json: bool) -> None:
+    from rag_posfix.probing import open_subject
+
+    probe.check()
+    with experiment_step("loading the model"):
+        subject = open_subject(settings_from(model=model, device=device))
+    record = probe.run(subject, out=output, progress=experiment_step)
     if as_json:
         emit_json(record.to_json())
     else:
-        _show_heads(record.to_json())
+        _show(probe, record)
 
 
-def _show_channels(found: dict[str, Any]) -> None:
-
-    shown = table("channel", "layers with a monotonic trend", "roughness")
-    for one in found["candidates"]:
-        shown.add_row(str(one["channel"]), str(len(one["layers"])), f"{one['roughness']:.3g}")
-    out().print(shown)
-    path = found["profile"]
-    out().print(f"profile: {path}", highlight=False)
-    out().print(f"to use it: --mitigation hidden_scaling:profile={path}", highlight=False, soft_wrap=True)
-
-
-def _show_slots(found: dict[str, Any]) -> None:
-
-    mean = sum(found["slots"]) / len(found["slots"])
-    shown = table("slot", "attention per token", "relative to the mean")
-    for slot, value in enumerate(found["slots"]):
-        shown.add_row(str(slot), f"{value:.3g}", f"{value / mean:.2f}")
-    path = found["profile"]
-    out().print(shown)
-    out().print(f"profile: {path}", highlight=False, soft_wrap=True)
-    out().print(f"to use it: --mitigation calibrated_attention:profile={path}", highlight=False, soft_wrap=True)
-    out().print(f"or, to order passages by it: --order profile:file={path}", highlight=False, soft_wrap=True)
+def _show(probe: Probe, record: ExperimentRecord) -> None:
+    rows = probe.table(record.head)
+    console = out()
+    if rows:
+        shown = table(*rows[0])
+        for row in rows[1:]:
+            shown.add_row(*row)
+        console.print(shown)
+    for line in probe.lines(record):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for name in ("record", "svg"):
+        if name in record.files:
+            console.print(f"{name}: {record.files[name]}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _show_heads(found: dict[str, Any]) -> None:
+def _summary(cls: type[Probe]) -> str:
+    return (inspect.getdoc(cls) or "").split("\n", 1)[0]
 
-    shown = table("layer", "head", "gain (nDCG@10)")
-    for (layer, head), gain in zip(found["heads"], found["gains"], strict=True):
-        shown.add_row(str(layer), str(head), f"{gain:.2f}")
-    console, path, held_out = out(), found["profile"], found["held_out"]
-    console.print(shown)
-    console.print(
-        f"together, on questions that they were not chosen on: recall@1 {held_out['recall_at_1']:.2f}, recall@3 "
-        f"{held_out['recall_at_3']:.2f}",
-        highlight=False,
-    )
-    console.print(f"list: {path}", highlight=False, soft_wrap=True)
-    console.print(f"to use it: --reranker in_context:heads={path}", highlight=False, soft_wrap=True)
+
+def _texts(cls: type[Probe]) -> dict[str, str]:
+    """Return what the docstring says of each parameter."""
+    _, _, described = (inspect.getdoc(cls) or "").partition("\nArgs:\n")
+    found = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE)
+    return {one.group(1): " ".join(one.group(2).split()) for one in found}
+
+
+def _default(value: Any) -> Any:
+    return "required" if value is inspect.Parameter.empty else value

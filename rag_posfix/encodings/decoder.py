@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,23 +85,44 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.drop = nn.Dropout(shape.dropout)
 
-    def forward(self, ids: Tensor, past: KeysValues | None = None) -> tuple[Tensor, KeysValues]:
+    def forward(
+        self,
+        ids: Tensor,
+        past: KeysValues | None = None,
+        positions: Positions | None = None,
+        on_states: Callable[[int, Tensor], None] | None = None,
+    ) -> tuple[Tensor, KeysValues]:
         """Return the logits of the next token at each place, and the keys and values of all tokens so far.
 
         Args:
             ids: The tokens after those of ``past``.
             past: What an earlier call returned.
+            positions: What is read with in place of the decoder's own encoding; for probes, which wrap it.
+            on_states: Called with each layer, from 0, and the hidden states that enter it, (B, T, width).
 
         Shapes:
             ids: (B, T). returns: (B, T, vocabulary).
         """
         start = 0 if past is None else past[0][0].shape[2]
-        states = self.drop(self.positions.embed(self.embedding[ids], start))  # (B, T, width)
+        encoded = positions or self.positions
+        states = self.drop(encoded.embed(self.embedding[ids], start))  # (B, T, width)
         kept = []
         for index, layer in enumerate(self.layers):
-            states, pair = layer(index, self.positions, states, None if past is None else past[index])
+            if on_states is not None:
+                on_states(index, states)
+            states, pair = layer(index, encoded, states, None if past is None else past[index])
             kept.append(pair)
         return linear(self.norm(states), self.embedding), tuple(kept)
+
+    def layer_input(self, layer: int, states: Tensor) -> Tensor:
+        """Return what the attention of a layer reads of the states that enter it: with norm "pre", the normed ones.
+
+        Shapes:
+            states: (B, T, width). returns: the same.
+        """
+        own: Any = self.layers[layer]
+        read: Tensor = own.norms[0](states) if own.norm_first else states
+        return read
 
     @torch.inference_mode()
     def generate(

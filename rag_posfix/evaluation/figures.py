@@ -36,14 +36,15 @@ def with_picture(record: ExperimentRecord, draw: Callable[[Mapping[str, Any]], F
     Raises:
         EvaluationError: a file cannot be written.
     """
-    if "record" not in record.files:
+    beside = record.files.get("record", record.files.get("profile"))
+    if beside is None:
         return record
     try:
         figure = draw(record.head)
     except ConfigError as error:
         _log.warning("no picture was drawn: %s", error)
         return record
-    return replace(record, files={**record.files, **save_figure(figure, record.files["record"])})
+    return replace(record, files={**record.files, **save_figure(figure, beside)})
 
 
 def save_figure(figure: Figure, record: Path) -> dict[str, Path]:

@@ -5,7 +5,7 @@ Depends on loaded models and hidden states only; of the methods, on the one that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,18 @@ from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.hidden_scaling import default_layers
-from rag_posfix.patching.forward_context import ForwardContext, active
+from rag_posfix.probing.language_model import LanguageModel
+from rag_posfix.probing.random_text import check_length, random_strings
+from rag_posfix.probing.subject import Subject, Watch
 from rag_posfix.settings import Settings
 
 __all__ = [
     "PositionalChannel",
     "PositionalChannelsRecord",
+    "channel_profile",
+    "found_channels",
     "mean_hidden_states",
     "probe_positional_channels",
     "rank_channels",
@@ -58,6 +61,12 @@ class PositionalChannelsRecord(ExperimentRecord):
         """Return the path of the profile, its channel, factor and layers, and the candidates."""
         files = {name: str(path) for name, path in self.files.items()}
         return {**files, **{key: self.head[key] for key in ("channel", "factor", "layers", "candidates")}}
+
+    def write_profile(self, out: Path | None) -> PositionalChannelsRecord:
+        """Return this record with its file, written to a folder; None writes nothing."""
+        if out is None:
+            return self
+        return replace(self, files={"profile": write_record(out, "positional-dimensions", self.head)})
 
 
 def probe_positional_channels(
@@ -95,36 +104,56 @@ def probe_positional_channels(
             from rag_posfix.pipeline.build import build_engine
 
             engine = build_engine(settings or Settings())
+    model = LanguageModel(engine)
     with progress("reading random text") as report:
-        means = mean_hidden_states(engine.loaded, strings, tokens, seed, report)
+        means = mean_hidden_states(model, strings, tokens, seed, report)
+    found = found_channels(model, means, top)
+    settings_used = {"strings": strings, "tokens": tokens, "seed": seed}
+    record = PositionalChannelsRecord(channel_profile(model, found, found[0].channel, factor, settings_used))
+    return record.write_profile(out)
+
+
+def found_channels(subject: Subject, means: Tensor, top: int) -> list[PositionalChannel]:
+    """Return what ``rank_channels`` finds.
+
+    Raises:
+        UnsupportedModelError: it finds nothing.
+    """
     found = rank_channels(means, top)
     if not found:
         raise UnsupportedModelError(
-            f"no hidden channel of {engine.model_id} follows the position in more than a quarter of its layers; "
-            "hidden_scaling has nothing to scale there; try more --strings or --tokens"
+            f"no hidden channel of {subject.facts()['model']} follows the position in more than a quarter of its "
+            "layers; hidden_scaling has nothing to scale there; try more --strings or --tokens"
         )
-    layers = default_layers(engine.loaded.spec.shape.n_layers)
-    profile = {
-        "channel": found[0].channel,
+    return found
+
+
+def channel_profile(
+    subject: Subject,
+    found: Sequence[PositionalChannel],
+    channel: int,
+    factor: float,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the profile that ``hidden_scaling`` reads."""
+    layers = default_layers(subject.n_layers)
+    facts = subject.facts()
+    return {
+        "channel": channel,
         "factor": factor,
         "layers": [layers.start, layers.stop - 1],
         "candidates": [
             {"channel": one.channel, "layers": list(one.layers), "roughness": one.roughness} for one in found
         ],
-        "model": engine.model_id,
-        "model_fingerprint": engine.fingerprint,
-        "settings": {"strings": strings, "tokens": tokens, "seed": seed},
+        "model": facts["model"],
+        "model_fingerprint": facts["model_fingerprint"],
+        "settings": dict(settings),
         "environment": environment(),
     }
-    record = PositionalChannelsRecord(profile)
-    if out is None:
-        return record
-    return replace(record, files={"profile": write_record(out, "positional-dimensions", profile)})
 
 
-@torch.inference_mode()
 def mean_hidden_states(
-    loaded: LoadedModel,
+    subject: Subject,
     n_strings: int,
     n_tokens: int,
     seed: int = 0,
@@ -135,7 +164,7 @@ def mean_hidden_states(
     Cost: one forward pass per string; memory for layers x tokens x hidden channels in float32.
 
     Args:
-        loaded: The model.
+        subject: The model.
         n_strings: How many strings.
         n_tokens: Tokens of each.
         seed: Of the random tokens.
@@ -147,26 +176,16 @@ def mean_hidden_states(
     Raises:
         ConfigError: there are no strings, or they are too short or longer than the model's context.
     """
-    longest = loaded.spec.shape.context_window
-    if n_strings < 1 or not FEWEST_TOKENS <= n_tokens <= longest:
-        raise ConfigError(
-            f"{n_strings} strings of {n_tokens} tokens cannot be probed; it takes at least 1 string of "
-            f"{FEWEST_TOKENS} to {longest} tokens, the context of this model"
-        )
-    shape = loaded.spec.shape
-    total = torch.zeros(shape.n_layers, n_tokens, shape.hidden_size)
+    if n_strings < 1:
+        raise ConfigError(f"strings={n_strings} cannot be probed; give at least 1")
+    check_length(subject, n_tokens, FEWEST_TOKENS)
+    total = torch.zeros(subject.n_layers, n_tokens, subject.width)
 
     def add(layer: int, states: Tensor) -> None:
         total[layer] += states[0].float().cpu()
 
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = loaded.model.config.get_text_config().vocab_size
-    for done in range(n_strings):
-        ids = torch.randint(0, vocabulary, (1, n_tokens), generator=generator).to(loaded.device)
-        with active(ForwardContext(on_hidden_states=add)):
-            loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1)
-        if progress is not None:
-            progress(done + 1, n_strings)
+    for ids in random_strings(subject, n_strings, n_tokens, seed, progress):
+        subject.read(ids, Watch(inputs=add))
     return total / n_strings
 
 
@@ -179,7 +198,7 @@ def rank_channels(means: Tensor, top: int = 10) -> list[PositionalChannel]:
         differences of the curve, smoothed over ten positions; the least over the monotone layers counts.
     Differs from the paper: smoothing is a moving average instead of a Savitzky-Golay filter; each curve is first
         divided by its standard deviation, so that a channel is not smooth by being small; the first layer is left
-        out, as its attention reads embeddings. The choice among the smoothest by a task is left to the caller.
+        out, as its attention reads embeddings. ``positional_dimensions`` chooses among them by a task.
 
     Shapes:
         means: (L, T, hidden), as ``mean_hidden_states`` returns them.

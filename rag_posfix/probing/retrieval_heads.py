@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,14 +21,29 @@ from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.data.datasets import data_facts, take_examples
 from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_picture
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
 from rag_posfix.generation.decode.question_attention import question_attention_by_head
 from rag_posfix.generation.engine import Engine
+from rag_posfix.parameters import Whole
+from rag_posfix.probing.base import PROBES, Probe
+from rag_posfix.probing.language_model import language_model
+from rag_posfix.probing.subject import Subject
 from rag_posfix.reranking.in_context import CONTENT_FREE, INSTRUCTION
 from rag_posfix.settings import Settings
 
-__all__ = ["RetrievalHeadsRecord", "best_heads", "gold_ranks", "passage_scores", "probe_retrieval_heads"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "RetrievalHeads",
+    "RetrievalHeadsRecord",
+    "best_heads",
+    "gold_ranks",
+    "passage_scores",
+    "probe_retrieval_heads",
+]
 
 CUT = 10
 """Ranks beyond this one count nothing."""
@@ -111,6 +126,82 @@ def probe_retrieval_heads(
     }
     found = RetrievalHeadsRecord(record)
     return found if out is None else replace(found, files={"profile": write_record(out, "retrieval-heads", record)})
+
+
+@PROBES.register("retrieval-heads")
+@dataclass(frozen=True)
+class RetrievalHeads(Probe):
+    """Rank attention heads by how well they find the gold passage, and write a list for the reranker in_context.
+
+    Source: QRHead (2025), section 3, https://arxiv.org/abs/2506.09944
+    Formula: see ``probe_retrieval_heads``.
+
+    Args:
+        data: Lost-in-the-Middle or HotpotQA rows, or a file in SQuAD's format; .gz or plain.
+        documents: Number of passages per prompt.
+        limit: Maximum number of questions.
+        skip: Number of questions to leave out at the start.
+        heads: Number of heads in the list.
+        seed: Seed of the order of the passages.
+    """
+
+    name: ClassVar[str] = "retrieval-heads"
+    source: ClassVar[str] = "QRHead (2025), https://arxiv.org/abs/2506.09944"
+    deviations: ClassVar[tuple[str, ...]] = (
+        "The prompt is that of in_context.",
+        "The number of heads is a parameter.",
+    )
+    reads_text: ClassVar[bool] = True
+
+    data: Path
+    documents: Annotated[int, Whole(2)] = 10
+    limit: Annotated[int, Whole(2)] = 40
+    skip: Annotated[int, Whole(0)] = 0
+    heads: Annotated[int, Whole(1)] = 8
+    seed: int = 0
+
+    def check(self) -> None:
+        """Check that the file has questions with so many passages."""
+        for example in take_examples(self.data, self.limit, self.skip):
+            example.documents(self.documents)
+
+    def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
+        """Return the record of ``probe_retrieval_heads``, with a picture."""
+        engine = language_model(subject, self.name).engine
+        found = probe_retrieval_heads(
+            self.data, documents=self.documents, limit=self.limit, skip=self.skip, keep=self.heads, seed=self.seed,
+            engine=engine, out=out, progress=progress,
+        )  # fmt: skip
+        return with_picture(found, self.draw)
+
+    def draw(self, head: Mapping[str, Any]) -> Figure:
+        """Return a bar per head."""
+        figure, axes = new_axes((7.2, 3.2))
+        names = [f"{layer}.{one}" for layer, one in head["heads"]]
+        axes.bar(range(len(names)), head["gains"], color=OTHER_COLORS[1])
+        axes.set_xticks(range(len(names)), names, fontsize=8)
+        axes.set_xlabel("layer.head")
+        axes.set_ylabel("gain (nDCG@10)")
+        axes.set_title(f"{head['model']}, {head['n']} questions", fontsize=10, loc="left")
+        return figure
+
+    def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        """Return a row per head."""
+        rows = [
+            (str(layer), str(one), f"{gain:.2f}")
+            for (layer, one), gain in zip(head["heads"], head["gains"], strict=True)
+        ]
+        return [("layer", "head", "gain (nDCG@10)"), *rows]
+
+    def lines(self, record: ExperimentRecord) -> Sequence[str]:
+        """Return the recall of the heads together, and how the list is used."""
+        path, held_out = record.files["profile"], record.head["held_out"]
+        return [
+            f"together, on questions that they were not chosen on: recall@1 {held_out['recall_at_1']:.2f}, recall@3 "
+            f"{held_out['recall_at_3']:.2f}",
+            f"list: {path}",
+            f"to use it: --reranker in_context:heads={path}",
+        ]
 
 
 def passage_scores(

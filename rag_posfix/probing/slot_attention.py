@@ -5,10 +5,10 @@ Depends on loaded models, layouts and evaluation data, on no method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 
@@ -16,16 +16,24 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.datasets import data_facts, take_examples
 from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_picture
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.prefill.calibration_pass import passage_attention
+from rag_posfix.parameters import Whole
 from rag_posfix.plan.dummy import with_dummy
 from rag_posfix.plan.layout import Layout
+from rag_posfix.probing.base import PROBES, Probe
+from rag_posfix.probing.language_model import language_model
+from rag_posfix.probing.subject import Subject
 from rag_posfix.settings import Settings
 
-__all__ = ["SlotAttentionRecord", "mean_dummy_attention", "probe_slot_attention"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["SlotAttention", "SlotAttentionRecord", "mean_dummy_attention", "probe_slot_attention"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +97,69 @@ def probe_slot_attention(
     }
     record = SlotAttentionRecord(profile)
     return record if out is None else replace(record, files={"profile": write_record(out, "slot-attention", profile)})
+
+
+@PROBES.register("slot-attention")
+@dataclass(frozen=True)
+class SlotAttention(Probe):
+    """Measure the attention to a dummy passage in each slot, and write a profile for calibrated_attention.
+
+    Source: Hsieh et al. (2024), Found in the Middle, section 3, https://arxiv.org/abs/2406.16008
+    Formula: mean over prompts of Attn(dummy, k), the attention per token of a dummy in slot k, over layers and heads.
+
+    Args:
+        data: Lost-in-the-Middle rows, .jsonl or .jsonl.gz.
+        documents: Number of passages per prompt.
+        limit: Maximum number of questions.
+        skip: Number of questions to leave out at the start.
+    """
+
+    name: ClassVar[str] = "slot-attention"
+    source: ClassVar[str] = "Hsieh et al. (2024), Found in the Middle, https://arxiv.org/abs/2406.16008"
+    reads_text: ClassVar[bool] = True
+
+    data: Path
+    documents: Annotated[int, Whole(2)] = 10
+    limit: Annotated[int, Whole(1)] = 20
+    skip: Annotated[int, Whole(0)] = 0
+
+    def check(self) -> None:
+        """Check that the file has questions with so many passages."""
+        for example in take_examples(self.data, self.limit, self.skip):
+            example.documents(self.documents)
+
+    def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
+        """Return the record of ``probe_slot_attention``, with a picture."""
+        engine = language_model(subject, self.name).engine
+        found = probe_slot_attention(
+            self.data, documents=self.documents, limit=self.limit, skip=self.skip, engine=engine, out=out,
+            progress=progress,
+        )  # fmt: skip
+        return with_picture(found, self.draw)
+
+    def draw(self, head: Mapping[str, Any]) -> Figure:
+        """Return a bar per slot."""
+        figure, axes = new_axes((7.2, 3.2))
+        axes.bar(range(len(head["profile"])), head["profile"], color=OTHER_COLORS[1])
+        axes.set_xlabel("slot of the dummy passage, from 0")
+        axes.set_ylabel("attention per token")
+        axes.set_title(f"{head['model']}, {head['n']} questions", fontsize=10, loc="left")
+        return figure
+
+    def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        """Return a row per slot."""
+        mean = sum(head["profile"]) / len(head["profile"])
+        rows = [(str(slot), f"{value:.3g}", f"{value / mean:.2f}") for slot, value in enumerate(head["profile"])]
+        return [("slot", "attention per token", "relative to the mean"), *rows]
+
+    def lines(self, record: ExperimentRecord) -> Sequence[str]:
+        """Return how the profile is used."""
+        path = record.files["profile"]
+        return [
+            f"profile: {path}",
+            f"to use it: --mitigation calibrated_attention:profile={path}",
+            f"or, to order passages by it: --order profile:file={path}",
+        ]
 
 
 @torch.inference_mode()

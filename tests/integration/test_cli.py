@@ -536,9 +536,19 @@ class TestProbe:
     @pytest.mark.weights
     def test_positional_dimensions_writes_a_profile_that_hidden_scaling_reads(self, run, tmp_path):
         found = run(
-            "probe", "positional-dimensions", "--out", tmp_path, "--strings", 3, "--tokens", 128, "--json"
+            "probe",
+            "positional-dimensions",
+            "--out",
+            tmp_path,
+            "--strings",
+            3,
+            "--tokens",
+            128,
+            "--factor",
+            0,
+            "--json",
         ).json
-        assert set(found) == {"profile", "channel", "factor", "layers", "candidates"}
+        assert set(found) == {"profile", "svg", "png", "channel", "factor", "layers", "candidates"}
         assert found["candidates"][0]["channel"] == found["channel"]
         assert found["layers"] == [9, 23]
         written = json.loads(Path(found["profile"]).read_text())

@@ -163,11 +163,14 @@ def test_speed(run, settings, tmp_path):
 def test_probes(run, data, settings, tmp_path):
     printed = run("probe", "slot-attention", "--data", data, "--documents", 3, "--out", tmp_path / "slots")
     record = probe_slot_attention(data, documents=3, settings=settings)
+    pictures = {kind: str(profile_in(tmp_path / "slots").with_suffix(f".{kind}")) for kind in ("svg", "png")}
+    assert {kind: printed.pop(kind) for kind in pictures} == pictures
     assert {"profile": printed.pop("profile"), **record.to_json()} == {"profile": str(profile_in(tmp_path / "slots")),
                                                                        **printed}  # fmt: skip
     options = ["--strings", 2, "--tokens", 64, "--top", 3, "--factor", 0.5]
     channels = run("probe", "positional-dimensions", *options, "--out", tmp_path / "channels")
     found = probe_positional_channels(strings=2, tokens=64, top=3, factor=0.5, settings=settings)
+    assert {channels.pop(kind)[-4:] for kind in ("svg", "png")} == {".svg", ".png"}
     assert {"profile": channels.pop("profile"), **found.to_json()} == {
         "profile": str(profile_in(tmp_path / "channels")), **channels
     }  # fmt: skip
@@ -175,5 +178,5 @@ def test_probes(run, data, settings, tmp_path):
 
 
 def profile_in(folder):
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.json")
     return path

@@ -8,11 +8,18 @@ import pytest
 import torch
 
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.engine import Engine
+from rag_posfix.probing.language_model import LanguageModel
 from rag_posfix.probing.positional_channels import mean_hidden_states, rank_channels
 from tests.support.tiny import VOCABULARY, loaded_model, stock_model
+from tests.support.toy_encoder import ToyEncoder
 
 LENGTH = 100
 AT = torch.arange(LENGTH).double()
+
+
+def subject(loaded):
+    return LanguageModel(Engine(loaded, ToyEncoder(), "tiny", "print"))
 
 
 def noise(*shape):
@@ -90,7 +97,7 @@ def test_the_means_are_those_of_the_states_after_the_input_norm_of_each_layer(fa
     n_layers = loaded.spec.shape.n_layers
     expected = torch.stack([torch.stack(seen[layer::n_layers]).mean(dim=0) for layer in range(n_layers)])
     steps = []
-    found = mean_hidden_states(loaded, 3, 70, seed=5, progress=lambda *step: steps.append(step))
+    found = mean_hidden_states(subject(loaded), 3, 70, seed=5, progress=lambda *step: steps.append(step))
     assert found.shape == (n_layers, 70, 64)
     assert torch.allclose(found, expected, atol=1e-6)
     assert steps == [(1, 3), (2, 3), (3, 3)]
@@ -100,11 +107,13 @@ def test_probing_leaves_the_model_as_it_was():
     loaded, ids = loaded_model(), torch.arange(3, 40)[None]
     with torch.inference_mode():
         before = loaded.model(ids).logits
-        mean_hidden_states(loaded, 1, 64)
+        mean_hidden_states(subject(loaded), 1, 64)
         assert torch.equal(loaded.model(ids).logits, before)
 
 
-@pytest.mark.parametrize(("strings", "tokens"), [(0, 100), (1, 63), (1, 513)])
-def test_strings_that_cannot_be_read_are_refused(strings, tokens):
-    with pytest.raises(ConfigError, match=f"{strings} strings of {tokens} tokens .* 64 to 512 tokens, the context"):
-        mean_hidden_states(loaded_model(), strings, tokens)
+def test_strings_that_cannot_be_read_are_refused():
+    for strings, tokens in ((1, 63), (1, 513)):
+        with pytest.raises(ConfigError, match=f"tokens={tokens} cannot be probed; give 64 to 512, the context"):
+            mean_hidden_states(subject(loaded_model()), strings, tokens)
+    with pytest.raises(ConfigError, match="strings=0 cannot be probed"):
+        mean_hidden_states(subject(loaded_model()), 0, 64)

@@ -1,0 +1,136 @@
+"""All probes of a model, one after the other, and one HTML page about what they found."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rag_posfix.errors import EvaluationError, UnsupportedModelError
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.record import ExperimentRecord
+from rag_posfix.evaluation.whole_file import write_whole
+from rag_posfix.probing.base import Probe
+from rag_posfix.probing.subject import Subject
+
+__all__ = ["ProbedModel", "probe_page", "run_probes"]
+
+PAGE = "probes.html"
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-top: 1px solid #ddd; padding-top: 1rem; }
+img { max-width: 100%; background: #fff; } pre { white-space: pre-wrap; background: #f4f4f4; padding: .6rem; }
+table { border-collapse: collapse; margin: 1rem 0; font-size: .9rem; }
+td, th { border: 1px solid #ddd; padding: .2rem .6rem; }
+th { text-align: left; background: #f4f4f4; } .source { color: #555; font-size: .9rem; }
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProbedModel:
+    """What all probes found of a model.
+
+    Attributes:
+        facts: Of the model.
+        records: Each probe's record by name.
+        refused: Why a probe could not measure the model, by name.
+    """
+
+    facts: Mapping[str, Any]
+    records: Mapping[str, ExperimentRecord]
+    refused: Mapping[str, str]
+
+
+def run_probes(
+    subject: Subject, probes: Sequence[Probe], out: Path, progress: Progress = silent
+) -> tuple[ProbedModel, Path]:
+    """Run probes on one model, and write their records, their pictures and a page to a folder.
+
+    A probe that cannot measure this model is left out, and the page says why.
+
+    Args:
+        subject: The model.
+        probes: The probes.
+        out: The folder.
+        progress: Progress callback (``evaluation.progress``).
+
+    Returns:
+        What was found, and the path of the page.
+
+    Raises:
+        ConfigError: a parameter does not fit the model.
+        EvaluationError: the folder cannot be written.
+    """
+    records: dict[str, ExperimentRecord] = {}
+    refused: dict[str, str] = {}
+    for probe in probes:
+        with progress(f"probe {probe.name}"):
+            pass
+        try:
+            records[probe.name] = probe.run(subject, out=out, progress=progress)
+        except UnsupportedModelError as error:
+            refused[probe.name] = str(error)
+    found = ProbedModel(subject.facts(), records, refused)
+    path = out / PAGE
+    try:
+        write_whole(path, [probe_page(found, probes).encode()])
+    except OSError as error:
+        raise EvaluationError(f"cannot write {path}: {error.strerror}; choose another --out") from error
+    return found, path
+
+
+def probe_page(found: ProbedModel, probes: Sequence[Probe]) -> str:
+    """Return an HTML page about a model that loads nothing from elsewhere: style and pictures are inside.
+
+    Args:
+        found: What was found.
+        probes: The probes that ran, for their texts and tables.
+    """
+    name = escape(str(found.facts["model"]))
+    facts = "".join(
+        f"<tr><th>{escape(str(key))}</th><td>{escape(str(value))}</td></tr>" for key, value in found.facts.items()
+    )
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+        "style-src 'unsafe-inline'\">",
+        f'<meta name="viewport" content="width=device-width"><title>Probes of {name}</title>',
+        f"<style>{STYLE}</style></head><body><h1>Probes of {name}</h1><table>{facts}</table>",
+    ]
+    for probe in probes:
+        if probe.name in found.records:
+            parts += _section(probe, found.records[probe.name])
+        else:
+            parts.append(f"<h2>{escape(probe.name)}</h2><p>Not measured: {escape(found.refused[probe.name])}</p>")
+    return "\n".join([*parts, "</body></html>", ""])
+
+
+def _section(probe: Probe, record: ExperimentRecord) -> list[str]:
+    text = inspect.getdoc(type(probe)) or ""
+    intro, _, rest = text.partition("\nSource:")
+    formula = rest.partition("\nFormula:")[2].partition("\nDiffers")[0].partition("\nArgs")[0]
+    parts = [f"<h2>{escape(probe.name)}</h2>"]
+    parts += [f"<p>{escape(one)}</p>" for one in intro.strip().split("\n\n")]
+    parts.append(f'<p class="source">Source: {escape(probe.source)}</p>')
+    if formula.strip():
+        parts.append(f"<pre>{escape(inspect.cleandoc(formula))}</pre>")
+    if "png" in record.files:
+        encoded = base64.b64encode(record.files["png"].read_bytes()).decode()
+        parts.append(f'<img alt="{escape(probe.name)}" src="data:image/png;base64,{encoded}">')
+    rows = probe.table(record.head)
+    if rows:
+        cells = [f"<tr>{''.join(f'<th>{escape(one)}</th>' for one in rows[0])}</tr>"]
+        cells += [f"<tr>{''.join(f'<td>{escape(one)}</td>' for one in row)}</tr>" for row in rows[1:]]
+        parts.append(f"<table>{''.join(cells)}</table>")
+    names = {str(path): path.name for path in record.files.values()}
+    for line in probe.lines(record):
+        for path, name in names.items():
+            line = line.replace(path, name)
+        parts.append(f"<p>{escape(line)}</p>")
+    settings = ", ".join(f"{key}={value}" for key, value in probe.parameters.items())
+    parts.append(f'<p class="source">Settings: {escape(settings)}</p>')
+    return parts

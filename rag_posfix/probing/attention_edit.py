@@ -1,0 +1,188 @@
+"""Probe that doubles one attention score and looks whether the answer moves to what the score belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rag_posfix.evaluation.figures import OTHER_COLORS
+from rag_posfix.evaluation.progress import Progress
+from rag_posfix.parameters import Number, Whole
+from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
+from rag_posfix.probing.drawing import new_row
+from rag_posfix.probing.key_value_prompts import KeyValuePrompt, key_value_prompts
+from rag_posfix.probing.language_model import language_model
+from rag_posfix.probing.subject import Change, Subject, Watch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["AttentionEdit", "Choice", "choice_of", "scaled_score"]
+
+HEADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The next token of an answer where the value asked for and another value differ.
+
+    Attributes:
+        ids: The tokens before it.
+        gold, other: The token of the value asked for, and that of the other value.
+        gold_at, other_at: Where they stand among ``ids``.
+    """
+
+    ids: tuple[int, ...]
+    gold: int
+    other: int
+    gold_at: int
+    other_at: int
+
+
+def choice_of(prompt: KeyValuePrompt, other: int) -> Choice | None:
+    """Return the first token at which the value of a prompt's gold pair and that of another differ; None if none."""
+    start = prompt.values[other].start
+    rival = prompt.ids[prompt.values[other].slice]
+    for step, (ours, theirs) in enumerate(zip(prompt.answer, rival, strict=False)):
+        if ours != theirs:
+            gold_at = prompt.values[prompt.gold].start + step
+            return Choice(prompt.ids + prompt.answer[:step], ours, theirs, gold_at, start + step)
+    return None
+
+
+def scaled_score(
+    key: int, factor: float, layer: int | None = None, heads: Sequence[int] | None = None
+) -> Callable[[int, Tensor], Tensor]:
+    """Return the edit of one score: that of the newest query for one key.
+
+    Formula: s' = s + (factor - 1) |s|. With factor 2 a score above 0 is doubled, one below 0 becomes 0, so that both
+        rise by their size.
+
+    Args:
+        key: The key.
+        factor: The factor.
+        layer: The layer; None edits all.
+        heads: The heads; None edits all.
+    """
+
+    def edit(at: int, scores: Tensor) -> Tensor:
+        if layer is not None and at != layer:
+            return scores
+        chosen = slice(None) if heads is None else list(heads)
+        edited = scores.clone()
+        own = edited[:, chosen, -1, key]
+        edited[:, chosen, -1, key] = own + (factor - 1) * own.abs()
+        return edited
+
+    return edit
+
+
+@PROBES.register("attention-edit")
+@dataclass(frozen=True)
+class AttentionEdit(MeasuredProbe):
+    """Double the newest token's score for another value, layer by layer and in single heads: does the answer move?
+
+    It tests whether attention to a place causes the answer, where other probes see both together.
+
+    Source: Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, section 2,
+        https://arxiv.org/abs/2406.02536
+    Formula: s'_Tj = s_Tj + (factor - 1) |s_Tj| for one key j, the token of another pair's value where it differs
+        from that asked for. Shift: change of log p(other) - log p(gold) for the next token. Moved: share of prompts
+        in which the other token becomes the more likely of the two.
+    Differs from the paper: single layers and heads beside all layers; keys and values are short.
+
+    Args:
+        pairs: Pairs of a prompt.
+        prompts: Number of prompts; the gold place goes round, the other pair is the next one.
+        factor: What scores are multiplied by.
+        seed: Seed of keys and values.
+    """
+
+    name: ClassVar[str] = "attention-edit"
+    source: ClassVar[str] = (
+        "Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, https://arxiv.org/abs/2406.02536"
+    )
+    deviations: ClassVar[tuple[str, ...]] = ("Single layers and heads are edited too.", "Keys and values are short.")
+    reads_text: ClassVar[bool] = True
+
+    pairs: Annotated[int, Whole(2)] = 8
+    prompts: Annotated[int, Whole(1)] = 8
+    factor: Annotated[float, Number(0, 100)] = 2.0
+    seed: int = 0
+
+    def measure(self, subject: Subject, progress: Progress) -> Found:
+        """Read the prompts with each edit; see ``Probe.run``."""
+        model = language_model(subject, self.name)
+        found = [
+            choice_of(one, (one.gold + 1) % self.pairs)
+            for one in key_value_prompts(model, self.pairs, self.prompts, self.seed)
+        ]
+        choices = [one for one in found if one is not None]
+        heads, own = _strongest_heads(model, choices)
+        edits: dict[str, tuple[int | None, tuple[int, ...] | None]] = {
+            "all layers": (None, None),
+            **{f"layer {layer}": (layer, None) for layer in range(model.n_layers)},
+            **{f"layer {layer}, head {head}": (layer, (head,)) for layer, head in heads},
+        }
+        summary: dict[str, Any] = {
+            "unchanged": {"gold_preferred": float((own < 0).double().mean()), "preference": float(own.mean())},
+            "edits": {},
+        }
+        rows = []
+        with progress("editing scores") as report:
+            for done, (label, (layer, chosen)) in enumerate(edits.items()):
+                after = torch.tensor(
+                    [
+                        _preference(model, one, Change(scores=scaled_score(one.other_at, self.factor, layer, chosen)))
+                        for one in choices
+                    ]
+                )
+                moved = ((own < 0) & (after > 0)).double().mean()
+                summary["edits"][label] = {"shift": float((after - own).mean()), "moved": float(moved)}
+                rows.append({"edit": label, "before": own.tolist(), "after": after.tolist()})
+                report(done + 1, len(edits))
+        return Found(summary, rows)
+
+    def draw(self, head: Mapping[str, Any]) -> Figure:
+        """Return the shift by layer, and in the heads that attend most."""
+        figure, (left, right) = new_row(2, (11.0, 3.6))
+        found = head["summary"]["edits"]
+        layers = {key: one for key, one in found.items() if key.startswith("layer") and "head" not in key}
+        heads = {key: one for key, one in found.items() if "head" in key}
+        left.bar(range(len(layers)), [one["shift"] for one in layers.values()], color=OTHER_COLORS[1])
+        left.set_xlabel("layer whose score is edited, all heads")
+        left.set_title(f"{head['model']}: shift to the other value (nats)", fontsize=10, loc="left")
+        right.barh(range(len(heads)), [one["shift"] for one in heads.values()], color=OTHER_COLORS[2])
+        right.set_yticks(range(len(heads)), list(heads), fontsize=8)
+        right.set_title("in one head", fontsize=10, loc="left")
+        return figure
+
+    def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        """Return the edits with the largest shift."""
+        found = sorted(head["summary"]["edits"].items(), key=lambda one: -abs(one[1]["shift"]))[:12]
+        rows = [(label, f"{one['shift']:+.3f}", f"{one['moved']:.2f}") for label, one in found]
+        return [("edited", "shift to the other value (nats)", "share of answers that moved"), *rows]
+
+
+def _preference(model: Subject, choice: Choice, change: Change, watch: Watch | None = None) -> float:
+    """Return log p(other) - log p(gold) of the next token."""
+    logits = model.read(torch.tensor([choice.ids]), watch or Watch(), change)[0, 0].double()
+    return float(logits[choice.other] - logits[choice.gold])
+
+
+def _strongest_heads(model: Subject, choices: Sequence[Choice]) -> tuple[list[tuple[int, int]], Tensor]:
+    """Return the heads that attend most to the value asked for, and the preference of each choice as it is."""
+    total = torch.zeros(model.n_layers, model.n_heads)
+    own = []
+    for choice in choices:
+
+        def add(layer: int, weights: Tensor, at: int = choice.gold_at) -> None:
+            total[layer] += weights[0, :, -1, at].cpu()
+
+        own.append(_preference(model, choice, Change(), Watch(weights=add)))
+    order = total.flatten().argsort(descending=True)[:HEADS].tolist()
+    return [divmod(index, model.n_heads) for index in order], torch.tensor(own)

@@ -1,0 +1,125 @@
+"""Base class of probes, and their registry. A new probe is one file and one line in ``__init__.py``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rag_posfix.contracts.parametrised import Parametrised
+from rag_posfix.evaluation.figures import with_picture
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.record import ExperimentRecord, environment
+from rag_posfix.parameters import check_parameters
+from rag_posfix.probing.subject import Subject
+from rag_posfix.registry import Registry
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["PROBES", "Found", "MeasuredProbe", "Probe", "short"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """What a probe measured.
+
+    Attributes:
+        summary: Of the record's head: JSON values by name.
+        rows: Of the record: every observation.
+    """
+
+    summary: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Probe(Parametrised, ABC):
+    """A measurement of what a model does with positions, with its parameters as dataclass fields.
+
+    Attributes:
+        name: Registry name; with underscores, the name of the file.
+        source: Authors, year, title, URL.
+        deviations: Differences from the source, one sentence each.
+        reads_text: Whether it needs a tokenizer, so a language model and not a small decoder.
+    """
+
+    source: ClassVar[str]
+    deviations: ClassVar[tuple[str, ...]] = ()
+    reads_text: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check types and ranges of the parameters. A subclass that checks more calls this first."""
+        check_parameters(self, self.name)
+
+    def check(self) -> None:
+        """Check what the parameters name, such as a file, before a model is loaded.
+
+        Raises:
+            ConfigError: a parameter is wrong.
+            EvaluationError: a file cannot be used.
+        """
+
+    @abstractmethod
+    def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
+        """Measure a model, and write the record and its picture to a folder; None writes nothing.
+
+        The model stays as it is.
+
+        Raises:
+            ConfigError: a parameter does not fit the model.
+            UnsupportedModelError: the model cannot be measured in this way.
+            EvaluationError: the folder cannot be written.
+        """
+
+    @abstractmethod
+    def draw(self, head: Mapping[str, Any]) -> Figure:
+        """Return the picture of a record.
+
+        Args:
+            head: The head of the record.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+
+    def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        """Return what is printed of a record as rows of text, the headings first; none by default."""
+        return ()
+
+    def lines(self, record: ExperimentRecord) -> Sequence[str]:
+        """Return what is printed under the table: by default the summary's numbers and texts."""
+        found = record.head["summary"]
+        return [f"{key}: {short(value)}" for key, value in found.items() if not isinstance(value, dict | list | tuple)]
+
+
+@dataclass(frozen=True)
+class MeasuredProbe(Probe):
+    """A probe whose record is what ``measure`` returns, with the facts of the model and the settings."""
+
+    @abstractmethod
+    def measure(self, subject: Subject, progress: Progress) -> Found:
+        """Measure a model; see ``run``."""
+
+    def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
+        """Measure a model, and write the record and its picture; see ``Probe.run``."""
+        found = self.measure(subject, progress)
+        head = {
+            "kind": f"probe-{self.name}",
+            **subject.facts(),
+            "settings": {name: str(one) if isinstance(one, Path) else one for name, one in self.parameters.items()},
+            "source": self.source,
+            "summary": found.summary,
+            "environment": environment(),
+        }
+        return with_picture(ExperimentRecord(head, found.rows).write(out), self.draw)
+
+
+PROBES: Registry[type[Probe]] = Registry("probe")
+
+
+def short(value: Any) -> str:
+    """Return a value as text, numbers with four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,181 @@
+"""Probe of the position curve that a model has before it is trained, from its architecture alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rag_posfix.encodings import Decoder
+from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes
+from rag_posfix.evaluation.progress import Progress
+from rag_posfix.parameters import Whole
+from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
+from rag_posfix.probing.language_model import LanguageModel
+from rag_posfix.probing.random_text import check_length, random_strings
+from rag_posfix.probing.small_decoder import SmallDecoder
+from rag_posfix.probing.subject import Subject
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["BiasAtInit", "influence", "shares", "untrained"]
+
+PARTS = 10
+Forward = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Token ids (1, T) -> embeddings (1, T, width) and the last logits (vocabulary,), with a graph between them."""
+
+
+def forward_of(model: Any) -> Forward:
+    """Return how a module is read with a graph from the embeddings to the last logits.
+
+    Args:
+        model: A small decoder, or a causal language model of transformers.
+    """
+
+    def small(ids: Tensor) -> tuple[Tensor, Tensor]:
+        entered: list[Tensor] = []
+        logits, _ = model(ids, on_states=lambda layer, states: entered.append(states))
+        return entered[0], logits[0, -1]
+
+    def large(ids: Tensor) -> tuple[Tensor, Tensor]:
+        output = model(input_ids=ids, use_cache=False, logits_to_keep=1, output_hidden_states=True)
+        return output.hidden_states[0], output.logits[0, -1]
+
+    return small if isinstance(model, Decoder) else large
+
+
+def influence(forward: Forward, ids: Tensor, generator: torch.Generator) -> Tensor:
+    """Return how much the last token's output depends on each token: gradient norms, whose sum is 1.
+
+    Formula: I_t = |d (r . y_T) / d x_t|, y_T the last logits, x_t the embedding at t, r random signs.
+
+    Shapes:
+        ids: (1, T). returns: (T,) float64.
+    """
+    with torch.enable_grad():
+        entered, logits = forward(ids)
+        signs = torch.randint(0, 2, logits.shape, generator=generator).to(logits) * 2 - 1
+        (gradient,) = torch.autograd.grad((logits * signs).sum(), entered)
+    norms: Tensor = gradient[0].double().norm(dim=-1).cpu()
+    shared: Tensor = norms / norms.sum()
+    return shared
+
+
+def shares(curve: Tensor) -> dict[str, float]:
+    """Return the mean of the first tenth, of the middle half and of the last tenth, relative to the mean of all.
+
+    The last token itself is left out: it reads itself through the residual stream.
+
+    Shapes:
+        curve: (T,), 11 places or more.
+    """
+    own = curve[:-1]
+    count = own.shape[0]
+    tenth, quarter = max(1, count // PARTS), count // 4
+    parts = {"first": own[:tenth], "middle": own[quarter : count - quarter], "last": own[-tenth:]}
+    return {name: float(part.mean() / own.mean()) for name, part in parts.items()}
+
+
+def untrained(subject: Subject, seed: int) -> Any:
+    """Return a model of the same configuration with random weights, as its library draws them.
+
+    Raises:
+        UnsupportedModelError: the subject has no configuration to build from.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if isinstance(subject, SmallDecoder):
+            return Decoder(subject.decoder.encoding, subject.decoder.shape).eval()
+        if isinstance(subject, LanguageModel):
+            trained = subject.engine.loaded.model
+            return type(trained)(trained.config).to(subject.engine.loaded.device).eval()
+    raise UnsupportedModelError("the probe bias-at-init needs a language model or a small decoder")
+
+
+@PROBES.register("bias-at-init")
+@dataclass(frozen=True)
+class BiasAtInit(MeasuredProbe):
+    """Measure how the last token depends on each position, in the model and in one of its shape with random weights.
+
+    What the untrained model shows comes from the causal mask, the residual stream and the position encoding alone.
+
+    Source: Lost in the Middle at Birth (2026), https://arxiv.org/abs/2603.10123
+    Formula: I_t = |d (r . y_T) / d x_t| / sum over t, the gradient of the last logits to the embeddings, averaged over
+        strings of random tokens and, for the untrained model, over seeds.
+    Differs from the paper: gradients of whole models in place of an analysis of averaging matrices.
+
+    Args:
+        strings: Number of random token sequences.
+        tokens: Tokens per sequence.
+        seeds: Number of untrained models.
+        seed: First seed of the weights; seed of the tokens.
+    """
+
+    name: ClassVar[str] = "bias-at-init"
+    source: ClassVar[str] = "Lost in the Middle at Birth (2026), https://arxiv.org/abs/2603.10123"
+    deviations: ClassVar[tuple[str, ...]] = ("Gradients of whole models are measured.",)
+
+    strings: Annotated[int, Whole(1)] = 8
+    tokens: Annotated[int, Whole(32)] = 256
+    seeds: Annotated[int, Whole(1)] = 2
+    seed: int = 0
+
+    def measure(self, subject: Subject, progress: Progress) -> Found:
+        """Differentiate the model and untrained ones; see ``Probe.run``."""
+        check_length(subject, self.tokens, 32)
+        models: dict[str, list[Tensor]] = {"trained": [], "untrained": []}
+        for number in range(self.seeds):
+            with progress(f"untrained model {number + 1} of {self.seeds}") as report:
+                model = untrained(subject, self.seed + number)
+                models["untrained"] += self._curves(subject, model, report)
+                del model
+        with progress("the model itself") as report:
+            models["trained"] = self._curves(subject, _own(subject), report)
+        curves = {name: torch.stack(found).mean(dim=0) for name, found in models.items()}
+        spread = torch.stack(models["untrained"]).std(dim=0)
+        return Found(
+            {
+                "curves": {name: curve.tolist() for name, curve in curves.items()},
+                "untrained_spread": spread.tolist(),
+                "shares": {name: shares(curve) for name, curve in curves.items()},
+            }
+        )
+
+    def _curves(self, subject: Subject, model: Any, report: Callable[[int, int], None]) -> list[Tensor]:
+        forward, generator = forward_of(model), torch.Generator().manual_seed(self.seed)
+        device = next(model.parameters()).device
+        strings = random_strings(subject, self.strings, self.tokens, self.seed, report)
+        return [influence(forward, ids.to(device), generator) for ids in strings]
+
+    def draw(self, head: Mapping[str, Any]) -> Figure:
+        """Return both curves on a logarithmic scale."""
+        figure, axes = new_axes((7.2, 3.6))
+        for number, (name, curve) in enumerate(head["summary"]["curves"].items()):
+            axes.plot(curve, color=OTHER_COLORS[number + 1], label=name, linewidth=1.2)
+        axes.set_yscale("log")
+        axes.set_xlabel("position of the token")
+        axes.set_ylabel("share of the gradient")
+        axes.set_title(f"{head['model']}: what the last token depends on", fontsize=10, loc="left")
+        axes.legend(frameon=False, fontsize=8)
+        return figure
+
+    def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        """Return a row per model."""
+        rows = [
+            (name, *(f"{one[key]:.2f}" for key in ("first", "middle", "last")))
+            for name, one in head["summary"]["shares"].items()
+        ]
+        return [("model", "first tenth", "middle half", "last tenth, relative to the mean"), *rows]
+
+
+def _own(subject: Subject) -> Any:
+    if isinstance(subject, SmallDecoder):
+        return subject.decoder
+    if isinstance(subject, LanguageModel):
+        return subject.engine.loaded.model
+    raise UnsupportedModelError("the probe bias-at-init needs a language model or a small decoder")

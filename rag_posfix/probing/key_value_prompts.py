@@ -1,0 +1,134 @@
+"""Key-value retrieval as text: pairs, and the value of one key asked for, with the tokens of every pair known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.plan.layout import Span
+from rag_posfix.probing.language_model import LanguageModel
+from rag_posfix.probing.subject import Change, Subject, Watch
+
+__all__ = ["KeyValuePrompt", "key_value_prompts", "retrieval_losses"]
+
+TASK = "Find the value of the key in the data.\n\n"
+LETTERS = "abcdefghjkmnpqrstuvwxyz"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValuePrompt:
+    """A prompt with pairs of keys and values, and a question for the value of one key.
+
+    Attributes:
+        ids: Tokens of the prompt.
+        pairs: Tokens of each pair.
+        values: Tokens of each value, within the pair.
+        gold: The pair that is asked for.
+        answer: Tokens of its value.
+    """
+
+    ids: tuple[int, ...]
+    pairs: tuple[Span, ...]
+    values: tuple[Span, ...]
+    gold: int
+    answer: tuple[int, ...]
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tokens of the prompt, (1, T)."""
+        return torch.tensor([self.ids])
+
+    @property
+    def with_answer(self) -> Tensor:
+        """The tokens of the prompt and of its answer without the last, (1, T + A - 1)."""
+        return torch.tensor([self.ids + self.answer[:-1]])
+
+
+def key_value_prompts(model: LanguageModel, pairs: int, count: int, seed: int = 0) -> list[KeyValuePrompt]:
+    """Return prompts whose gold pair goes through all places in turn.
+
+    Keys are five random letters, values four random digits. Prompt n asks for the pair at place n modulo ``pairs``;
+    the pairs of each ``pairs`` prompts in a row are the same and only the question differs.
+
+    Source: Liu et al. (2024), Lost in the Middle, section 3, https://arxiv.org/abs/2307.03172
+    Differs from the paper: keys and values are short, so that small models can copy them.
+
+    Args:
+        model: Whose tokenizer.
+        pairs: Pairs of a prompt, 2 or more.
+        count: Number of prompts.
+        seed: Of keys and values.
+
+    Raises:
+        ConfigError: a prompt does not fit the model's context.
+    """
+    drawn = random.Random(seed)
+    made = []
+    for number in range(count):
+        if number % pairs == 0:
+            known = _pairs(drawn, pairs)
+        made.append(_prompt(model, known, number % pairs))
+        needed = len(made[-1].ids) + len(made[-1].answer)
+        if needed > model.longest:
+            raise ConfigError(
+                f"pairs={pairs} make prompts of {needed} tokens, the context of this model has {model.longest}; "
+                "use fewer"
+            )
+    return made
+
+
+def _pairs(drawn: random.Random, count: int) -> list[tuple[str, str]]:
+    keys: dict[str, str] = {}
+    while len(keys) < count:
+        keys["".join(drawn.choices(LETTERS, k=5))] = "".join(drawn.choices("0123456789", k=4))
+    return list(keys.items())
+
+
+def _prompt(model: LanguageModel, known: Sequence[tuple[str, str]], gold: int) -> KeyValuePrompt:
+    encode = model.engine.encoder.encode_text
+    ids = list(model.engine.encoder.encode_prompt(TASK))
+    spans, values = [], []
+    answer: tuple[int, ...] = ()
+    for place, (key, value) in enumerate(known):
+        start = len(ids)
+        ids += encode(f"Key: {key}\nValue:")
+        kept = encode(f" {value}")
+        values.append(Span(len(ids), len(ids) + len(kept)))
+        ids += kept + encode("\n\n")
+        spans.append(Span(start, len(ids)))
+        answer = tuple(kept) if place == gold else answer
+    ids += encode(f"The value of the key asked for:\nKey: {known[gold][0]}\nValue:")
+    return KeyValuePrompt(tuple(ids), tuple(spans), tuple(values), gold, answer)
+
+
+def retrieval_losses(
+    model: Subject,
+    prompts: Sequence[KeyValuePrompt],
+    change: Callable[[KeyValuePrompt], Change] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Return the loss of each prompt's answer: -log p per token, given the prompt and the tokens before.
+
+    Args:
+        model: The model.
+        prompts: The prompts.
+        change: Returns what is changed while a prompt is read; None reads it unchanged.
+        progress: Called with prompts done and prompts in all.
+
+    Shapes:
+        returns: (len(prompts),) float64.
+    """
+    found = []
+    for done, prompt in enumerate(prompts):
+        changed = Change() if change is None else change(prompt)
+        logits = model.read(prompt.with_answer, Watch(), changed, keep=len(prompt.answer))
+        found.append(cross_entropy(logits[0].double().cpu(), torch.tensor(prompt.answer)))
+        if progress is not None:
+            progress(done + 1, len(prompts))
+    return torch.stack(found)

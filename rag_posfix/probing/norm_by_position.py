@@ -1,0 +1,260 @@
+"""Probe of the attention output's variance by position, which carries the position where nothing else encodes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rag_posfix.encodings import Decoder, DecoderShape, create_encoding
+from rag_posfix.evaluation.figures import OTHER_COLORS
+from rag_posfix.evaluation.progress import Progress
+from rag_posfix.parameters import Number, Whole
+from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
+from rag_posfix.probing.drawing import new_row
+from rag_posfix.probing.random_text import check_length, random_strings
+from rag_posfix.probing.small_decoder import SmallDecoder
+from rag_posfix.probing.subject import Subject, Watch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["NormByPosition", "NormCurves", "log_slope", "norm_curves", "resolution"]
+
+VOCABULARY = 512
+LAYERS = 4
+PAPER_DEVIATION = 0.02
+"""Standard deviation of the paper's random weights, at which scores are near 0 and attention near uniform."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormCurves:
+    """Attention by layer and position, over strings of random tokens.
+
+    Shapes:
+        variance: (L, T) over strings, averaged over the channels of all heads.
+        norm, spread: (L, T) mean and standard deviation over strings of the norm of the output.
+        entropy: (L, T) of the attention probabilities in nats, averaged over heads and strings; None if not asked.
+    """
+
+    variance: Tensor
+    norm: Tensor
+    spread: Tensor
+    entropy: Tensor | None = None
+
+
+def norm_curves(
+    subject: Subject,
+    strings: int,
+    tokens: int,
+    seed: int = 0,
+    *,
+    entropy: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> NormCurves:
+    """Return how attention's output and entropy vary with the position on random text (``NormCurves``).
+
+    Args:
+        subject: The model.
+        strings: Number of strings, 2 or more.
+        tokens: Tokens of each.
+        seed: Of the tokens.
+        entropy: Measure the entropy too.
+        progress: Called with strings done and strings in all.
+    """
+    shape = (subject.n_layers, tokens)
+    entropies = torch.zeros(shape, dtype=torch.float64)
+    norms = torch.zeros(strings, *shape, dtype=torch.float64)
+    sums: dict[int, Tensor] = {}
+    squares: dict[int, Tensor] = {}
+    now = [0]
+
+    def attended(layer: int, out: Tensor) -> None:
+        flat = out[0].transpose(0, 1).flatten(1).double().cpu()  # (T, H D)
+        sums[layer] = sums.get(layer, 0) + flat
+        squares[layer] = squares.get(layer, 0) + flat.square()
+        norms[now[0], layer] = flat.norm(dim=-1)
+
+    def weights(layer: int, found: Tensor) -> None:
+        entropies[layer] += torch.special.entr(found[0].double()).sum(dim=-1).mean(dim=0).cpu() / strings
+
+    watch = Watch(attended=attended, weights=weights if entropy else None)
+    for number, ids in enumerate(random_strings(subject, strings, tokens, seed, progress)):
+        now[0] = number
+        subject.read(ids, watch)
+    variance = [
+        (squares[layer] - sums[layer].square() / strings).mean(dim=-1) / (strings - 1) for layer in sorted(sums)
+    ]
+    return NormCurves(torch.stack(variance), norms.mean(dim=0), norms.std(dim=0), entropies if entropy else None)
+
+
+def log_slope(curve: Tensor, skip: int = 4) -> float:
+    """Return the least-squares slope of log(curve) over log(t), t counted from 1; -1 is the law sigma^2 / t.
+
+    Shapes:
+        curve: (T,), above 0. The first ``skip`` places are left out.
+    """
+    at = torch.arange(1, curve.shape[0] + 1, dtype=torch.float64)[skip:].log()
+    values = curve.double()[skip:].log()
+    centred = at - at.mean()
+    return float((centred * (values - values.mean())).sum() / centred.square().sum())
+
+
+def resolution(norm: Tensor, spread: Tensor) -> list[int]:
+    """Return, for each length, how many positions the norm tells apart.
+
+    Formula: the first position counts; then each next position p whose mean norm differs from that of the last counted
+        one, q, by at least s_p + s_q, the standard deviations of both.
+
+    Shapes:
+        norm, spread: (T,).
+    """
+    counted, last, found = 1, 0, [1]
+    for place in range(1, norm.shape[0]):
+        if abs(float(norm[place] - norm[last])) >= float(spread[place] + spread[last]):
+            counted, last = counted + 1, place
+        found.append(counted)
+    return found
+
+
+@PROBES.register("norm-by-position")
+@dataclass(frozen=True)
+class NormByPosition(MeasuredProbe):
+    """Measure how the variance of attention's output falls with the position, beside decoders with random weights.
+
+    Without a position encoding the causal mask makes a token at place t the mean of about t values, so that the
+    variance of attention's output tells the position. The law needs scores near 0; where scores differ, the output
+    follows the query, and its variance has a floor.
+
+    Source: Chi et al. (2023), Latent Positional Information is in the Self-Attention Variance, section 3,
+        https://arxiv.org/abs/2305.13571. Scale: Wang et al. (2024), https://arxiv.org/abs/2404.12224
+    Formula: var_t = mean over channels of the variance over strings of sum_j a_tj v_j; the law is var_t = sigma^2 / t,
+        a slope of -1 of log var_t over log t. Resolution: number of positions whose mean norms differ by at least the
+        sum of their standard deviations (``resolution``). Entropy: -sum_j a_tj log a_tj.
+
+    Args:
+        strings: Number of random token sequences.
+        tokens: Tokens per sequence.
+        scale: Factor of all scores of the NoPE decoder with a scale.
+        seed: Seed of the random tokens and of the decoders' weights.
+    """
+
+    name: ClassVar[str] = "norm-by-position"
+    source: ClassVar[str] = (
+        "Chi et al. (2023), Latent Positional Information is in the Self-Attention Variance of Transformer Language "
+        "Models Without Positional Embeddings, https://arxiv.org/abs/2305.13571"
+    )
+
+    strings: Annotated[int, Whole(2)] = 16
+    tokens: Annotated[int, Whole(16)] = 512
+    scale: Annotated[float, Number(0.01, 100)] = 3.0
+    seed: int = 0
+
+    def measure(self, subject: Subject, progress: Progress) -> Found:
+        """Measure the model and decoders with random weights; see ``Probe.run``."""
+        check_length(subject, self.tokens, 16)
+        found = {}
+        with progress("reading random text") as report:
+            own = norm_curves(subject, self.strings, self.tokens, self.seed, progress=report)
+        found[str(subject.facts()["model"])] = self._told(own)
+        for label, (encoding, parameters, deviation) in self._decoders().items():
+            with progress(f"untrained decoder: {label}") as report:
+                made = random_decoder(encoding, parameters, self.seed, deviation)
+                curves = norm_curves(made, self.strings, self.tokens, self.seed, entropy=True, progress=report)
+            found[f"untrained {label}"] = self._told(curves)
+        return Found({"tokens": self.tokens, "at": self._places(), "models": found})
+
+    def _decoders(self) -> dict[str, tuple[str, dict[str, Any], float | None]]:
+        """Return encoding, parameters and deviation of the weights of the decoders beside the model."""
+        return {
+            f"nope, weights {PAPER_DEVIATION}": ("nope", {}, PAPER_DEVIATION),
+            "nope": ("nope", {}, None),
+            f"nope, scale {self.scale:g}": ("nope", {"scale": self.scale}, None),
+            "rope": ("rope", {}, None),
+            "alibi": ("alibi", {}, None),
+        }
+
+    def _places(self) -> list[int]:
+        """Return the positions that are told, from 1, evenly on a logarithmic scale."""
+        count = 24
+        return sorted({round(math.exp(math.log(self.tokens) * step / (count - 1))) for step in range(count)})
+
+    def _told(self, curves: NormCurves) -> dict[str, Any]:
+        at = torch.tensor(self._places()) - 1
+        apart = resolution(curves.norm[0], curves.spread[0])
+        return {
+            "slopes": [log_slope(layer) for layer in curves.variance],
+            "variance": [layer[at].tolist() for layer in curves.variance],
+            "resolution": [apart[place] for place in at.tolist()],
+            "entropy": None if curves.entropy is None else curves.entropy[0][at].tolist(),
+        }
+
+    def draw(self, head: Mapping[str, Any]) -> Figure:
+        """Return the variance, the resolution and the entropy of the first layer by position."""
+        summary = head["summary"]
+        figure, (left, middle, right) = new_row(3, (12.0, 3.6))
+        at = summary["at"]
+        for number, (label, one) in enumerate(summary["models"].items()):
+            style = {"color": OTHER_COLORS[number], "label": label}
+            first = one["variance"][0]
+            left.plot(at, [value / first[0] for value in first], **style)
+            middle.plot(at, one["resolution"], **style)
+            if one["entropy"] is not None:
+                right.plot(at, one["entropy"], **style)
+        left.plot(at, [1 / place for place in at], color="#000000", linestyle=":", label="1 / t")
+        right.plot(at, [math.log(place) for place in at], color="#000000", linestyle=":", label="log t (uniform)")
+        titles = (
+            "variance of attention's output, first layer",
+            "positions that the norm tells apart",
+            "entropy (nats)",
+        )
+        for axes, title in zip((left, middle, right), titles, strict=True):
+            axes.set_xscale("log")
+            axes.set_xlabel("position, from 1")
+            axes.set_title(title, fontsize=10, loc="left")
+            axes.legend(frameon=False, fontsize=7)
+        left.set_yscale("log")
+        return figure
+
+    def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        """Return a row per model."""
+        rows = [
+            (
+                label,
+                f"{one['slopes'][0]:.2f}",
+                f"{one['slopes'][-1]:.2f}",
+                str(one["resolution"][-1]),
+                "" if one["entropy"] is None else f"{one['entropy'][-1]:.2f}",
+            )
+            for label, one in head["summary"]["models"].items()
+        ]
+        return [
+            ("model", "slope, first layer", "slope, last layer", "positions told apart", "entropy at the end"),
+            *rows,
+        ]
+
+
+def random_decoder(
+    encoding: str, parameters: Mapping[str, Any], seed: int, deviation: float | None = None
+) -> SmallDecoder:
+    """Return a small decoder with random weights; the same weights for the same seed, whatever the encoding.
+
+    Args:
+        encoding: Name of the encoding.
+        parameters: Of the encoding.
+        seed: Of the weights.
+        deviation: Standard deviation of the weights of all linear layers, whose biases are then 0; None leaves
+            torch's own.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        decoder = Decoder(create_encoding(encoding, parameters), DecoderShape(VOCABULARY, layers=LAYERS))
+        for module in decoder.modules():
+            if deviation is not None and isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=deviation)
+                nn.init.zeros_(module.bias)
+    return SmallDecoder(decoder.eval(), f"untrained {encoding}")

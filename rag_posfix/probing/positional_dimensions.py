@@ -1,0 +1,224 @@
+"""Probe of hidden channels that follow the position, and of the scale of one that makes retrieval best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rag_posfix.evaluation.figures import OTHER_COLORS, with_picture
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.record import ExperimentRecord
+from rag_posfix.mitigations import create
+from rag_posfix.mitigations.hidden_scaling import default_layers
+from rag_posfix.parameters import Whole
+from rag_posfix.plan.model_shape import Capability
+from rag_posfix.plan.plan import HiddenScale
+from rag_posfix.probing.base import PROBES, Probe
+from rag_posfix.probing.drawing import new_row
+from rag_posfix.probing.key_value_prompts import KeyValuePrompt, key_value_prompts, retrieval_losses
+from rag_posfix.probing.language_model import LanguageModel
+from rag_posfix.probing.positional_channels import (
+    FEWEST_TOKENS,
+    PositionalChannel,
+    PositionalChannelsRecord,
+    channel_profile,
+    found_channels,
+    mean_hidden_states,
+)
+from rag_posfix.probing.segmented_fit import segmented_fit
+from rag_posfix.probing.subject import Change, Subject
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["PositionalDimensions", "best_scale"]
+
+FACTORS = (0.5, 0.0, -0.5, -1.0)
+CURVES = 4
+PLACES = 128
+
+
+def best_scale(
+    model: LanguageModel,
+    channels: Sequence[int],
+    prompts: Sequence[KeyValuePrompt],
+    factors: Sequence[float] = FACTORS,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[int, float, list[dict[str, Any]]]:
+    """Return the channel and the factor with the lowest retrieval loss over the gold positions, and all trials.
+
+    Source: Yu et al. (2024), section 3: the channel with the lowest loss at factor 0, then the factor with the lowest
+        loss for this channel.
+
+    Args:
+        model: The model.
+        channels: Candidates.
+        prompts: Prompts whose gold pairs are at all places.
+        factors: Factors to try, 0 among them.
+        progress: Called with trials done and trials in all.
+
+    Returns:
+        Channel, factor, and for each trial ``channel``, ``factor``, ``loss`` and ``by_position``, the unchanged model
+        first.
+    """
+    layers = default_layers(model.n_layers)
+    gold = torch.tensor([prompt.gold for prompt in prompts])
+    tried: list[dict[str, Any]] = []
+    count = 1 + len(channels) + len(factors) - 1
+
+    def trial(channel: int | None, factor: float) -> None:
+        def change(prompt: KeyValuePrompt) -> Change:
+            scale = None if channel is None else HiddenScale(channel, factor, layers)
+            return Change(hidden_scale=scale, prompt_length=len(prompt.ids))
+
+        losses = retrieval_losses(model, prompts, change)
+        by_position = [float(losses[gold == place].mean()) for place in sorted(set(gold.tolist()))]
+        tried.append({"channel": channel, "factor": factor, "loss": float(losses.mean()), "by_position": by_position})
+        if progress is not None:
+            progress(len(tried), count)
+
+    trial(None, 1.0)
+    for channel in channels:
+        trial(channel, 0.0)
+    best = min(tried[1:], key=lambda one: float(one["loss"]))["channel"]
+    for factor in factors:
+        if factor != 0:
+            trial(best, factor)
+    own = [one for one in tried if one["channel"] == best]
+    return best, float(min(own, key=lambda one: float(one["loss"]))["factor"]), tried
+
+
+@PROBES.register("positional-dimensions")
+@dataclass(frozen=True)
+class PositionalDimensions(Probe):
+    """Find the hidden channel that varies most smoothly with the position, and write a profile for hidden_scaling.
+
+    Without ``factor`` the candidates are tried on key-value retrieval: the channel with the lowest loss when set to 0,
+    then its factor with the lowest loss over all gold positions. With a factor, or where nothing can be tried, the
+    smoothest channel is taken.
+
+    Source: Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, section 3,
+        https://arxiv.org/abs/2406.02536
+    Formula: mean over random text of what attention reads, by layer, channel and position; channels whose curve is
+        monotone in more than a quarter of the layers, the smoothest first (``rank_channels``). h(p): the broken line
+        of least squared error and number of pieces (``segmented_fit``).
+    Differs from the paper: the prompts are shorter; a broken line shows where the curve bends.
+
+    Args:
+        strings: Number of random token sequences.
+        tokens: Tokens per sequence.
+        top: Number of candidate channels to report.
+        factor: Scaling factor of hidden_scaling that the profile contains; searched by default.
+        pairs: Pairs of the prompts on which factors are tried; each place is gold once.
+        seed: Seed of the random tokens, of keys and of values.
+    """
+
+    name: ClassVar[str] = "positional-dimensions"
+    source: ClassVar[str] = (
+        "Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, https://arxiv.org/abs/2406.02536"
+    )
+
+    strings: Annotated[int, Whole(1)] = 100
+    tokens: Annotated[int, Whole(FEWEST_TOKENS)] = 1000
+    top: Annotated[int, Whole(1)] = 10
+    factor: float | None = None
+    pairs: Annotated[int, Whole(2)] = 12
+    seed: int = 0
+
+    def check(self) -> None:
+        """Check the factor, whose range is that of hidden_scaling."""
+        if self.factor is not None:
+            create("hidden_scaling", {"factor": self.factor})
+
+    def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
+        """Find the channel and the factor; see ``Probe.run``."""
+        self.check()
+        with progress("reading random text") as report:
+            means = mean_hidden_states(subject, self.strings, self.tokens, self.seed, report)
+        found = found_channels(subject, means, self.top)
+        channel, factor = found[0].channel, self.factor if self.factor is not None else 0.0
+        tried: list[dict[str, Any]] = []
+        if self.factor is None and isinstance(subject, LanguageModel) and _can_scale(subject):
+            prompts = key_value_prompts(subject, self.pairs, self.pairs, self.seed)
+            with progress("trying channels and factors") as report:
+                channel, factor, tried = best_scale(subject, [one.channel for one in found], prompts, progress=report)
+        settings = {name: value for name, value in self.parameters.items() if name in ("strings", "tokens", "seed")}
+        profile = channel_profile(subject, found, channel, factor, settings)
+        curves = [self._curve(means, one) for one in found]
+        record = PositionalChannelsRecord({**profile, "tried": tried, "curves": curves}).write_profile(out)
+        return with_picture(record, self.draw)
+
+    def _curve(self, means: Tensor, found: PositionalChannel) -> dict[str, Any]:
+        """Return a channel's curve in the middle one of its layers, thinned out, and its broken line."""
+        layer = found.layers[len(found.layers) // 2]
+        step = max(1, self.tokens // PLACES)
+        values = means[layer, self.tokens % step :, found.channel].unfold(0, step, step).mean(dim=-1)
+        first = 3 * len(values) // 10  # as where channels are ranked
+        pieces = segmented_fit(values[first:])
+        return {
+            "channel": found.channel,
+            "layer": layer,
+            "tokens_per_place": step,
+            "values": values.tolist(),
+            "segments": [
+                {"first": first + a, "last": first + b, "intercept": c - d * first, "slope": d}
+                for a, b, c, d in pieces
+            ],
+        }
+
+    def draw(self, head: Mapping[str, Any]) -> Figure:
+        """Return the curves of the smoothest channels with their broken lines, and the loss by gold position."""
+        figure, (left, right) = new_row(2, (11.0, 3.6))
+        for number, one in enumerate(head["curves"][:CURVES]):
+            step, values = one["tokens_per_place"], one["values"]
+            style = {"color": OTHER_COLORS[number]}
+            label = f"channel {one['channel']}, layer {one['layer']}"
+            left.plot([step * place for place in range(len(values))], values, linewidth=0.8, label=label, **style)
+            for piece in one["segments"]:
+                ends = (piece["first"], piece["last"])
+                line = [piece["intercept"] + piece["slope"] * place for place in ends]
+                left.plot([step * place for place in ends], line, linestyle="--", **style)
+        left.set_xlabel("position")
+        left.set_title(f"{head['model']}: mean over random text", fontsize=10, loc="left")
+        left.legend(frameon=False, fontsize=7)
+        shown = [one for one in head["tried"] if one["channel"] in (None, head["channel"])]
+        for number, one in enumerate(shown):
+            label = "unchanged" if one["channel"] is None else f"channel {one['channel']} times {one['factor']:g}"
+            right.plot(one["by_position"], marker="o", markersize=4, color=OTHER_COLORS[number], label=label)
+        right.set_xlabel("place of the gold pair, from 0")
+        right.set_title("retrieval loss (nats per token)", fontsize=10, loc="left")
+        if shown:
+            right.legend(frameon=False, fontsize=7)
+        return figure
+
+    def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        """Return a row per candidate."""
+        losses = {one["channel"]: f"{one['loss']:.3f}" for one in head["tried"] if one["factor"] == 0}
+        rows = [
+            (
+                str(one["channel"]), str(len(one["layers"])), f"{one['roughness']:.3g}",
+                losses.get(one["channel"], "not tried"),
+            )
+            for one in head["candidates"]
+        ]  # fmt: skip
+        return [("channel", "layers with a monotonic trend", "roughness", "retrieval loss at factor 0"), *rows]
+
+    def lines(self, record: ExperimentRecord) -> Sequence[str]:
+        """Return what was chosen, and how the profile is used."""
+        head, path = record.head, record.files["profile"]
+        tried = [f"retrieval loss of the unchanged model: {head['tried'][0]['loss']:.3f}"] if head["tried"] else []
+        return [
+            *tried,
+            f"chosen: channel {head['channel']}, factor {head['factor']:g}",
+            f"profile: {path}",
+            f"to use it: --mitigation hidden_scaling:profile={path}",
+        ]
+
+
+def _can_scale(subject: LanguageModel) -> bool:
+    return Capability.HIDDEN_CHANNEL in subject.engine.loaded.spec.shape.capabilities

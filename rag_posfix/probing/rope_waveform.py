@@ -1,0 +1,173 @@
+"""Probe of the waveform of a model's rotary encoding: distances at which like vectors attend to each other little."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rag_posfix.attention.rope_waveform import search_factors, trough_depth, waveform
+from rag_posfix.encodings.rope import RotaryAngles
+from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.evaluation.figures import OTHER_COLORS
+from rag_posfix.evaluation.progress import Progress
+from rag_posfix.parameters import Number, Whole
+from rag_posfix.patching.rotation import LayerRotation
+from rag_posfix.plan.model_shape import Capability
+from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
+from rag_posfix.probing.drawing import new_row
+from rag_posfix.probing.language_model import LanguageModel
+from rag_posfix.probing.small_decoder import SmallDecoder
+from rag_posfix.probing.subject import Subject
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["RopeWaveform", "deepest_troughs", "own_waveform"]
+
+MOST_TROUGHS = 8
+
+
+def own_waveform(subject: Subject, distances: Tensor) -> tuple[Tensor, int, float]:
+    """Return what a model's own rotation makes of two vectors of ones at distances, its rotated channels and its base.
+
+    Formula: (R_m 1) . 1 / sqrt(d), d the rotated channels of a head. With plain RoPE that is ``waveform``.
+
+    Shapes:
+        distances: (M,). returns: (M,) float64.
+
+    Raises:
+        UnsupportedModelError: the model does not rotate, or not alike in all layers.
+    """
+    if isinstance(subject, LanguageModel):
+        return _of_language_model(subject, distances)
+    encoding = subject.decoder.encoding if isinstance(subject, SmallDecoder) else None
+    if not isinstance(subject, SmallDecoder) or encoding is None or encoding.name != "rope":
+        label = "the model" if encoding is None else f"a decoder with {encoding.label}"
+        raise UnsupportedModelError(f"{label} does not rotate queries and keys; rope-waveform needs RoPE")
+    ones = torch.ones(1, 1, int(distances.max()) + 1, subject.decoder.shape.head_dim)
+    _, turned = RotaryAngles(**encoding.parameters).rotate(ones, ones)
+    total = turned[0, 0].double().sum(dim=-1)[distances] / ones.shape[-1] ** 0.5
+    return total, ones.shape[-1], float(encoding.parameters["base"])
+
+
+def _of_language_model(subject: LanguageModel, distances: Tensor) -> tuple[Tensor, int, float]:
+    spec = subject.engine.loaded.spec
+    rope = getattr(subject.engine.loaded.model.config.get_text_config(), "rope_parameters", None) or {}
+    if Capability.ANGLES not in spec.shape.capabilities or "rope_theta" not in rope:
+        raise UnsupportedModelError(
+            f"{subject.engine.model_id} does not rotate queries and keys by one base in all layers; rope-waveform "
+            "needs such a model"
+        )
+    ones = torch.ones(1, 1, distances.shape[0], spec.shape.head_dim, device=subject.engine.loaded.device)
+    at = distances.float().to(ones.device)[None]
+    turned = LayerRotation(spec)(ones, at)[0, 0].double().cpu()  # (M, D)
+    rotated = 2 * LayerRotation(spec).phases(at[:, :1]).shape[-1]
+    return turned[:, :rotated].sum(dim=-1) / rotated**0.5, rotated, float(rope["rope_theta"])
+
+
+def deepest_troughs(wave: Tensor, most: int = MOST_TROUGHS) -> list[int]:
+    """Return the places of the lowest local minima of a waveform, the lowest first.
+
+    Shapes:
+        wave: (M,).
+    """
+    inner = wave[1:-1]
+    minima = ((inner < wave[:-2]) & (inner <= wave[2:])).nonzero()[:, 0] + 1
+    return [int(place) for place in minima[wave[minima].argsort()][:most]]
+
+
+@PROBES.register("rope-waveform")
+@dataclass(frozen=True)
+class RopeWaveform(MeasuredProbe):
+    """Draw the waveform of the rotary encoding, and find bases that cover its troughs.
+
+    A token at the distance of a trough gets less attention than one before and behind it. Reading with several bases
+    covers the troughs of one by the peaks of another.
+
+    Source: Chen et al. (2024), Fortify the Shortest Stave in Attention (Attention Buckets), section 3,
+        https://arxiv.org/abs/2312.04455
+    Formula: W_B(m) = (2 / sqrt(d)) sum_i cos(m B^(-2i/d)). The search is ``attention.rope_waveform.search_factors``:
+        from the model's base, add the base whose envelope max_B W_B(m) has the highest mean over its lowest tenth.
+    Differs from the paper: bases are multiples of the model's own, not of 10000; what is optimised is the mean of the
+        lowest tenth.
+
+    Args:
+        context: Number of distances.
+        bases: Number of bases to find, the model's own included.
+        highest: Largest factor of the base that is tried.
+        candidates: Number of factors that are tried, evenly from 1 to ``highest``.
+    """
+
+    name: ClassVar[str] = "rope-waveform"
+    source: ClassVar[str] = (
+        "Chen et al. (2024), Fortify the Shortest Stave in Attention: Enhancing Context Awareness of Large Language "
+        "Models for Effective Tool Use (Attention Buckets), https://arxiv.org/abs/2312.04455"
+    )
+    deviations: ClassVar[tuple[str, ...]] = (
+        "Bases are multiples of the model's own.",
+        "The mean of the lowest tenth of the envelope is optimised.",
+    )
+
+    context: Annotated[int, Whole(8)] = 2048
+    bases: Annotated[int, Whole(1)] = 7
+    highest: Annotated[float, Number(1, 100, above=True)] = 3.0
+    candidates: Annotated[int, Whole(2)] = 41
+
+    def measure(self, subject: Subject, progress: Progress) -> Found:
+        """Compute the model's waveform and search bases; see ``Probe.run``."""
+        distances = torch.arange(self.context)
+        own, channels, base = own_waveform(subject, distances)
+        closed = waveform(channels, base, distances)
+        tried = torch.linspace(1, self.highest, self.candidates).tolist()
+        with progress("searching bases"):
+            factors = search_factors(channels, base, tried, self.bases, self.context)
+        envelope, depths = own, [trough_depth(own)]
+        for factor in factors[1:]:
+            envelope = torch.maximum(envelope, waveform(channels, base * factor, distances))
+            depths.append(trough_depth(envelope))
+        summary = {
+            "base": base,
+            "rotated_channels": channels,
+            "difference_from_closed_form": float((own - closed).abs().max()),
+            "troughs": [{"distance": place, "value": float(own[place])} for place in deepest_troughs(own)],
+            "factors": list(factors),
+            "bases": [base * factor for factor in factors],
+            "trough_depth": depths,
+        }
+        pairs = zip(own.tolist(), envelope.tolist(), strict=True)
+        return Found(summary, [{"distance": m, "own": a, "envelope": b} for m, (a, b) in enumerate(pairs)])
+
+    def draw(self, head: Mapping[str, Any]) -> Figure:
+        """Return the waveform with its troughs and the envelope of the bases, and the depth by number of bases."""
+        summary = head["summary"]
+        figure, (left, right) = new_row(2, (11.0, 3.6))
+        distances = torch.arange(head["settings"]["context"])
+        channels, base = summary["rotated_channels"], summary["base"]
+        waves = [waveform(channels, base * factor, distances) for factor in summary["factors"]]
+        left.plot(distances, waves[0], color=OTHER_COLORS[1], linewidth=0.9, label=f"base {base:g}")
+        envelope = torch.stack(waves).amax(dim=0)
+        left.plot(distances, envelope, color=OTHER_COLORS[2], linewidth=0.9, label=f"envelope of {len(waves)} bases")
+        troughs = summary["troughs"]
+        left.plot([one["distance"] for one in troughs], [one["value"] for one in troughs], "v", color="#b3382c")
+        left.set_xlabel("distance in tokens")
+        left.set_ylabel("W(m)")
+        left.set_title(f"{head['model']}: waveform of RoPE", fontsize=10, loc="left")
+        left.legend(frameon=False, fontsize=8)
+        right.plot(range(1, len(waves) + 1), summary["trough_depth"], marker="o", color=OTHER_COLORS[2])
+        right.set_xlabel("number of bases")
+        right.set_ylabel("mean of the lowest tenth")
+        right.set_title("how well troughs are covered", fontsize=10, loc="left")
+        return figure
+
+    def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        """Return a row per base, in the order of the search."""
+        found = head["summary"]
+        rows = [
+            (f"{factor:g}", f"{base:g}", f"{depth:.3f}")
+            for factor, base, depth in zip(found["factors"], found["bases"], found["trough_depth"], strict=True)
+        ]
+        return [("factor", "base", "mean of the lowest tenth, with the bases above"), *rows]

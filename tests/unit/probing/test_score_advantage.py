@@ -1,0 +1,59 @@
+"""Attention whose advantage and slope are known: the crossing is where the bound says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rag_posfix.probing.score_advantage import ScoreAdvantage, crossing
+from tests.support.probed import small_decoder, tiny_model
+
+
+class Linear:
+    """Attention with the score D for the query's own word, and -d per token of distance: head h of layer 0."""
+
+    n_layers, n_heads, width, vocabulary, longest = 1, 3, 4, 500, 1000
+    words, steps = (2.0, 0.5, -1.0), (0.1, 0.0, 0.1)
+
+    def facts(self):
+        return {"model": "linear", "model_fingerprint": "x", "dtype": "float32", "device": "cpu"}
+
+    def read(self, ids, watch=None, change=None, keep=1):
+        count = ids.shape[1]
+        distance = torch.arange(count - 1, -1, -1).double()
+        scores = torch.stack(
+            [
+                word * (ids[0] == ids[0, -1]) - step * distance
+                for word, step in zip(self.words, self.steps, strict=True)
+            ]
+        )
+        watch.weights(0, scores.softmax(dim=-1)[None, :, None].expand(-1, -1, count, -1))
+        return torch.zeros(1, keep, self.vocabulary)
+
+
+def test_the_crossing_is_where_the_bound_says(tmp_path):
+    record = ScoreAdvantage(strings=3, farthest=64).run(Linear(), out=tmp_path)
+    first, level, blind = record.summary["by_head"]
+    assert (first["D"], first["d"]) == (pytest.approx(2.0, abs=1e-4), pytest.approx(0.1, rel=1e-3))
+    assert first["predicted"] == pytest.approx(20, rel=1e-3)
+    assert first["measured"] == pytest.approx(20, rel=1e-3)
+    assert level["measured"] is None  # never loses
+    assert (blind["predicted"], blind["measured"]) == (0, 1)  # loses at the nearest tested distance, 2
+    assert record.summary["heads_with_advantage"] == 2
+    assert record.summary["agreement"] == 1
+    assert set(record.files) == {"record", "svg", "png"}
+
+
+def test_the_crossing_lies_between_tested_distances():
+    assert crossing([2, 4, 8], torch.tensor([3.0, 1.0, -3.0]), 0.0) == pytest.approx(4 - 1 + 4 * 0.25)
+    assert crossing([2, 4], torch.tensor([3.0, 1.0]), 0.0) == math.inf
+    assert crossing([2, 4], torch.tensor([-1.0, 1.0]), 0.0) == 1
+
+
+@pytest.mark.parametrize("subject", [tiny_model(), small_decoder("cope")], ids=["language model", "decoder"])
+def test_both_kinds_of_models_are_probed(subject):
+    summary = ScoreAdvantage(strings=2, farthest=16).run(subject).summary
+    assert summary["distances"] == [2, 4, 8, 16]
+    assert len(summary["by_head"]) == subject.n_layers * subject.n_heads
