@@ -10,6 +10,7 @@ from rag_posfix.probing import (  # noqa: F401
     retrieval_heads,
     rope_waveform,
     slot_attention,
+    word_counting,
 )
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, Probe
 from rag_posfix.probing.open_subject import open_subject

@@ -62,7 +62,7 @@ def test_the_record_names_the_counters_and_their_positions_count_ends(tmp_path):
     for name, end in (("sentences", END), ("paragraphs", PARAGRAPH)):
         wanted = [text[place:].count(end) for place in range(len(text))]
         assert counters[name]["positions_of_last"] == pytest.approx(wanted, abs=1e-4)
-    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".svg", ".png"}
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} >= {".json", ".svg", ".png"}
 
 
 def test_what_is_counted_changes_no_logit():
