@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rag_posfix.encodings import Encoding
     from rag_posfix.laboratory.tasks import Task
 
-__all__ = ["app", "list_laboratory", "run"]
+__all__ = ["app", "list_laboratory", "maps", "run"]
 
 app = typer.Typer(help="Train small decoders with each position encoding on generated tasks.", no_args_is_help=True)
 
@@ -97,6 +98,46 @@ def run(
         _show(record.to_json())
 
 
+@app.command("maps")
+def maps(
+    decoder: Annotated[
+        Path, typer.Argument(help="Folder of a decoder that lab run trained on language with cope or cope_rope.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--out", callback=checked_output, help="Folder for the record and the picture.")
+    ],
+    texts: Annotated[int, typer.Option("--texts", min=1, help="Number of texts for the mean gates.")] = 16,
+    words: Annotated[int, typer.Option("--words", min=2, help="Words of a text.")] = 128,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the texts.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Show which heads of a trained CoPE count sentences, and which count paragraphs."""
+    from rag_posfix.laboratory.contextual_maps import map_contextual_positions
+
+    record = map_contextual_positions(
+        decoder, texts=texts, words=words, seed=seed, out=output, progress=experiment_step
+    )  # fmt: skip
+    if as_json:
+        emit_json(record.to_json())
+    else:
+        _show_maps(record.to_json())
+
+
+def _show_maps(found: dict[str, Any]) -> None:
+    shown = table("counts", "layer", "head", "gate on these ends", "largest gate on another kind", "difference")
+    for name, one in found["counters"].items():
+        numbers = (f"{one[key]:.2f}" for key in ("gate", "largest_other_gate", "difference"))
+        shown.add_row(name, str(one["layer"]), str(one["head"]), *numbers)
+    out().print(shown)
+    _show_files(found, ("record", "svg"))
+
+
+def _show_files(found: dict[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if name in found:
+            out().print(f"{name}: {found[name]}", highlight=False, soft_wrap=True)
+
+
 def _task(text: str) -> Task:
     from rag_posfix.laboratory.tasks import TASKS
 
@@ -167,6 +208,4 @@ def _show(found: dict[str, Any]) -> None:
             curve = next(iter(one["splits"].values()))["by_place"]
             places.add_row(label, " ".join(f"{place['mean']:.0f}" for place in curve))
         console.print(places)
-    for name in ("record", "csv", "svg"):
-        if name in found:
-            console.print(f"{name}: {found[name]}", highlight=False, soft_wrap=True)
+    _show_files(found, ("record", "csv", "svg"))

@@ -69,10 +69,19 @@ class CopePositions(Positions):
         scores: Tensor = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
         return scores
 
+    def gates(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return how much each key counts for each query, 0 to 1; those of future keys are not used.
+
+        Shapes:
+            query: (B, H, Tq, D). key: (B, H, Tk, D). returns: (B, H, Tq, Tk).
+        """
+        gates: Tensor = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).sigmoid()
+        return gates
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return causal attention with contextual positions; see ``Positions.attend``."""
         scaling = query.shape[-1] ** -0.5
-        gates = (query @ key.transpose(-1, -2) * scaling).sigmoid()  # (B, H, Tq, Tk)
+        gates = self.gates(query, key)
         table = self.table[layer if self.table.shape[0] > 1 else 0]
         by_position = query @ table.transpose(0, 1)  # (B, H, Tq, p_max + 1)
         placed = interpolate(by_position, contextual_positions(gates, self.p_max))

@@ -16,6 +16,7 @@ from rag_posfix.probing import (  # noqa: F401
     rope_waveform,
     score_advantage,
     slot_attention,
+    word_counting,
 )
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, Probe
 from rag_posfix.probing.open_subject import open_subject

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -12,7 +12,7 @@ import torch
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
 from rag_posfix.parameters import Whole
 
-__all__ = ["WORDS", "Language", "sentences"]
+__all__ = ["KINDS", "WORDS", "Language", "numbered", "sentences"]
 
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ian", "June", "Kim", "Lee")
 VERBS = ("sees", "finds", "paints", "sells", "moves", "keeps")
@@ -20,6 +20,18 @@ ADJECTIVES = ("small", "red", "old", "heavy", "new", "blue")
 NOUNS = ("boat", "chair", "lamp", "stone", "book", "wheel", "map", "coat")
 PLACES = ("garden", "harbour", "market", "station", "library", "field")
 END, PARAGRAPH = ".", "¶"
+KINDS = {
+    "person": NAMES,
+    "verb": VERBS,
+    "adjective": ADJECTIVES,
+    "thing": NOUNS,
+    "place": PLACES,
+    "other word": ("the", "a", "in", "again", "today"),
+    "sentence end": (END,),
+    "paragraph end": (PARAGRAPH,),
+}
+"""The words of each kind."""
+
 WORDS = (*NAMES, *VERBS, *ADJECTIVES, *NOUNS, *PLACES, "the", "a", "in", "again", "today", END, PARAGRAPH)
 
 KEPT = 0.9
@@ -89,13 +101,18 @@ class Language(Task):
     def batch(self, split: str, size: int, generator: torch.Generator) -> Batch:
         """Return sequences that begin somewhere in a text."""
         length = self.length * (1 if split == TRAINED else int(split[1:]))
-        number = {word: index for index, word in enumerate(WORDS)}
         seeds = torch.randint(0, 2**62, (size,), generator=generator).tolist()
-        ids = torch.tensor([[number[word] for word in _excerpt(random.Random(seed), length)] for seed in seeds])
+        ids = torch.tensor([numbered(_excerpt(random.Random(seed), length)) for seed in seeds])
         wanted = torch.ones_like(ids, dtype=torch.bool)
         scored = wanted.clone()
         scored[:, : -max(1, self.length // 4)] = False
         return joined(ids, wanted, scored)
+
+
+def numbered(words: Iterable[str]) -> list[int]:
+    """Return the token ids of words."""
+    number = {word: index for index, word in enumerate(WORDS)}
+    return [number[word] for word in words]
 
 
 def _excerpt(draw: random.Random, length: int) -> list[str]:

@@ -14,6 +14,7 @@ from rag_posfix.laboratory.tasks.counting import Counting
 from rag_posfix.laboratory.tasks.flip_flop import FlipFlop
 from rag_posfix.laboratory.tasks.key_value import KeyValue
 from rag_posfix.laboratory.tasks.language import NAMES, WORDS, Language, sentences
+from rag_posfix.laboratory.tasks.last_sentence import LastSentence
 from rag_posfix.laboratory.tasks.selective_copy import SelectiveCopy
 
 
@@ -169,3 +170,23 @@ def test_the_measure_of_the_language_counts_equally_many_words_at_every_length()
 def test_sizes_that_make_no_sequence_are_refused(task, name, value):
     with pytest.raises(ConfigError, match=f"{name}={value} must be a whole number"):
         task(**{name: value})
+
+
+def test_the_answer_of_last_sentence_is_the_count_after_the_last_sentence_end_but_one():
+    task = LastSentence(length=8, words=3)
+    for split, sentence_count in (("in", 2), ("longer", 2), ("more", 5)):
+        batch = drawn(task, split, 100)
+        answers = set()
+        for row, scored in zip(batch.ids.tolist(), scored_tokens(batch), strict=True):
+            ends = [place for place, token in enumerate(row) if token == 1]
+            assert len(ends) == sentence_count
+            last = row[ends[-2] + 1 : ends[-1]]
+            assert 2 <= len(last) <= 8
+            asked, answer = row[ends[-1] + 1], row[ends[-1] + 2]
+            assert answer - 5 == last.count(asked)
+            assert scored == [answer]
+            assert set(row[ends[-1] + 3 :]) <= {0}
+            answers.add(answer)
+        assert len(answers) > 3
+    longest = [len(row[: row.index(1)]) for row in drawn(task, "longer", 200).ids.tolist()]
+    assert max(longest) == 32

@@ -1,0 +1,217 @@
+"""What the heads of a trained CoPE count: gates by kind of word, and attention maps on a text with sentence ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rag_posfix.encodings.base import Positions
+from rag_posfix.encodings.cope import CopePositions, contextual_positions
+from rag_posfix.encodings.decoder import Decoder, load_decoder
+from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_picture
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.record import ExperimentRecord, environment
+from rag_posfix.laboratory.tasks.language import KINDS, WORDS, numbered, sentences
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Counted", "counted", "gates_by_kind", "map_contextual_positions"]
+
+SHOWN_SENTENCES = 8
+COUNTERS = {"sentences": "sentence end", "paragraphs": "paragraph end"}
+"""What a head may count, and the kind of word whose gates are then open."""
+
+
+class Counted(Positions):
+    """The contextual positions of a decoder, which keep the gates and the attention probabilities of each layer.
+
+    Attributes:
+        gates, weights: By layer, (B, H, T, T).
+    """
+
+    def __init__(self, own: CopePositions) -> None:
+        super().__init__()
+        self.own = own
+        self.gates: dict[int, Tensor] = {}
+        self.weights: dict[int, Tensor] = {}
+
+    def embed(self, states: Tensor, start: int) -> Tensor:
+        """Return what the encoding makes of embeddings."""
+        return self.own.embed(states, start)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return attention as it is; with the identity as values it is the probabilities."""
+        unit = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:2], -1, -1)
+        self.gates[layer] = self.own.gates(query, key)
+        self.weights[layer] = self.own.attend(layer, query, key, unit)
+        return self.weights[layer] @ value
+
+
+@torch.inference_mode()
+def counted(decoder: Decoder, ids: Tensor) -> Counted:
+    """Return gates and attention probabilities of every layer while a decoder reads a text.
+
+    Args:
+        decoder: A decoder with the encoding ``cope`` or one that derives from it.
+        ids: (1, T).
+
+    Raises:
+        ConfigError: the decoder has another encoding.
+    """
+    own = decoder.positions
+    if not isinstance(own, CopePositions):
+        raise ConfigError(
+            f"the decoder has the encoding {decoder.encoding.label}, which has no gates; give one that was trained "
+            "with cope or cope_rope"
+        )
+    found = Counted(own)
+    decoder.eval()(ids.to(decoder.embedding.device), positions=found)
+    return found
+
+
+def gates_by_kind(decoder: Decoder, texts: int, words: int, seed: int = 0) -> Tensor:
+    """Return the mean gate on the words of each kind, over all queries at or after them.
+
+    Formula: G(l, h, k) = mean of g_ij(l, h) over texts and over i >= j with word j of kind k.
+
+    Args:
+        decoder: As for ``counted``.
+        texts: Number of generated texts.
+        words: Of each text.
+        seed: Of the texts.
+
+    Shapes:
+        returns: (L, H, len(KINDS)) float64.
+    """
+    kinds = _kinds()
+    shape = (decoder.shape.layers, decoder.shape.heads, len(KINDS))
+    sums, counts = torch.zeros(shape, dtype=torch.float64), torch.zeros(len(KINDS), dtype=torch.float64)
+    seen = torch.ones(words, words, dtype=torch.bool).tril()
+    for number in range(texts):
+        ids = _text(random.Random(seed + number), words)
+        found = counted(decoder, torch.tensor([ids]))
+        is_kind = (kinds[torch.tensor(ids)][:, None] == torch.arange(len(KINDS))).double()  # (T, K)
+        counts += seen.double().sum(dim=0) @ is_kind
+        for layer, gates in found.gates.items():
+            by_key = (gates[0].double().cpu() * seen).sum(dim=1)  # (H, T)
+            sums[layer] += by_key @ is_kind
+    return sums / counts.clamp(min=1)
+
+
+def map_contextual_positions(
+    folder: Path, *, texts: int = 16, words: int = 128, seed: int = 0, out: Path | None = None,
+    progress: Progress = silent,
+) -> ExperimentRecord:  # fmt: skip
+    """Show which heads of a trained CoPE count sentences, and which count paragraphs.
+
+    A head counts a kind of word if its gates are open on these words and closed on all others. The head that counts
+    best is the one whose mean gate on the kind is farthest above its largest mean gate on another kind; a difference
+    of 1 is a perfect counter, one of 0 or less no counter.
+
+    Source: Golovneva et al. (2024), Contextual Position Encoding, section 5.4 and its attention maps,
+        https://arxiv.org/abs/2405.18719
+    Differs from the paper: a small decoder on generated text (the task ``language``) instead of Wikitext.
+
+    Args:
+        folder: Of a decoder of ``rag-posfix lab run language --encoding cope``.
+        texts: Number of texts for the mean gates.
+        words: Words of a text.
+        seed: Of the texts.
+        out: Folder for the record and the picture; None writes nothing.
+        progress: Progress callback (``evaluation.progress``).
+
+    Raises:
+        ConfigError: the folder holds no decoder, it has another encoding, or it was trained on another task.
+        EvaluationError: a file cannot be written.
+    """
+    decoder = load_decoder(folder)
+    if decoder.shape.vocabulary != len(WORDS):
+        raise ConfigError(
+            f"the decoder in {folder} knows {decoder.shape.vocabulary} tokens, the text of the task language has "
+            f"{len(WORDS)}; give a decoder that was trained on language"
+        )
+    with progress("reading texts"):
+        gates = gates_by_kind(decoder, texts, words, seed)
+    summary = {
+        "kinds": list(KINDS),
+        "gates": gates.tolist(),
+        "counters": {name: _counter(decoder, gates, kind, seed) for name, kind in COUNTERS.items()},
+        "text": [WORDS[one] for one in _shown(seed)],
+    }
+    head = {
+        "kind": "lab-maps",
+        **environment(),
+        "encoding": decoder.encoding.label,
+        "settings": {"texts": texts, "words": words, "seed": seed},
+        "summary": summary,
+    }
+    return with_picture(ExperimentRecord(head).write(out), draw_maps)
+
+
+def _counter(decoder: Decoder, gates: Tensor, kind: str, seed: int) -> dict[str, Any]:
+    """Return the head that counts a kind best, with its positions and attention on the shown text."""
+    place = list(KINDS).index(kind)
+    others = gates.clone()
+    others[..., place] = -1
+    above = gates[..., place] - others.amax(dim=-1)  # (L, H)
+    layer, head = divmod(int(above.argmax()), above.shape[1])
+    found = counted(decoder, torch.tensor([_shown(seed)]))
+    positions = contextual_positions(found.gates[layer], decoder.encoding.parameters["p_max"])
+    return {
+        "layer": layer,
+        "head": head,
+        "gate": float(gates[layer, head, place]),
+        "largest_other_gate": float(others[layer, head].amax()),
+        "difference": float(above[layer, head]),
+        "positions_of_last": positions[0, head, -1].tolist(),
+        "attention": found.weights[layer][0, head].tolist(),
+    }
+
+
+def draw_maps(head: Mapping[str, Any]) -> Figure:
+    """Return the mean gates of every head, and for each counter its attention map with the ends as lines."""
+    summary = head["summary"]
+    figure, only = new_axes((13.0, 4.2))
+    only.remove()
+    bars, *maps = figure.subplots(1, 1 + len(COUNTERS), width_ratios=(1.2, *[1.0] * len(COUNTERS)))
+    flat = [heads for layer in summary["gates"] for heads in layer]
+    shown = bars.imshow(flat, aspect="auto", vmin=0, vmax=1, cmap="viridis")
+    figure.colorbar(shown, ax=bars, shrink=0.85)
+    bars.set_xticks(range(len(summary["kinds"])), summary["kinds"], rotation=60, ha="right", fontsize=7)
+    per_layer = len(summary["gates"][0])
+    names = [f"layer {index // per_layer}, head {index % per_layer}" for index in range(len(flat))]
+    bars.set_yticks(range(len(flat)), names, fontsize=7)
+    bars.set_title("mean gate by kind of word", fontsize=10, loc="left")
+    for axes, (name, one) in zip(maps, summary["counters"].items(), strict=True):
+        axes.imshow(one["attention"], aspect="auto", cmap="Greys", vmax=0.3)
+        for place, word in enumerate(summary["text"]):
+            if word in KINDS[COUNTERS[name]]:
+                axes.axvline(place, color=OTHER_COLORS[0], linewidth=0.8)
+                axes.axhline(place, color=OTHER_COLORS[0], linewidth=0.8)
+        title = f"{name}: layer {one['layer']}, head {one['head']}, difference {one['difference']:.2f}"
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel("key")
+        axes.set_ylabel("query")
+    return figure
+
+
+def _kinds() -> Tensor:
+    """Return the number of the kind of each word."""
+    return torch.tensor([next(place for place, words in enumerate(KINDS.values()) if word in words) for word in WORDS])
+
+
+def _text(draw: random.Random, words: int) -> list[int]:
+    return list(islice((one for sentence in sentences(draw) for one in numbered(sentence)), words))
+
+
+def _shown(seed: int) -> list[int]:
+    """Return the text of the picture: two paragraphs."""
+    return [one for sentence in islice(sentences(random.Random(seed)), SHOWN_SENTENCES) for one in numbered(sentence)]
