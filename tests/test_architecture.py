@@ -324,6 +324,7 @@ IMPORT_RULES = [
             "rag_posfix/integrations/*",
             "rag_posfix/laboratory/*",
             "rag_posfix/probing/*",
+            "rag_posfix/training/*",
             "services/rag_posfix_api/*",
         ),
         never=("rag_posfix.cli", "rag_posfix.evaluation", "rag_posfix.integrations", "rag_posfix_api"),

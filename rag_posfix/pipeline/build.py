@@ -32,7 +32,8 @@ from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.deferred import DeferredGenerator, deferred_generator
 from rag_posfix.generation.encode_texts import TextEncoder
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.load import load_engine, quiet_loading
+from rag_posfix.generation.load import load_engine, quiet_loading, read_facts
+from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.remote.address import is_remote
 from rag_posfix.generation.remote.connection import ServerLimits
 from rag_posfix.generation.remote.generator import RemoteGenerator
@@ -60,6 +61,7 @@ __all__ = [
     "build_generator",
     "build_pipeline",
     "build_reranker_models",
+    "build_tokenizer",
     "invalidate_stored",
     "launch_environment",
     "precompute_stored",
@@ -220,6 +222,17 @@ def _remote(settings: Settings) -> RemoteGenerator:
         token_limit_field=remote.max_tokens_field,
         still_wanted=check_wanted,
     )
+
+
+def build_tokenizer(settings: Settings) -> Tokenizer:
+    """Return the tokenizer of ``settings.model``; its weights are not read into memory.
+
+    Raises:
+        ConfigError: the model cannot be found or read.
+        UnsupportedModelError: its family is not supported.
+    """
+    facts = read_facts(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
+    return facts.tokenizer
 
 
 def launch_environment() -> LaunchEnvironment:
