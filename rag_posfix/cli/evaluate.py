@@ -9,6 +9,7 @@ import typer
 
 from rag_posfix.cli.options import (
     BASIC_METHODS,
+    AdapterFolder,
     AsJson,
     DeviceName,
     GoldPositions,
@@ -91,6 +92,7 @@ def positions(
         ),
     ] = False,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -108,7 +110,7 @@ def positions(
         data, checked_choices_and_arrangements(mitigation, arrangement),
         gold_positions=gold_positions_of(gold_positions, documents),
         documents=documents, limit=limit, skip=skip, max_tokens=max_tokens, check_orders=check_orders, fresh=fresh,
-        reuse=reuse, settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
+        reuse=reuse, settings=settings_from(model=model, adapter=adapter, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())
@@ -132,6 +134,7 @@ def permutations(
     max_tokens: MaxTokens = 24,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random orders.")] = 0,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -145,7 +148,7 @@ def permutations(
     record = evaluate_permutations(
         data, checked_choices_and_arrangements(mitigation, arrangement), orders=orders, documents=documents,
         limit=limit, skip=skip, max_tokens=max_tokens, seed=seed,
-        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
+        settings=settings_from(model=model, adapter=adapter, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_output, settings_from
+from rag_posfix.cli.options import AdapterFolder, AsJson, DeviceName, ModelName, checked_output, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out, table
 
 __all__ = ["app", "positional_dimensions", "retrieval_heads", "slot_attention"]
@@ -33,6 +33,7 @@ def positional_dimensions(
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens.")] = 0,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -41,7 +42,7 @@ def positional_dimensions(
 
     record = probe_positional_channels(
         strings=strings, tokens=tokens, top=top, factor=factor, seed=seed,
-        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
+        settings=settings_from(model=model, adapter=adapter, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())
@@ -57,6 +58,7 @@ def slot_attention(
     limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of questions.")] = 20,
     skip: Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")] = 0,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -65,7 +67,7 @@ def slot_attention(
 
     record = probe_slot_attention(
         data, documents=documents, limit=limit, skip=skip,
-        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
+        settings=settings_from(model=model, adapter=adapter, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())
@@ -86,6 +88,7 @@ def retrieval_heads(
     keep: Annotated[int, typer.Option("--heads", min=1, help="Number of heads in the list.")] = 8,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the order of the passages.")] = 0,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -94,7 +97,7 @@ def retrieval_heads(
 
     record = probe_retrieval_heads(
         data, documents=documents, limit=limit, skip=skip, keep=keep, seed=seed,
-        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
+        settings=settings_from(model=model, adapter=adapter, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

@@ -189,6 +189,7 @@ def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
         device=settings.device,
         device_map=settings.device_map,
         cache_dir=settings.cache_dir,
+        adapter=settings.adapter,
     )
     if not passage_bytes:
         return engine
@@ -210,6 +211,8 @@ def build_generator(settings: Settings, passage_bytes: int = 0) -> Generator:
 
 
 def _remote(settings: Settings) -> RemoteGenerator:
+    if settings.adapter is not None:
+        raise ConfigError(f"an adapter changes weights in this process, and model={settings.model!r} is on a server")
     for name, given in (("tp", settings.tp != 1), ("device_map", settings.device_map is not None)):
         if given:
             raise ConfigError(f"{name} deals out weights in this process, and model={settings.model!r} is on a server")
@@ -420,8 +423,9 @@ def _load(settings: Settings, undo: ExitStack, deferred: bool) -> Generator:
             return _with_passages(build_engine(settings), settings, opened)[0]
 
         return deferred_generator(
-            settings.model, load, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
-        )
+            settings.model, load, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir,
+            adapter=settings.adapter,
+        )  # fmt: skip
     if settings.tp == 1:
         return build_engine(settings)
     if settings.device_map is not None:
@@ -429,6 +433,8 @@ def _load(settings: Settings, undo: ExitStack, deferred: bool) -> Generator:
             f"device_map={settings.device_map!r} and tp={settings.tp} each deal a model out to several devices; give "
             "one of them"
         )
+    if settings.adapter is not None:
+        raise ConfigError(f"adapter={str(settings.adapter)!r} cannot be merged with tp={settings.tp}; use tp=1")
     split = load_parallel(
         settings.model,
         tp=settings.tp,

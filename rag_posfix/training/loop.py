@@ -128,7 +128,7 @@ def _step(model: TunedModel, course: Course, optimizer: torch.optim.Optimizer, s
         with model.computing():
             for loss in course.objective.losses(model, course.prompts, course.sample(number), random, best_place):
                 torch.autograd.backward(loss / settings.batch)
-                total += float(loss)
+                total += float(loss.detach())
     if not total < float("inf"):
         raise GenerationError(
             f"the loss is {total} in step {step + 1}; lower --learning-rate, or train with --dtype float32"

@@ -119,7 +119,7 @@ class Distill:
     """Let the model say with the gold passage anywhere what it said, untrained, with it at its best place.
 
     Source: Pos2Distill (2025), section 3 (retrieval), https://arxiv.org/abs/2508.15709
-    Formula: KL(teacher at the best place || student elsewhere) + anchor KL(teacher || student, both at the best place).
+    Formula: KL(teacher at the best place || student elsewhere) + anchor KL(teacher || student at the best place).
     Differs from the paper: the best place is measured instead of the first; one drawn place per sample and step
         instead of a weighted sum over places.
 

@@ -52,8 +52,8 @@ class PromptMaker:
         missing = len(sample.passages) - len(made.documents)
         if missing:
             raise ConfigError(
-                f"sample {sample.id}: {missing} of {len(sample.passages)} passages repeat or do not fit into the context "
-                f"window of {self._assembler.context_window} tokens; make training data with a lower --max-tokens"
+                f"sample {sample.id}: {missing} of {len(sample.passages)} passages repeat or do not fit into the "
+                f"context window of {self._assembler.context_window} tokens; make data with a lower --max-tokens"
             )
         return TrainingPrompt(made.layout, answer)
 

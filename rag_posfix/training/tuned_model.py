@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -126,11 +127,12 @@ def prepare(engine: Engine, settings: TrainSettings, base: str, teacher: LoadedM
     )
     config = LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, target_modules=names, lora_dropout=0.0, bias="none",
-        task_type="CAUSAL_LM", base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
     )  # fmt: skip
     devices = [] if engine.loaded.device.type == "cpu" else [engine.loaded.device]
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by names that it will lose
             torch.manual_seed(settings.seed)
             adapted = get_peft_model(model, config)
     except ValueError as error:
