@@ -110,7 +110,8 @@ def positions(
         data, checked_choices_and_arrangements(mitigation, arrangement),
         gold_positions=gold_positions_of(gold_positions, documents),
         documents=documents, limit=limit, skip=skip, max_tokens=max_tokens, check_orders=check_orders, fresh=fresh,
-        reuse=reuse, settings=settings_from(model=model, adapter=adapter, device=device), out=output, progress=experiment_step,
+        reuse=reuse, settings=settings_from(model=model, adapter=adapter, device=device), out=output,
+        progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

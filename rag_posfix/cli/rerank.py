@@ -100,8 +100,8 @@ def rerank(
         beir_files(corpus, queries, qrels, split), _reranker_choices(reranker),
         first_stage=run if run.is_file() else first_stage, depth=depth, measures=measures, limit=limit, skip=skip,
         binary=binary, titles=titles, fresh=fresh, ray=ray, ray_actors=actors,
-        settings=settings_from(model=model, adapter=adapter, device=device, embedding_model=embedding_model), out=output,
-        progress=experiment_step,
+        settings=settings_from(model=model, adapter=adapter, device=device, embedding_model=embedding_model),
+        out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())
@@ -145,8 +145,8 @@ def rerank_positions(
     record = evaluate_reranking_positions(
         data, _reranker_choices(reranker, at_least=1), gold_positions=positions, documents=documents,
         limit=limit, skip=skip, fresh=fresh,
-        settings=settings_from(model=model, adapter=adapter, device=device, embedding_model=embedding_model), out=output,
-        progress=experiment_step,
+        settings=settings_from(model=model, adapter=adapter, device=device, embedding_model=embedding_model),
+        out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

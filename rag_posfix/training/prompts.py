@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.plan.layout import Layout
 from rag_posfix.training.data.sample import Sample
 
@@ -34,7 +34,7 @@ class PromptMaker:
         context_window: Token limit of prompt and answer together.
     """
 
-    def __init__(self, encoder: TokenEncoder, context_window: int) -> None:
+    def __init__(self, encoder: Tokenizer, context_window: int) -> None:
         self._encoder = encoder
         self._assembler = Assembler(encoder, context_window)
         self._end = end_of_answer(encoder)
@@ -58,7 +58,7 @@ class PromptMaker:
         return TrainingPrompt(made.layout, answer)
 
 
-def end_of_answer(encoder: TokenEncoder) -> int:
+def end_of_answer(encoder: Tokenizer) -> int:
     """Return the token that ends an answer: what the chat template writes after one.
 
     Raises:
