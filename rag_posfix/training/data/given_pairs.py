@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.data.datasets import load_examples
+from rag_posfix.evaluation.data.datasets import load_examples, take_examples
 from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.training.data.contamination import Contamination
 from rag_posfix.training.data.pair import Pair, Segment, drawn
@@ -70,8 +70,7 @@ def read_examples(source: str, skip: int, limit: int | None) -> list[PositionExa
         EvaluationError: the file is missing or malformed, or no question is left.
     """
     if source == SHIPPED and not Path(source).exists():
-        found = demo_examples()
-        return found[skip:] if limit is None else found[skip : skip + limit]
+        return take_examples(demo_examples(), limit, skip)
     return load_examples(Path(source), limit=limit, skip=skip)
 
 
