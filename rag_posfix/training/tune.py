@@ -42,7 +42,7 @@ def tune(
 ) -> ExperimentRecord:
     """Train the model of an engine on a file of samples, and write what came out of it.
 
-    The last ``settings.held_out`` samples are evaluated and not trained on. The same call continues after an
+    The last ``settings.held_out`` samples are evaluated; they and others with their questions are not trained on. The same call continues after an
     interruption; a finished run is not repeated.
 
     Args:
@@ -93,7 +93,15 @@ def tune(
 def _course(engine: Engine, objective: Objective, samples: list[Sample], settings: TrainSettings) -> Course:
     cut = len(samples) - settings.held_out
     prompts = PromptMaker(engine.encoder, engine.context_window)
-    return Course(objective, samples[:cut], samples[cut:], settings, prompts)
+    held_out = samples[cut:]
+    asked = {one.question for one in held_out}  # a file that repeats its pairs would measure what was trained on
+    trained = [one for one in samples[:cut] if one.question not in asked]
+    if not trained:
+        raise ConfigError(
+            f"all questions are among those of the {len(held_out)} held-out samples; make data from more pairs, or "
+            "lower --held-out"
+        )
+    return Course(objective, trained, held_out, settings, prompts)
 
 
 def _facts(objective: Objective) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rag_posfix.errors import ConfigError, EvaluationError, GenerationError
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.generation.load import load_engine
 from rag_posfix.mitigations import create
+from rag_posfix.training import tune as module
 from rag_posfix.training.data.sample_file import read_samples
 from rag_posfix.training.held_out import best_share, shares, worst_of
 from rag_posfix.training.objectives import Block
@@ -190,6 +191,23 @@ def test_what_cannot_be_trained_is_told(folders, tmp_path):
     blocked.write_text("")
     with pytest.raises(EvaluationError, match="choose another --out"):
         tiny_tune(*folders, blocked / "folder")
+
+
+def test_questions_of_held_out_samples_are_not_trained_on(folders, tmp_path, monkeypatch):
+    rows = folders[1].read_text().splitlines(keepends=True)
+    repeated = tmp_path / "repeated.jsonl"
+    repeated.write_text("".join([*rows[:4], rows[0], rows[1]]))
+    seen = []
+    made = module._course
+    monkeypatch.setattr(module, "_course", lambda *given: seen.append(made(*given)) or seen[-1])
+    tiny_tune(folders[0], repeated, tmp_path / "out", settings=dataclasses.replace(SETTINGS, steps=1))
+    questions = [json.loads(row)["question"] for row in rows]
+    assert [one.question for one in seen[0].samples] == questions[2:4]
+    assert [one.question for one in seen[0].held_out] == questions[:2]
+    same_question = tmp_path / "same.jsonl"
+    same_question.write_text(rows[0] * 3)
+    with pytest.raises(ConfigError, match="more pairs"):
+        tiny_tune(folders[0], same_question, tmp_path / "same")
 
 
 def test_a_loss_that_is_no_number_ends_the_run(folders, tmp_path, monkeypatch):
