@@ -184,7 +184,7 @@ def test_what_cannot_be_trained_is_told(folders, tmp_path):
         TrainSettings(steps=0)
     long = tmp_path / "long.jsonl"
     row = {"question": "q", "answers": ["a"], "ctxs": [{"text": "x" * 2000, "isgold": True}, {"text": "y"}]}
-    long.write_text((json.dumps(row) + "\n") * 3)
+    long.write_text("".join(json.dumps({**row, "question": f"q{n}"}) + "\n" for n in range(3)))
     with pytest.raises(ConfigError, match="context window"):
         tiny_tune(folders[0], long, tmp_path / "b")
     blocked = tmp_path / "file"
