@@ -42,8 +42,8 @@ def tune(
 ) -> ExperimentRecord:
     """Train the model of an engine on a file of samples, and write what came out of it.
 
-    The last ``settings.held_out`` samples are evaluated; they, and others with their questions, are not trained on. The
-    same call continues after an interruption; a finished run is not repeated.
+    The last ``settings.held_out`` samples are evaluated; they, and others with their questions, are not trained on.
+    The same call continues after an interruption; a finished run is not repeated.
 
     Args:
         engine: The model; it is changed.
