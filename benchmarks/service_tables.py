@@ -1,11 +1,11 @@
-"""Rows of the tables about the service: first hour, load, faults and queueing."""
+"""Rows of the tables about the service: first hour, clients, load, faults, queueing and routers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["capacity_check", "faults", "first_answer", "service_load"]
+__all__ = ["capacity_check", "clients", "faults", "first_answer", "ray_routing", "service_load"]
 
 Head = Mapping[str, Any]
 Row = list[str]
@@ -72,3 +72,22 @@ def capacity_check(heads: Sequence[Head]) -> Iterator[Row]:
         predicted, measured = found["predicted_response_s"], found["measured_response_s"]
         ratio = f"{found['measured_to_predicted']:.2f}"
         yield [name, f"{found['load']:.0%}".replace("%", " %"), f"{predicted:.3f} s", f"{measured:.3f} s", ratio]
+
+
+def ray_routing(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per router of Ray Serve: the share of the prompts that came from the store, and ratios."""
+    yield ["router", "tokens from the passage KV store", "p50 / round robin", "throughput / round robin"]
+    for name, found in heads[0]["summary"]["routers"].items():
+        ratios = [f"{found[key]:.2f}" for key in ("p50_ratio", "throughput_ratio")]
+        yield [name, f"{found['hit_rate']:.0%}".replace("%", " %"), *ratios]
+
+
+def clients(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield one row for each client and route: whether it works, whole and streamed."""
+    yield ["client", "route", "whole", "streamed"]
+    for head in heads:
+        versions = head["summary"]["clients"]
+        for cell in head["summary"]["cells"]:
+            name = cell["client"]
+            known = f"`{name}` {versions[name]}" if name in versions else name
+            yield [known, f"`{cell['route']}`", *(cell[form].replace("|", "\\|") for form in ("whole", "streamed"))]

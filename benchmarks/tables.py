@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.service_tables import capacity_check, faults, first_answer, service_load
+from benchmarks.service_tables import capacity_check, clients, faults, first_answer, ray_routing, service_load
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head
 
@@ -309,26 +309,7 @@ def nothing_relevant(heads: Sequence[Head]) -> Iterator[Row]:
         yield [short(f"{float(threshold):.2f}"), *(f"{found[kind]:.1%}".replace("%", " %") for kind in kinds)]
 
 
-def ray_routing(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per router of Ray Serve: the share of the prompts that came from the store, and ratios."""
-    yield ["router", "tokens from the passage KV store", "p50 / round robin", "throughput / round robin"]
-    for name, found in heads[0]["summary"]["routers"].items():
-        ratios = [f"{found[key]:.2f}" for key in ("p50_ratio", "throughput_ratio")]
-        yield [name, percent(found["hit_rate"]), *ratios]
-
-
 Layout = Callable[[Sequence[Head]], Iterator[Row]]
-
-
-def clients(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield one row for each client and route: whether it works, whole and streamed."""
-    yield ["client", "route", "whole", "streamed"]
-    for head in heads:
-        versions = head["summary"]["clients"]
-        for cell in head["summary"]["cells"]:
-            name = cell["client"]
-            known = f"`{name}` {versions[name]}" if name in versions else name
-            yield [known, f"`{cell['route']}`", *(cell[form].replace("|", "\\|") for form in ("whole", "streamed"))]
 
 
 LAYOUTS: dict[str, Layout] = {

@@ -161,6 +161,7 @@ class Settings(BaseSettings):
     Attributes:
         model: ``smollm2`` or ``gemma3-270m`` (packaged models), a model id, a folder, or ``openai:NAME@URL`` for a
             model of an OpenAI-compatible server.
+        adapter: Folder of a LoRA adapter that is merged into the weights of ``model``; None for none.
         embedding_model: ``minilm`` (packaged), a model id, or a folder.
         dtype: ``auto`` chooses bfloat16 on devices that are fast with it, else float32.
         device: ``auto``, ``cpu``, ``cuda``, ...
@@ -193,6 +194,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_", frozen=True, extra="forbid")
 
     model: str = "smollm2"
+    adapter: Path | None = None
     embedding_model: str = "minilm"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: str = "auto"

@@ -51,6 +51,7 @@ NEEDED_ON_DEMAND = {
     "rag_posfix/caching/redis_client.py": ("redis",),  # where passages are kept in Redis
     "rag_posfix/caching/redis_link.py": ("redis",),
     "rag_posfix/generation/remote/connection.py": ("httpx2", "anyio"),  # where the model is on a server
+    "rag_posfix/generation/model/adapters.py": ("peft",),  # where a model has an adapter
     "rag_posfix/generation/model/fingerprint.py": ("huggingface_hub",),  # a package that transformers needs itself
 }
 """What a file imports inside of a function, for what the rooms that compute do not do themselves."""
@@ -324,6 +325,7 @@ IMPORT_RULES = [
             "rag_posfix/integrations/*",
             "rag_posfix/laboratory/*",
             "rag_posfix/probing/*",
+            "rag_posfix/training/*",
             "services/rag_posfix_api/*",
         ),
         never=("rag_posfix.cli", "rag_posfix.evaluation", "rag_posfix.integrations", "rag_posfix_api"),

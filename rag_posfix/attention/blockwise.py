@@ -43,7 +43,8 @@ def attend_with_lse(
     With ``causal``, query i sees keys 0..i + Tk - Tq: the queries are the newest tokens.
 
     Cost: fused on CPUs, and on GPUs by the kernels that PyTorch's own attention uses: flash attention in 16 bits, the
-        memory-efficient one in float32. Elsewhere a (B, Hq, 256, Tk) float32 score tensor at a time.
+        memory-efficient one in float32. Elsewhere, and where a gradient is wanted, a (B, Hq, 256, Tk) float32 score
+        tensor at a time: the fused kernels have no gradient of the log-sum-exp.
     """
     n_query, n_key = query.shape[2], key.shape[2]
     if causal and n_query < n_key:  # the fused kernel aligns its diagonal with the first key
@@ -54,6 +55,8 @@ def attend_with_lse(
                 attend_with_lse(query, key[:, :, past:], value[:, :, past:], scaling, causal=True),
             ]
         )
+    if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
+        return _in_blocks(query, key, value, scaling, causal)
     if query.device.type == "cuda":
         return _on_gpu(query, key, value, scaling, causal and n_query > 1)
     if has_lse_kernel(query.device):

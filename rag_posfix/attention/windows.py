@@ -60,6 +60,7 @@ class WindowedAttention(AttentionOverride):
     """
 
     needs_mask: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = True
 
     def __init__(self, layout: Layout, windows: Sequence[Span]) -> None:
         self._prefix = len(layout.prefix)

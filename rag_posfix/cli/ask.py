@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rag_posfix.cli.options import (
+    AdapterFolder,
     AsJson,
     DeviceName,
     ModelName,
@@ -68,6 +69,7 @@ def ask(
     retriever: FirstStage = None,
     max_tokens: MaxTokens = None,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     tp: Split = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
@@ -82,7 +84,7 @@ def ask(
     _check_usage(question, chat=chat, stream=stream, as_json=as_json)
     choice = checked_choice(mitigation) if mitigation else None
     settings = settings_from(
-        model=model, device=device, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker,
+        model=model, adapter=adapter, device=device, max_tokens=max_tokens, order=order, k=k, tp=tp, reranker=reranker,
         retriever=retriever, mitigation=choice and choice.name,
     )  # fmt: skip
     check_index(index)

@@ -7,7 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_choices, checked_output, settings_from
+from rag_posfix.cli.options import (
+    AdapterFolder,
+    AsJson,
+    DeviceName,
+    ModelName,
+    checked_choices,
+    checked_output,
+    settings_from,
+)
 from rag_posfix.cli.output import emit_json, experiment_step, out, table
 
 __all__ = ["bench"]
@@ -47,6 +55,7 @@ def bench(
         ),
     ] = None,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     output: Annotated[
         Path | None,
@@ -60,7 +69,7 @@ def bench(
     record = measure_speed(
         None if mitigation is None else checked_choices(mitigation), documents=documents, tokens=tokens,
         repeats=repeats, new_tokens=new_tokens, together=together, warm=warm, redis_url=redis_url,
-        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
+        settings=settings_from(model=model, adapter=adapter, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

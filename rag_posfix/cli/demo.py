@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_choice, parse_choice, settings_from
+from rag_posfix.cli.options import (
+    AdapterFolder,
+    AsJson,
+    DeviceName,
+    ModelName,
+    checked_choice,
+    parse_choice,
+    settings_from,
+)
 from rag_posfix.cli.output import emit_json, err, out, progress_bar, status, table
 
 if TYPE_CHECKING:
@@ -55,6 +63,7 @@ def demo(
         str, typer.Option("--mitigation", help="Method to compare with the unmodified model.")
     ] = "default",
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -64,7 +73,7 @@ def demo(
     answer, is put first, in the middle and last.
     """
     checked_choice(mitigation)
-    settings = settings_from(model=model, device=device)
+    settings = settings_from(model=model, adapter=adapter, device=device)
     started = time.perf_counter()
     with status("loading the model (converted to bfloat16 on the first start) and the embeddings"):
         from rag_posfix.pipeline.build import build_engine

@@ -9,6 +9,7 @@ import typer
 
 from rag_posfix.cli.options import (
     BASIC_METHODS,
+    AdapterFolder,
     AsJson,
     DeviceName,
     GoldPositions,
@@ -95,6 +96,7 @@ def positions(
     ] = False,
     actors: Annotated[int, typer.Option("--ray-actors", min=1, help="Number of processes with the model on Ray.")] = 2,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -112,8 +114,8 @@ def positions(
         data, checked_choices_and_arrangements(mitigation, arrangement),
         gold_positions=gold_positions_of(gold_positions, documents),
         documents=documents, limit=limit, skip=skip, max_tokens=max_tokens, check_orders=check_orders, fresh=fresh,
-        reuse=reuse, ray=ray, ray_actors=actors, settings=settings_from(model=model, device=device), out=output,
-        progress=experiment_step,
+        reuse=reuse, ray=ray, ray_actors=actors, settings=settings_from(model=model, adapter=adapter, device=device),
+        out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())
@@ -137,6 +139,7 @@ def permutations(
     max_tokens: MaxTokens = 24,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random orders.")] = 0,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -150,7 +153,7 @@ def permutations(
     record = evaluate_permutations(
         data, checked_choices_and_arrangements(mitigation, arrangement), orders=orders, documents=documents,
         limit=limit, skip=skip, max_tokens=max_tokens, seed=seed,
-        settings=settings_from(model=model, device=device), out=output, progress=experiment_step,
+        settings=settings_from(model=model, adapter=adapter, device=device), out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

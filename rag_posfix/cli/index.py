@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, DeviceName, EmbeddingModel, ModelName, checked_choice, settings_from
+from rag_posfix.cli.options import (
+    AdapterFolder,
+    AsJson,
+    DeviceName,
+    EmbeddingModel,
+    ModelName,
+    checked_choice,
+    settings_from,
+)
 from rag_posfix.cli.output import emit_json, out, progress_bar, progress_bars, status
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.folders import PASSAGES_FOLDER
@@ -54,6 +62,7 @@ def index(
         ),
     ] = None,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Ignore an existing index and embed every passage again.")
@@ -69,7 +78,7 @@ def index(
     skipped and listed at the end. Vectors are kept while they are computed: the same command continues after it was
     interrupted.
     """
-    settings = settings_from(embedding_model=embedding_model, model=model, device=device)
+    settings = settings_from(embedding_model=embedding_model, model=model, adapter=adapter, device=device)
     chosen = None if precompute is None else checked_choice(precompute)
     if chosen is not None:
         _check_store(settings)

@@ -9,7 +9,22 @@ from collections.abc import Sequence
 import typer
 
 from rag_posfix import __version__
-from rag_posfix.cli import ask, bench, cache, demo, evaluate, index, keys, lab, methods, models, probe, serve, verify
+from rag_posfix.cli import (
+    ask,
+    bench,
+    cache,
+    demo,
+    evaluate,
+    index,
+    keys,
+    lab,
+    methods,
+    models,
+    probe,
+    serve,
+    train,
+    verify,
+)
 from rag_posfix.cli.output import emit_json, err
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.settings import wait_politely
@@ -38,6 +53,7 @@ app.command("bench")(bench.bench)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(probe.app, name="probe")
 app.add_typer(lab.app, name="lab")
+app.add_typer(train.app, name="train")
 app.add_typer(cache.app, name="cache")
 app.add_typer(models.app, name="models")
 app.add_typer(keys.app, name="keys")

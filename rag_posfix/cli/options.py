@@ -22,6 +22,7 @@ S = TypeVar("S", Settings, ServiceSettings)
 
 __all__ = [
     "BASIC_METHODS",
+    "AdapterFolder",
     "AsJson",
     "DeviceName",
     "EmbeddingModel",
@@ -69,6 +70,10 @@ Split = Annotated[
 ModelName = Annotated[
     str | None,
     setting_option("--model", "Model: smollm2, gemma3-270m, a Hugging Face model id, a folder, or openai:NAME@URL."),
+]
+
+AdapterFolder = Annotated[
+    Path | None, setting_option("--adapter", "Folder of a LoRA adapter of the model, as rag-posfix train writes it.")
 ]
 
 DeviceName = Annotated[
@@ -281,7 +286,7 @@ def follows(settings: Settings) -> bool:
     Raises:
         ConfigError: the model cannot be split over this number of processes.
     """
-    if settings.tp == 1:
+    if settings.tp == 1 or settings.adapter is not None:  # an adapter is refused where the model is loaded
         return False
     from rag_posfix.generation.tensor_parallel.launch import follow_torchrun
     from rag_posfix.pipeline.build import launch_environment

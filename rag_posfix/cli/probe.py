@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rag_posfix.cli.options import AsJson, DeviceName, ModelName, checked_output, settings_from
+from rag_posfix.cli.options import AdapterFolder, AsJson, DeviceName, ModelName, checked_output, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out, table
 
 if TYPE_CHECKING:
     from rag_posfix.evaluation.record import ExperimentRecord
     from rag_posfix.probing.base import Probe
+    from rag_posfix.settings import Settings
 
 __all__ = ["ProbeGroup", "app", "list_probes", "probe_all"]
 
@@ -87,6 +88,7 @@ def probe_all(
         Path | None, typer.Option("--data", help="Questions for the probes that need them, as those take them.")
     ] = None,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -98,7 +100,7 @@ def probe_all(
     for one in chosen:
         one.check()
     with experiment_step("loading the model"):
-        subject = open_subject(settings_from(model=model, device=device))
+        subject = open_subject(settings_from(model=model, adapter=adapter, device=device))
     found, page = run_probes(subject, chosen, output, experiment_step)
     if as_json:
         records = {name: record.to_json() for name, record in found.records.items()}
@@ -146,11 +148,13 @@ def _probe_commands() -> dict[str, Any]:
 def _function(cls: type[Probe]) -> Callable[..., None]:
     """Return a function whose signature has an option per parameter of the probe."""
 
-    def command(*, output: Path, model: str | None, device: str | None, as_json: bool, **parameters: Any) -> None:
-        given = {name: value for name, value in parameters.items() if value is not None}
-        _run(cls(**given), output, model, device, as_json)
+    def command(*, output: Path, as_json: bool, **options: Any) -> None:
+        settings = settings_from(**{name: options.pop(name) for name in models})
+        given = {name: value for name, value in options.items() if value is not None}
+        _run(cls(**given), output, settings, as_json)
 
-    shared = {"model": (ModelName, None), "device": (DeviceName, None), "as_json": (AsJson, False)}
+    models = {"model": (ModelName, None), "adapter": (AdapterFolder, None), "device": (DeviceName, None)}
+    shared = {**models, "as_json": (AsJson, False)}
     signature = [
         inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, annotation=Out),
         *_options(cls),
@@ -186,12 +190,12 @@ def _options(cls: type[Probe]) -> list[inspect.Parameter]:
     return made
 
 
-def _run(probe: Probe, output: Path, model: str | None, device: str | None, as_json: bool) -> None:
+def _run(probe: Probe, output: Path, settings: Settings, as_json: bool) -> None:
     from rag_posfix.probing import open_subject
 
     probe.check()
     with experiment_step("loading the model"):
-        subject = open_subject(settings_from(model=model, device=device))
+        subject = open_subject(settings)
     record = probe.run(subject, out=output, progress=experiment_step)
     if as_json:
         emit_json(record.to_json())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rag_posfix.cli.options import (
+    AdapterFolder,
     AsJson,
     DeviceName,
     EmbeddingModel,
@@ -80,6 +81,7 @@ def rerank(
     actors: Annotated[int, typer.Option("--ray-actors", min=1, help="Number of reranker processes on Ray.")] = 2,
     embedding_model: EmbeddingModel = None,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -98,8 +100,8 @@ def rerank(
         beir_files(corpus, queries, qrels, split), _reranker_choices(reranker),
         first_stage=run if run.is_file() else first_stage, depth=depth, measures=measures, limit=limit, skip=skip,
         binary=binary, titles=titles, fresh=fresh, ray=ray, ray_actors=actors,
-        settings=settings_from(model=model, device=device, embedding_model=embedding_model), out=output,
-        progress=experiment_step,
+        settings=settings_from(model=model, adapter=adapter, device=device, embedding_model=embedding_model),
+        out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())
@@ -128,6 +130,7 @@ def rerank_positions(
     fresh: Fresh = False,
     embedding_model: EmbeddingModel = None,
     model: ModelName = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -142,8 +145,8 @@ def rerank_positions(
     record = evaluate_reranking_positions(
         data, _reranker_choices(reranker, at_least=1), gold_positions=positions, documents=documents,
         limit=limit, skip=skip, fresh=fresh,
-        settings=settings_from(model=model, device=device, embedding_model=embedding_model), out=output,
-        progress=experiment_step,
+        settings=settings_from(model=model, adapter=adapter, device=device, embedding_model=embedding_model),
+        out=output, progress=experiment_step,
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())

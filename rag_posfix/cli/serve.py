@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from rag_posfix.cli.options import (
+    AdapterFolder,
     DeviceName,
     ModelName,
     Split,
@@ -35,6 +36,7 @@ def serve(
         str | None,
         setting_option("--served-model-name", "Name of the model in responses and requests.", of=ServiceSettings),
     ] = None,
+    adapter: AdapterFolder = None,
     device: DeviceName = None,
     tp: Split = None,
     mitigation: Annotated[str | None, setting_option("--mitigation", "Default method of requests.")] = None,
@@ -54,7 +56,7 @@ def serve(
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser once it is ready.")] = False,
 ) -> None:
     """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz, /metrics and a page at /."""
-    settings = settings_from(model=model, device=device, index=index, mitigation=mitigation, tp=tp)
+    settings = settings_from(model=model, adapter=adapter, device=device, index=index, mitigation=mitigation, tp=tp)
     if settings.index is not None:
         check_index(settings.index)
     check_arrangement(settings)

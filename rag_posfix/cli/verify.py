@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from rag_posfix.cli.options import AsJson, DeviceName, ModelName, settings_from
+from rag_posfix.cli.options import AdapterFolder, AsJson, DeviceName, ModelName, settings_from
 from rag_posfix.cli.output import emit_json, out, status
 
 __all__ = ["verify"]
 
 
-def verify(model: ModelName = None, device: DeviceName = None, as_json: AsJson = False) -> None:
+def verify(
+    model: ModelName = None, adapter: AdapterFolder = None, device: DeviceName = None, as_json: AsJson = False
+) -> None:
     """Compare the logits of the patched and the unmodified model, and list the methods that the model supports."""
-    settings = settings_from(model=model, device=device)
+    settings = settings_from(model=model, adapter=adapter, device=device)
     with status("loading the model"):
         from rag_posfix.mitigations import MITIGATIONS
         from rag_posfix.patching.verify import verify as compare

@@ -80,6 +80,7 @@ def deferred_generator(
     dtype: str = "auto",
     device: str = "auto",
     cache_dir: Path | None = None,
+    adapter: Path | None = None,
 ) -> DeferredGenerator:
     """Read what is known of a model without its weights.
 
@@ -89,10 +90,12 @@ def deferred_generator(
         dtype: As for ``load_engine``.
         device: As for ``load_engine``.
         cache_dir: As for ``load_engine``.
+        adapter: As for ``load_engine``.
 
     Raises:
         ConfigError: the model cannot be found or read.
         UnsupportedModelError: its family is not supported.
     """
-    facts = read_facts(model, dtype=dtype, device=device, cache_dir=cache_dir or default_cache_dir())
+    folder = cache_dir or default_cache_dir()
+    facts = read_facts(model, dtype=dtype, device=device, cache_dir=folder, adapter=adapter)
     return DeferredGenerator(facts, load)

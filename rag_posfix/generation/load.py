@@ -15,6 +15,7 @@ from typing import Any
 from rag_posfix.errors import ConfigError, RagPosfixError, missing_extra
 from rag_posfix.folders import default_cache_dir
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.adapters import check_adapter, merge_adapter
 from rag_posfix.generation.model.fingerprint import (
     REMEMBERED_IN,
     FileDigests,
@@ -60,6 +61,7 @@ def load_engine(
     device_map: str | None = None,
     cache_dir: Path | None = None,
     ranks: Ranks | None = None,
+    adapter: Path | None = None,
 ) -> Engine:
     """Load a model, install the attention hook and check it.
 
@@ -74,11 +76,14 @@ def load_engine(
             ``~/.cache/rag_posfix``.
         ranks: The processes that the model is split over, each of which calls this; None loads it whole. See
             ``generation.parallel``, which starts them.
+        adapter: Folder of a LoRA adapter, as ``rag-posfix train`` writes it, which is merged into the weights.
 
     Raises:
         ConfigError: the model cannot be found or read, or a setting is outside of what is allowed.
         UnsupportedModelError: its family is not supported, or the attention hook changes what it computes.
     """
+    if adapter is not None:
+        check_adapter(adapter)
     place = usable_device(device)
     kind = _dtype(dtype, place)
     options = _placing(device_map, ranks)
@@ -87,11 +92,13 @@ def load_engine(
         source, loaded, tokenizer = _load_packaged(packaged, cache_dir or default_cache_dir(), kind, place, **options)
     else:
         source, (loaded, tokenizer) = model, load_pretrained(model, kind, place, **options)
-    fingerprint = _fingerprint(source, kind, cache_dir or default_cache_dir())
+    if adapter is not None:
+        loaded = merge_adapter(loaded, adapter)
+    fingerprint = _fingerprint(source, kind, cache_dir or default_cache_dir(), adapter)
     spec = install(loaded, ranks)
     spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
     verify(loaded, spec)
-    name = _name_of(model)
+    name = _name_of(model, adapter)
     _log.info("loaded %s as %s on %s", name, kind, place)
     return Engine(LoadedModel(loaded, spec), Tokenizer(tokenizer), name, fingerprint)
 
@@ -134,7 +141,7 @@ class ModelFacts:
     tokenizer: Tokenizer
 
 
-def read_facts(model: str, *, dtype: str, device: str, cache_dir: Path) -> ModelFacts:
+def read_facts(model: str, *, dtype: str, device: str, cache_dir: Path, adapter: Path | None = None) -> ModelFacts:
     """Return what is known of a model without its weights in memory; a packaged model is converted if needed.
 
     Raises:
@@ -143,6 +150,8 @@ def read_facts(model: str, *, dtype: str, device: str, cache_dir: Path) -> Model
     """
     from transformers import AutoTokenizer
 
+    if adapter is not None:
+        check_adapter(adapter)
     kind = _dtype(dtype, usable_device(device))
     source = source_of(model, cache_dir)
     shape = read_shape(source)
@@ -151,13 +160,17 @@ def read_facts(model: str, *, dtype: str, device: str, cache_dir: Path) -> Model
     except Exception as error:
         raise _cannot_be_loaded(source, error) from error
     return ModelFacts(
-        _name_of(model), _fingerprint(source, kind, cache_dir), shape.context_window, Tokenizer(tokenizer)
+        _name_of(model, adapter),
+        _fingerprint(source, kind, cache_dir, adapter),
+        shape.context_window,
+        Tokenizer(tokenizer),
     )
 
 
-def _name_of(model: str) -> str:
+def _name_of(model: str, adapter: Path | None) -> str:
     packaged = PACKAGED.get(model)
-    return packaged.title if packaged else Path(model).name if Path(model).exists() else model
+    base = packaged.title if packaged else Path(model).name if Path(model).exists() else model
+    return base if adapter is None else f"{base}+{adapter.resolve().name}"
 
 
 def read_shape(source: str) -> ModelShape:
@@ -343,6 +356,8 @@ def _dense() -> dict[str, Any]:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
-def _fingerprint(source: str, dtype: Any, cache_dir: Path) -> str:
+def _fingerprint(source: str, dtype: Any, cache_dir: Path, adapter: Path | None) -> str:
     folder, adapters = files_of(source)
+    if adapter is not None:
+        adapters = (*adapters, adapter)
     return model_fingerprint(folder, str(dtype), FileDigests(cache_dir / REMEMBERED_IN), adapters)

@@ -29,6 +29,7 @@ class TwoGroupAttention(AttentionOverride):
     """
 
     needs_mask: ClassVar[bool] = True
+    differentiable: ClassVar[bool] = True
 
     def __init__(self, first: int, end: int, temperature: float, scale: float) -> None:
         self._first, self._end = first, end  # the passages' tokens

@@ -32,7 +32,8 @@ from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.deferred import DeferredGenerator, deferred_generator
 from rag_posfix.generation.encode_texts import TextEncoder
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.load import load_engine, quiet_loading
+from rag_posfix.generation.load import load_engine, quiet_loading, read_facts
+from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.remote.address import is_remote
 from rag_posfix.generation.remote.connection import ServerLimits
 from rag_posfix.generation.remote.generator import RemoteGenerator
@@ -60,6 +61,7 @@ __all__ = [
     "build_generator",
     "build_pipeline",
     "build_reranker_models",
+    "build_tokenizer",
     "invalidate_stored",
     "launch_environment",
     "precompute_stored",
@@ -187,6 +189,7 @@ def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
         device=settings.device,
         device_map=settings.device_map,
         cache_dir=settings.cache_dir,
+        adapter=settings.adapter,
     )
     if not passage_bytes:
         return engine
@@ -208,6 +211,8 @@ def build_generator(settings: Settings, passage_bytes: int = 0) -> Generator:
 
 
 def _remote(settings: Settings) -> RemoteGenerator:
+    if settings.adapter is not None:
+        raise ConfigError(f"an adapter changes weights in this process, and model={settings.model!r} is on a server")
     for name, given in (("tp", settings.tp != 1), ("device_map", settings.device_map is not None)):
         if given:
             raise ConfigError(f"{name} deals out weights in this process, and model={settings.model!r} is on a server")
@@ -220,6 +225,17 @@ def _remote(settings: Settings) -> RemoteGenerator:
         token_limit_field=remote.max_tokens_field,
         still_wanted=check_wanted,
     )
+
+
+def build_tokenizer(settings: Settings) -> Tokenizer:
+    """Return the tokenizer of ``settings.model``; its weights are not read into memory.
+
+    Raises:
+        ConfigError: the model cannot be found or read.
+        UnsupportedModelError: its family is not supported.
+    """
+    facts = read_facts(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
+    return facts.tokenizer
 
 
 def launch_environment() -> LaunchEnvironment:
@@ -407,8 +423,9 @@ def _load(settings: Settings, undo: ExitStack, deferred: bool) -> Generator:
             return _with_passages(build_engine(settings), settings, opened)[0]
 
         return deferred_generator(
-            settings.model, load, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
-        )
+            settings.model, load, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir,
+            adapter=settings.adapter,
+        )  # fmt: skip
     if settings.tp == 1:
         return build_engine(settings)
     if settings.device_map is not None:
@@ -416,6 +433,8 @@ def _load(settings: Settings, undo: ExitStack, deferred: bool) -> Generator:
             f"device_map={settings.device_map!r} and tp={settings.tp} each deal a model out to several devices; give "
             "one of them"
         )
+    if settings.adapter is not None:
+        raise ConfigError(f"adapter={str(settings.adapter)!r} cannot be merged with tp={settings.tp}; use tp=1")
     split = load_parallel(
         settings.model,
         tp=settings.tp,

@@ -76,6 +76,7 @@ class AttentionOverride(ABC):
         rotated: What arrives rotated.
         needs_mask: Whether ``plain`` is called for more than one query, so that the model's mask must be built. Leave
             it off where it can be: a mask is a T x T tensor.
+        differentiable: Whether gradients flow through it exactly, so that a model can be trained under it.
         layers: In which layers; None = all.
         plain_from: Queries from this index on attend as the model was trained to; None = none do. Decoding is then
             that of the unmodified model.
@@ -83,6 +84,7 @@ class AttentionOverride(ABC):
 
     rotated: ClassVar[Rotated] = Rotated.BOTH
     needs_mask: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = False
     layers: range | None = None
     plain_from: int | None = None
 

@@ -26,7 +26,7 @@ from rag_posfix.patching.placement import main_device
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 
-__all__ = ["LoadedModel", "SequenceBatch", "forward_batches", "new_cache", "run_model"]
+__all__ = ["LoadedModel", "SequenceBatch", "forward_batches", "new_cache", "position_ids", "run_model"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +133,9 @@ class SequenceBatch:
             self.integer_positions = torch.equal(positions.round(), positions)
             positions = positions.to(self.loaded.device)
         context = self.append(positions, observer, ends_prompt=ends_prompt)
-        return run_model(self.loaded, context, self.cache, token_ids, _as_ids(positions, self.integer_positions), keep)
+        return run_model(
+            self.loaded, context, self.cache, token_ids, position_ids(positions, self.integer_positions), keep
+        )
 
     def read_layers(
         self, token_ids: Tensor, positions: Tensor, last_layer: int, observer: Observer | None = None
@@ -150,7 +152,7 @@ class SequenceBatch:
         """
         context = self.append(positions.to(self.loaded.device), observer, ends_prompt=False)
         with contextlib.suppress(LastLayerRead):
-            ids = _as_ids(positions, integer=True)
+            ids = position_ids(positions, integer=True)
             run_model(self.loaded, replace(context, last_layer=last_layer), self.cache, token_ids, ids, 1)
 
     def append(
@@ -261,7 +263,7 @@ def forward_batches(
         at += batch.n_rows
     counts = [batch.n_rows for batch in batches]
     cache = ConcatenatedCache([batch.cache for batch in batches], counts)
-    ids = _as_ids(torch.cat(newest), all(batch.integer_positions for batch in batches))
+    ids = position_ids(torch.cat(newest), all(batch.integer_positions for batch in batches))
     context = ForwardContext(slices=tuple(slices))
     logits = run_model(batches[0].loaded, context, cache, torch.cat(list(token_ids)), ids, keep)
     return list(torch.split(logits, counts))
@@ -272,16 +274,21 @@ def run_model(
 ) -> Tensor:
     """Run the model on (R, Tq) tokens at positions in a context; return the logits of the last ``keep``, (R, keep, V).
 
+    Without a cache (None) the tokens are all there are, and nothing is kept of them.
     Positions are integers, as the model was trained with them, where they are whole numbers.
     """
     with active(context):
         output = loaded.model(
-            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            logits_to_keep=keep,
         )
     logits: Tensor = output.logits
     return logits
 
 
-def _as_ids(positions: Tensor, integer: bool) -> Tensor:
+def position_ids(positions: Tensor, integer: bool) -> Tensor:
     """Return whole positions as integers and fractional ones as they are."""
     return positions.round().long() if integer else positions

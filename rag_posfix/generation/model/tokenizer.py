@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rag_posfix.contracts.generator import ChatMessage
@@ -181,6 +182,14 @@ class Tokenizer:
                 "the model does not know into the user's message"
             ) from error
         return str(rendered)
+
+    def save(self, folder: Path) -> None:
+        """Write the files of the tokenizer to a folder, as transformers reads them.
+
+        Args:
+            folder: The folder.
+        """
+        self._chat.save_pretrained(folder)
 
     def _plain(self, text: str) -> list[int]:
         ids: list[int] = self._text.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,106 @@
+"""Pairs from files of questions: Lost-in-the-Middle and Natural Questions rows, HotpotQA rows, SQuAD and XQuAD."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from langchain_core.documents import Document
+
+from rag_posfix.demo_data import load_passages, load_questions
+from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.data.datasets import load_examples, take_examples
+from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.training.data.contamination import Contamination
+from rag_posfix.training.data.pair import Pair, Segment, drawn
+from rag_posfix.training.data.texts import SHIPPED, segments_of
+
+__all__ = ["GivenPairs", "demo_examples", "read_examples"]
+
+
+class GivenPairs:
+    """Pairs of a file, in an order that the seed decides; when all were used, they come in another order.
+
+    A gold passage of more words than a segment is cut to the part with the answer.
+
+    Args:
+        examples: The questions.
+        seed: Of the order.
+        words: Maximum number of words of a segment.
+        contamination: Pairs that it knows are left out.
+
+    Raises:
+        ConfigError: no pair is left.
+    """
+
+    name = "pairs"
+
+    def __init__(
+        self, examples: Sequence[PositionExample], seed: int, words: int, contamination: Contamination
+    ) -> None:
+        found = [_pair(example, words) for example in examples]
+        self._pairs = [pair for pair in found if pair is not None and not contamination.in_pair(pair)]
+        self.removed = len(examples) - len(self._pairs)
+        if not self._pairs:
+            raise ConfigError(
+                f"none of {len(examples)} question-answer pairs is left: all are in the evaluation files, or their "
+                "passages lack the answers; give other pairs or other evaluation files"
+            )
+        others = [document for example in examples for document in (*example.gold, *example.distractors)]
+        self._fillers = sorted(set(segments_of(others, words)), key=lambda one: (one.title, one.text))
+        self._seed = seed
+
+    def pair(self, index: int, random: Random, segments: int) -> Pair:
+        """Return the pair of a sample; the file decides how many segments it has."""
+        turn, at = divmod(index, len(self._pairs))
+        order = list(range(len(self._pairs)))
+        drawn("order", self._seed, turn).shuffle(order)
+        return self._pairs[order[at]]
+
+    def filler(self, random: Random) -> Segment:
+        """Return a segment of another passage of the file."""
+        return random.choice(self._fillers)
+
+
+def read_examples(source: str, skip: int, limit: int | None) -> list[PositionExample]:
+    """Return the questions of a file, or of the shipped corpus for ``demo``.
+
+    Raises:
+        EvaluationError: the file is missing or malformed, or no question is left.
+    """
+    if source == SHIPPED and not Path(source).exists():
+        return take_examples(demo_examples(), limit, skip)
+    return load_examples(Path(source), limit=limit, skip=skip)
+
+
+def demo_examples() -> list[PositionExample]:
+    """Return the questions of the shipped corpus with their gold passages and distractors."""
+    passages = {passage.id: passage for passage in load_passages()}
+
+    def named(identity: str) -> Document:
+        return passages[identity]
+
+    return [
+        PositionExample(
+            one.id, one.question, one.answers, (named(one.gold),), tuple(named(name) for name in one.distractors)
+        )
+        for one in load_questions()
+    ]
+
+
+def _pair(example: PositionExample, words: int) -> Pair | None:
+    """Return the pair of a question, or None if a single gold passage does not have the answer in one segment."""
+    kept = []
+    for document in example.gold:
+        segments = segments_of([document], words)
+        having = [one for one in segments if any(answer.lower() in one.text.lower() for answer in example.answers)]
+        if len(segments) == 1:
+            kept += segments
+        elif having:
+            kept.append(having[0])
+        elif len(example.gold) > 1:  # of several passages, one leads to the other and lacks the answer
+            kept.append(segments[0])
+        else:
+            return None
+    return Pair(example.question, example.answers, tuple(kept))

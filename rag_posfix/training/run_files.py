@@ -1,0 +1,229 @@
+"""The files of one training run: a checkpoint while it runs, the best weights so far, and the result."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rag_posfix.durable_files import replace_durably
+from rag_posfix.errors import ConfigError, EvaluationError
+from rag_posfix.training.held_out import Curves, worst_of
+from rag_posfix.training.tuned_model import TunedModel
+
+__all__ = ["RunFiles", "RunState"]
+
+_log = logging.getLogger(__name__)
+
+CHECKPOINT, BEST, RESULT = "checkpoint.safetensors", "best.safetensors", "result.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluation during training.
+
+    Attributes:
+        step: Steps before it.
+        curves: Mean log-probability per token by method and place.
+        loss: Mean loss of the steps since the last evaluation; 0 before the first step.
+    """
+
+    step: int
+    curves: Curves
+    loss: float
+
+    @property
+    def worst(self) -> float:
+        """The lowest value of all methods and places."""
+        return worst_of(self.curves)
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Where a training run is.
+
+    Attributes:
+        step: Steps done.
+        seconds: Time that they took, evaluations included.
+        history: The evaluations so far; the first is of the untrained model.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    history: tuple[Evaluation, ...] = ()
+
+    def evaluated(self, curves: Curves, loss: float) -> RunState:
+        """Return the state with another evaluation."""
+        return replace(self, history=(*self.history, Evaluation(self.step, curves, loss)))
+
+    @property
+    def best(self) -> Evaluation:
+        """The evaluation with the best worst place; the earliest of equal ones."""
+        return max(self.history, key=lambda one: (one.worst, -one.step))
+
+    @property
+    def is_new_best(self) -> bool:
+        """Whether the last evaluation is the best."""
+        return self.best is self.history[-1]
+
+    def evaluations_since_best(self) -> int:
+        """Return how many evaluations came after the best."""
+        return len(self.history) - 1 - self.history.index(self.best)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the state as JSON."""
+        history = [{"step": one.step, "curves": one.curves, "loss": one.loss} for one in self.history]
+        return {"step": self.step, "seconds": self.seconds, "history": history}
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> RunState:
+        """Return the state that ``as_json`` wrote."""
+        history = tuple(
+            Evaluation(one["step"], {name: tuple(curve) for name, curve in one["curves"].items()}, one["loss"])
+            for one in found["history"]
+        )
+        return cls(found["step"], found["seconds"], history)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """The folder of one training run.
+
+    A checkpoint is one file that replaces the former one at once: it is whole whenever the process ends.
+
+    Attributes:
+        folder: The folder.
+        run: Digest of what decides the run.
+    """
+
+    folder: Path
+    run: str
+
+    def finished(self) -> RunState | None:
+        """Return the end of a run that was finished earlier, or None.
+
+        Raises:
+            ConfigError: the folder holds a run of other settings.
+        """
+        try:
+            found = json.loads((self.folder / RESULT).read_text("utf-8"))
+            self._check(found["run"])
+            return RunState.of(found)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            _log.warning("%s cannot be used (%s); the run is repeated", self.folder / RESULT, error)
+            return None
+
+    def finish(self, state: RunState) -> None:
+        """Write the result and remove the checkpoint and the best weights.
+
+        Raises:
+            EvaluationError: the folder cannot be written.
+        """
+        self._write(RESULT, json.dumps({**state.as_json(), "run": self.run}, indent=2).encode() + b"\n")
+        for name in (CHECKPOINT, BEST):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def keep(self, model: TunedModel, optimizer: torch.optim.Optimizer, state: RunState) -> None:
+        """Write a checkpoint, and before it the weights if they are the best so far.
+
+        Raises:
+            EvaluationError: the folder cannot be written.
+        """
+        weights = model.trained()
+        if state.is_new_best:
+            self._save(BEST, weights, state)
+        tensors = {f"model.{name}": one for name, one in weights.items()}
+        for index, one in optimizer.state_dict()["state"].items():
+            tensors |= {f"adam.{index}.{name}": torch.as_tensor(value) for name, value in one.items()}
+        self._save(CHECKPOINT, tensors, state)
+
+    def resume(self, model: TunedModel, optimizer: torch.optim.Optimizer) -> RunState:
+        """Put weights and states of the checkpoint in place and return its state; without one, the start.
+
+        A checkpoint that cannot be read counts as none, with a warning.
+
+        Raises:
+            ConfigError: it is of other settings.
+        """
+        path = self.folder / CHECKPOINT
+        if not path.exists():
+            return RunState()
+        try:
+            tensors, state = self._load(path)
+            _put(tensors, model, optimizer)
+        except ConfigError:
+            raise
+        except Exception as error:  # a file of safetensors that is damaged raises an error of that package
+            _log.warning("%s cannot be used (%s); the run starts again", path, error)
+            return RunState()
+        return state
+
+    def restore_best(self, model: TunedModel, state: RunState) -> None:
+        """Put the weights of the best evaluation in place.
+
+        Raises:
+            EvaluationError: the file with them cannot be read.
+        """
+        path = self.folder / BEST
+        try:
+            tensors, kept = self._load(path)
+            if kept.step != state.best.step:
+                raise ValueError(f"it is of step {kept.step}, and step {state.best.step} was best")
+            model.put(tensors)
+        except Exception as error:
+            raise EvaluationError(f"{path} cannot be used ({error}); remove {self.folder} and train again") from error
+
+    def _check(self, run: str) -> None:
+        if run != self.run:
+            raise ConfigError(
+                f"--out {str(self.folder)!r} holds a run with another model, data or settings; choose another folder, "
+                "or give the same options to continue it"
+            )
+
+    def _load(self, path: Path) -> tuple[dict[str, Tensor], RunState]:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as opened:
+            found = json.loads((opened.metadata() or {})["state"])
+            self._check(found["run"])
+            return {name: opened.get_tensor(name) for name in opened.keys()}, RunState.of(found)  # noqa: SIM118
+
+    def _save(self, name: str, tensors: dict[str, Tensor], state: RunState) -> None:
+        from safetensors.torch import save
+
+        content = save(
+            {key: one.detach().to("cpu").contiguous().clone() for key, one in tensors.items()},
+            {"state": json.dumps({**state.as_json(), "run": self.run})},
+        )
+        self._write(name, content)
+
+    def _write(self, name: str, content: bytes) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            replace_durably(self.folder / name, content)
+        except OSError as error:
+            raise EvaluationError(f"cannot write to {self.folder}: {error.strerror}; choose another --out") from error
+
+
+def _put(tensors: dict[str, Tensor], model: TunedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Load the tensors of a checkpoint."""
+    states: dict[int, dict[str, Tensor]] = {}
+    weights = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == "model":
+            weights[rest] = tensor
+        else:
+            index, _, key = rest.partition(".")
+            states.setdefault(int(index), {})[key] = tensor
+    model.put(weights)
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})

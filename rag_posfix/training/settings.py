@@ -1,0 +1,70 @@
+"""How a model is fine-tuned."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from typing import Annotated, Any, Literal
+
+from rag_posfix.parameters import Number, Whole, check_parameters
+
+__all__ = ["TrainSettings"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """How a model is fine-tuned.
+
+    Attributes:
+        steps: Most steps of the optimizer.
+        batch: Samples per step; their gradients are accumulated one by one.
+        learning_rate: Of AdamW, after ``warmup`` steps; it then falls along half a cosine to a tenth.
+        warmup: Steps in which the rate rises from 0.
+        weight_decay: Of AdamW.
+        rank: Rank of the LoRA matrices; 0 trains all weights.
+        alpha: Scale of LoRA: its product is multiplied by alpha / rank.
+        targets: Modules that LoRA is added to: ``all-linear``, or names separated by commas.
+        dtype: What the frozen weights, or with rank 0 the products, are computed in.
+        checkpointing: Layers are computed again for the gradient instead of kept.
+        evaluate_every: Steps between two evaluations; a checkpoint follows each.
+        held_out: Samples at the end of the file that are not trained on, but evaluated.
+        places: Places of the gold passages in an evaluation, spread from the first to the last.
+        patience: Evaluations without a better worst place after which training stops; 0 never stops early.
+        seed: Of the order of the samples, the start of LoRA and the places of ``distill``.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    steps: Annotated[int, Whole(1)] = 200
+    batch: Annotated[int, Whole(1)] = 8
+    learning_rate: Annotated[float, Number(0, 1, above=True)] = 1e-4
+    warmup: Annotated[int, Whole(0)] = 10
+    weight_decay: Annotated[float, Number(0, 1)] = 0.0
+    rank: Annotated[int, Whole(0)] = 16
+    alpha: Annotated[float, Number(0, 1024, above=True)] = 32.0
+    targets: str = "all-linear"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    checkpointing: bool = False
+    evaluate_every: Annotated[int, Whole(1)] = 50
+    held_out: Annotated[int, Whole(1)] = 16
+    places: Annotated[int, Whole(2)] = 3
+    patience: Annotated[int, Whole(0)] = 3
+    seed: Annotated[int, Whole(0)] = 0
+
+    def __post_init__(self) -> None:
+        check_parameters(self, "train")
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        share = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+
+    def digest(self, **more: Any) -> str:
+        """Return a digest of the settings and of whatever else decides the run."""
+        content = json.dumps([dataclasses.asdict(self), more], sort_keys=True)
+        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()

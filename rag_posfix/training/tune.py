@@ -1,0 +1,153 @@
+"""One training run: a model and a file of samples in, an adapter or a model and a record out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_picture
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.record import ExperimentRecord, environment, file_digest, model_facts
+from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.sequence_batch import LoadedModel
+from rag_posfix.training.data.sample import Sample
+from rag_posfix.training.data.sample_file import read_samples
+from rag_posfix.training.held_out import shares
+from rag_posfix.training.loop import Course, train
+from rag_posfix.training.objectives import Objective
+from rag_posfix.training.prompts import PromptMaker
+from rag_posfix.training.run_files import RunFiles, RunState
+from rag_posfix.training.settings import TrainSettings
+from rag_posfix.training.tuned_model import prepare
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["tune"]
+
+
+def tune(
+    engine: Engine,
+    objective: Objective,
+    data: Path,
+    settings: TrainSettings,
+    out: Path,
+    *,
+    base: str,
+    teacher: LoadedModel | None = None,
+    progress: Progress = silent,
+) -> ExperimentRecord:
+    """Train the model of an engine on a file of samples, and write what came out of it.
+
+    The last ``settings.held_out`` samples are evaluated; they, and others with their questions, are not trained on.
+    The same call continues after an interruption; a finished run is not repeated.
+
+    Args:
+        engine: The model; it is changed.
+        objective: What is trained.
+        data: A file of samples.
+        settings: How the model is trained.
+        out: Folder of checkpoint, record, and ``adapter`` or, with rank 0, ``model``.
+        base: What the model was loaded from.
+        teacher: As in ``prepare``.
+        progress: Progress callback (``evaluation.progress``).
+
+    Raises:
+        ConfigError: the samples do not fit the model, or the folder holds another run.
+        EvaluationError: a file cannot be read or written.
+    """
+    samples = list(read_samples(data))
+    if len(samples) <= settings.held_out:
+        raise ConfigError(
+            f"{data} has {len(samples)} samples, and {settings.held_out} of them are held out; make more, or lower "
+            "--held-out"
+        )
+    digest = file_digest(data)
+    objective_facts = _facts(objective)
+    run = settings.digest(model=engine.fingerprint, data=digest, objective=objective_facts)
+    files = RunFiles(out, run)
+    tuned = out / ("adapter" if settings.rank else "model")
+    state = files.finished() if tuned.is_dir() else None
+    facts, parameters = model_facts(engine), 0
+    if state is None:
+        model = prepare(engine, settings, base, teacher)
+        parameters = sum(one.numel() for one in model.trained().values())
+        course = _course(engine, objective, samples, settings)
+        with progress(f"{objective.name}: {parameters} of the weights are trained, steps") as report:
+            state = train(model, course, files, report)
+        tuned = model.save(out)
+        files.finish(state)
+    head = {
+        "kind": f"train-{objective.name}", **environment(), **facts, "settings": asdict(settings), "run": run,
+        "objective": objective_facts, "data": {"name": data.name, "sha256": digest, "samples": len(samples)},
+        "trained_parameters": parameters, "summary": _summary(objective, state, settings),
+    }  # fmt: skip
+    record = ExperimentRecord(head, [_row(one) for one in state.as_json()["history"]], {}).write(out)
+    record = with_picture(record, draw_training)
+    return replace(record, files={**record.files, tuned.name: tuned})
+
+
+def _course(engine: Engine, objective: Objective, samples: list[Sample], settings: TrainSettings) -> Course:
+    cut = len(samples) - settings.held_out
+    prompts = PromptMaker(engine.encoder, engine.context_window)
+    held_out = samples[cut:]
+    asked = {one.question for one in held_out}  # a file that repeats its pairs would measure what was trained on
+    trained = [one for one in samples[:cut] if one.question not in asked]
+    if not trained:
+        raise ConfigError(
+            f"all questions are among those of the {len(held_out)} held-out samples; make data from more pairs, or "
+            "lower --held-out"
+        )
+    return Course(objective, trained, held_out, settings, prompts)
+
+
+def _facts(objective: Objective) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": objective.name}
+    facts["methods"] = {one.name: one.fingerprint() for one in objective.methods}
+    facts |= {name: getattr(objective, name) for name in ("anchor", "temperature") if hasattr(objective, name)}
+    return facts
+
+
+def _row(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "step": one["step"],
+        "loss": one["loss"],
+        **{f"{name}": list(curve) for name, curve in one["curves"].items()},
+    }
+
+
+def _summary(objective: Objective, state: RunState, settings: TrainSettings) -> dict[str, Any]:
+    before, best = state.history[0], state.best
+    return {
+        "objective": objective.name,
+        "steps": state.step,
+        "seconds": state.seconds,
+        "best_step": best.step,
+        "places": list(shares(settings.places)),
+        "before": {"worst": before.worst, "log_probability": before.curves},
+        "after": {"worst": best.worst, "log_probability": best.curves},
+        "steps_of_evaluations": [one.step for one in state.history],
+        "worst": [one.worst for one in state.history],
+        "loss": [one.loss for one in state.history[1:]],
+    }
+
+
+def draw_training(head: Mapping[str, Any]) -> Figure:
+    """Return the figure of a training record: the worst place of the held-out samples by step.
+
+    Args:
+        head: The head of the record.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    summary = head["summary"]
+    figure, axes = new_axes((5.4, 3.0))
+    axes.plot(summary["steps_of_evaluations"], summary["worst"], marker="o", markersize=4, color=OTHER_COLORS[0])
+    axes.set_xlabel("steps")
+    axes.set_ylabel("log-probability per token,\nworst place")
+    axes.set_title(f"{summary['objective']}: held-out samples", fontsize=10, loc="left")
+    return figure

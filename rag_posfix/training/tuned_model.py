@@ -1,0 +1,143 @@
+"""The model that is trained: with LoRA through peft, or with all its weights."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rag_posfix.errors import ConfigError, EvaluationError, missing_extra
+from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.one_pass import recompute_layers
+from rag_posfix.generation.model.sequence_batch import LoadedModel
+from rag_posfix.training.settings import TrainSettings
+
+__all__ = ["TunedModel", "prepare"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TunedModel:
+    """A model that is trained.
+
+    Attributes:
+        engine: The model with its tokenizer.
+        adapted: peft's wrapper around the same model, for LoRA; None if all weights are trained.
+        teacher: The model before training, where all weights are trained and a teacher is needed.
+        autocast: Whether products are computed in bfloat16 from float32 weights.
+    """
+
+    engine: Engine
+    adapted: Any = None
+    teacher: LoadedModel | None = None
+    autocast: bool = False
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model with the attention hook, LoRA included."""
+        return self.engine.loaded
+
+    def trained(self) -> dict[str, Tensor]:
+        """Return the tensors that are trained, by name."""
+        return {name: one for name, one in self.loaded.model.named_parameters() if one.requires_grad}
+
+    def put(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the values of the tensors that are trained.
+
+        Raises:
+            KeyError, RuntimeError: the tensors are those of another model.
+        """
+        with torch.no_grad():
+            for name, one in self.trained().items():
+                one.copy_(tensors[name])
+
+    def computing(self) -> Any:
+        """Return the context in which the model computes."""
+        return torch.autocast(self.loaded.device.type, torch.bfloat16) if self.autocast else nullcontext()
+
+    @contextmanager
+    def untrained(self) -> Iterator[LoadedModel]:
+        """Give the model as it was before training, without gradients.
+
+        Raises:
+            ConfigError: all weights are trained, and no teacher was loaded.
+        """
+        with torch.no_grad(), self.computing():
+            if self.adapted is not None:
+                with self.adapted.disable_adapter():
+                    yield self.loaded
+            elif self.teacher is not None:
+                yield self.teacher
+            else:
+                raise ConfigError("a model whose weights are all trained needs a teacher of its own; use LoRA")
+
+    def save(self, folder: Path) -> Path:
+        """Write the adapter, or the whole model with its tokenizer, to a new folder, and return that folder.
+
+        Raises:
+            EvaluationError: the folder cannot be written.
+        """
+        target = folder / ("model" if self.adapted is None else "adapter")
+        scratch = folder / f".{target.name}-unfinished"
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+            if self.adapted is None:
+                self.loaded.model.save_pretrained(scratch)
+                self.engine.encoder.save(scratch)
+            else:
+                self.adapted.save_pretrained(scratch)
+                (scratch / "README.md").unlink(missing_ok=True)  # a form of the Hub that nobody has filled in
+            shutil.rmtree(target, ignore_errors=True)
+            scratch.replace(target)
+        except OSError as error:
+            raise EvaluationError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
+        return target
+
+
+def prepare(engine: Engine, settings: TrainSettings, base: str, teacher: LoadedModel | None = None) -> TunedModel:
+    """Return an engine's model ready to be trained: LoRA added, or all weights trained.
+
+    Args:
+        engine: The model; it is changed. With rank 0 its weights must be float32.
+        settings: Rank, modules and dtype.
+        base: What the model was loaded from, which the adapter's configuration will name.
+        teacher: The same model once more, for ``distill`` with rank 0.
+
+    Raises:
+        ConfigError: peft is not installed, or no module has a name of ``targets``.
+    """
+    model = engine.loaded.model
+    if settings.checkpointing:
+        recompute_layers(model)
+    if not settings.rank:
+        model.requires_grad_(True)
+        return TunedModel(engine, None, teacher, autocast=settings.dtype == "bfloat16")
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise missing_extra("peft", "train") from error
+    names = (
+        settings.targets if settings.targets == "all-linear" else [one.strip() for one in settings.targets.split(",")]
+    )
+    config = LoraConfig(
+        r=settings.rank, lora_alpha=settings.alpha, target_modules=names, lora_dropout=0.0, bias="none",
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    devices = [] if engine.loaded.device.type == "cpu" else [engine.loaded.device]
+    try:
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by names that it will lose
+            torch.manual_seed(settings.seed)
+            adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError(
+            f"LoRA cannot be added: {' '.join(str(error).split())[:200]}; choose other --targets"
+        ) from error
+    adapted.peft_config["default"].base_model_name_or_path = base
+    return TunedModel(engine, adapted)

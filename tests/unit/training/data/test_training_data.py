@@ -1,0 +1,223 @@
+"""Training data: deterministic, continued after an interruption, uniform places, nothing of the evaluation data."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from langchain_core.documents import Document
+
+from rag_posfix.contracts.request import Generation
+from rag_posfix.errors import ConfigError, EvaluationError
+from rag_posfix.evaluation.data.datasets import load_examples
+from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.training.data.contamination import Contamination
+from rag_posfix.training.data.given_pairs import GivenPairs, demo_examples
+from rag_posfix.training.data.make_data import DataSources, make_training_data
+from rag_posfix.training.data.pair import Pair, Segment, drawn
+from rag_posfix.training.data.sample import Sample, SampleMaker
+from rag_posfix.training.data.sample_file import read_samples, write_samples
+from rag_posfix.training.data.settings import DataSettings
+from rag_posfix.training.data.statistics import chi_square, place_counts
+from rag_posfix.training.data.teacher import TeacherPairs, read_answer
+from rag_posfix.training.data.templates import TEMPLATES, template_sources
+from rag_posfix.training.data.texts import read_segments
+from tests.support.toy_encoder import ToyEncoder
+
+SETTINGS = DataSettings(samples=24, min_tokens=60, max_tokens=180, length_bins=3, multi=0.25)
+
+
+def words(text):
+    return len(text.split())
+
+
+def made(folder, *, settings=SETTINGS, **sources):
+    return make_training_data(DataSources(**(sources or {"templates": "key_value,database"})), settings, words, folder)
+
+
+def test_the_same_settings_give_the_same_file_and_another_seed_another(tmp_path):
+    first, second = (made(tmp_path / name).files["samples"].read_bytes() for name in "ab")
+    assert first == second
+    other = DataSettings(samples=24, min_tokens=60, max_tokens=180, length_bins=3, multi=0.25, seed=1)
+    assert made(tmp_path / "c", settings=other).files["samples"].read_bytes() != first
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"question": "half a ro'])
+def test_a_run_that_was_interrupted_gives_the_file_of_one_that_was_not(tmp_path, torn):
+    whole = made(tmp_path / "whole").files["samples"].read_bytes()
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    lines = whole.splitlines(keepends=True)
+    (folder / "samples.jsonl.partial").write_bytes(b"".join(lines[:7]) + torn)
+    numbers = []
+    maker = SampleMaker(template_sources("key_value,database"), SETTINGS, words, [], Contamination())
+
+    def make(number):
+        numbers.append(number)
+        return maker.make(number)
+
+    path = write_samples(folder, json.loads(lines[0])["run"], 24, make, lambda done, total: None)
+    assert numbers == list(range(7, 24))
+    assert path.read_bytes() == whole
+    assert not (folder / "samples.jsonl.partial").exists()
+
+
+def test_rows_of_other_settings_are_not_continued(tmp_path):
+    made(tmp_path)
+    (tmp_path / "samples.jsonl").rename(tmp_path / "samples.jsonl.partial")
+    other = DataSettings(samples=5, min_tokens=60, max_tokens=180, seed=7)
+    found = list(read_samples(made(tmp_path, settings=other).files["samples"]))
+    assert [one.id for one in found] == [0, 1, 2, 3, 4]
+    assert found == list(read_samples(made(tmp_path / "b", settings=other).files["samples"]))
+
+
+def test_lengths_are_balanced_and_rows_are_read_by_the_evaluation(tmp_path):
+    record = made(tmp_path)
+    assert record.summary["length_bins"] == {"0": 8, "1": 8, "2": 8}
+    assert record.summary["sources"] == {"database": 12, "key_value": 12}
+    assert sum(record.summary["gold_passages"].values()) == 24
+    examples = load_examples(record.files["samples"])
+    samples = list(read_samples(record.files["samples"]))
+    for example, sample in zip(examples, samples, strict=True):
+        assert example.question == sample.question
+        assert example.gold[0].page_content == sample.passages[sample.gold[0]].text
+        low, high = SETTINGS.bounds(sample.length_bin)
+        assert low - 20 <= sample.tokens <= high + 20  # about one record of the template
+
+
+def test_chi_square_of_a_case_worked_by_hand():
+    # O = 8, 12, 10, E = 10 each: (4 + 4 + 0) / 10 = 0.8; with 2 degrees of freedom p = exp(-0.8 / 2) = 0.67032
+    statistic, degrees, p_value = chi_square([8, 12, 10], [10, 10, 10])
+    assert (statistic, degrees) == (pytest.approx(0.8), 2)
+    assert p_value == pytest.approx(0.670320046, abs=1e-8)
+
+
+def test_the_expected_places_of_a_case_worked_by_hand():
+    # Three passages in two parts: places 0 and 1 are in part 0 (2 * 1 // 3 = 0), place 2 in part 1.
+    one = Sample(0, "q", ("a",), (Segment("", "x"),) * 3, (1,))
+    found, expected = place_counts([one, one], bins=2)
+    assert found == [2, 0]
+    assert expected == pytest.approx([4 / 3, 2 / 3])
+
+
+def test_places_are_uniform(tmp_path):
+    settings = DataSettings(samples=600, min_tokens=60, max_tokens=180, multi=0)
+    places = made(tmp_path, settings=settings).summary["places"]
+    assert places["p_value"] > 0.01
+    biased = [found + 60 * (part == 0) for part, found in enumerate(places["found"])]
+    assert chi_square(biased, places["expected"])[2] < 0.001
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("several", [1, 2])
+def test_an_answer_of_a_template_is_in_its_segments_and_in_no_other(name, several):
+    (source,) = template_sources(name)
+    pair = source.pair(0, drawn(1), several)
+    assert len(pair.segments) == several
+    for part, segment in zip(pair.answers[0].split(" and "), pair.segments, strict=True):
+        assert part in segment.text
+    assert not any(pair.answers[0] in source.filler(drawn(2, n)).text for n in range(50))
+
+
+def test_what_is_in_an_evaluation_file_is_left_out():
+    text = "one two three four five six seven eight nine ten"
+    example = PositionExample("0", "Who is it?", ("x",), (Document(page_content=f"so {text}!"),), ())
+    known = Contamination([example], n=10)
+    assert known.in_segment(Segment("", f"Before. {text.upper()} after"))
+    assert not known.in_segment(Segment("", text.replace("five", "5")))
+    assert known.in_pair(Pair("who is it", ("y",), (Segment("", "z"),)))  # a short question is found by equality
+    assert not known.in_pair(Pair("who is it then", ("y",), (Segment("", "z"),)))
+    assert not Contamination([]).in_pair(Pair(text, ("y",), ()))
+
+
+def test_contaminated_pairs_and_passages_are_removed_from_a_file(tmp_path):
+    examples = demo_examples()
+    record = made(tmp_path, pairs=examples, against=examples[:10])
+    gold = {one.gold[0].page_content for one in examples[:10]}
+    assert record.summary["removed_pairs"] >= 10
+    for sample in read_samples(record.files["samples"]):
+        assert not gold & {one.text for one in sample.passages}
+    with pytest.raises(ConfigError, match="none of"):
+        GivenPairs(examples, 0, 100, Contamination(examples))
+
+
+def test_no_segment_around_a_pair_has_its_answer(tmp_path):
+    record = made(tmp_path, pairs=demo_examples(), segments=read_segments("demo", 100))
+    for sample in read_samples(record.files["samples"]):
+        for place, one in enumerate(sample.passages):
+            if place not in sample.gold:
+                assert not any(f" {answer.lower()} " in f" {one.text.lower()} " for answer in sample.answers)
+
+
+def test_gold_passages_are_moved_together():
+    sample = Sample(0, "q", ("a",), tuple(Segment("", text) for text in "abcde"), (1, 4))
+    moved = sample.moved(2)
+    assert ["".join(one.text for one in moved.passages), moved.gold] == ["acbed", (2, 3)]
+    with pytest.raises(ConfigError, match="between 0 and 3"):
+        sample.moved(4)
+
+
+class Teacher:
+    """A generator that gives the answers in turn."""
+
+    fingerprint = "teacher"
+    encoder = ToyEncoder()
+
+    def __init__(self, *answers):
+        self._answers = list(answers)
+        self.asked = []
+
+    def generate(self, request):
+        self.asked.append(self.encoder.decode(request.layout.token_ids))
+        return Generation(self._answers.pop(0), (), "stop")
+
+
+def test_a_teacher_is_asked_about_a_segment_and_unusable_answers_are_drawn_again():
+    segments = [Segment("", f"The mast of ship {n} is {n + 20} metres tall.") for n in range(4)]
+
+    class Quoting(Teacher):
+        def generate(self, request):
+            self.asked.append(self.encoder.decode(request.layout.token_ids))
+            number = self.asked[-1].split("is ")[-1].split(" metres")[0]
+            good = json.dumps({"question": "How tall is the mast?", "answer": f"{number} metres"})
+            return type("G", (), {"text": "no idea" if len(self.asked) == 1 else f"Here: {good}"})()
+
+    teacher = Quoting()
+    settings = DataSettings(samples=1, min_tokens=20, max_tokens=20, length_bins=1, multi=0)
+    maker = SampleMaker([TeacherPairs(teacher, segments)], settings, words, [], Contamination())
+    sample = maker.make(0)
+    assert sample.rejected == 1
+    assert sample.answers[0] in sample.passages[sample.gold[0]].text
+    assert "JSON" in teacher.asked[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", '{"question": "q"}', '{"question": "q", "answer": 3}', '{"question":"q","answer":"not in it"}'],
+)
+def test_an_answer_of_a_teacher_that_cannot_be_used_gives_no_pair(text):
+    assert read_answer(text, (Segment("", "a text"),)) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{", "not a training sample"),
+        ('{"question": "q", "answers": ["a"], "ctxs": [{"text": "t"}]}', "isgold"),
+        ('{"question": "q", "answers": ["a"], "ctxs": [{"text": " ", "isgold": true}]}', "visible"),
+    ],
+)
+def test_a_malformed_row_is_named(tmp_path, row, said):
+    path = tmp_path / "samples.jsonl"
+    path.write_text(row + "\n")
+    with pytest.raises(EvaluationError, match=said):
+        list(read_samples(path))
+
+
+def test_settings_out_of_range_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="max_tokens=10"):
+        DataSettings(min_tokens=20, max_tokens=10)
+    with pytest.raises(ConfigError, match="--templates, --pairs or --teacher"):
+        make_training_data(DataSources(), SETTINGS, words, tmp_path)
+    with pytest.raises(ConfigError, match="unknown template 'code'"):
+        template_sources("code")

@@ -1,0 +1,245 @@
+"""Training runs: they learn, continue after a kill as if there had been none, keep the best weights, stop early."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rag_posfix.errors import ConfigError, EvaluationError, GenerationError
+from rag_posfix.evaluation.record import read_record
+from rag_posfix.generation.load import load_engine
+from rag_posfix.mitigations import create
+from rag_posfix.training import tune as module
+from rag_posfix.training.data.sample_file import read_samples
+from rag_posfix.training.held_out import best_share, shares, worst_of
+from rag_posfix.training.objectives import Block
+from rag_posfix.training.prompts import PromptMaker, end_of_answer
+from rag_posfix.training.run_files import RunFiles, RunState
+from rag_posfix.training.settings import TrainSettings
+from rag_posfix.training.tune import tune
+from rag_posfix.training.tuned_model import prepare
+from tests.support.tiny_training import OBJECTIVES, SETTINGS, tiny_folders, tiny_tune
+from tests.support.toy_encoder import ToyEncoder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return tiny_folders(tmp_path_factory.mktemp("training"))
+
+
+@pytest.fixture(scope="module")
+def whole(folders, tmp_path_factory):
+    """The folder of a run that nobody interrupted, and its record."""
+    out = tmp_path_factory.mktemp("whole")
+    return out, tiny_tune(*folders, out)
+
+
+def weights(folder):
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_lowers_its_loss(folders, tmp_path, name):
+    settings = dataclasses.replace(SETTINGS, steps=10, evaluate_every=5, batch=3)
+    record = tiny_tune(*folders, tmp_path, name=name, settings=settings)
+    assert record.summary["loss"][-1] < record.summary["loss"][0]
+    assert record.head["kind"] == f"train-{name}"
+    if name != "distill":
+        assert record.summary["after"]["worst"] > record.summary["before"]["worst"]
+    assert set(record.summary["before"]["log_probability"]) == {one.name for one in OBJECTIVES[name].methods}
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+def test_a_run_whose_process_is_killed_continues_to_the_weights_of_one_that_was_not(folders, whole, tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.tiny_training", *map(str, folders), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        for line in process.stdout:
+            if int(line) == 3:  # after the checkpoint of step 2
+                process.kill()
+        assert process.wait() == -9
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.safetensors", "checkpoint.safetensors"]
+    steps = []
+    record = tiny_tune(*folders, tmp_path, steps=steps.append)
+    assert steps[0] == 3
+    for name, tensor in weights(whole[0]).items():
+        torch.testing.assert_close(weights(tmp_path)[name], tensor, atol=1e-6, rtol=1e-4)
+    assert record.summary["steps_of_evaluations"] == whole[1].summary["steps_of_evaluations"] == [0, 2, 4, 6]
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("killed", [1, 4, 6])
+def test_a_run_that_was_interrupted_gives_the_same_bits(folders, whole, tmp_path, killed):
+    def steps(done):
+        if done == killed:
+            raise Killed
+
+    with pytest.raises(Killed):
+        tiny_tune(*folders, tmp_path, steps=steps)
+    record = tiny_tune(*folders, tmp_path)
+    assert same(weights(tmp_path), weights(whole[0]))
+    assert record.summary["loss"] == whole[1].summary["loss"]
+    assert not (tmp_path / "checkpoint.safetensors").exists()
+
+
+def test_a_damaged_checkpoint_starts_again_and_one_of_other_settings_is_refused(folders, whole, tmp_path, caplog):
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"half of a file")
+    tiny_tune(*folders, tmp_path)
+    assert "the run starts again" in caplog.text
+    assert same(weights(tmp_path), weights(whole[0]))
+    with pytest.raises(ConfigError, match="another model, data or settings"):
+        tiny_tune(*folders, tmp_path, settings=dataclasses.replace(SETTINGS, seed=1))
+
+
+def test_a_finished_run_is_not_repeated(folders, whole):
+    steps = []
+    again = tiny_tune(*folders, whole[0], steps=steps.append)
+    assert steps == []
+    assert again.summary == whole[1].summary
+    assert read_record(again.files["record"]).rows[0]["step"] == 0
+
+
+def test_the_weights_of_the_best_worst_place_are_kept(folders, tmp_path):
+    # A rate that destroys the model: the untrained one, before step 1, is the best, and LoRA adds nothing to it.
+    settings = dataclasses.replace(SETTINGS, learning_rate=1.0, patience=2, steps=40, evaluate_every=1)
+    record = tiny_tune(*folders, tmp_path, settings=settings)
+    worst = record.summary["worst"]
+    best = worst.index(max(worst))
+    assert record.summary["best_step"] == best
+    assert record.summary["steps"] == best + 2 < 40  # patience
+    assert record.summary["after"]["worst"] == max(worst)
+    if best == 0:
+        assert all(not one.any() for name, one in weights(tmp_path).items() if "lora_B" in name)
+
+
+def test_all_weights_are_trained_with_rank_0_and_the_model_is_loaded_again(folders, tmp_path):
+    settings = dataclasses.replace(SETTINGS, rank=0, learning_rate=1e-3)
+    record = tiny_tune(*folders, tmp_path, settings=settings)
+    tuned = load_engine(str(record.files["model"]), dtype="float32")
+    base = load_engine(str(folders[0]), dtype="float32")
+    assert tuned.fingerprint != base.fingerprint
+    differs = [
+        name for (name, one), other in zip(
+            tuned.loaded.model.named_parameters(), base.loaded.model.parameters(), strict=True
+        ) if not torch.equal(one, other)
+    ]  # fmt: skip
+    assert len(differs) == len(list(base.loaded.model.parameters()))
+
+
+def test_the_teacher_of_distillation_is_the_untrained_model(folders, tmp_path):
+    settings = dataclasses.replace(SETTINGS, rank=0, learning_rate=1e-3)
+    teacher = load_engine(str(folders[0]), dtype="float32").loaded
+    before = {name: one.clone() for name, one in teacher.model.named_parameters()}
+    record = tiny_tune(*folders, tmp_path, name="distill", settings=settings, teacher=teacher)
+    assert all(torch.equal(one, before[name]) for name, one in teacher.model.named_parameters())
+    assert record.summary["loss"][0] >= 0
+    with pytest.raises(ConfigError, match="teacher of its own"):
+        tiny_tune(*folders, tmp_path / "none", name="distill", settings=settings)
+
+
+def test_without_training_distillation_diverges_by_nothing_at_the_best_place(folders):
+    engine = load_engine(str(folders[0]), dtype="float32")
+    model = prepare(engine, SETTINGS, "tiny")
+    prompts = PromptMaker(engine.encoder, engine.context_window)
+    sample = next(iter(read_samples(folders[1])))
+    losses = [float(one.detach()) for one in OBJECTIVES["distill"].losses(model, prompts, sample, Random(0), 0.0)]
+    assert losses[0] > 1e-4
+    assert losses[1] == pytest.approx(0, abs=1e-6)
+
+
+def test_bfloat16_and_recomputed_layers_train_too(folders, tmp_path):
+    settings = dataclasses.replace(SETTINGS, rank=0, dtype="bfloat16", checkpointing=True, steps=2, learning_rate=1e-3)
+    found = tiny_tune(*folders, tmp_path, settings=settings).summary
+    assert all(math.isfinite(one) for one in found["loss"])
+
+
+def test_block_refuses_a_method_whose_passages_depend_on_each_other(folders, tmp_path):
+    engine = load_engine(str(folders[0]), dtype="float32")
+    with pytest.raises(ConfigError, match="does not read passages independently"):
+        tune(engine, Block(create("none"), create("none")), folders[1], SETTINGS, tmp_path, base="tiny")
+
+
+def test_what_cannot_be_trained_is_told(folders, tmp_path):
+    with pytest.raises(ConfigError, match="held out"):
+        tiny_tune(*folders, tmp_path, settings=dataclasses.replace(SETTINGS, held_out=8))
+    with pytest.raises(ConfigError, match="choose other --targets"):
+        tiny_tune(*folders, tmp_path, settings=dataclasses.replace(SETTINGS, targets="nothing"))
+    with pytest.raises(ConfigError, match="steps"):
+        TrainSettings(steps=0)
+    long = tmp_path / "long.jsonl"
+    row = {"question": "q", "answers": ["a"], "ctxs": [{"text": "x" * 2000, "isgold": True}, {"text": "y"}]}
+    long.write_text("".join(json.dumps({**row, "question": f"q{n}"}) + "\n" for n in range(3)))
+    with pytest.raises(ConfigError, match="context window"):
+        tiny_tune(folders[0], long, tmp_path / "b")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(EvaluationError, match="choose another --out"):
+        tiny_tune(*folders, blocked / "folder")
+
+
+def test_questions_of_held_out_samples_are_not_trained_on(folders, tmp_path, monkeypatch):
+    rows = folders[1].read_text().splitlines(keepends=True)
+    repeated = tmp_path / "repeated.jsonl"
+    repeated.write_text("".join([*rows[:4], rows[0], rows[1]]))
+    seen = []
+    made = module._course
+    monkeypatch.setattr(module, "_course", lambda *given: seen.append(made(*given)) or seen[-1])
+    tiny_tune(folders[0], repeated, tmp_path / "out", settings=dataclasses.replace(SETTINGS, steps=1))
+    questions = [json.loads(row)["question"] for row in rows]
+    assert [one.question for one in seen[0].samples] == questions[2:4]
+    assert [one.question for one in seen[0].held_out] == questions[:2]
+    same_question = tmp_path / "same.jsonl"
+    same_question.write_text(rows[0] * 3)
+    with pytest.raises(ConfigError, match="more pairs"):
+        tiny_tune(folders[0], same_question, tmp_path / "same")
+
+
+def test_a_loss_that_is_no_number_ends_the_run(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr("rag_posfix.training.objectives.answer_loss", lambda logits, answer: logits.sum() * math.nan)
+    with pytest.raises(GenerationError, match="lower --learning-rate"):
+        tiny_tune(*folders, tmp_path)
+
+
+def test_places_and_curves_of_cases_worked_by_hand():
+    assert shares(3) == (0.0, 0.5, 1.0)
+    assert shares(1) == (0.0,)
+    assert worst_of({"none": (-1.0, -3.0), "x": (-2.0,)}) == -3.0
+    assert best_share({"none": (-2.0, -1.0, -3.0)}) == 0.5
+    state = RunState().evaluated({"a": (-2.0,)}, 0).evaluated({"a": (-1.0,)}, 0).evaluated({"a": (-1.5,)}, 0)
+    assert state.evaluations_since_best() == 1
+    assert RunState.of(json.loads(json.dumps(state.as_json()))) == state
+    assert not state.is_new_best
+
+
+def test_the_rate_rises_and_falls_as_worked_by_hand():
+    settings = TrainSettings(steps=110, warmup=10, learning_rate=1.0)
+    assert settings.rate(0) == pytest.approx(0.1)
+    assert settings.rate(10) == pytest.approx(1.0)
+    assert settings.rate(60) == pytest.approx(0.55)  # 0.1 + 0.45 (1 + cos(pi / 2))
+    assert settings.rate(110) == pytest.approx(0.1)
+
+
+def test_an_answer_ends_as_the_chat_template_ends_it():
+    assert end_of_answer(ToyEncoder()) == 257
+
+
+def test_a_result_that_cannot_be_read_is_repeated(tmp_path, caplog):
+    (tmp_path / "result.json").write_text("{")
+    assert RunFiles(tmp_path, "run").finished() is None
+    assert "the run is repeated" in caplog.text
