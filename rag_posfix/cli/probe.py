@@ -82,10 +82,13 @@ def list_probes(as_json: AsJson = False) -> None:
 def probe_all(
     output: Out,
     probes: Annotated[
-        str | None, typer.Option("--probes", help="Probes, comma-separated; by default all that need no --data.")
+        str | None, typer.Option("--probes", help="Probes, comma-separated.", show_default="all that need no --data")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="Questions for the probes that need them, as those take them.")
+        Path | None,
+        typer.Option(
+            "--data", help="Questions for the probes that need them, as those take them.", show_default="none"
+        ),
     ] = None,
     model: ModelName = None,
     adapter: AdapterFolder = None,
@@ -180,7 +183,8 @@ def _options(cls: type[Probe]) -> list[inspect.Parameter]:
         ranges = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Whole)]
         limits: dict[str, Any] = {"min": ranges[0].low} if ranges else {}
         flag = f"--{name.replace('_', '-')}"
-        option: Any = typer.Option(flag, help=texts[name], **limits)
+        stated: Any = "chosen by the probe" if parameter.default is None else True
+        option: Any = typer.Option(flag, help=texts[name], show_default=stated, **limits)
         kind = str if typing.get_origin(plain) is typing.Literal else plain
         made.append(
             inspect.Parameter(

@@ -153,6 +153,7 @@ def scaled(profile: Sequence[float], measured: Sequence[float]) -> tuple[float, 
         profile: Two numbers or more, none negative, not all 0.
         measured: The attention in each slot of the prompt.
     """
-    found = stretched(profile, len(measured))
+    largest = max(profile)  # divided by it, numbers near the smallest of floats keep their digits
+    found = stretched([value / largest for value in profile], len(measured))
     total = math.fsum(found)
     return tuple(value * math.fsum(measured) / total for value in found) if total > 0 else found

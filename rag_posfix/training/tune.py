@@ -26,7 +26,7 @@ from rag_posfix.training.tuned_model import prepare
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["tune"]
+__all__ = ["new_course", "tune"]
 
 
 def tune(
@@ -75,7 +75,7 @@ def tune(
     if state is None:
         model = prepare(engine, settings, base, teacher)
         parameters = sum(one.numel() for one in model.trained().values())
-        course = _course(engine, objective, samples, settings)
+        course = new_course(engine, objective, samples, settings)
         with progress(f"{objective.name}: {parameters} of the weights are trained, steps") as report:
             state = train(model, course, files, report)
         tuned = model.save(out)
@@ -90,7 +90,15 @@ def tune(
     return replace(record, files={**record.files, tuned.name: tuned})
 
 
-def _course(engine: Engine, objective: Objective, samples: list[Sample], settings: TrainSettings) -> Course:
+def new_course(engine: Engine, objective: Objective, samples: list[Sample], settings: TrainSettings) -> Course:
+    """Return what a run trains on and is evaluated on: the last samples are held out, and their questions with them.
+
+    Args:
+        engine: The model with its tokenizer.
+        objective: What is trained.
+        samples: All samples.
+        settings: Of the run.
+    """
     cut = len(samples) - settings.held_out
     prompts = PromptMaker(engine.encoder, engine.context_window)
     held_out = samples[cut:]
