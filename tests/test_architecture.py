@@ -391,6 +391,7 @@ IMPORT_RULES = [
             "rag_posfix.laboratory",
             "rag_posfix.parameters",
             "rag_posfix.registry",
+            "rag_posfix.training_tensors",
             # The type of a figure alone; it is drawn in evaluation/figures.py.
             "matplotlib",
         ),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
-import typing
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from rag_posfix.cli.dataclass_options import with_options_of
 from rag_posfix.cli.options import AdapterFolder, AsJson, DeviceName, ModelName, checked_output, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out, table
 
@@ -149,49 +148,20 @@ def _probe_commands() -> dict[str, Any]:
 
 
 def _function(cls: type[Probe]) -> Callable[..., None]:
-    """Return a function whose signature has an option per parameter of the probe."""
+    """Return the command of a probe."""
 
-    def command(*, output: Path, as_json: bool, **options: Any) -> None:
-        settings = settings_from(**{name: options.pop(name) for name in models})
-        given = {name: value for name, value in options.items() if value is not None}
-        _run(cls(**given), output, settings, as_json)
+    @with_options_of(cls, "probe")
+    def command(
+        output: Out,
+        probe: Any,
+        model: ModelName = None,
+        adapter: AdapterFolder = None,
+        device: DeviceName = None,
+        as_json: AsJson = False,
+    ) -> None:
+        _run(probe, output, settings_from(model=model, adapter=adapter, device=device), as_json)
 
-    models = {"model": (ModelName, None), "adapter": (AdapterFolder, None), "device": (DeviceName, None)}
-    shared = {**models, "as_json": (AsJson, False)}
-    signature = [
-        inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, annotation=Out),
-        *_options(cls),
-        *(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
-            for name, (kind, default) in shared.items()
-        ),
-    ]
-    command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
-    command.__annotations__ = {one.name: one.annotation for one in signature}
     return command
-
-
-def _options(cls: type[Probe]) -> list[inspect.Parameter]:
-    from rag_posfix.parameters import Whole, parameters_of
-
-    hints = typing.get_type_hints(cls, include_extras=True)
-    texts = _texts(cls)
-    made = []
-    for name, parameter in parameters_of(cls).items():
-        hint = hints[name]
-        plain = hint.__origin__ if typing.get_origin(hint) is Annotated else hint
-        ranges = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Whole)]
-        limits: dict[str, Any] = {"min": ranges[0].low} if ranges else {}
-        flag = f"--{name.replace('_', '-')}"
-        stated: Any = "chosen by the probe" if parameter.default is None else True
-        option: Any = typer.Option(flag, help=texts[name], show_default=stated, **limits)
-        kind = str if typing.get_origin(plain) is typing.Literal else plain
-        made.append(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=parameter.default
-            )
-        )
-    return made
 
 
 def _run(probe: Probe, output: Path, settings: Settings, as_json: bool) -> None:
@@ -224,13 +194,6 @@ def _show(probe: Probe, record: ExperimentRecord) -> None:
 
 def _summary(cls: type[Probe]) -> str:
     return (inspect.getdoc(cls) or "").split("\n", 1)[0]
-
-
-def _texts(cls: type[Probe]) -> dict[str, str]:
-    """Return what the docstring says of each parameter."""
-    _, _, described = (inspect.getdoc(cls) or "").partition("\nArgs:\n")
-    found = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE)
-    return {one.group(1): " ".join(one.group(2).split()) for one in found}
 
 
 def _default(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from rag_posfix.cli.train_data import data
+from rag_posfix.cli.train_forgetting import forgetting
 from rag_posfix.cli.train_model import block, distill, in2
 
 __all__ = ["app"]
@@ -14,6 +15,7 @@ app.command("data")(data)
 app.command("in2")(in2)
 app.command("block")(block)
 app.command("distill")(distill)
+app.command("forgetting")(forgetting)
 
 
 @app.callback()

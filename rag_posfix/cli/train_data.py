@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rag_posfix.cli.dataclass_options import with_options_of
 from rag_posfix.cli.options import AsJson, ModelName, checked_output, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out, status, table
+from rag_posfix.training.data.settings import DataSettings
 
 if TYPE_CHECKING:
     from rag_posfix.contracts.generator import Generator
@@ -22,11 +24,11 @@ Out = Annotated[
     Path, typer.Option("--out", callback=checked_output, help="Folder for samples.jsonl and its statistics.")
 ]
 Pairs = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--pairs",
         help="Question-answer pairs: Lost-in-the-Middle or HotpotQA rows, a file in SQuAD's format, or demo for the "
-        "shipped questions.",
+        "shipped questions; may be repeated.",
         show_default="none",
     ),
 ]
@@ -60,28 +62,16 @@ AgainstLimit = Annotated[
     int | None,
     typer.Option("--against-limit", min=1, help="Questions of each evaluation file that count.", show_default="all"),
 ]
-Skip = Annotated[int, typer.Option("--skip", min=0, help="Pairs to leave out at the start of the file.")]
+Skip = Annotated[int, typer.Option("--skip", min=0, help="Pairs to leave out at the start of each file.")]
 Limit = Annotated[
-    int | None, typer.Option("--limit", min=1, help="Maximum number of pairs of the file.", show_default="all")
+    int | None, typer.Option("--limit", min=1, help="Maximum number of pairs of each file.", show_default="all")
 ]
-Samples = Annotated[int, typer.Option("--samples", min=1, help="Number of samples.")]
-MinTokens = Annotated[int, typer.Option("--min-tokens", min=1, help="Fewest tokens of the passages.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of the passages.")]
-LengthBins = Annotated[
-    int, typer.Option("--length-bins", min=1, help="Parts of that range that get equally many samples.")
-]
-Words = Annotated[int, typer.Option("--segment-words", min=10, help="Most words of a passage.")]
-Multi = Annotated[
-    float, typer.Option("--multi", min=0, max=1, help="Share of samples whose answer needs two passages.")
-]
-Gram = Annotated[
-    int, typer.Option("--n-gram", min=3, help="Words in a row that no sample may share with an evaluation file.")
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything that is drawn.")]
 
 
+@with_options_of(DataSettings, "settings")
 def data(
     output: Out,
+    *,
     pairs: Pairs = None,
     templates: Templates = None,
     teacher: Teacher = None,
@@ -90,14 +80,7 @@ def data(
     against_limit: AgainstLimit = None,
     skip: Skip = 0,
     limit: Limit = None,
-    samples: Samples = 1000,
-    min_tokens: MinTokens = 512,
-    max_tokens: MaxTokens = 1536,
-    length_bins: LengthBins = 4,
-    segment_words: Words = 100,
-    multi: Multi = 0.2,
-    n_gram: Gram = 10,
-    seed: Seed = 0,
+    settings: DataSettings,
     model: ModelName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -108,21 +91,16 @@ def data(
     from rag_posfix.pipeline.build import build_tokenizer
     from rag_posfix.training.data.given_pairs import read_examples
     from rag_posfix.training.data.make_data import DataSources, make_training_data
-    from rag_posfix.training.data.settings import DataSettings
     from rag_posfix.training.data.texts import read_segments
 
-    settings = DataSettings(
-        samples=samples, min_tokens=min_tokens, max_tokens=max_tokens, length_bins=length_bins,
-        segment_words=segment_words, multi=multi, n_gram=n_gram, seed=seed,
-    )  # fmt: skip
     kept_out: list[PositionExample] = []
     for path in against or []:
         kept_out += read_examples(str(path), 0, against_limit)
     sources = DataSources(
         templates,
-        read_examples(pairs, skip, limit) if pairs else (),
+        [read_examples(one, skip, limit) for one in pairs or ()],
         _teacher(teacher) if teacher else None,
-        read_segments(texts, segment_words) if texts else (),
+        read_segments(texts, settings.segment_words) if texts else (),
         kept_out,
     )
     chosen = settings_from(model=model)

@@ -19,6 +19,7 @@ from rag_posfix.encodings.decoder import Decoder
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.whole_file import write_whole
 from rag_posfix.laboratory.measuring import Measured
+from rag_posfix.training_tensors import flattened, separated
 
 __all__ = ["FinishedRun", "RunFiles", "Snapshot"]
 
@@ -125,10 +126,7 @@ class RunFiles:
             return
         from safetensors.torch import save
 
-        tensors = {f"model.{name}": states for name, states in decoder.state_dict().items()}
-        for index, one in optimizer.state_dict()["state"].items():
-            tensors |= {f"adam.{index}.{name}": torch.as_tensor(states) for name, states in one.items()}
-        content = save({name: states.contiguous() for name, states in tensors.items()}, {"run": snapshot.text()})
+        content = save(flattened(decoder.state_dict(), optimizer), {"run": snapshot.text()})
         self._write(CHECKPOINT, content)
 
     def resume(self, decoder: Decoder, optimizer: torch.optim.Optimizer) -> Snapshot:
@@ -162,14 +160,6 @@ class RunFiles:
 
 def _put(tensors: dict[str, Tensor], decoder: Decoder, optimizer: torch.optim.Optimizer) -> None:
     """Load the tensors of a checkpoint."""
-    states: dict[int, dict[str, Tensor]] = {}
-    weights = {}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == "model":
-            weights[rest] = tensor
-        else:
-            index, _, key = rest.partition(".")
-            states.setdefault(int(index), {})[key] = tensor
+    weights, states = separated(tensors)
     decoder.load_state_dict(weights)
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -15,6 +15,7 @@ from rag_posfix.durable_files import replace_durably
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.training.held_out import Curves, worst_of
 from rag_posfix.training.tuned_model import TunedModel
+from rag_posfix.training_tensors import flattened, separated
 
 __all__ = ["RunFiles", "RunState"]
 
@@ -141,10 +142,7 @@ class RunFiles:
         weights = model.trained()
         if state.is_new_best:
             self._save(BEST, weights, state)
-        tensors = {f"model.{name}": one for name, one in weights.items()}
-        for index, one in optimizer.state_dict()["state"].items():
-            tensors |= {f"adam.{index}.{name}": torch.as_tensor(value) for name, value in one.items()}
-        self._save(CHECKPOINT, tensors, state)
+        self._save(CHECKPOINT, flattened(weights, optimizer), state)
 
     def resume(self, model: TunedModel, optimizer: torch.optim.Optimizer) -> RunState:
         """Put weights and states of the checkpoint in place and return its state; without one, the start.
@@ -216,14 +214,6 @@ class RunFiles:
 
 def _put(tensors: dict[str, Tensor], model: TunedModel, optimizer: torch.optim.Optimizer) -> None:
     """Load the tensors of a checkpoint."""
-    states: dict[int, dict[str, Tensor]] = {}
-    weights = {}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == "model":
-            weights[rest] = tensor
-        else:
-            index, _, key = rest.partition(".")
-            states.setdefault(int(index), {})[key] = tensor
+    weights, states = separated(tensors)
     model.put(weights)
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -105,6 +105,12 @@ def test_a_model_on_a_server_is_refused():
         describe_model(Settings(model="openai:a@http://127.0.0.1:1/v1"))
 
 
+def test_the_ingress_knows_the_model_with_its_adapter(tmp_path):
+    """Without it the answer cache of the ingress would take the answers of the base for those of the adapter."""
+    with pytest.raises(ConfigError, match=r"adapter_config\.json"):
+        describe_model(Settings(adapter=tmp_path))
+
+
 def test_without_the_extra_the_message_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     parts = ModelParts(lambda settings: None, lambda settings: None)

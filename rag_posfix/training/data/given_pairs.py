@@ -29,6 +29,7 @@ class GivenPairs:
         seed: Of the order.
         words: Maximum number of words of a segment.
         contamination: Pairs that it knows are left out.
+        own_distractors: The distractors of a question stand around it before any others do.
 
     Raises:
         ConfigError: no pair is left.
@@ -37,9 +38,14 @@ class GivenPairs:
     name = "pairs"
 
     def __init__(
-        self, examples: Sequence[PositionExample], seed: int, words: int, contamination: Contamination
+        self,
+        examples: Sequence[PositionExample],
+        seed: int,
+        words: int,
+        contamination: Contamination,
+        own_distractors: bool = False,
     ) -> None:
-        found = [_pair(example, words) for example in examples]
+        found = [_pair(example, words, own_distractors) for example in examples]
         self._pairs = [pair for pair in found if pair is not None and not contamination.in_pair(pair)]
         self.removed = len(examples) - len(self._pairs)
         if not self._pairs:
@@ -89,7 +95,7 @@ def demo_examples() -> list[PositionExample]:
     ]
 
 
-def _pair(example: PositionExample, words: int) -> Pair | None:
+def _pair(example: PositionExample, words: int, own_distractors: bool) -> Pair | None:
     """Return the pair of a question, or None if a single gold passage does not have the answer in one segment."""
     kept = []
     for document in example.gold:
@@ -103,4 +109,5 @@ def _pair(example: PositionExample, words: int) -> Pair | None:
             kept.append(segments[0])
         else:
             return None
-    return Pair(example.question, example.answers, tuple(kept))
+    around = [segments_of([document], words)[0] for document in example.distractors] if own_distractors else []
+    return Pair(example.question, example.answers, tuple(kept), tuple(around))

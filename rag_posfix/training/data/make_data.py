@@ -32,14 +32,14 @@ class DataSources:
 
     Attributes:
         templates: Names of templates, separated by commas; None for none.
-        pairs: Questions with gold passages.
+        pairs: Questions with gold passages, by file; files take turns.
         teacher: Writes questions about ``segments``.
         segments: Stand around all pairs; if empty, each source has its own.
         against: Evaluation data that may not occur in the samples.
     """
 
     templates: str | None = None
-    pairs: Sequence[PositionExample] = ()
+    pairs: Sequence[Sequence[PositionExample]] = ()
     teacher: Generator | None = None
     segments: Sequence[Segment] = ()
     against: Sequence[PositionExample] = ()
@@ -74,9 +74,9 @@ def make_training_data(
     contamination = Contamination(sources.against, settings.n_gram)
     found: list[PairSource] = list(template_sources(sources.templates)) if sources.templates else []
     removed = 0
-    if sources.pairs:
-        given = GivenPairs(sources.pairs, settings.seed, settings.segment_words, contamination)
-        removed = given.removed
+    for file in sources.pairs:
+        given = GivenPairs(file, settings.seed, settings.segment_words, contamination, settings.own_distractors)
+        removed += given.removed
         found.append(given)
     if sources.teacher is not None:
         found.append(TeacherPairs(sources.teacher, sources.segments))
@@ -84,7 +84,7 @@ def make_training_data(
         raise ConfigError("training data needs a source of pairs; give --templates, --pairs or --teacher")
     run = settings.digest(
         templates=sources.templates, tokenizer=tokenizer,
-        pairs=_digest(sources.pairs), against=_digest(sources.against),
+        pairs=[_digest(file) for file in sources.pairs], against=_digest(sources.against),
         teacher=None if sources.teacher is None else sources.teacher.fingerprint,
         segments=content_hash(*(part for one in sources.segments for part in (one.title, one.text))),
     )  # fmt: skip

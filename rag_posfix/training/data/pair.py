@@ -30,11 +30,13 @@ class Pair:
         question: The question.
         answers: Accepted answers; the first is trained on.
         segments: What the answer depends on, all of them.
+        around: Segments that stand around it before any others do.
     """
 
     question: str
     answers: tuple[str, ...]
     segments: tuple[Segment, ...]
+    around: tuple[Segment, ...] = ()
 
 
 class PairSource(Protocol):

@@ -189,8 +189,12 @@ class SampleMaker:
         answer_in = re.compile(
             "|".join(rf"(?<!\w){re.escape(answer)}(?!\w)" for answer in pair.answers), re.IGNORECASE
         )
-        for _ in range(MOST_DRAWS):
-            other = random.choice(self._segments) if self._segments else source.filler(random)
+        own = random.sample(pair.around, len(pair.around))
+        for draw in range(len(own) + MOST_DRAWS):
+            if draw < len(own):
+                other = own[draw]
+            else:
+                other = random.choice(self._segments) if self._segments else source.filler(random)
             answered = answer_in.search(other.text) is not None
             if other.text not in known and not answered and not self._contamination.in_segment(other):
                 return other

@@ -24,8 +24,9 @@ class DataSettings:
         length_bins: Parts of that range that get equally many samples.
         segment_words: Maximum number of words of a segment.
         multi: Share of the samples whose answer depends on several segments, where the source can choose.
-        n_gram: Words of a sequence that a training sample may not share with evaluation data.
-        seed: Decides everything that is drawn.
+        own_distractors: The distractors of a pair in its file stand around it before any others do.
+        n_gram: Words in a row that a training sample may not share with evaluation data.
+        seed: Seed of everything that is drawn.
 
     Raises:
         ConfigError: a value is out of range.
@@ -37,6 +38,7 @@ class DataSettings:
     length_bins: Annotated[int, Whole(1)] = 4
     segment_words: Annotated[int, Whole(10)] = 100
     multi: Annotated[float, Number(0, 1)] = 0.2
+    own_distractors: bool = False
     n_gram: Annotated[int, Whole(3)] = 10
     seed: Annotated[int, Whole(0)] = 0
 

@@ -14,7 +14,7 @@ __all__ = ["SafeJSONResponse", "encode_json", "event"]
 
 
 def encode_json(payload: Any) -> bytes:
-    """Return ``payload`` as compact UTF-8 JSON; a lone surrogate in any string becomes U+FFFD."""
+    """Return ``payload`` as compact UTF-8 JSON: a lone surrogate becomes U+FFFD, a number that is not finite null."""
     try:
         return orjson.dumps(payload)
     except orjson.JSONEncodeError:  # a lone surrogate, or a number of more than 64 bits: rare, and slower

@@ -198,7 +198,12 @@ def describe_model(settings: Settings) -> Generator:
             "rag-posfix serve"
         )
     return deferred_generator(
-        settings.model, _refused, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir
+        settings.model,
+        _refused,
+        dtype=settings.dtype,
+        device=settings.device,
+        cache_dir=settings.cache_dir,
+        adapter=settings.adapter,
     )
 
 

@@ -71,6 +71,34 @@ def test_rows_of_other_settings_are_not_continued(tmp_path):
     assert found == list(read_samples(made(tmp_path / "b", settings=other).files["samples"]))
 
 
+def test_the_distractors_of_a_question_stand_around_it_before_others(tmp_path):
+    def example(number):
+        gold = Document(page_content=f"the colour of stone {number} is red{number}")
+        near = [f"stone {number} lies in box {box} of the second room" for box in "abc"]
+        near.append(f"stone {number} was red{number} before too")  # has the answer, so it is left out
+        distractors = tuple(Document(page_content=text) for text in near)
+        return PositionExample(
+            str(number), f"which colour has stone {number}?", (f"red{number}",), (gold,), distractors
+        )
+
+    pairs = [example(number) for number in range(4)]
+    settings = DataSettings(samples=8, min_tokens=40, max_tokens=48, own_distractors=True)
+    for sample in read_samples(made(tmp_path, settings=settings, pairs=[pairs]).files["samples"]):
+        stone = sample.question.split()[-1].rstrip("?")
+        around = [one.text for place, one in enumerate(sample.passages) if place not in sample.gold]
+        own = [text for text in around if text.startswith(f"stone {stone} lies")]
+        assert len(own) == 3
+        assert not any(text.endswith("before too") and f"stone {stone} " in text for text in around)
+
+
+def test_files_of_pairs_take_turns(tmp_path):
+    files = [demo_examples()[:3], demo_examples()[3:6]]
+    settings = DataSettings(samples=6, min_tokens=60, max_tokens=180, length_bins=1)
+    asked = [one.question for one in read_samples(made(tmp_path, settings=settings, pairs=files).files["samples"])]
+    for file, questions in zip(files, (asked[::2], asked[1::2]), strict=True):
+        assert sorted(questions) == sorted(one.question for one in file)
+
+
 def test_lengths_are_balanced_and_rows_are_read_by_the_evaluation(tmp_path):
     record = made(tmp_path)
     assert record.summary["length_bins"] == {"0": 8, "1": 8, "2": 8}
@@ -132,7 +160,7 @@ def test_what_is_in_an_evaluation_file_is_left_out():
 
 def test_contaminated_pairs_and_passages_are_removed_from_a_file(tmp_path):
     examples = demo_examples()
-    record = made(tmp_path, pairs=examples, against=examples[:10])
+    record = made(tmp_path, pairs=[examples], against=examples[:10])
     gold = {one.gold[0].page_content for one in examples[:10]}
     assert record.summary["removed_pairs"] >= 10
     for sample in read_samples(record.files["samples"]):
@@ -142,7 +170,7 @@ def test_contaminated_pairs_and_passages_are_removed_from_a_file(tmp_path):
 
 
 def test_no_segment_around_a_pair_has_its_answer(tmp_path):
-    record = made(tmp_path, pairs=demo_examples(), segments=read_segments("demo", 100))
+    record = made(tmp_path, pairs=[demo_examples()], segments=read_segments("demo", 100))
     for sample in read_samples(record.files["samples"]):
         for place, one in enumerate(sample.passages):
             if place not in sample.gold:

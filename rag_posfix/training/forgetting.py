@@ -1,0 +1,98 @@
+"""What a model forgot in training: the perplexity of texts that have nothing to do with it, before and after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.record import ExperimentRecord, environment, model_facts
+from rag_posfix.evaluation.statistics import difference_interval, mean
+from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.one_pass import forward_with_answer
+from rag_posfix.patching.forward_context import Overrides
+from rag_posfix.text import content_hash
+
+__all__ = ["BASE", "compare_perplexity", "text_losses"]
+
+BASE = "base"
+"""Name of the model before training."""
+
+
+def text_losses(engine: Engine, texts: Sequence[str], tokens: int, progress: Progress = silent) -> list[list[float]]:
+    """Return -log p of each token of each text but the first, in nats.
+
+    The unmodified model reads each text alone, without a chat template.
+
+    Args:
+        engine: The model.
+        texts: The texts.
+        tokens: Tokens of each that are read; the rest is left out.
+        progress: Progress callback (``evaluation.progress``).
+
+    Cost: one forward pass per text.
+    """
+    found = []
+    with progress("reading texts") as report, torch.no_grad():
+        for number, text in enumerate(texts):
+            read = engine.encoder.encode_text(text)[:tokens]
+            if len(read) > 1:
+                start = torch.zeros((1, 1), dtype=torch.float32)
+                logits = forward_with_answer(engine.loaded, read[:1], start, Overrides(), read[1:])
+                targets = torch.tensor(read[1:], device=logits.device)
+                found.append(cross_entropy(logits.float(), targets, reduction="none").tolist())
+            report(number + 1, len(texts))
+    return found
+
+
+def compare_perplexity(
+    engines: Mapping[str, Engine], texts: Sequence[str], tokens: int, out: Path | None, progress: Progress = silent
+) -> ExperimentRecord:
+    """Return the perplexity of texts under a model and under what was trained from it.
+
+    Formula: exp(sum of -log p / number of tokens), over all texts. The difference is the mean over texts of the
+        log-probability per token less that of the base; its interval is a 95 % bootstrap interval over texts.
+
+    Args:
+        engines: ``base`` and the trained models, by name.
+        texts: The texts.
+        tokens: As in ``text_losses``.
+        out: Folder for the record; None writes nothing.
+        progress: Progress callback (``evaluation.progress``).
+
+    Raises:
+        ConfigError: no text has two tokens.
+        EvaluationError: the folder cannot be written.
+    """
+    losses = {name: text_losses(engine, texts, tokens, progress) for name, engine in engines.items()}
+    if not losses[BASE]:
+        raise ConfigError("no text has two tokens; give longer --texts")
+    rows = [
+        {"model": name, "text": number, "tokens": len(one), "log_probability": -mean(one)}
+        for name, per_text in losses.items()
+        for number, one in enumerate(per_text)
+    ]
+    head = {
+        "kind": "perplexity", **environment(), **model_facts(engines[BASE]),
+        "settings": {"tokens": tokens, "texts": len(texts), "digest": content_hash(*texts)},
+        "summary": {name: _compared(found, losses[BASE]) for name, found in losses.items()},
+    }  # fmt: skip
+    return ExperimentRecord(head, rows).write(out)
+
+
+def _compared(found: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> dict[str, Any]:
+    values = [one for text in found for one in text]
+    differences = [mean(before) - mean(after) for after, before in zip(found, base, strict=True)]
+    return {
+        "perplexity": math.exp(mean(values)),
+        "texts": len(found),
+        "tokens": len(values),
+        "difference": mean(differences),
+        "difference_ci95": list(difference_interval(differences)),
+    }

@@ -1,0 +1,36 @@
+"""The tensors of a checkpoint of training: weights and the states of Adam by one flat name each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["flattened", "separated"]
+
+
+def flattened(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return weights as ``model.NAME`` and the states of an optimizer as ``adam.INDEX.NAME``, on the CPU."""
+    import torch
+
+    tensors = {f"model.{name}": one for name, one in weights.items()}
+    for index, states in optimizer.state_dict()["state"].items():
+        tensors |= {f"adam.{index}.{name}": torch.as_tensor(one) for name, one in states.items()}
+    return {name: one.detach().to("cpu").contiguous() for name, one in tensors.items()}
+
+
+def separated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
+    """Return the weights, and the states by index, of what ``flattened`` made."""
+    weights: dict[str, Tensor] = {}
+    states: dict[int, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == "model":
+            weights[rest] = tensor
+        else:
+            index, _, key = rest.partition(".")
+            states.setdefault(int(index), {})[key] = tensor
+    return weights, states
