@@ -4,25 +4,33 @@ Makes training data, trains with each objective, and evaluates the model before 
 trained on. Every step is a command of rag-posfix, which continues after an interruption. At the end a record with the
 curves of all models is written.
 
-LITM are questions of Lost in the Middle with 20 documents: the first 160 are trained on with their own distractors, the
-others are evaluated. ORACLE are questions of Natural Questions with gold passages; the first 220 are those of
-LITM, so that they are left out. TEXTS are unrelated to both.
+LITM are questions of Lost in the Middle with 20 documents. The first 160 are trained on with their own distractors, the
+others are evaluated. ORACLE are questions of Natural Questions with gold passages. The first 220 are those of LITM, so
+they are left out. TEXTS is the corpus of a BEIR data set that is unrelated to both.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rag_posfix.evaluation.record import environment, read_head, write_record
 
 OBJECTIVES = ("in2", "block", "distill")
-EVALUATED = "none,parallel_windows,parallel_encoding,sorted_inter_document"
+EVALUATED = {
+    "before": "none,parallel_windows,parallel_encoding,sorted_inter_document",
+    "block": "none,parallel_windows,parallel_encoding,sorted_inter_document",
+    "in2": "none,parallel_windows",
+    "distill": "none,parallel_windows",
+}
+MAX_TEXTS = 100
 TRAINED, SHARED = 160, 220
 """Rows of LITM that are trained on, and rows of ORACLE that are in LITM."""
 
@@ -31,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.fine_tuning", description=__doc__.splitlines()[0])
     parser.add_argument("litm", type=Path, help="Lost in the Middle with 20 documents")
     parser.add_argument("oracle", type=Path, help="Natural Questions with gold passages")
-    parser.add_argument("texts", help="texts for the perplexity")
+    parser.add_argument("texts", type=Path, help="corpus.jsonl.gz of a BEIR data set")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--samples", type=int, default=640)
+    parser.add_argument("--samples", type=int, default=480)
     parser.add_argument("--questions", type=int, default=40, help="for the evaluation")
     parser.add_argument("--model", default="smollm2")
     given = parser.parse_args(arguments)
@@ -104,11 +112,11 @@ def train(objective: str, given: argparse.Namespace, made: Path) -> Path:
 
 def evaluate(given: argparse.Namespace, name: str, adapter: Path | None, task: str, data: Path) -> Mapping[str, Any]:
     """Return the summary of a position experiment with a model."""
-    documents, places = (10, "0,4,9") if task == "litm" else (8, "0,3,7")
+    documents, places = (10, "0,4,9") if task == "litm" else (16, "0,7,15")
     folder = given.out / f"{task}-{name}"
     command(
         "eval", "positions", "--data", data, "--documents", documents, "--gold-positions", places,
-        "--limit", given.questions, "--mitigation", EVALUATED, "--reuse", "--model", given.model, "--out", folder,
+        "--limit", given.questions, "--mitigation", EVALUATED[name], "--max-tokens", 12, "--reuse", "--model", given.model, "--out", folder,
         *(() if adapter is None else ("--adapter", adapter)),
     )  # fmt: skip
     return newest(folder, "positions")
@@ -116,9 +124,13 @@ def evaluate(given: argparse.Namespace, name: str, adapter: Path | None, task: s
 
 def perplexity(given: argparse.Namespace, tuned: Mapping[str, Path]) -> dict[str, Any]:
     """Return the perplexity of the texts under each model."""
-    folder = given.out / "forgetting"
+    folder, texts = given.out / "forgetting", given.out / "texts"
+    texts.mkdir(exist_ok=True)
+    with gzip.open(given.texts, "rt", encoding="utf-8") as opened:
+        for number, line in enumerate(islice(opened, MAX_TEXTS)):
+            (texts / f"{number:03}.txt").write_text(json.loads(line)["text"], "utf-8")
     named = [word for one in tuned.values() for word in ("--tuned", one)]
-    command("train", "forgetting", "--texts", given.texts, "--model", given.model, *named, "--out", folder)
+    command("train", "forgetting", "--texts", texts, "--model", given.model, *named, "--out", folder)
     found = newest(folder, "perplexity")
     names = {str(path): name for name, path in tuned.items()}
     return {names.get(key, "before"): value for key, value in found.items()}
