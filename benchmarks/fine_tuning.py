@@ -4,9 +4,9 @@ Makes training data, trains with each objective, and evaluates the model before 
 trained on. Every step is a command of rag-posfix, which continues after an interruption. At the end a record with the
 curves of all models is written.
 
-LITM are questions of Lost in the Middle with 20 documents. The first 160 are trained on with their own distractors, the
-others are evaluated. ORACLE are questions of Natural Questions with gold passages. The first 220 are those of LITM, so
-they are left out. TEXTS is the corpus of a BEIR data set that is unrelated to both.
+LITM are questions of Lost in the Middle with 20 documents. The first 160 are trained on with their own distractors,
+the rest are evaluated. ORACLE are questions of Natural Questions with gold passages. The first 220 are those of LITM,
+so they are left out. TEXTS is the corpus of a BEIR data set that is unrelated to both.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def evaluate(given: argparse.Namespace, name: str, adapter: Path | None, task: s
     folder = given.out / f"{task}-{name}"
     command(
         "eval", "positions", "--data", data, "--documents", documents, "--gold-positions", places,
-        "--limit", given.questions, "--mitigation", EVALUATED[name], "--max-tokens", 12, "--reuse", "--model", given.model, "--out", folder,
-        *(() if adapter is None else ("--adapter", adapter)),
+        "--limit", given.questions, "--mitigation", EVALUATED[name], "--max-tokens", 12,
+        "--reuse", "--model", given.model, "--out", folder, *(() if adapter is None else ("--adapter", adapter)),
     )  # fmt: skip
     return newest(folder, "positions")
 

@@ -1,0 +1,70 @@
+"""Tables of what was trained: small decoders of the laboratory, and fine-tuned models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+__all__ = ["TRAINING_LAYOUTS"]
+
+Head = Mapping[str, Any]
+Row = list[str]
+
+
+def laboratory(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per encoding: mean of each split over the seeds, the lowest and the highest, and the steps."""
+    summary = heads[0]["summary"]
+    yield ["encoding", *(f"{split}: {text}" for split, text in summary["splits"].items()), "steps"]
+    for name, found in summary["encodings"].items():
+        cells = [_spread(found["splits"][split]) for split in summary["splits"]]
+        yield [f"`{name}`", *cells, ", ".join(str(steps) for steps in found["steps"])]
+
+
+def _spread(found: Mapping[str, float]) -> str:
+    return f"{found['mean']:.1f} ({found['low']:.1f} to {found['high']:.1f})"
+
+
+def fine_tuning(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per model, task and method: the curve by place, its worst place, spread and mean, and gold only."""
+    models = heads[0]["summary"]["models"]
+    yield ["task", "method", "model", "first", "middle", "last", "worst", "spread", "mean", "gold only"]
+    for task in next(iter(models.values())):
+        for method in [name for name in models["before"][task] if name != "gold_only"]:
+            for model, found in models.items():
+                if method in found[task]:
+                    yield [task.replace("_", "-"), f"`{method}`", model, *_curve(found[task], method)]
+
+
+def _curve(task: Mapping[str, Any], method: str) -> Row:
+    found = list(task[method].values())
+    scores = [one["log_probability"] for one in found]
+    right = [one["accuracy"] for one in found]
+    alone = task["gold_only"]
+    if len(set(scores)) == 1:  # the answers do not depend on the place
+        scores, right = scores[:1], right[:1]
+    cells = [f"{score:.2f} ({share:.2f})" for score, share in zip(scores, right, strict=True)]
+    whole = [
+        f"{min(scores):.2f} ({min(right):.2f})",
+        f"{max(scores) - min(scores):.2f} ({max(right) - min(right):.2f})",
+        f"{sum(scores) / len(scores):.2f} ({sum(right) / len(right):.2f})",
+        f"{alone['log_probability']:.2f} ({alone['accuracy']:.2f})",
+    ]
+    return [*cells, *[""] * (3 - len(cells)), *whole]
+
+
+def forgetting(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per model: its training, and the perplexity of unrelated texts."""
+    summary = heads[0]["summary"]
+    yield ["model", "minutes of training", "best step", "perplexity", "log-probability less before"]
+    for name, found in summary["perplexity"].items():
+        run = summary["trainings"].get(name)
+        trained = (
+            ["-", "-"] if run is None else [f"{run['seconds'] / 60:.0f}", f"{run['best_step']} of {run['steps']}"]
+        )
+        low, high = found["difference_ci95"]
+        difference = "-" if run is None else f"{found['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
+        yield [name, *trained, f"{found['perplexity']:.2f}", difference]
+
+
+TRAINING_LAYOUTS = {"lab": laboratory, "fine-tuning": fine_tuning, "forgetting": forgetting}
+"""By name, as in ``benchmarks.tables.LAYOUTS``."""

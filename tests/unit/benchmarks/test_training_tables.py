@@ -1,0 +1,48 @@
+"""Tables of trained models, from heads that were worked by hand."""
+
+from __future__ import annotations
+
+from benchmarks.tables import table
+
+
+def curve(*values):
+    return {str(place): {"log_probability": score, "accuracy": right} for place, (score, right) in enumerate(values)}
+
+
+def test_a_row_of_the_laboratory_has_mean_and_range_of_the_seeds():
+    def spread(*values):
+        return {"mean": sum(values) / len(values), "low": min(values), "high": max(values)}
+
+    found = {"splits": {"in": spread(0.0, 0.0), "sparse": spread(10.0, 30.0)}, "steps": [200, 400]}
+    summary = {"splits": {"in": "8 pairs", "sparse": "fewer"}, "encodings": {"rope": found}}
+    assert table([{"kind": "lab", "summary": summary}]).splitlines()[2:] == [
+        "| `rope` | 0.0 (0.0 to 0.0) | 20.0 (10.0 to 30.0) | 200, 400 |"
+    ]
+
+
+def test_a_tuned_model_is_shown_beside_the_one_before_it():
+    alone = {"log_probability": -1.0, "accuracy": 0.5}
+    none = curve((-3.0, 0.1), (-4.0, 0.2), (-2.0, 0.3))
+    models = {
+        "before": {"litm": {"gold_only": alone, "none": none, "set": curve((-3.5, 0.1))}},
+        "block": {"litm": {"gold_only": alone, "none": none}},
+    }
+    perplexity = {
+        "before": {"perplexity": 20.0, "difference": 0.0, "difference_ci95": [0.0, 0.0]},
+        "block": {"perplexity": 21.0, "difference": -0.05, "difference_ci95": [-0.06, -0.04]},
+    }
+    trainings = {"block": {"seconds": 600.0, "steps": 100, "best_step": 80}}
+    head = {
+        "kind": "fine-tuning",
+        "summary": {"models": models, "perplexity": perplexity, "trainings": trainings},
+    }
+    shown = "-3.00 (0.10) | -4.00 (0.20) | -2.00 (0.30) | -4.00 (0.10) | 2.00 (0.20) | -3.00 (0.20) | -1.00 (0.50)"
+    assert table([head]).splitlines()[2:] == [
+        f"| litm | `none` | before | {shown} |",
+        f"| litm | `none` | block | {shown} |",
+        "| litm | `set` | before | -3.50 (0.10) |  |  | -3.50 (0.10) | 0.00 (0.00) | -3.50 (0.10) | -1.00 (0.50) |",
+    ]
+    assert table([head], "forgetting").splitlines()[2:] == [
+        "| before | - | - | 20.00 | - |",
+        "| block | 10 | 80 of 100 | 21.00 | -0.050 [-0.060, -0.040] |",
+    ]
