@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("oracle", type=Path, help="Natural Questions with gold passages")
     parser.add_argument("texts", type=Path, help="corpus.jsonl.gz of a BEIR data set")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--samples", type=int, default=480)
+    parser.add_argument("--samples", type=int, default=320)
     parser.add_argument("--questions", type=int, default=40, help="for the evaluation")
     parser.add_argument("--model", default="smollm2")
     given = parser.parse_args(arguments)
@@ -81,7 +81,7 @@ def make_data(given: argparse.Namespace, made: Path) -> None:
     copy_rows(given.oracle, far, SHARED, None)
     command(
         "train", "data", "--pairs", near, "--pairs", far, "--own-distractors", "--templates", "key_value",
-        "--multi", 0, "--against", unseen, "--samples", given.samples, "--min-tokens", 200, "--max-tokens", 700,
+        "--multi", 0, "--against", unseen, "--samples", given.samples, "--min-tokens", 150, "--max-tokens", 450,
         "--model", given.model, "--out", made,
     )  # fmt: skip
     command(
@@ -104,7 +104,7 @@ def train(objective: str, given: argparse.Namespace, made: Path) -> Path:
     held_out, batch = 16, 4
     command(
         "-v", "train", objective, "--data", made / "samples.jsonl", "--batch", batch, "--held-out", held_out,
-        "--steps", (given.samples - held_out) // batch, "--evaluate-every", 40, "--learning-rate", 2e-4,
+        "--steps", (given.samples - held_out) // batch, "--evaluate-every", 38, "--learning-rate", 2e-4,
         "--model", given.model, "--out", given.out / objective,
     )  # fmt: skip
     return given.out / objective / "adapter"
