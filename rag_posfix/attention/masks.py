@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,7 +11,33 @@ from torch import Tensor
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import MaskFunction
 
-__all__ = ["materialize", "segment_ids", "windows_mask"]
+__all__ = ["block_diagonal_mask", "causal_mask", "materialize", "segment_ids", "windows_mask"]
+
+
+def causal_mask(query: Tensor, key: Tensor) -> Tensor:
+    """Let a token see itself and all before it."""
+    return key <= query
+
+
+def block_diagonal_mask(masks: Sequence[MaskFunction], lengths: Sequence[int]) -> MaskFunction:
+    """Return the mask of prompts that stand one after another: each has its own mask and sees nothing of the others.
+
+    Args:
+        masks: The mask of each prompt, whose tokens count from 0.
+        lengths: Tokens of each prompt.
+    """
+    ends = list(accumulate(lengths))
+
+    def mask(query: Tensor, key: Tensor) -> Tensor:
+        seen = torch.zeros((), dtype=torch.bool, device=query.device)
+        for own, end, length in zip(masks, ends, lengths, strict=True):
+            start = end - length
+            inside = (query >= start) & (query < end) & (key >= start) & (key < end)
+            # An index of another prompt has no meaning to this mask; clamped, it stays one that the mask knows.
+            seen = seen | (inside & own((query - start).clamp(0, length - 1), (key - start).clamp(0, length - 1)))
+        return seen
+
+    return mask
 
 
 def segment_ids(layout: Layout, windows: Sequence[Span]) -> Tensor:

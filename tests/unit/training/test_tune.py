@@ -25,6 +25,7 @@ from rag_posfix.training.objectives import Block
 from rag_posfix.training.prompts import PromptMaker, end_of_answer
 from rag_posfix.training.run_files import RunFiles, RunState
 from rag_posfix.training.settings import TrainSettings
+from rag_posfix.training.terms import add_gradients
 from rag_posfix.training.tune import tune
 from rag_posfix.training.tuned_model import prepare
 from tests.support.tiny_training import OBJECTIVES, SETTINGS, tiny_folders, tiny_tune
@@ -158,7 +159,8 @@ def test_without_training_distillation_diverges_by_nothing_at_the_best_place(fol
     model = prepare(engine, SETTINGS, "tiny")
     prompts = PromptMaker(engine.encoder, engine.context_window)
     sample = next(iter(read_samples(folders[1])))
-    losses = [float(one.detach()) for one in OBJECTIVES["distill"].losses(model, prompts, sample, Random(0), 0.0)]
+    terms = list(OBJECTIVES["distill"].terms(model.loaded, prompts, sample, Random(0), 0.0))
+    losses = add_gradients(model, terms, 1, 0)
     assert losses[0] > 1e-4
     assert losses[1] == pytest.approx(0, abs=1e-6)
 
@@ -211,7 +213,7 @@ def test_questions_of_held_out_samples_are_not_trained_on(folders, tmp_path, mon
 
 
 def test_a_loss_that_is_no_number_ends_the_run(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr("rag_posfix.training.objectives.answer_loss", lambda logits, answer: logits.sum() * math.nan)
+    monkeypatch.setattr("rag_posfix.training.terms.answer_loss", lambda logits, answer: logits.sum() * math.nan)
     with pytest.raises(GenerationError, match="lower --learning-rate"):
         tiny_tune(*folders, tmp_path)
 
