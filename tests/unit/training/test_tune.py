@@ -99,6 +99,25 @@ def test_a_run_that_was_interrupted_gives_the_same_bits(folders, whole, tmp_path
     assert not (tmp_path / "checkpoint.safetensors").exists()
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_packed_run_that_was_interrupted_gives_the_same_bits_and_learns_what_an_unpacked_one_does(
+    folders, tmp_path, name
+):
+    packed = dataclasses.replace(SETTINGS, batch=3, steps=4, packing=300)
+    whole = tiny_tune(*folders, tmp_path / "whole", name=name, settings=packed)
+
+    def steps(done):
+        if done == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        tiny_tune(*folders, tmp_path / "again", name=name, settings=packed, steps=steps)
+    tiny_tune(*folders, tmp_path / "again", name=name, settings=packed)
+    assert same(weights(tmp_path / "again"), weights(tmp_path / "whole"))
+    unpacked = tiny_tune(*folders, tmp_path / "one", name=name, settings=dataclasses.replace(packed, packing=0))
+    assert whole.summary["loss"] == pytest.approx(unpacked.summary["loss"], abs=1e-3)
+
+
 def test_a_damaged_checkpoint_starts_again_and_one_of_other_settings_is_refused(folders, whole, tmp_path, caplog):
     (tmp_path / "checkpoint.safetensors").write_bytes(b"half of a file")
     tiny_tune(*folders, tmp_path)
