@@ -30,7 +30,8 @@ def block_diagonal_mask(masks: Sequence[MaskFunction], lengths: Sequence[int]) -
 
     def mask(query: Tensor, key: Tensor) -> Tensor:
         blocks = [materialize(own, n, n, query.device) for own, n in zip(masks, lengths, strict=True)]
-        return torch.block_diag(*blocks)[query, key]
+        whole: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+        return whole[query, key]
 
     return mask
 

@@ -137,7 +137,8 @@ def _step(model: TunedModel, course: Course, optimizer: torch.optim.Optimizer, s
 
 def _terms(model: TunedModel, course: Course, step: int, best_place: float) -> Iterator[list[Term]]:
     """Yield the terms that may share passes: with packing those of the whole step, else those of each sample."""
-    settings, waiting = course.settings, []
+    settings = course.settings
+    waiting: list[Term] = []
     for number in range(step * settings.batch, (step + 1) * settings.batch):
         random = drawn("sample", settings.seed, number)
         waiting += course.objective.terms(model.loaded, course.prompts, course.sample(number), random, best_place)

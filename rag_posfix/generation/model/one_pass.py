@@ -89,7 +89,7 @@ def forward_with_answers(loaded: LoadedModel, parts: Sequence[AnsweredPrompt]) -
     ends = accumulate(part.n_tokens for part in parts)
     keep = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
     logits = run_model(loaded, context, None, ids, position_ids(positions, whole), keep.to(loaded.device))
-    return [one[:-1] for one in logits[0].split(counts)]
+    return [one[:-1] for one in torch.split(logits[0], counts)]
 
 
 def mask_with_answer(mask: MaskFunction, n_prompt: int) -> MaskFunction:
