@@ -10,7 +10,30 @@ from torch import Tensor
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import MaskFunction
 
-__all__ = ["materialize", "segment_ids", "windows_mask"]
+__all__ = ["block_diagonal_mask", "causal_mask", "materialize", "segment_ids", "windows_mask"]
+
+
+def causal_mask(query: Tensor, key: Tensor) -> Tensor:
+    """Let a token see itself and all before it."""
+    return key <= query
+
+
+def block_diagonal_mask(masks: Sequence[MaskFunction], lengths: Sequence[int]) -> MaskFunction:
+    """Return the mask of prompts that stand one after another: each has its own mask and sees nothing of the others.
+
+    Args:
+        masks: The mask of each prompt, whose tokens count from 0.
+        lengths: Tokens of each prompt; there are no others.
+
+    Cost: each mask is asked about the tokens of its own prompt alone; a T x T bool tensor, T the tokens of all.
+    """
+
+    def mask(query: Tensor, key: Tensor) -> Tensor:
+        blocks = [materialize(own, n, n, query.device) for own, n in zip(masks, lengths, strict=True)]
+        whole: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+        return whole[query, key]
+
+    return mask
 
 
 def segment_ids(layout: Layout, windows: Sequence[Span]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
@@ -70,6 +70,11 @@ class Overrides:
     head_scale: HeadScale | None = None
     hidden_scale: HiddenScale | None = None
     attend: AttentionOverride | None = None
+
+    @property
+    def masks_only(self) -> bool:
+        """Whether nothing changes but which tokens see which."""
+        return all(getattr(self, one.name) is None for one in fields(self) if one.name != "mask")
 
     @property
     def rotates_in_hook(self) -> bool:

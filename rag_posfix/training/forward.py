@@ -9,19 +9,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from rag_posfix.errors import PlanConflictError
-from rag_posfix.generation.model.one_pass import forward_with_answer
+from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_answers
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.prefill.resolved_row import resolve
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan
 
-__all__ = ["answer_logits", "answer_loss", "distillation_loss"]
+__all__ = ["answer_logits", "answer_loss", "answered_prompt", "distillation_loss"]
 
 
-def answer_logits(loaded: LoadedModel, layout: Layout, plan: Plan, answer: Sequence[int]) -> Tensor:
-    """Return the logits of each token of an answer under a plan, (len(answer), V).
-
-    They equal those of inference under the same plan, up to rounding, and gradients flow through them.
+def answered_prompt(loaded: LoadedModel, layout: Layout, plan: Plan, answer: Sequence[int]) -> AnsweredPrompt:
+    """Return a prompt and its answer as a plan has the model read them.
 
     Args:
         loaded: The model.
@@ -30,7 +28,7 @@ def answer_logits(loaded: LoadedModel, layout: Layout, plan: Plan, answer: Seque
         answer: The tokens of the answer, that which ends it included.
 
     Raises:
-        PlanConflictError: the plan has several rows, reads something first, or has no gradient.
+        PlanConflictError: the plan has several rows, or reads something first.
     """
     if len(plan.rows) > 1 or plan.calibration is not None or plan.blend is not None or plan.draft is not None:
         raise PlanConflictError(
@@ -38,7 +36,20 @@ def answer_logits(loaded: LoadedModel, layout: Layout, plan: Plan, answer: Seque
             "parallel_windows, set_prompting or parallel_encoding"
         )
     row = resolve(plan.rows[0], layout, loaded.device)
-    return forward_with_answer(loaded, row.layout.token_ids, row.positions, row.overrides, answer)
+    return AnsweredPrompt(row.layout.token_ids, row.positions, row.overrides, answer)
+
+
+def answer_logits(loaded: LoadedModel, layout: Layout, plan: Plan, answer: Sequence[int]) -> Tensor:
+    """Return the logits of each token of an answer under a plan, (len(answer), V).
+
+    They equal those of inference under the same plan, up to rounding, and gradients flow through them.
+
+    Args: those of ``answered_prompt``.
+
+    Raises:
+        PlanConflictError: the plan has several rows, reads something first, or has no gradient.
+    """
+    return forward_with_answers(loaded, [answered_prompt(loaded, layout, plan, answer)])[0]
 
 
 def answer_loss(logits: Tensor, answer: Sequence[int]) -> Tensor:

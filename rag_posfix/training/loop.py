@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from rag_posfix.training.objectives import Objective
 from rag_posfix.training.prompts import PromptMaker
 from rag_posfix.training.run_files import RunFiles, RunState
 from rag_posfix.training.settings import TrainSettings
+from rag_posfix.training.terms import Term, add_gradients
 from rag_posfix.training.tuned_model import TunedModel
 
 __all__ = ["Course", "train"]
@@ -122,13 +123,9 @@ def _step(model: TunedModel, course: Course, optimizer: torch.optim.Optimizer, s
     """Take one step on samples that the seed and the step alone decide; return the mean loss."""
     settings, total = course.settings, 0.0
     optimizer.zero_grad(set_to_none=True)
-    for at in range(settings.batch):
-        number = step * settings.batch + at
-        random = drawn("sample", settings.seed, number)
-        with model.computing():
-            for loss in course.objective.losses(model, course.prompts, course.sample(number), random, best_place):
-                torch.autograd.backward(loss / settings.batch)
-                total += float(loss.detach())
+    for terms in _terms(model, course, step, best_place):
+        for loss in add_gradients(model, terms, settings.batch, settings.packing):
+            total += loss
     if not total < float("inf"):
         raise GenerationError(
             f"the loss is {total} in step {step + 1}; lower --learning-rate, or train with --dtype float32"
@@ -136,6 +133,20 @@ def _step(model: TunedModel, course: Course, optimizer: torch.optim.Optimizer, s
     torch.nn.utils.clip_grad_norm_(list(model.trained().values()), MOST_GRADIENT)
     optimizer.step()
     return total / settings.batch
+
+
+def _terms(model: TunedModel, course: Course, step: int, best_place: float) -> Iterator[list[Term]]:
+    """Yield the terms that may share passes: with packing those of the whole step, else those of each sample."""
+    settings = course.settings
+    waiting: list[Term] = []
+    for number in range(step * settings.batch, (step + 1) * settings.batch):
+        random = drawn("sample", settings.seed, number)
+        waiting += course.objective.terms(model.loaded, course.prompts, course.sample(number), random, best_place)
+        if not settings.packing:
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting
 
 
 def _evaluated(model: TunedModel, course: Course, now: RunState, loss: float) -> RunState:

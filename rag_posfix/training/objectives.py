@@ -1,4 +1,4 @@
-"""Objectives: what is trained on a sample. Each yields losses, whose gradients are accumulated."""
+"""Objectives: what is trained on a sample. Each yields the terms of a loss; it runs no model."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Protocol
 
-import torch
-from torch import Tensor
-
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.model.one_pass import AnsweredPrompt
+from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations.base import Mitigation
-from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import ModelShape
-from rag_posfix.plan.plan import Plan
 from rag_posfix.training.data.sample import Sample
-from rag_posfix.training.forward import answer_logits, answer_loss, distillation_loss
-from rag_posfix.training.prompts import PromptMaker
-from rag_posfix.training.tuned_model import TunedModel
+from rag_posfix.training.forward import answered_prompt
+from rag_posfix.training.prompts import PromptMaker, TrainingPrompt
+from rag_posfix.training.terms import Term
 
 __all__ = ["Block", "Distill", "InformationIntensive", "Objective", "place_at"]
 
@@ -33,17 +29,21 @@ class Objective(Protocol):
     def methods(self) -> Sequence[Mitigation]:
         """The methods whose plans the model is trained under, and evaluated under."""
 
-    def losses(
-        self, model: TunedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
-    ) -> Iterator[Tensor]:
-        """Yield the losses of a sample; each is a scalar whose graph may be freed before the next is asked for.
+    def terms(
+        self, loaded: LoadedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
+    ) -> Iterator[Term]:
+        """Yield the terms whose sum is the loss of a sample.
 
         Args:
-            model: The model.
+            loaded: The model.
             prompts: Makes prompts for it.
             sample: The sample.
             random: The generator of this sample in this step.
             best_place: Where the untrained model reads best, 0 (first) to 1 (last).
+
+        Raises:
+            ConfigError: the sample does not fit the model, or the objective its method.
+            PlanConflictError: the plan of a method has no training forward.
         """
 
 
@@ -67,12 +67,11 @@ class InformationIntensive:
         """The one method."""
         return (self.method,)
 
-    def losses(
-        self, model: TunedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
-    ) -> Iterator[Tensor]:
+    def terms(
+        self, loaded: LoadedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
+    ) -> Iterator[Term]:
         """Yield the cross-entropy of the answer with the passages in the order of the sample."""
-        prompt = prompts.make(sample)
-        yield answer_loss(_logits(model, prompt.layout, self.method, prompt.answer), prompt.answer)
+        yield Term(_read(loaded, self.method, prompts.make(sample)))
 
 
 @dataclass(frozen=True)
@@ -99,19 +98,19 @@ class Block:
         """Both methods."""
         return (self.full, self.method)
 
-    def losses(
-        self, model: TunedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
-    ) -> Iterator[Tensor]:
+    def terms(
+        self, loaded: LoadedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
+    ) -> Iterator[Term]:
         """Yield half of the cross-entropy of the answer under each mask."""
         prompt = prompts.make(sample)
         for method in self.methods:
-            plan = _plan(method, prompt.layout, model.loaded.spec.shape)
+            plan = method.checked_plan(prompt.layout, loaded.spec.shape)
             if method is self.method and not plan.independent_passages:
                 raise ConfigError(
                     f"--mitigation {method.name} does not read passages independently of each other; use "
                     "parallel_windows, set_prompting or parallel_encoding"
                 )
-            yield answer_loss(answer_logits(model.loaded, prompt.layout, plan, prompt.answer), prompt.answer) / 2
+            yield Term(answered_prompt(loaded, prompt.layout, plan, prompt.answer), weight=0.5)
 
 
 @dataclass(frozen=True)
@@ -141,23 +140,18 @@ class Distill:
         """The one method."""
         return (self.method,)
 
-    def losses(
-        self, model: TunedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
-    ) -> Iterator[Tensor]:
+    def terms(
+        self, loaded: LoadedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
+    ) -> Iterator[Term]:
         """Yield the divergence at a drawn place, then the weighted one at the best place."""
         best = place_at(sample, best_place)
         places = [place for place in range(len(sample.passages) - len(sample.gold) + 1) if place != best]
-        prompt = prompts.make(sample.moved(best))
-        with model.untrained() as teacher:
-            plan = _plan(self.method, prompt.layout, teacher.spec.shape)
-            said = answer_logits(teacher, prompt.layout, plan, prompt.answer)
+        at_best = _read(loaded, self.method, prompts.make(sample.moved(best)))
         if places:
-            elsewhere = prompts.make(sample.moved(random.choice(places)))
-            student = _logits(model, elsewhere.layout, self.method, elsewhere.answer)
-            yield distillation_loss(student, said, self.temperature)
+            elsewhere = _read(loaded, self.method, prompts.make(sample.moved(random.choice(places))))
+            yield Term(elsewhere, at_best, temperature=self.temperature)
         if self.anchor:
-            student = _logits(model, prompt.layout, self.method, prompt.answer)
-            yield self.anchor * distillation_loss(student, said, self.temperature)
+            yield Term(at_best, at_best, self.anchor, self.temperature)
 
 
 def place_at(sample: Sample, share: float) -> int:
@@ -165,10 +159,7 @@ def place_at(sample: Sample, share: float) -> int:
     return round(share * (len(sample.passages) - len(sample.gold)))
 
 
-def _plan(method: Mitigation, layout: Layout, shape: ModelShape) -> Plan:
-    return method.checked_plan(layout, shape)
-
-
-def _logits(model: TunedModel, layout: Layout, method: Mitigation, answer: tuple[int, ...]) -> Tensor:
-    with torch.enable_grad():
-        return answer_logits(model.loaded, layout, _plan(method, layout, model.loaded.spec.shape), answer)
+def _read(loaded: LoadedModel, method: Mitigation, prompt: TrainingPrompt) -> AnsweredPrompt:
+    return answered_prompt(
+        loaded, prompt.layout, method.checked_plan(prompt.layout, loaded.spec.shape), prompt.answer
+    )  # fmt: skip

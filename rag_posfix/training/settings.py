@@ -19,7 +19,9 @@ class TrainSettings:
 
     Attributes:
         steps: Most steps of the optimizer.
-        batch: Samples per step; their gradients are accumulated one by one.
+        batch: Samples per step; their gradients are accumulated.
+        packing: Most tokens of a forward pass that reads several prompts of a step, each as if alone; 0 reads them one
+            by one.
         learning_rate: Of AdamW, after ``warmup`` steps; it then falls along half a cosine to a tenth.
         warmup: Steps in which the rate rises from 0.
         weight_decay: Of AdamW.
@@ -40,6 +42,7 @@ class TrainSettings:
 
     steps: Annotated[int, Whole(1)] = 200
     batch: Annotated[int, Whole(1)] = 8
+    packing: Annotated[int, Whole(0)] = 0
     learning_rate: Annotated[float, Number(0, 1, above=True)] = 1e-4
     warmup: Annotated[int, Whole(0)] = 10
     weight_decay: Annotated[float, Number(0, 1)] = 0.0

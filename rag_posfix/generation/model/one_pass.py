@@ -1,59 +1,120 @@
-"""A prompt and its answer in one forward pass: what decoding computes token by token, with gradients."""
+"""Prompts and their answers in one forward pass: what decoding computes token by token, with gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rag_posfix.attention.masks import block_diagonal_mask, causal_mask
 from rag_posfix.errors import ConfigError, PlanConflictError
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, position_ids, run_model
 from rag_posfix.patching.forward_context import Overrides, active, current
+from rag_posfix.plan.model_shape import Capability
 from rag_posfix.plan.plan import MaskFunction
 
-__all__ = ["forward_with_answer", "mask_with_answer", "recompute_layers"]
+__all__ = [
+    "AnsweredPrompt",
+    "can_share_pass",
+    "forward_with_answer",
+    "forward_with_answers",
+    "mask_with_answer",
+    "recompute_layers",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnsweredPrompt:
+    """A prompt and its answer, as a row of a plan reads them.
+
+    Attributes:
+        prompt: The tokens of a resolved row.
+        positions: (1, T) float32, their positions.
+        overrides: What the row changes in the model.
+        answer: The tokens of the answer.
+    """
+
+    prompt: Sequence[int]
+    positions: Tensor
+    overrides: Overrides
+    answer: Sequence[int]
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of prompt and answer together."""
+        return len(self.prompt) + len(self.answer)
+
+
+def can_share_pass(loaded: LoadedModel, one: AnsweredPrompt) -> bool:
+    """Return whether a prompt may be read in one pass with others: all that its plan changes is mask and positions.
+
+    Models with sliding windows have masks of their own. Models whose angles depend on the longest prompt of the pass
+    (dynamic RoPE scaling) would read a prompt differently beside another.
+    """
+    return one.overrides.masks_only and {Capability.FULL_CACHE, Capability.ANGLES} <= loaded.spec.shape.capabilities
 
 
 def forward_with_answer(
     loaded: LoadedModel, prompt: Sequence[int], positions: Tensor, overrides: Overrides, answer: Sequence[int]
 ) -> Tensor:
-    """Return the logits of each token of an answer after the prompt and the tokens before it.
-
-    One pass without a cache, so that gradients flow. Positions of the answer are those of decoding
-    (``SequenceBatch.next_positions``), and its tokens see all before them, as generated ones do.
+    """Return the logits of each token of one answer, (len(answer), V), as ``forward_with_answers`` does.
 
     Args:
         loaded: The model.
-        prompt: The tokens of a resolved row.
-        positions: Their positions.
+        prompt: As in ``AnsweredPrompt``, with all that follow.
+        positions: (1, T) float32.
         overrides: What the row changes in the model.
         answer: The tokens of the answer.
-
-    Shapes:
-        positions: (1, T) float32.
-        returns: (len(answer), V), in the model's dtype.
 
     Raises:
         PlanConflictError: the row decides something at the end of the prompt, or its attention has no gradient.
     """
-    _check(overrides)
-    device = loaded.device
-    batch = SequenceBatch(loaded, None, torch.zeros((1, 0), device=device), overrides=overrides)
-    batch.append(positions.to(device))
-    context = batch.append(batch.next_positions(len(answer)))
-    mask = overrides.mask
-    if mask is not None:
-        overrides = replace(overrides, mask=mask_with_answer(mask, len(prompt)))
-    ids = torch.tensor([[*prompt, *answer]], device=device)
-    whole = torch.equal(positions.round(), positions)
-    logits = run_model(
-        loaded, replace(context, overrides=overrides), None, ids, position_ids(batch.positions, whole), len(answer) + 1
-    )
-    return logits[0, :-1]
+    return forward_with_answers(loaded, [AnsweredPrompt(prompt, positions, overrides, answer)])[0]
+
+
+def forward_with_answers(loaded: LoadedModel, parts: Sequence[AnsweredPrompt]) -> list[Tensor]:
+    """Return the logits of each token of the answers after their prompts and the tokens before them.
+
+    One pass without a cache, so that gradients flow. Positions of an answer are those of decoding
+    (``SequenceBatch.next_positions``), and its tokens see all before them, as generated ones do. Several prompts stand
+    one after another in one sequence, each with its own mask and positions, and see nothing of each other.
+
+    Args:
+        loaded: The model.
+        parts: The prompts with their answers; at least one.
+
+    Shapes:
+        returns: (len(answer), V) for each, in the model's dtype.
+
+    Cost: for several prompts a mask of T x T, T the tokens of all, and attention over it.
+
+    Raises:
+        PlanConflictError: a row decides something at the end of the prompt, its attention has no gradient, or it
+            cannot share a pass with others.
+    """
+    for part in parts:
+        _check(part.overrides)
+    if len(parts) > 1 and not all(can_share_pass(loaded, part) for part in parts):
+        raise PlanConflictError(
+            "a prompt whose plan changes more than mask and positions, or whose model has sliding windows or dynamic "
+            "RoPE scaling, cannot be packed with others; read it in a pass of its own"
+        )
+    rows = [_with_answer(loaded, part) for part in parts]
+    positions = torch.cat([one for _, one in rows], dim=1)
+    context = SequenceBatch(loaded, None, positions[:, :0]).append(positions)
+    context = replace(context, overrides=rows[0][0] if len(rows) == 1 else _packed(rows))
+    whole = all(torch.equal(part.positions.round(), part.positions) for part in parts)
+    ids = torch.tensor([[token for part in parts for token in (*part.prompt, *part.answer)]], device=loaded.device)
+    counts = [len(part.answer) + 1 for part in parts]
+    ends = accumulate(part.n_tokens for part in parts)
+    keep = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+    logits = run_model(loaded, context, None, ids, position_ids(positions, whole), keep.to(loaded.device))
+    return [one[:-1] for one in torch.split(logits[0], counts)]
 
 
 def mask_with_answer(mask: MaskFunction, n_prompt: int) -> MaskFunction:
@@ -62,7 +123,7 @@ def mask_with_answer(mask: MaskFunction, n_prompt: int) -> MaskFunction:
     def extended(query: Tensor, key: Tensor) -> Tensor:
         last = n_prompt - 1
         prompt = mask(query.clamp(max=last), key.clamp(max=last)) & (key < n_prompt)
-        return torch.where(query < n_prompt, prompt, key <= query)
+        return torch.where(query < n_prompt, prompt, causal_mask(query, key))
 
     return extended
 
@@ -92,6 +153,23 @@ def _checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContex
     """
     found = current()
     return nullcontext(), nullcontext() if found is None else active(found)
+
+
+def _with_answer(loaded: LoadedModel, one: AnsweredPrompt) -> tuple[Overrides, Tensor]:
+    """Return what the row of a prompt changes, and its positions (1, T), the answer included in both."""
+    overrides, device = one.overrides, loaded.device
+    batch = SequenceBatch(loaded, None, torch.zeros((1, 0), device=device), overrides=overrides)
+    batch.append(one.positions.to(device))
+    batch.append(batch.next_positions(len(one.answer)))
+    if overrides.mask is not None:
+        overrides = replace(overrides, mask=mask_with_answer(overrides.mask, len(one.prompt)))
+    return overrides, batch.positions
+
+
+def _packed(rows: Sequence[tuple[Overrides, Tensor]]) -> Overrides:
+    """Return the overrides of one pass over several rows that change mask and positions alone."""
+    masks = [overrides.mask or causal_mask for overrides, _ in rows]
+    return Overrides(mask=block_diagonal_mask(masks, [positions.shape[1] for _, positions in rows]))
 
 
 def _check(overrides: Overrides) -> None:

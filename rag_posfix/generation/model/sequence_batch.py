@@ -270,10 +270,11 @@ def forward_batches(
 
 
 def run_model(
-    loaded: LoadedModel, context: ForwardContext, cache: Any, ids: Tensor, positions: Tensor, keep: int
+    loaded: LoadedModel, context: ForwardContext, cache: Any, ids: Tensor, positions: Tensor, keep: int | Tensor
 ) -> Tensor:
     """Run the model on (R, Tq) tokens at positions in a context; return the logits of the last ``keep``, (R, keep, V).
 
+    A tensor (K,) of indices keeps the logits of these tokens, (R, K, V).
     Without a cache (None) the tokens are all there are, and nothing is kept of them.
     Positions are integers, as the model was trained with them, where they are whole numbers.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rag_posfix.attention.masks import materialize, segment_ids, windows_mask
+from rag_posfix.attention.masks import block_diagonal_mask, causal_mask, materialize, segment_ids, windows_mask
 from rag_posfix.attention.windows import window_positions, windows_of
 from tests.support.tiny import toy_layout
 
@@ -33,6 +33,25 @@ def test_passages_see_the_prefix_and_themselves_and_the_suffix_sees_all():
     ], dtype=torch.bool)
     # fmt: on
     assert torch.equal(materialize(MASK, 8, 8), expected)
+
+
+def test_prompts_in_one_sequence_have_their_own_masks_and_see_nothing_of_each_other():
+    def first_alone(query, key):
+        return key == 0 * query
+
+    mask = block_diagonal_mask([causal_mask, first_alone, causal_mask], [2, 3, 1])
+    # fmt: off
+    expected = torch.tensor([
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 1],
+    ], dtype=torch.bool)
+    # fmt: on
+    assert torch.equal(materialize(mask, 6, 6), expected)
+    assert torch.equal(materialize(mask, 2, 6), expected[4:])
 
 
 def test_generated_tokens_see_everything_before_them():

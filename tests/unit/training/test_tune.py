@@ -25,6 +25,7 @@ from rag_posfix.training.objectives import Block
 from rag_posfix.training.prompts import PromptMaker, end_of_answer
 from rag_posfix.training.run_files import RunFiles, RunState
 from rag_posfix.training.settings import TrainSettings
+from rag_posfix.training.terms import add_gradients
 from rag_posfix.training.tune import tune
 from rag_posfix.training.tuned_model import prepare
 from tests.support.tiny_training import OBJECTIVES, SETTINGS, tiny_folders, tiny_tune
@@ -98,6 +99,25 @@ def test_a_run_that_was_interrupted_gives_the_same_bits(folders, whole, tmp_path
     assert not (tmp_path / "checkpoint.safetensors").exists()
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_packed_run_that_was_interrupted_gives_the_same_bits_and_learns_what_an_unpacked_one_does(
+    folders, tmp_path, name
+):
+    packed = dataclasses.replace(SETTINGS, batch=3, steps=4, packing=300)
+    whole = tiny_tune(*folders, tmp_path / "whole", name=name, settings=packed)
+
+    def steps(done):
+        if done == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        tiny_tune(*folders, tmp_path / "again", name=name, settings=packed, steps=steps)
+    tiny_tune(*folders, tmp_path / "again", name=name, settings=packed)
+    assert same(weights(tmp_path / "again"), weights(tmp_path / "whole"))
+    unpacked = tiny_tune(*folders, tmp_path / "one", name=name, settings=dataclasses.replace(packed, packing=0))
+    assert whole.summary["loss"] == pytest.approx(unpacked.summary["loss"], abs=1e-3)
+
+
 def test_a_damaged_checkpoint_starts_again_and_one_of_other_settings_is_refused(folders, whole, tmp_path, caplog):
     (tmp_path / "checkpoint.safetensors").write_bytes(b"half of a file")
     tiny_tune(*folders, tmp_path)
@@ -158,7 +178,8 @@ def test_without_training_distillation_diverges_by_nothing_at_the_best_place(fol
     model = prepare(engine, SETTINGS, "tiny")
     prompts = PromptMaker(engine.encoder, engine.context_window)
     sample = next(iter(read_samples(folders[1])))
-    losses = [float(one.detach()) for one in OBJECTIVES["distill"].losses(model, prompts, sample, Random(0), 0.0)]
+    terms = list(OBJECTIVES["distill"].terms(model.loaded, prompts, sample, Random(0), 0.0))
+    losses = add_gradients(model, terms, 1, 0)
     assert losses[0] > 1e-4
     assert losses[1] == pytest.approx(0, abs=1e-6)
 
@@ -211,7 +232,7 @@ def test_questions_of_held_out_samples_are_not_trained_on(folders, tmp_path, mon
 
 
 def test_a_loss_that_is_no_number_ends_the_run(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr("rag_posfix.training.objectives.answer_loss", lambda logits, answer: logits.sum() * math.nan)
+    monkeypatch.setattr("rag_posfix.training.terms.answer_loss", lambda logits, answer: logits.sum() * math.nan)
     with pytest.raises(GenerationError, match="lower --learning-rate"):
         tiny_tune(*folders, tmp_path)
 
