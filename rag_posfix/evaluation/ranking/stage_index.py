@@ -172,7 +172,8 @@ def count_words(texts: Sequence[str], parameters: Mapping[str, Any]) -> BM25Inde
     """
     from rag_posfix.retrieval.bm25 import BM25Index
 
-    return BM25Index.build(texts, **{name: value for name, value in parameters.items() if name in _BM25_PARAMETERS})
+    own = {name: value for name, value in _given(parameters).items() if name in _BM25_PARAMETERS}
+    return BM25Index.build(texts, **own)
 
 
 def words_retriever(names: Sequence[str], counted: BM25Index) -> Retriever:
@@ -203,7 +204,7 @@ def retriever_of(retrievers: Sequence[Retriever], parameters: Mapping[str, Any])
         return retrievers[0]
     from rag_posfix.retrieval.hybrid import HybridRetriever
 
-    own = {name: value for name, value in parameters.items() if name not in _BM25_PARAMETERS}
+    own = {name: value for name, value in _given(parameters).items() if name not in _BM25_PARAMETERS}
     return HybridRetriever(retrievers=retrievers, **own)
 
 
@@ -213,6 +214,10 @@ def _store(index: Path | None, embeddings: Embeddings) -> FaissVectorStore:
     if index is not None and index.is_dir():  # flat: candidates are the nearest, whatever the size of the collection
         return FaissVectorStore.load(index, embeddings, kind="flat")
     return FaissVectorStore(embeddings, kind="flat")
+
+
+def _given(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def _without_text(name: str) -> Document:

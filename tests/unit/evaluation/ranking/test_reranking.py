@@ -168,6 +168,12 @@ def test_hybrid_and_bm25_take_parameters_and_say_what_they_take(evaluate):
         evaluate([], first_stage="hybrid:fusion=none")
 
 
+@pytest.mark.parametrize("first_stage", ["bm25:k1=null:b=null", "hybrid:fusion=null:weights=null:candidates=null"])
+def test_a_parameter_that_is_null_has_its_default(evaluate, first_stage):
+    default = evaluate([], first_stage=first_stage.partition(":")[0])
+    assert without_time(evaluate([], first_stage=first_stage)["first_stage"]) == without_time(default["first_stage"])
+
+
 def test_a_query_without_candidates_scores_zero_and_is_counted(evaluate):
     collection = {"queries": [{"_id": "1", "text": "lighthouse"}, {"_id": "2", "text": "zzz"}]}
     found = evaluate(collection=collection)
