@@ -76,9 +76,9 @@ def rerank(
     ] = True,
     fresh: Fresh = False,
     ray: Annotated[
-        bool, typer.Option("--ray", help="Rank on the Ray cluster at RAY_ADDRESS, or on a local one.")
+        bool, typer.Option("--ray", help="Retrieve and rank on the Ray cluster at RAY_ADDRESS, or on a local one.")
     ] = False,
-    actors: Annotated[int, typer.Option("--ray-actors", min=1, help="Number of reranker processes on Ray.")] = 2,
+    actors: Annotated[int, typer.Option("--ray-actors", min=1, help="Number of processes of each stage on Ray.")] = 2,
     embedding_model: EmbeddingModel = None,
     model: ModelName = None,
     adapter: AdapterFolder = None,

@@ -1,6 +1,6 @@
 """The connection of experiments to a Ray cluster: the one file of the library that imports Ray.
 
-Whoever uses it is handed Ray's module, and calls it only inside the connection.
+The process that connects is handed Ray's module, and calls it only inside the connection.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from rag_posfix.errors import EvaluationError, RagPosfixError, missing_extra
 
-__all__ = ["connected", "found_there"]
+__all__ = ["connected", "fetched", "found_there"]
 
 
 @contextmanager
@@ -41,6 +41,17 @@ def connected() -> Iterator[Any]:
     finally:
         if started:
             ray.shutdown()
+
+
+def fetched(reference: Any) -> Any:
+    """Return what a reference stands for, in a process of the cluster.
+
+    Args:
+        reference: Was handed over within a list or an object; Ray itself fetches those that are arguments.
+    """
+    import ray
+
+    return ray.get(reference)
 
 
 def found_there(ask: Callable[[], Any]) -> Any:

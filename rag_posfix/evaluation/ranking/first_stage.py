@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.contracts.method_spec import MethodSpec
@@ -26,13 +25,25 @@ from rag_posfix.evaluation.ranking.rankings import (
     relevance,
     retrieval_key,
 )
+from rag_posfix.evaluation.ranking.stage_index import (
+    EmbedBatches,
+    count_words,
+    documents_with_text,
+    embedded,
+    open_vectors,
+    retriever_of,
+    searched_texts,
+    stored_ids,
+    words_retriever,
+)
 from rag_posfix.evaluation.record import file_digest
 from rag_posfix.parameters import Number, Numbers, Whole, check_parameters
 from rag_posfix.registry import Registry
 from rag_posfix.text import content_hash
 
 if TYPE_CHECKING:
-    from rag_posfix.retrieval.faiss_store import FaissVectorStore
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = [
     "FIRST_STAGE",
@@ -40,8 +51,10 @@ __all__ = [
     "FirstStage",
     "candidates_of",
     "open_first_stage",
+    "rank_topic",
     "retrieve",
     "run_as_first_stage",
+    "stage_identity",
 ]
 
 FIRST_STAGE = "first_stage"
@@ -50,24 +63,21 @@ FIRST_STAGE = "first_stage"
 FIRST_STAGES: Registry[type] = Registry("first stage")
 """The retrievers that can be a first stage, by name; their classes hold the parameters."""
 
-DOCUMENTS_PER_BATCH = 128
-BATCHES_PER_SAVE = 16
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FirstStage:
-    """Finds candidates.
+    """Finds candidates, and where it runs.
 
     Attributes:
         name: Its name in results.
         identity: Digest of its method, parameters, model and documents.
-        rank: Returns at most the given number of documents for a topic.
+        rank_all: Yields (index, ranking) of topics, in any order; a ranking has at most the given number of documents.
         searches: Whether it searches, so that its rankings are stored in the journal.
     """
 
     name: str
     identity: str
-    rank: Callable[[Topic, int], Ranking]
+    rank_all: Callable[[Sequence[Topic], int], Iterable[tuple[int, Ranking]]]
     searches: bool = True
 
 
@@ -119,9 +129,6 @@ class HybridStage:
         check_parameters(self, "first stage hybrid")
 
 
-_BM25_PARAMETERS = ("k1", "b")
-
-
 def run_as_first_stage(path: Path) -> tuple[FirstStage, frozenset[str]]:
     """Return a first stage that reads a TREC run, and the documents that the run names.
 
@@ -135,12 +142,13 @@ def run_as_first_stage(path: Path) -> tuple[FirstStage, frozenset[str]]:
     """
     run = read_run(path)
 
-    def rank(topic: Topic, depth: int) -> Ranking:
-        found = run.get(topic.id, [])[:depth]
-        return Ranking(tuple(name for name, _ in found), tuple(score for _, score in found), 0.0)
+    def rank_all(topics: Sequence[Topic], depth: int) -> Iterator[tuple[int, Ranking]]:
+        for index, topic in enumerate(topics):
+            found = run.get(topic.id, [])[:depth]
+            yield index, Ranking(tuple(name for name, _ in found), tuple(score for _, score in found), 0.0)
 
     names = frozenset(name for ranked in run.values() for name, _ in ranked)
-    return FirstStage(path.name, content_hash("run", file_digest(path)), rank, searches=False), names
+    return FirstStage(path.name, content_hash("run", file_digest(path)), rank_all, searches=False), names
 
 
 def open_first_stage(
@@ -163,20 +171,59 @@ def open_first_stage(
         RetrievalError: the documents cannot be indexed.
         EvaluationError: no document has text.
     """
-    documents = [document for document in collection.documents.values() if document.page_content.strip()]
-    if not documents:
-        raise EvaluationError("no document of the corpus has text; give another corpus")
-    name, parameters = FIRST_STAGES.resolve(spec.name), spec.parameters
-    made_from = [name, repr(sorted(parameters.items())), collection.digest]
-    if name == "bm25":
-        return _over(_bm25(documents, parameters), name, made_from)
-    from rag_posfix.retrieval.embeddings import embedding_identity
+    documents = documents_with_text(collection)
+    name, identity = FIRST_STAGES.resolve(spec.name), None
+    retrievers: list[Retriever] = []
+    if name != "bm25":
+        from rag_posfix.retrieval.dense import PassageRetriever
+        from rag_posfix.retrieval.embeddings import embedding_identity
 
-    identity = embedding_identity(embeddings())
-    index = None if folder is None else folder / f"index-{content_hash(identity, collection.digest)[:16]}"
-    dense = _dense(documents, embeddings(), index, progress)
-    retriever = dense if name == "dense" else _hybrid(dense, documents, parameters)
-    return _over(retriever, name, [*made_from, identity])
+        model = embeddings()
+        identity = embedding_identity(model)
+        store = open_vectors(documents, model, collection.digest, _embedded_here(model), folder, progress)
+        retrievers.append(PassageRetriever(store=store))
+    if name != "dense":
+        counted = count_words(searched_texts(documents), spec.parameters)
+        retrievers.append(words_retriever(stored_ids(documents), counted))
+    retriever = retriever_of(retrievers, spec.parameters)
+
+    def rank_all(topics: Sequence[Topic], depth: int) -> Iterator[tuple[int, Ranking]]:
+        for index, topic in enumerate(topics):
+            yield index, rank_topic(retriever, name, topic, depth)
+
+    return FirstStage(name, stage_identity(spec, collection, identity), rank_all)
+
+
+def stage_identity(spec: MethodSpec, collection: Collection, model: str | None) -> str:
+    """Return the identity of a first stage that searches.
+
+    Args:
+        spec: A name in ``FIRST_STAGES`` and parameters.
+        collection: The documents.
+        model: Identity of the embedding model, None without one.
+    """
+    made_from = [FIRST_STAGES.resolve(spec.name), repr(sorted(spec.parameters.items())), collection.digest]
+    return content_hash(*made_from, *([] if model is None else [model]))
+
+
+def rank_topic(retriever: Retriever, name: str, topic: Topic, depth: int) -> Ranking:
+    """Return at most ``depth`` documents for a topic.
+
+    Args:
+        retriever: Finds them.
+        name: Name of the first stage, for messages.
+        topic: The topic.
+        depth: Number of documents.
+
+    Raises:
+        RetrievalError: the documents cannot be searched.
+        EvaluationError: the retriever returned a document twice or without a score.
+    """
+    started = time.perf_counter()
+    found = retriever.retrieve(topic.question, depth)
+    seconds = time.perf_counter() - started
+    ids, scores = checked_ranking(name, topic.id, found, found)
+    return Ranking(ids, scores, seconds)
 
 
 def retrieve(
@@ -194,19 +241,23 @@ def retrieve(
     Raises:
         RetrievalError: the first stage failed.
     """
-    rankings: dict[str, Ranking] = {}
-    reused = set()
+    keys = [retrieval_key(stage.identity, topic.question, depth) for topic in topics]
+    known = (
+        {}
+        if not stage.searches
+        else {index: found for index, key in enumerate(keys) if (found := journal.get(key)) is not None}
+    )
+    reused = frozenset(topics[index].id for index in known)
+    missing = [index for index in range(len(topics)) if index not in known]
     with progress("retrieving") as report:
-        for topic in topics:
-            key = retrieval_key(stage.identity, topic.question, depth)
-            known = journal.get(key) if stage.searches else None
-            rankings[topic.id] = ranking = known or stage.rank(topic, depth)
-            if known is not None:
-                reused.add(topic.id)
-            elif stage.searches:
-                journal.add(key, ranking)
-            report(len(rankings), len(topics))
-    return RankedTopics(FIRST_STAGE, rankings, frozenset(reused))
+        for position, ranking in stage.rank_all([topics[index] for index in missing], depth):
+            index = missing[position]
+            if stage.searches:
+                journal.add(keys[index], ranking)
+            known[index] = ranking
+            report(len(known), len(topics))
+    rankings = {topic.id: known[index] for index, topic in enumerate(topics)}
+    return RankedTopics(FIRST_STAGE, rankings, reused)
 
 
 def candidates_of(topics: Sequence[Topic], found: RankedTopics, collection: Collection) -> list[QueryCandidates]:
@@ -236,59 +287,9 @@ def candidates_of(topics: Sequence[Topic], found: RankedTopics, collection: Coll
     return result
 
 
-def _over(retriever: Retriever, name: str, made_from: Sequence[str]) -> FirstStage:
-    def rank(topic: Topic, depth: int) -> Ranking:
-        started = time.perf_counter()
-        found = retriever.retrieve(topic.question, depth)
-        seconds = time.perf_counter() - started
-        ids, scores = checked_ranking(name, topic.id, found, found)
-        return Ranking(ids, scores, seconds)
+def _embedded_here(embeddings: Embeddings) -> EmbedBatches:
+    def embed(batches: Sequence[list[str]]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        for index, texts in enumerate(batches):
+            yield index, embedded(embeddings, texts)
 
-    return FirstStage(name, content_hash(*made_from), rank)
-
-
-def _dense(documents: Sequence[Document], embeddings: Embeddings, index: Path | None, progress: Progress) -> Retriever:
-    """Return a retriever over vectors that are saved to ``index`` as they are made, so that an interrupt loses few."""
-    from rag_posfix.retrieval.dense import PassageRetriever
-
-    store = _store(index, embeddings)
-    known = {str(document.id) for document in store.documents()}
-    # Texts of like length share a batch, which spares padding; with the id, batches are the same in every run.
-    missing = sorted(
-        (document for document in documents if str(document.id) not in known),
-        key=lambda document: (len(document.page_content), str(document.id)),
-    )
-    batches = range(0, len(missing), DOCUMENTS_PER_BATCH)
-    with progress("embedding") as report:
-        for number, start in enumerate(batches, start=1):
-            store.add_documents(missing[start : start + DOCUMENTS_PER_BATCH])
-            report(len(store), len(documents))
-            if index is not None and (number % BATCHES_PER_SAVE == 0 or number == len(batches)):
-                index.parent.mkdir(parents=True, exist_ok=True)
-                store.save(index)
-    return PassageRetriever(store=store)
-
-
-def _store(index: Path | None, embeddings: Embeddings) -> FaissVectorStore:
-    from rag_posfix.retrieval.faiss_store import FaissVectorStore
-
-    if index is not None and index.is_dir():  # flat: candidates are the nearest, whatever the size of the collection
-        return FaissVectorStore.load(index, embeddings, kind="flat")
-    return FaissVectorStore(embeddings, kind="flat")
-
-
-def _bm25(documents: Sequence[Document], parameters: Mapping[str, Any]) -> Retriever:
-    from rag_posfix.retrieval.bm25 import BM25Retriever
-
-    return BM25Retriever.from_documents(documents, **_bm25_parameters(parameters))
-
-
-def _hybrid(dense: Retriever, documents: Sequence[Document], parameters: Mapping[str, Any]) -> Retriever:
-    from rag_posfix.retrieval.hybrid import HybridRetriever
-
-    own = {name: value for name, value in parameters.items() if name not in _BM25_PARAMETERS}
-    return HybridRetriever(retrievers=[dense, _bm25(documents, parameters)], **own)
-
-
-def _bm25_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in parameters.items() if name in _BM25_PARAMETERS}
+    return embed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.evaluation.data.beir import BeirFiles, beir_files
-from rag_posfix.evaluation.data.collection import Collection, Topic, load_collection, load_topics
+from rag_posfix.evaluation.data.collection import Collection, load_collection, load_topics
 from rag_posfix.evaluation.data.files import write_text
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.ranking.first_stage import (
@@ -44,12 +44,11 @@ from rag_posfix.evaluation.ranking.rerankers import (
     open_reranker,
     rerank,
 )
+from rag_posfix.evaluation.ray_cluster import connected
 from rag_posfix.evaluation.record import ExperimentRecord, environment, file_digest
 from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:
-    from langchain_core.embeddings import Embeddings
-
     from rag_posfix.reranking.build import RerankerModels
 
 __all__ = ["JOURNAL", "RerankingRecord", "evaluate_reranking", "summarize_runs"]
@@ -116,8 +115,8 @@ def evaluate_reranking(
         binary: Count every grade above 0 as 1.
         titles: Keep titles of documents; without, documents are their text alone.
         fresh: Recompute what is in the journal.
-        ray: Rank on a Ray cluster.
-        ray_actors: Processes there that hold a reranker.
+        ray: Retrieve and rank on a Ray cluster.
+        ray_actors: Processes there that search, and after them those that hold a reranker.
         settings: Models; read from the environment if None.
         out: Folder for everything that is written; None writes nothing.
         progress: Progress callback (``evaluation.progress``).
@@ -139,15 +138,19 @@ def evaluate_reranking(
 
         return build_reranker_models(chosen)
 
-    stage, collection = _open_stage(first_stage, files, topics, titles, lambda: models().embeddings(), out, progress)
-    found = retrieve(stage, topics, depth, journal, progress)
-    candidates = candidates_of(topics, found, collection)
+    asked, names = run_as_first_stage(first_stage) if isinstance(first_stage, Path) else (first_stage, None)
+    collection = load_collection(files.corpus, topics, titles=titles, only=names)
+    actors = ray_actors if ray else 0
     paths = {} if out is None else run_files(out, [FIRST_STAGE, *(choice.label for choice in rerankers)])
-    runs = [evaluate_run(found, topics, wanted, paths.get(FIRST_STAGE))]
-    with _rankers(chosen, models, ray_actors if ray else 0) as open_ranker:
-        for choice in rerankers:
-            ranked = rerank(open_ranker(choice), candidates, journal, progress)
-            runs.append(evaluate_run(ranked, topics, wanted, paths.get(choice.label)))
+    with connected() if ray else nullcontext():  # one cluster for both stages
+        with _stage(asked, collection, chosen, models, actors, out, progress) as stage:
+            found = retrieve(stage, topics, depth, journal, progress)
+        candidates = candidates_of(topics, found, collection)
+        runs = [evaluate_run(found, topics, wanted, paths.get(FIRST_STAGE))]
+        with _rankers(chosen, models, actors) as open_ranker:
+            for choice in rerankers:
+                ranked = rerank(open_ranker(choice), candidates, journal, progress)
+                runs.append(evaluate_run(ranked, topics, wanted, paths.get(choice.label)))
     used = {
         "first_stage": stage.name, "first_stage_parameters": parameters, "depth": depth, "limit": limit, "skip": skip,
         "binary": binary, "titles": titles, "ray": ray, "model": chosen.model,
@@ -192,21 +195,24 @@ def _check(
     return parameters
 
 
-def _open_stage(
-    first_stage: str | Path,
-    files: BeirFiles,
-    topics: list[Topic],
-    titles: bool,
-    embeddings: Callable[[], Embeddings],
+def _stage(
+    asked: str | FirstStage,
+    collection: Collection,
+    settings: Settings,
+    models: Callable[[], RerankerModels],
+    ray_actors: int,
     out: Path | None,
     progress: Progress,
-) -> tuple[FirstStage, Collection]:
-    if isinstance(first_stage, Path):
-        stage, names = run_as_first_stage(first_stage)
-        return stage, load_collection(files.corpus, topics, titles=titles, only=names)
-    collection = load_collection(files.corpus, topics, titles=titles)
-    spec = parse_method(first_stage, "first stage", "k1=1.2")
-    return open_first_stage(spec, collection, embeddings, out, progress), collection
+) -> AbstractContextManager[FirstStage]:
+    """Return a first stage that reads a run, searches in this process, or on a Ray cluster until the block ends."""
+    if isinstance(asked, FirstStage):
+        return nullcontext(asked)
+    spec = parse_method(asked, "first stage", "k1=1.2")
+    if ray_actors:
+        from rag_posfix.evaluation.ranking.ray_first_stage import ray_first_stage
+
+        return ray_first_stage(spec, collection, settings, ray_actors, out, progress)
+    return nullcontext(open_first_stage(spec, collection, lambda: models().embeddings(), out, progress))
 
 
 @contextmanager

@@ -16,11 +16,12 @@ class TestFirstStage:
     def stage(self, identity="stage"):
         asked = []
 
-        def rank(topic, depth):
-            asked.append((topic.id, depth))
-            return Ranking(("b", "a")[:depth], (0.75, 0.5)[:depth], 0.5)
+        def rank_all(topics, depth):
+            for index, topic in enumerate(topics):
+                asked.append((topic.id, depth))
+                yield index, Ranking(("b", "a")[:depth], (0.75, 0.5)[:depth], 0.5)
 
-        return FirstStage("toy", identity, rank), asked
+        return FirstStage("toy", identity, rank_all), asked
 
     def test_each_topic_is_asked_once_and_another_depth_or_stage_asks_again(self, tmp_path):
         path = tmp_path / "journal.jsonl"

@@ -10,6 +10,7 @@ import pytrec_eval
 
 from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
 from rag_posfix.evaluation.data.trec import read_run
+from rag_posfix.evaluation.ranking.first_stage import open_first_stage
 from rag_posfix.evaluation.ranking.report import render_page
 from rag_posfix.evaluation.ranking.rerankers import RerankerChoice, local_ranker, open_reranker
 from rag_posfix.evaluation.ranking.reranking import evaluate_reranking
@@ -135,8 +136,8 @@ def test_other_documents_are_another_first_stage_and_other_candidates(evaluate):
 
 
 def test_embedding_the_documents_goes_on_where_it_was_interrupted(evaluate, embeddings, monkeypatch):
-    monkeypatch.setattr("rag_posfix.evaluation.ranking.first_stage.DOCUMENTS_PER_BATCH", 1)
-    monkeypatch.setattr("rag_posfix.evaluation.ranking.first_stage.BATCHES_PER_SAVE", 1)
+    monkeypatch.setattr("rag_posfix.evaluation.ranking.stage_index.DOCUMENTS_PER_BATCH", 1)
+    monkeypatch.setattr("rag_posfix.evaluation.ranking.stage_index.BATCHES_PER_SAVE", 1)
     embed = LetterEmbeddings.embed_documents
 
     def interrupted(self, texts):
@@ -165,6 +166,12 @@ def test_hybrid_and_bm25_take_parameters_and_say_what_they_take(evaluate):
             evaluate([], first_stage=f"{name}:depth=3")
     with pytest.raises(ConfigError, match="first stage hybrid: fusion='none' must be 'rank' or 'score', or None"):
         evaluate([], first_stage="hybrid:fusion=none")
+
+
+@pytest.mark.parametrize("first_stage", ["bm25:k1=null:b=null", "hybrid:fusion=null:weights=null:candidates=null"])
+def test_a_parameter_that_is_null_has_its_default(evaluate, first_stage):
+    default = evaluate([], first_stage=first_stage.partition(":")[0])
+    assert without_time(evaluate([], first_stage=first_stage)["first_stage"]) == without_time(default["first_stage"])
 
 
 def test_a_query_without_candidates_scores_zero_and_is_counted(evaluate):
@@ -199,23 +206,57 @@ def test_judged_documents_that_nobody_can_find_lower_recall_and_are_counted(eval
     assert found["runs"]["embedding"]["R@10"] == 0.5
 
 
-def test_with_ray_the_rankings_come_from_there_and_go_to_the_same_journal(evaluate, monkeypatch):
-    asked = []
+@pytest.fixture
+def on_ray(monkeypatch):
+    """What happened in place of a cluster, in order."""
+    happened = []
+
+    @contextmanager
+    def connected():
+        happened.append("joined")
+        yield
+        happened.append("left")
+
+    @contextmanager
+    def ray_first_stage(spec, collection, settings, workers, folder, progress):
+        happened.append(("searching", spec.label, workers))
+        embeddings = build_reranker_models(settings).embeddings
+        yield open_first_stage(spec, collection, embeddings, folder, progress)
+        happened.append("searched")
 
     @contextmanager
     def ray_rankers(settings, actors):
-        asked.append(actors)
+        happened.append(("ranking", actors))
         parts = build_reranker_models(settings)
         yield lambda choice: local_ranker(open_reranker(choice, parts))
-        asked.append("left")
+        happened.append("ranked")
 
-    monkeypatch.setattr("rag_posfix.evaluation.ranking.ray_backend.ray_rankers", ray_rankers)
-    there = evaluate(ray=True, ray_actors=5)
-    assert asked == [5, "left"]
+    ranking = "rag_posfix.evaluation.ranking"
+    monkeypatch.setattr(f"{ranking}.reranking.connected", connected)
+    monkeypatch.setattr(f"{ranking}.ray_first_stage.ray_first_stage", ray_first_stage)
+    monkeypatch.setattr(f"{ranking}.ray_backend.ray_rankers", ray_rankers)
+    return happened
+
+
+def test_with_ray_both_stages_run_there_in_one_connection_and_go_to_the_same_journal(evaluate, on_ray):
+    there = evaluate(first_stage="hybrid:k1=1.2", ray=True, ray_actors=5)
+    assert on_ray == [
+        "joined", ("searching", "hybrid:k1=1.2", 5), "searched", ("ranking", 5), "ranked", "left"
+    ]  # fmt: skip
     assert read_record(Path(there["record"])).head["settings"]["ray"] is True
-    here = evaluate()
-    assert here["runs"]["embedding"]["reused"] == 3
-    assert without_time(here["runs"]["embedding"]) == without_time(there["runs"]["embedding"])
+    here = evaluate(first_stage="hybrid:k1=1.2")
+    for one, other in ((here["first_stage"], there["first_stage"]), (here["runs"], there["runs"])):
+        one, other = one.get("embedding", one), other.get("embedding", other)
+        assert one["reused"] == 3
+        assert without_time(one) == without_time(other)
+
+
+def test_with_ray_a_run_of_another_system_is_read_here(evaluate, on_ray, tmp_path):
+    run = tmp_path / "theirs.trec"
+    run.write_text("1 Q0 d4 1 9 x\n2 Q0 d3 1 7.5 x\n3 Q0 d2 1 7 x\n")
+    there = evaluate(first_stage=run, ray=True)
+    assert on_ray == ["joined", ("ranking", 2), "ranked", "left"]
+    assert there["first_stage"]["P@1"] == 1.0
 
 
 @pytest.mark.parametrize(
