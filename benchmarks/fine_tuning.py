@@ -107,7 +107,7 @@ def train(objective: str, given: argparse.Namespace, made: Path) -> Path:
         "--steps", (given.samples - held_out) // batch, "--evaluate-every", 38, "--learning-rate", 2e-4,
         "--model", given.model, "--out", given.out / objective,
     )  # fmt: skip
-    return given.out / objective / "adapter"
+    return Path(given.out, objective, "adapter")
 
 
 def evaluate(given: argparse.Namespace, name: str, adapter: Path | None, task: str, data: Path) -> Mapping[str, Any]:

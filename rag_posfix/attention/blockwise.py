@@ -47,6 +47,7 @@ def attend_with_lse(
         tensor at a time: the fused kernels have no gradient of the log-sum-exp.
     """
     n_query, n_key = query.shape[2], key.shape[2]
+    key, value = key.to(query.dtype), value.to(query.dtype)  # under autocast queries are rotated in float32
     if causal and n_query < n_key:  # the fused kernel aligns its diagonal with the first key
         past = n_key - n_query
         return merge(

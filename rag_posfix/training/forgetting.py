@@ -15,7 +15,7 @@ from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment, model_facts
 from rag_posfix.evaluation.statistics import difference_interval, mean
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.model.one_pass import forward_with_answer
+from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_answers
 from rag_posfix.patching.forward_context import Overrides
 from rag_posfix.text import content_hash
 
@@ -43,8 +43,8 @@ def text_losses(engine: Engine, texts: Sequence[str], tokens: int, progress: Pro
         for number, text in enumerate(texts):
             read = engine.encoder.encode_text(text)[:tokens]
             if len(read) > 1:
-                start = torch.zeros((1, 1), dtype=torch.float32)
-                logits = forward_with_answer(engine.loaded, read[:1], start, Overrides(), read[1:])
+                prompt = AnsweredPrompt(read[:1], torch.zeros((1, 1)), Overrides(), read[1:])
+                [logits] = forward_with_answers(engine.loaded, [prompt])
                 targets = torch.tensor(read[1:], device=logits.device)
                 found.append(cross_entropy(logits.float(), targets, reduction="none").tolist())
             report(number + 1, len(texts))

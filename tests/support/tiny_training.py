@@ -37,8 +37,10 @@ def tiny_folders(folder: Path) -> tuple[Path, Path]:
     return save_tiny(folder / "tiny", max_position_embeddings=1024), tiny_samples(folder / "data")
 
 
-def tiny_tune(model: Path, data: Path, out: Path, *, name="in2", settings=SETTINGS, steps=None, teacher=None):
-    """Train the tiny model; ``steps`` is called with each step that was done."""
+def tiny_tune(
+    model: Path, data: Path, out: Path, *, name="in2", objective=None, settings=SETTINGS, steps=None, teacher=None
+):
+    """Train the tiny model with an objective, or that of a name; ``steps`` is called with each step that was done."""
 
     @contextmanager
     def progress(_step):
@@ -46,7 +48,7 @@ def tiny_tune(model: Path, data: Path, out: Path, *, name="in2", settings=SETTIN
 
     engine = load_engine(str(model), dtype="float32", device="cpu")
     return tune(
-        engine, OBJECTIVES[name], data, settings, out, base=str(model), teacher=teacher, progress=progress
+        engine, objective or OBJECTIVES[name], data, settings, out, base=str(model), teacher=teacher, progress=progress
     )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from rag_posfix.plan.plan import MaskFunction
 __all__ = [
     "AnsweredPrompt",
     "can_share_pass",
-    "forward_with_answer",
     "forward_with_answers",
     "mask_with_answer",
     "recompute_layers",
@@ -57,24 +56,6 @@ def can_share_pass(loaded: LoadedModel, one: AnsweredPrompt) -> bool:
     (dynamic RoPE scaling) would read a prompt differently beside another.
     """
     return one.overrides.masks_only and {Capability.FULL_CACHE, Capability.ANGLES} <= loaded.spec.shape.capabilities
-
-
-def forward_with_answer(
-    loaded: LoadedModel, prompt: Sequence[int], positions: Tensor, overrides: Overrides, answer: Sequence[int]
-) -> Tensor:
-    """Return the logits of each token of one answer, (len(answer), V), as ``forward_with_answers`` does.
-
-    Args:
-        loaded: The model.
-        prompt: As in ``AnsweredPrompt``, with all that follow.
-        positions: (1, T) float32.
-        overrides: What the row changes in the model.
-        answer: The tokens of the answer.
-
-    Raises:
-        PlanConflictError: the row decides something at the end of the prompt, or its attention has no gradient.
-    """
-    return forward_with_answers(loaded, [AnsweredPrompt(prompt, positions, overrides, answer)])[0]
 
 
 def forward_with_answers(loaded: LoadedModel, parts: Sequence[AnsweredPrompt]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rag_posfix.errors import ConfigError, PlanConflictError
 from rag_posfix.generation.load import load_engine
 from rag_posfix.generation.model import one_pass
-from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_answer, forward_with_answers
+from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_answers
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.forward_context import Overrides
 from rag_posfix.training.data.sample_file import read_samples
@@ -52,7 +52,7 @@ def prompt_of(loaded, name, number=0):
 
 
 def alone(loaded, prompts):
-    return [forward_with_answer(loaded, one.prompt, one.positions, one.overrides, one.answer) for one in prompts]
+    return [forward_with_answers(loaded, [one])[0] for one in prompts]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "smollm3", "llama_yarn", "granite"])

@@ -184,9 +184,11 @@ def test_without_training_distillation_diverges_by_nothing_at_the_best_place(fol
     assert losses[1] == pytest.approx(0, abs=1e-6)
 
 
-def test_bfloat16_and_recomputed_layers_train_too(folders, tmp_path):
+@pytest.mark.parametrize("method", ["parallel_windows", "parallel_encoding", "set_prompting"])
+def test_bfloat16_and_recomputed_layers_train_too(folders, tmp_path, method):
+    objective = Block(create("none"), create(method))
     settings = dataclasses.replace(SETTINGS, rank=0, dtype="bfloat16", checkpointing=True, steps=2, learning_rate=1e-3)
-    found = tiny_tune(*folders, tmp_path, settings=settings).summary
+    found = tiny_tune(*folders, tmp_path, objective=objective, settings=settings).summary
     assert all(math.isfinite(one) for one in found["loss"])
 
 
