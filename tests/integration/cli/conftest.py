@@ -1,0 +1,77 @@
+"""The command line as users and programs call it: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rag_posfix.cli import main as cli
+from rag_posfix.folders import default_cache_dir
+
+PASSAGES = {
+    "facts.jsonl": json.dumps(
+        {"id": "lighthouse", "text": "The Maravel lighthouse was designed by Ilse Korvanth and was first lit in 1868."}
+    ),
+    "bridge.md": "# Bridges\n\nThe Ostrel bridge crosses the river Venn and is 210 metres long.",
+    "bread.txt": "Rye bread from Tull is baked for nine hours in clay ovens.",
+}
+
+
+class Result:
+    def __init__(self, code, out, err):
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self):
+        """The one object on stdout."""
+        (line,) = self.out.splitlines()
+        return json.loads(line)
+
+    @property
+    def error(self):
+        assert self.code == 1
+        assert list(self.json) == ["error"]
+        assert set(self.json["error"]) == {"type", "message"}
+        assert "Traceback" not in self.err
+        assert "\n" not in self.json["error"]["message"]
+        return self.json["error"]
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path_factory, monkeypatch):
+    """Answers go to a folder of the test; converted weights stay where they are."""
+    folder = tmp_path_factory.mktemp("cache")
+    models = default_cache_dir() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    (folder / "models").symlink_to(models)
+    monkeypatch.setenv("RAG_POSFIX_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def run(capsysbinary):
+    def call(*arguments):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsysbinary.readouterr()
+        return Result(exit_.value.code or 0, captured.out.decode(), captured.err.decode())
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    for name, text in PASSAGES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def index(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("index") / "my.index"
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["index", str(files), "--out", str(folder)])
+    assert not exit_.value.code
+    return folder

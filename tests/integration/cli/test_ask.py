@@ -1,0 +1,167 @@
+"""``ask``, and the answers that ``cache`` keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+QUESTION = "Who designed the Maravel lighthouse?"
+
+
+@pytest.mark.weights
+class TestAsk:
+    def test_json_holds_the_answer_and_where_it_comes_from(self, run, index):
+        result = run("ask", QUESTION, "--index", index, "--max-tokens", "16", "--json")
+        assert result.code == 0
+        found = result.json
+        assert {"answer", "documents", "citations", "usage", "cached", "mitigation", "order", "timings"} <= set(found)
+        assert "Ilse Korvanth" in found["answer"]
+        assert (found["mitigation"], found["order"], found["cached"]) == ("context_experts", "relevance", False)
+        assert [document["position"] for document in found["documents"]] == [0, 1, 2]
+        assert set(found["documents"][0]) == {
+            "id", "score", "position", "attention", "title", "source", "page", "text"
+        }  # fmt: skip
+        assert found["documents"][0]["id"] == "lighthouse"
+        assert found["documents"][0]["attention"] > 0.5
+        assert found["citations"][0]["document_ids"] == ["lighthouse"]
+        assert set(found["usage"]) == {"prompt_tokens", "completion_tokens", "cached_tokens"}
+        assert {"retrieve", "assemble", "cache", "prefill", "decode"} == set(found["timings"])
+
+    def test_the_second_time_the_answer_comes_from_the_cache_unless_told_otherwise(self, run, index):
+        arguments = ["ask", QUESTION, "--index", index, "--max-tokens", "4", "--json"]
+        assert run(*arguments).json["cached"] is False
+        assert run(*arguments).json["cached"] is True
+        assert run(*arguments, "--no-cache").json["cached"] is False
+
+    def test_the_options_choose_method_order_and_number(self, run, index):
+        found = run(
+            "ask", QUESTION, "--index", index, "--mitigation", "context_experts:experts=1:pool=max", "--order",
+            "reverse", "--k", "2", "--max-tokens", "1", "--json",
+        ).json  # fmt: skip
+        assert (found["order"], len(found["documents"])) == ("reverse", 2)
+        assert found["documents"][0]["score"] < found["documents"][1]["score"]
+        assert found["usage"]["completion_tokens"] == 1
+
+    def test_a_reranker_chooses_among_what_was_retrieved(self, run, index):
+        options = ["--reranker", "likelihood:batch_size=2", "--k", "1", "--max-tokens", "2", "--no-cache", "--json"]
+        found = run("ask", QUESTION, "--index", index, *options).json
+        assert [document["id"] for document in found["documents"]] == ["lighthouse"]
+        assert 0 < found["documents"][0]["score"] < 1
+        assert "rerank" in found["timings"]
+
+    def test_passages_may_be_found_by_words_or_by_both(self, run, index):
+        arguments = ["ask", QUESTION, "--index", index, "--max-tokens", "2", "--no-cache", "--json", "--retriever"]
+        dense, words, both = (run(*arguments, name).json["documents"] for name in ("dense", "bm25", "hybrid"))
+        assert {one["id"] for one in words} <= {one["id"] for one in dense} == {one["id"] for one in both}
+        assert [one["score"] for one in both] != [one["score"] for one in dense]
+        error = run(*arguments, "sparse").error
+        assert error["type"] == "ConfigError"
+        assert "retriever" in error["message"]
+
+    def test_without_json_answer_and_sources_are_printed(self, run, index):
+        plain = run("ask", QUESTION, "--index", index, "--max-tokens", "16")
+        streamed = run("ask", QUESTION, "--index", index, "--max-tokens", "16", "--stream", "--no-cache")
+        for result in (plain, streamed):
+            assert result.code == 0
+            assert "Ilse Korvanth" in result.out
+            assert "1. lighthouse: " in result.out
+            assert "prompt tokens" in result.out
+        assert plain.out.splitlines()[0] == streamed.out.splitlines()[0]
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "part"),
+        [
+            (["--mitigation", "pines"], "UnknownNameError", "unknown mitigation 'pines'. Did you mean 'pine'"),
+            (["--mitigation", "none:x=1"], "ConfigError", "none has no parameter 'x'. It takes: none"),
+            (["--mitigation", "none:x"], "ConfigError", "'x' in mitigation 'none:x' must be parameter=value"),
+            (["--order", "revers"], "UnknownNameError", "Did you mean 'reverse'"),
+            (["--reranker", "likelyhood"], "UnknownNameError", "Did you mean 'likelihood'"),
+            (["--reranker", "likelihood:batch=2"], "ConfigError", "Did you mean 'batch_size'"),
+            (["--reranker", "likelihood:batch_size=0"], "ConfigError", "likelihood: batch_size=0: "),
+            (
+                ["--model", "/no/such/model"],
+                "ConfigError",
+                "model '/no/such/model' cannot be loaded: there is no such folder",
+            ),
+        ],
+    )
+    def test_what_cannot_be_done_is_one_line(self, run, index, options, kind, part):
+        error = run("ask", QUESTION, "--index", index, *options, "--json").error
+        assert error["type"] == kind
+        assert part in error["message"]
+
+    def test_an_empty_question_is_refused(self, run, index):
+        assert run("ask", " ", "--index", index, "--json").error["type"] == "ConfigError"
+
+    def test_a_folder_that_is_no_index_is_refused(self, run, tmp_path):
+        for folder in (tmp_path, tmp_path / "missing"):
+            error = run("ask", QUESTION, "--index", folder, "--json").error
+            assert error["type"] == "RetrievalError"
+            assert str(folder) in error["message"]
+
+    def test_a_truncated_index_is_refused_whichever_file_was_cut(self, run, index, tmp_path):
+        names = [path.name for path in index.iterdir()]
+        assert len(names) >= 3
+        for name in names:
+            copy = tmp_path / name / "copy.index"
+            copy.mkdir(parents=True)
+            for path in index.iterdir():
+                data = path.read_bytes()
+                (copy / path.name).write_bytes(data[: len(data) // 2] if path.name == name else data)
+            error = run("ask", QUESTION, "--index", copy, "--json").error
+            assert error["type"] == "RetrievalError", name
+
+
+class TestCache:
+    def test_an_empty_cache_holds_nothing(self, run):
+        found = run("cache", "stats", "--json").json
+        assert [tier["name"] for tier in found["tiers"]] == ["memory", "disk"]
+        assert [tier["entries"] for tier in found["tiers"]] == [0, 0]
+        assert [tier["name"] for tier in found["passages"]["tiers"]] == ["memory"]
+        assert found["passages"]["bytes"] == 0
+        assert run("cache", "clear", "--json").json == {"cleared": 0, "cleared_passages": 0}
+
+    def test_answers_are_counted_and_cleared(self, run, cache_dir):
+        from rag_posfix.caching.answers.build import build_answer_cache
+        from rag_posfix.settings import CacheSettings
+
+        cache = build_answer_cache(CacheSettings(), cache_dir)
+        cache.put("one", {"text": "1"})
+        cache.put("two", {"text": "2"})
+        cache.close()
+        assert run("cache", "stats", "--json").json["tiers"][1]["entries"] == 2
+        assert "disk" in run("cache", "stats").out
+        assert run("cache", "clear").out == "dropped 2 answers and 0 passages\n"
+        assert run("cache", "stats", "--json").json["tiers"][1]["entries"] == 0
+
+    def test_a_cache_that_is_turned_off_is_an_error(self, run, monkeypatch):
+        monkeypatch.setenv("RAG_POSFIX_CACHE_ENABLED", "false")
+        assert run("cache", "stats", "--json").error["type"] == "CacheError"
+        assert run("cache", "clear", "--json").error["type"] == "CacheError"
+
+    def test_passages_on_disk_are_counted_and_cleared(self, run, cache_dir, monkeypatch):
+        from rag_posfix.caching.kv.build import build_passage_store
+        from rag_posfix.settings import PassageStoreSettings
+        from tests.support.passages import entry
+
+        monkeypatch.setenv("RAG_POSFIX_PASSAGES_DISK_BYTES", "1000000")
+        store = build_passage_store(PassageStoreSettings(), cache_dir)
+        store.put_many({"one": entry(1), "two": entry(2), "three": entry(3)})
+        store.close()
+        found = run("cache", "stats", "--json").json["passages"]
+        assert [(tier["name"], tier["entries"]) for tier in found["tiers"]] == [("memory", 0), ("disk", 3)]
+        assert found["bytes"] == found["tiers"][1]["bytes"] > 3 * entry().n_bytes
+        assert "passages" in run("cache", "stats").out
+        monkeypatch.setenv("RAG_POSFIX_CACHE_ENABLED", "false")
+        assert run("cache", "stats", "--json").json["tiers"] == []
+        assert run("cache", "clear", "--json").json == {"cleared": 0, "cleared_passages": 3}
+        assert run("cache", "stats", "--json").json["passages"]["bytes"] == 0
+
+    def test_a_passage_store_that_is_turned_off_is_none(self, run, monkeypatch):
+        monkeypatch.setenv("RAG_POSFIX_PASSAGES_ENABLED", "false")
+        assert run("cache", "stats", "--json").json["passages"] is None
+        assert run("cache", "clear", "--json").json == {"cleared": 0, "cleared_passages": 0}
+
+    def test_a_bound_that_holds_nothing_is_an_error(self, run, monkeypatch):
+        monkeypatch.setenv("RAG_POSFIX_PASSAGES_DISK_BYTES", "10")
+        error = run("cache", "stats", "--json").error
+        assert (error["type"], "max_bytes=10 must be >= 65536" in error["message"]) == ("CacheError", True)

@@ -1,0 +1,140 @@
+"""``index``: passages, and their keys and values."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+QUESTION = "Who designed the Maravel lighthouse?"
+
+
+@pytest.mark.weights
+class TestIndex:
+    def test_json_says_what_was_indexed(self, run, files, tmp_path):
+        found = run("index", files, "--out", tmp_path / "new.index", "--json").json
+        assert found["index"] == str(tmp_path / "new.index")
+        assert (found["passages"], found["dimension"]) == (3, 384)
+        assert found["seconds"] > 0
+        assert (tmp_path / "new.index").is_dir()
+
+    def test_without_json_it_is_one_line(self, run, files, tmp_path):
+        result = run("index", files / "bread.txt", "--out", tmp_path / "new.index")
+        assert result.out.startswith("indexed 1 passages in ")
+        assert "added" not in result.out
+        again = run("index", files, "--out", tmp_path / "new.index")
+        assert again.out.splitlines()[-1] == "2 added, 0 changed, 1 unchanged, 0 removed"
+
+    def test_a_second_time_only_what_is_new_is_read_and_what_is_gone_is_forgotten(self, run, files, tmp_path):
+        folder, index = tmp_path / "files", tmp_path / "new.index"
+        shutil.copytree(files, folder)
+        assert run("index", folder, "--out", index, "--json").json["added"] == 3
+        asked = ["ask", QUESTION, "--index", index, "--max-tokens", "2", "--json"]
+        assert len(run(*asked).json["documents"]) == 3
+        (folder / "bread.txt").unlink()
+        (folder / "new.html").write_text("<title>New</title><p>A new page.")
+        found = run("index", folder, "--out", index, "--json").json
+        counts = [found[name] for name in ("passages", "added", "changed", "unchanged", "removed")]
+        assert counts == [3, 1, 0, 2, 1]
+        assert found["forgotten"]["answers"] == 1
+        again = run("index", folder, "--out", index, "--rebuild", "--json").json
+        assert [again[name] for name in ("added", "unchanged", "removed")] == [3, 0, 0]
+
+    def test_an_empty_folder_is_refused_and_nothing_is_written(self, run, tmp_path):
+        (tmp_path / "empty").mkdir()
+        error = run("index", tmp_path / "empty", "--out", tmp_path / "new.index", "--json").error
+        assert error["type"] == "RetrievalError"
+        assert str(tmp_path / "empty") in error["message"]
+        assert not (tmp_path / "new.index").exists()
+
+    def test_a_file_that_is_missing_is_named(self, run, tmp_path):
+        error = run("index", tmp_path / "missing.txt", "--out", tmp_path / "new.index", "--json").error
+        assert str(tmp_path / "missing.txt") in error["message"]
+
+    def test_an_unknown_embedding_model_is_named(self, run, files, tmp_path):
+        error = run(
+            "index", files, "--out", tmp_path / "i", "--embedding-model", tmp_path / "none", "--json"
+        ).error  # fmt: skip
+        assert str(tmp_path / "none") in error["message"]
+
+
+@pytest.mark.weights
+class TestPrecompute:
+    def test_what_was_read_for_the_index_is_not_read_again_by_another_process(self, run, files, tmp_path, cache_dir):
+        index = tmp_path / "new.index"
+        found = run("index", files, "--out", index, "--precompute", "context_experts", "--json").json
+        assert found["passages"] == 3
+        read = found["precomputed"]
+        assert set(read) == {"mitigation", "tokens", "bytes", "seconds"}
+        assert read["mitigation"] == "context_experts"
+        assert read["bytes"] == sum(file.stat().st_size for file in (cache_dir / "passages").rglob("*.kv"))
+        assert read["seconds"] > 0
+        assert (cache_dir / "passages").stat().st_mode & 0o077 == 0, "passages are private"
+
+        command = [sys.executable, "-m", "rag_posfix.cli.main", "ask", QUESTION, "--index", str(index), "--json"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAG_POSFIX_MAX_TOKENS": "8"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        answer = json.loads(done.stdout)
+        assert answer["cached"] is False
+        assert answer["usage"]["cached_tokens"] == read["tokens"], "the prefix and all three passages"
+        assert 0 < answer["usage"]["cached_tokens"] < answer["usage"]["prompt_tokens"]
+        assert answer["answer"]
+
+        again = run("index", files, "--out", index, "--precompute", "set_prompting", "--json").json["precomputed"]
+        assert (again["tokens"], again["bytes"]) == (0, read["bytes"]), "which reads passages alike"
+
+    def test_without_json_it_is_one_more_line(self, run, files, tmp_path, monkeypatch):
+        monkeypatch.setenv("RAG_POSFIX_PASSAGES_MEMORY_BYTES", "0")
+        monkeypatch.setenv("RAG_POSFIX_PASSAGES_DISK_BYTES", "100000000")
+        result = run("index", files / "bread.txt", "--out", tmp_path / "i", "--precompute", "parallel_windows")
+        assert result.code == 0
+        assert re.search(
+            r"precomputed \d+ tokens for parallel_windows in .* store holds [1-9]", " ".join(result.out.split())
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("RAG_POSFIX_PASSAGES_ENABLED", "false"), ("RAG_POSFIX_PASSAGES_DISK_BYTES", "0")]
+    )
+    def test_a_store_that_is_turned_off_is_told_before_anything_is_done(
+        self, run, files, tmp_path, cache_dir, monkeypatch, name, value
+    ):
+        monkeypatch.setenv(name, value)
+        index = tmp_path / "new.index"
+        error = run("index", files, "--out", index, "--precompute", "context_experts", "--json").error
+        assert error["type"] == "ConfigError"
+        assert error["message"].startswith(
+            "--precompute needs a passage KV store on disk or in Redis, and the settings turn both off; set "
+            "RAG_POSFIX_PASSAGES_ENABLED=true and "
+        )
+        assert not index.exists()
+        assert not (cache_dir / "passages").exists()
+
+    def test_an_unknown_method_is_told_before_anything_is_done(self, run, files, tmp_path):
+        error = run("index", files, "--out", tmp_path / "new.index", "--precompute", "pines", "--json").error
+        assert error["type"] == "UnknownNameError"
+        assert not (tmp_path / "new.index").exists()
+
+    def test_a_method_that_does_not_read_apart_leaves_the_index_and_no_store(self, run, files, tmp_path, cache_dir):
+        index = tmp_path / "new.index"
+        error = run("index", files, "--out", index, "--precompute", "none", "--json").error
+        assert error["type"] == "ConfigError"
+        assert error["message"].startswith("none does not read passages independently of each other on SmolLM2-135M")
+        assert index.exists()
+        assert not (cache_dir / "passages").exists(), "or later questions would be written to disk"
+
+    def test_a_folder_that_cannot_be_made_is_one_line(self, run, files, tmp_path, cache_dir):
+        (cache_dir / "passages").write_text("in the way")
+        error = run("index", files, "--out", tmp_path / "i", "--precompute", "context_experts", "--json").error
+        assert error["type"] == "ConfigError"
+        assert error["message"].startswith(
+            f"the folder of the passage KV store, '{cache_dir / 'passages'}', cannot be created: "
+        )

@@ -1,0 +1,184 @@
+"""``verify``, ``probe``, ``eval positions``, ``bench`` and ``demo``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.evaluation.record import read_record
+from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.pipeline.file_parameters import with_file_parameters
+from tests.support.tiny import save_tiny
+
+
+@pytest.mark.weights
+class TestVerify:
+    def test_json_says_how_exact_the_hook_is_and_what_is_supported(self, run):
+        found = run("verify", "--json").json
+        assert (found["model"], found["family"]) == ("SmolLM2-135M-Instruct", "llama")
+        assert found["max_logit_difference"] < 0.02
+        assert {"none", "context_experts"} <= set(found["supported"])
+        assert isinstance(found["refused"], dict)
+
+    def test_without_json_it_is_text(self, run):
+        result = run("verify")
+        assert result.code == 0
+        assert "supported: " in result.out
+
+    def test_a_model_that_cannot_be_loaded_is_one_line(self, run, tmp_path):
+        assert run("verify", "--model", tmp_path, "--json").error["type"] == "ConfigError"
+
+
+class TestProbe:
+    @pytest.mark.weights
+    def test_positional_dimensions_writes_a_profile_that_hidden_scaling_reads(self, run, tmp_path):
+        found = run(
+            "probe",
+            "positional-dimensions",
+            "--out",
+            tmp_path,
+            "--strings",
+            3,
+            "--tokens",
+            128,
+            "--factor",
+            0,
+            "--json",
+        ).json
+        assert set(found) == {"profile", "svg", "png", "channel", "factor", "layers", "candidates"}
+        assert found["candidates"][0]["channel"] == found["channel"]
+        assert found["layers"] == [9, 23]
+        written = json.loads(Path(found["profile"]).read_text())
+        assert written["model"] == "SmolLM2-135M-Instruct"
+        assert written["settings"] == {"strings": 3, "tokens": 128, "seed": 0}
+        method = MITIGATIONS.create(
+            with_file_parameters(MethodSpec("hidden_scaling", {"profile": found["profile"]}), MITIGATIONS)
+        )
+        assert (method.channel, method.factor, method.last_layer) == (found["channel"], 0.0, 23)
+
+    def test_a_factor_out_of_range_is_told_before_a_model_is_loaded(self, run, tmp_path):
+        error = run("probe", "positional-dimensions", "--out", tmp_path, "--factor", 99, "--json").error
+        assert error["message"] == "hidden_scaling: factor=99.0 must be a number between -10 and 10"
+
+
+def write_rows(folder):
+    rows = [
+        {
+            "question": f"what is the capital of {country}",
+            "answers": [capital],
+            "ctxs": [
+                {"title": name, "text": f"{city} is the capital of {name}.", "isgold": name == country}
+                for name, city in (("Ostrel", "Venna"), ("Maravel", "Tull"), ("Sorrin", "Korva"))
+            ],
+        }
+        for country, capital in (("Ostrel", "Venna"), ("Maravel", "Tull"))
+    ]
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+@pytest.mark.weights
+class TestEvalPositions:
+    def test_json_is_the_summary_and_the_record_holds_every_row(self, run, tmp_path):
+        found = run(
+            "eval", "positions", "--data", write_rows(tmp_path), "--mitigation", "none,context_experts",
+            "--gold-positions", "0,2", "--documents", "3", "--max-tokens", "6", "--out", tmp_path / "out", "--json",
+        ).json  # fmt: skip
+        assert {"mitigations", "closed_book", "gold_only", "n", "record"} <= set(found)
+        assert found["n"] == 2
+        assert list(found["mitigations"]) == ["none", "context_experts"]
+        for one in found["mitigations"].values():
+            assert list(one["positions"]) == ["0", "2"]
+            assert {"accuracy", "log_probability"} <= set(one["positions"]["0"])
+            assert {"worst", "mean", "spread", "ci95"} <= set(one)
+        assert found["mitigations"]["context_experts"]["spread_log_probability"] < 0.05
+        assert found["gold_only"]["log_probability"] > found["closed_book"]["log_probability"]
+        record = read_record(Path(found["record"]))
+        assert len(record.rows) == 2 * (2 + 2 * 2)
+        assert {"versions", "git", "model", "dtype", "device", "data", "template", "mitigations"} <= set(record.head)
+
+    def test_without_json_it_is_a_table(self, run, tmp_path):
+        result = run(
+            "eval", "positions", "--data", write_rows(tmp_path), "--gold-positions", "0", "--documents", "2",
+            "--limit", "1", "--max-tokens", "2", "--out", tmp_path / "out",
+        )  # fmt: skip
+        assert result.code == 0
+        assert "gold at 0" in result.out
+        assert "closed_book: " in result.out
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "part"),
+        [
+            (["--gold-positions", "0,x"], "ConfigError", "--gold-positions '0,x' must be numbers separated by commas"),
+            (["--mitigation", "none,pines"], "UnknownNameError", "unknown mitigation 'pines'"),
+            (["--documents", "9"], "EvaluationError", "documents=9 must be between 1 and 3"),
+            (["--skip", "2"], "EvaluationError", "holds no rows after the first 2"),
+        ],
+    )
+    def test_what_cannot_be_done_is_one_line(self, run, tmp_path, options, kind, part):
+        error = run(
+            "eval", "positions", "--data", write_rows(tmp_path), "--out", tmp_path / "out", "--documents", "3",
+            "--gold-positions", "0", *options, "--max-tokens", "2", "--json",
+        ).error  # fmt: skip
+        assert error["type"] == kind
+        assert part in error["message"]
+        assert not (tmp_path / "out").exists()
+
+
+class TestBench:
+    SMALL = ("--documents", "2", "--tokens", "20", "--repeats", "1", "--new-tokens", "1")
+
+    def test_json_holds_the_stock_model_and_the_ratios_of_every_method(self, run, tmp_path, monkeypatch):
+        monkeypatch.setenv("RAG_POSFIX_DTYPE", "float32")
+        model = save_tiny(tmp_path / "tiny", max_position_embeddings=1024)
+        found = run("bench", *self.SMALL, "--model", model, "--out", tmp_path, "--json").json
+        assert set(found["unmodified"]) >= {"ttft_s", "decode_tokens_per_s", "peak_memory_bytes"}
+        assert found["unmodified"]["ttft_s"] > 0
+        assert found["unmodified"]["decode_tokens_per_s"] > 0
+        assert {"none", "parallel_windows", "context_experts"} <= set(found["methods"])
+        assert set(found["methods"]) | set(found["refused"]) == set(MITIGATIONS.names())
+        for ratios in found["methods"].values():
+            assert set(ratios) >= {"ttft_cold_ratio", "ttft_warm_ratio", "decode_ratio", "memory_ratio"}
+            assert ratios["ttft_cold_ratio"] > 0
+            assert ratios["decode_ratio"] > 0
+            assert ratios["ttft_warm_ratio"] is None or ratios["ttft_warm_ratio"] > 0
+        kept = {name for name, ratios in found["methods"].items() if ratios["ttft_warm_ratio"] is not None}
+        assert {"none", "parallel_windows", "parallel_encoding", "context_experts", "blended"} <= kept
+        assert found["methods"]["none"]["ttft_warm_ratio"] == found["methods"]["none"]["ttft_warm_memory_ratio"]
+        assert not set(found["methods"]) & set(found["refused"])
+        assert (found["device"], found["documents"], found["tokens_per_document"]) == ("cpu", 2, 20)
+        assert found["dtype"] == "float32"
+        record = read_record(Path(found["record"]))
+        assert record.summary["methods"] == found["methods"]
+        # One round: unmodified before, between and after the methods.
+        assert len(record.rows) == 2 * len(found["methods"]) + 1
+        assert {"versions", "git", "threads", "settings", "model_fingerprint"} <= set(record.head)
+
+    def test_without_json_it_is_a_table_of_the_methods_that_were_asked_for(self, run):
+        result = run("bench", *self.SMALL, "--mitigation", "context_experts:experts=1")
+        assert result.code == 0
+        assert "context_experts:experts=1" in result.out
+        assert "parallel_windows" not in result.out
+        assert "tokens/s" in result.out
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "part"),
+        [
+            (["--mitigation", "none,pine-apple"], "UnknownNameError", "unknown mitigation 'pine-apple'"),
+            (["--tokens", "1"], "EvaluationError", "documents=2 and tokens=1 must be at least 1 and 2"),
+            (["--documents", "9000"], "PromptTooLongError", "but the context window is 8192; use fewer documents"),
+        ],
+    )
+    def test_what_cannot_be_done_is_one_line(self, run, options, kind, part):
+        error = run("bench", *self.SMALL, *options, "--json").error
+        assert error["type"] == kind
+        assert part in error["message"]
+
+
+class TestDemo:  # tests/integration/test_wheel.py runs it
+    def test_an_unknown_method_is_one_line(self, run):
+        assert run("demo", "--mitigation", "pines", "--json").error["type"] == "UnknownNameError"

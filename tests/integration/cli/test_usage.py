@@ -1,0 +1,155 @@
+"""What every command has in common: methods, options, messages."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rag_posfix.assembly.orders import ORDERS
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class TestMethods:
+    def test_json_lists_everything_that_can_be_chosen(self, run):
+        found = run("methods", "--json").json
+        assert set(found) == {"mitigations", "orders", "rerankers", "first_stages"}
+        by_name = {one["name"]: one for one in found["mitigations"]}
+        assert {"none", "context_experts", "parallel_windows"} <= set(by_name)
+        assert {"ends_first", "original", "random", "relevance", "reverse"} <= set(found["orders"])
+        assert {"cross_encoder", "embedding", "in_context", "likelihood", "listwise"} <= set(found["rerankers"])
+        for one in by_name.values():
+            assert {"paper", "order_invariant", "needs_calibration", "training_free", "parameters"} <= set(one)
+        experts = by_name["context_experts"]
+        assert experts["order_invariant"] is True
+        assert by_name["none"]["order_invariant"] is False
+        assert experts["parameters"]["hold"]["default"] == 1.0
+
+    def test_without_json_it_is_a_table(self, run):
+        result = run("methods")
+        assert result.code == 0
+        assert "context_experts" in result.out
+        shown = (f"{name} (attnrank)" if name == "profile" else name for name in ORDERS.names())
+        assert f"orders: {', '.join(shown)}" in " ".join(result.out.split())
+
+    @pytest.mark.parametrize(
+        ("alias", "name"),
+        [("pine", "inter_document"), ("rotor", "sorted_inter_document"), ("pcw", "parallel_windows")],
+    )
+    def test_the_names_of_papers_are_listed_and_find_their_method(self, run, alias, name):
+        lines = [line.split("│")[1].strip() for line in run("methods").out.splitlines() if line.startswith("│")]
+        assert lines[lines.index(name) + 1] == f"({alias})"
+        (one,) = run("methods", alias, "--json").json["mitigations"]
+        assert (one["name"], one["aliases"]) == (name, [alias])
+
+    def test_rerankers_are_listed_with_the_names_of_papers(self, run):
+        assert "in_context (icr), likelihood (longllmlingua)," in " ".join(run("methods").out.split())
+
+    @pytest.mark.parametrize(
+        ("typed", "suggested"), [("PINE", "'pine' (inter_document)"), ("rotr", "'rotor' (sorted_inter_document)")]
+    )
+    def test_a_mistyped_name_of_a_paper_suggests_the_alias_with_its_method(self, run, typed, suggested):
+        assert f"unknown mitigation {typed!r}. Did you mean {suggested}" in run("methods", typed).err
+
+    def test_one_method_is_shown_in_full(self, run):
+        result = run("methods", "context_experts")
+        assert result.code == 0
+        for part in ("Source:", "Formula:", "Differs from the paper:", "Cost:", "Limits:"):
+            assert part in result.out
+        (one,) = run("methods", "context_experts", "--json").json["mitigations"]
+        assert one["name"] == "context_experts"
+
+    def test_an_unknown_name_suggests_the_nearest(self, run):
+        result = run("methods", "context_expert")
+        assert (result.code, result.out) == (1, "")
+        assert result.err.startswith("error: unknown mitigation 'context_expert'. Did you mean 'context_experts'?")
+        assert len(result.err.splitlines()) == 1
+        error = run("methods", "nope", "--json").error
+        assert error["type"] == "UnknownNameError"
+        assert error["message"].startswith("unknown mitigation 'nope'. ")
+        assert "Available: blended, calibrated_attention, canonical_rotations, committee, " in error["message"]
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["nope"],
+            ["ask"],
+            ["ask", "x"],
+            ["index", "x"],
+            ["methods", "--nope"],
+            ["ask", "x", "--index", "y", "--k", "0"],
+            ["ask", "x", "--index", "y", "--k", "many"],
+            ["demo", "--questions", "0"],
+            ["eval", "positions", "--data", "x"],
+            ["serve", "--port", "70000"],
+            ["serve", "--log-format", "xml"],
+        ],
+    )
+    def test_wrong_usage_exits_with_2_and_says_so_on_stderr(self, run, arguments):
+        result = run(*arguments)
+        assert (result.code, result.out) == (2, "")
+        assert "Usage:" in result.err
+
+    def test_help_and_version(self, run):
+        result = run("--help")
+        assert result.code == 0
+        for command in ("demo", "index", "ask", "methods", "verify", "serve", "bench", "eval", "cache"):
+            assert f" {command} " in result.out
+        assert run("--version").out == "0.1.0\n"
+
+    def test_json_and_stream_exclude_each_other(self, run):
+        assert run("ask", "x", "--index", "y", "--stream", "--json").error["type"] == "ConfigError"
+
+    def test_names_that_are_no_unicode_are_reported_in_valid_json(self, run):
+        # What Python makes of the byte 0xff in a name.
+        error = run("eval", "positions", "--data", "x\udcff.jsonl", "--out", "y", "--json").error
+        assert error["type"] == "EvaluationError"
+        assert error["message"].startswith("x\ufffd.jsonl is not a file")
+
+    @pytest.mark.parametrize(
+        ("name", "value", "part"),
+        [
+            ("RAG_POSFIX_K", "0", "setting k"),
+            ("RAG_POSFIX_DTYPE", "int3", "setting dtype"),
+            ("RAG_POSFIX_CACHE_TTL_SECONDS", "soon", "setting ttl_seconds"),
+            ("RAG_POSFIX_CACHE", "{", "cache"),
+        ],
+    )
+    def test_a_setting_that_cannot_be_read_is_one_line(self, run, monkeypatch, name, value, part):
+        monkeypatch.setenv(name, value)
+        error = run("cache", "stats", "--json").error
+        assert error["type"] == "ConfigError"
+        assert part in error["message"]
+
+    def test_an_interrupt_exits_with_130(self, run, monkeypatch):
+        def interrupted(*_arguments, **_options):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("rag_posfix.mitigations.MITIGATIONS.names", interrupted)
+        result = run("methods")
+        assert (result.code, result.out) == (130, "")
+        assert result.err.splitlines() == [
+            "interrupted; what was finished before is kept, and the same command starts again"
+        ]
+
+    def test_help_takes_less_than_a_second(self):
+        command = [sys.executable, "-m", "rag_posfix.cli.main", "--help"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        wall, processor = [], []
+        for _ in range(5):
+            before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            wall.append(time.perf_counter() - started)
+            processor.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert "Usage:" in done.stdout
+        assert min(processor) < 1.0
+        assert min(wall) < 2.0  # on a machine that does other things too

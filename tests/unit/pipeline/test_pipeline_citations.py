@@ -1,0 +1,75 @@
+"""Citations in the answers of a pipeline."""
+
+from dataclasses import replace
+
+import pytest
+from langchain_core.documents import Document
+
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.answer import Citation
+from rag_posfix.contracts.request import TokenSource
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
+from tests.support.pipelines import BREAD, QUESTION, ROME, SOUND, Counting, memory_cache
+from tests.support.toy_encoder import ToyEncoder
+
+
+class Tracing(Counting):
+    """Says of each word which passage it comes from: all from the one it answers with."""
+
+    def generate(self, request):
+        generation = super().generate(request)
+        if not request.traced:
+            return generation
+        shares = generation.attention
+        ends = [end for end in range(1, len(generation.text) + 1) if generation.text[end - 1 : end].isalnum()]
+        return replace(generation, sources=tuple(TokenSource(end, shares) for end in ends))
+
+
+class TestCitations:
+    def asked(self, documents, **options):
+        generator = Tracing(ToyEncoder())
+        made = Pipeline(generator, Assembler(generator.encoder, 8192), cache=memory_cache(), **options)
+        return made, made.ask(Question(QUESTION, documents))
+
+    def test_a_sentence_is_cited_by_attention_beside_the_quote(self):
+        _, answer = self.asked([BREAD, ROME])
+        assert answer.citations == (
+            Citation(0, 22, "Rome lies on the Tiber", ("rome",), "quote"),
+            Citation(0, 22, "Rome lies on the Tiber", ("rome",), "attention"),
+        )
+        assert [one["from"] for one in answer.to_dict()["citations"]] == ["quote", "attention"]
+        assert "origin" not in answer.to_dict()["citations"][0]
+
+    def test_no_passage_is_cited_where_none_dominates(self):
+        other = Document(page_content="The Tiber floods.", id="other")
+        _, answer = self.asked([ROME, other])  # they share 3 and 2 words with the question
+        assert {citation.origin for citation in answer.citations} == {"quote"}
+
+    def test_tracing_can_be_turned_off(self):
+        _, answer = self.asked([BREAD, ROME], defaults=Defaults(traced=False))
+        assert {citation.origin for citation in answer.citations} == {"quote"}
+
+    def test_a_hit_cites_the_ids_of_the_new_question(self):
+        made, _ = self.asked([BREAD, ROME])
+        renamed = Document(page_content=ROME.page_content, id="seven hills")
+        answer = made.ask(Question(QUESTION, [renamed, BREAD]))
+        assert answer.cached
+        assert [(c.document_ids, c.origin) for c in answer.citations] == [
+            (("seven hills",), "quote"), (("seven hills",), "attention"),
+        ]  # fmt: skip
+
+    def test_an_answer_that_was_kept_before_there_were_claims_is_read(self):
+        made, _ = self.asked([BREAD, ROME])
+        for old in ({}, {"claims": []}):
+            made.cache.get = lambda key, old=old: {**SOUND, **old}
+            answer = made.ask(Question(QUESTION, [BREAD, ROME]))
+            assert (answer.text, answer.cached, answer.citations) == ("stored", True, ())
+
+    @pytest.mark.parametrize(
+        "claims",
+        [None, {}, [[0, 3]], [[0, 3, []]], [[0, 3, {"k": "x"}]], [[3, 3, {}]], [[0, 7, {}]], [[-1, 3, {}]], ["abc"]],
+    )
+    def test_claims_that_are_damaged_are_a_miss(self, claims):
+        made, _ = self.asked([BREAD, ROME])
+        made.cache.get = lambda key: {**SOUND, "claims": claims}
+        assert made.ask(Question(QUESTION, [BREAD, ROME])).cached is False
