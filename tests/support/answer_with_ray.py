@@ -46,7 +46,7 @@ def main(folder: str, journal: Path) -> None:
     )
     progress: list[tuple[int, int]] = []
     here = ANSWER(tiny_engine(), QUESTIONS, reranker=Alphabetical(), rerankers={}, journal=AnswerJournal())
-    with ray_answers(Settings(), CHOICES, 2, opener=opened) as there:
+    with ray_answers(Settings(), CHOICES, 3, opener=opened) as there:  # one more than there is room for
         facts, relevance = there.facts()
         rows = there.rows(QUESTIONS, ANSWER, AnswerJournal(journal), lambda *done: progress.append(done))
         again = AnswerJournal(journal)

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.retrieval import Reranker
@@ -27,7 +27,8 @@ from rag_posfix.evaluation.answers.experiment import (
 from rag_posfix.evaluation.answers.position_summary import PositionRow
 from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.evaluation.progress import silent
-from rag_posfix.evaluation.ray_cluster import connected, found_there
+from rag_posfix.evaluation.ray_cluster import connected
+from rag_posfix.evaluation.ray_workers import RayWorkers, ray_workers
 from rag_posfix.generation.remote.address import is_remote
 from rag_posfix.settings import Settings
 
@@ -126,20 +127,18 @@ class _Answerer:
 
 
 class RayAnswers:
-    """Actors that answer.
+    """Processes that answer.
 
     Args:
-        ray: Ray's module, connected.
-        actors: Handles of the actors.
+        workers: The processes, each with an ``_Answerer``.
     """
 
-    def __init__(self, ray: Any, actors: Sequence[Any]) -> None:
-        self._ray = ray
-        self._actors = actors
+    def __init__(self, workers: RayWorkers) -> None:
+        self._workers = workers
 
     def facts(self) -> tuple[EngineFacts, str]:
         """Return what the head of a record says of the model, and the name of the reranker that scores passages."""
-        found: tuple[EngineFacts, str] = found_there(lambda: self._ray.get(self._actors[0].facts.remote()))
+        found: tuple[EngineFacts, str] = self._workers.one("facts")
         return found
 
     def rows(
@@ -152,22 +151,19 @@ class RayAnswers:
         """Return the rows of ``examples`` in order; new answers go into ``journal`` as blocks arrive.
 
         Raises:
-            EvaluationError: an actor failed.
+            EvaluationError: a process failed.
         """
-        known = self._ray.put(journal.known())
+        known = self._workers.put(journal.known())
         blocks = [examples[at : at + QUESTIONS_TOGETHER] for at in range(0, len(examples), QUESTIONS_TOGETHER)]
-        pool = self._ray.util.ActorPool(self._actors)
-        arriving = pool.map(lambda actor, block: actor.block.remote(block, answer, known), blocks)
-        rows: list[PositionRow] = []
-        for number, _ in enumerate(blocks, start=1):
-            found: _Block = found_there(lambda: next(arriving))
-            rows += found.rows
+        rows: dict[int, list[PositionRow]] = {}
+        for index, found in self._workers.each("block", [(block, answer, known) for block in blocks]):
+            rows[index] = found.rows
             for key in found.used:
                 journal.get(key)
             for key, one in found.added.items():
                 journal.add(key, one)
-            progress(number, len(blocks))
-        return rows
+            progress(len(rows), len(blocks))
+        return [row for index in range(len(blocks)) for row in rows[index]]
 
 
 @contextmanager
@@ -193,14 +189,9 @@ def ray_answers(
     """
     if is_remote(settings.model):
         raise ConfigError(f"model={settings.model!r} is on a server, which answers many at once; leave --ray out")
-    with connected() as ray:
-        made = ray.remote(_Answerer).options(num_cpus=1, max_restarts=3, max_task_retries=3)
-        handles = [made.remote(opener or _opened, arrangements, settings, kept_bytes) for _ in range(actors)]
-        try:
-            yield RayAnswers(ray, handles)
-        finally:
-            for one in handles:
-                ray.kill(one)
+    given = (opener or _opened, arrangements, settings, kept_bytes)
+    with connected() as ray, ray_workers(ray, _Answerer, given, actors) as workers:
+        yield RayAnswers(workers)
 
 
 def _opened(arrangements: Sequence[Arrangement], settings: Settings) -> tuple[Generator, Reranker, str]:
