@@ -10,6 +10,7 @@ import click
 import pytest
 import typer.main
 
+from benchmarks.training_tutorial import tutorial_commands
 from rag_posfix.cli.main import app
 from tests.support.pages import DOCS
 
@@ -42,6 +43,13 @@ def test_each_file_of_the_tutorial_is_made_by_a_command_before_it():
                 assert value.split("/")[0] in made, value
         made |= {value for option, value in itertools.pairwise(words) if option == "--out"}
     assert {"unseen", "samples", "in2"} <= made
+
+
+def test_the_benchmark_of_the_tutorial_runs_its_commands_in_their_order():
+    found = tutorial_commands(PAGE)
+    assert found[0].startswith("rag-posfix train data --pairs demo")
+    assert found[-1] == "rag-posfix demo --adapter in2/adapter"
+    assert [shlex.split(line) for line in found] == COMMANDS
 
 
 def test_every_command_of_the_group_is_on_the_page():
