@@ -27,8 +27,6 @@ def connected() -> Iterator[Any]:
         EvaluationError: the cluster cannot be reached or started.
     """
     ray = _import()
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it reports each data set
     started = not ray.is_initialized()
     if started:
         try:
@@ -73,8 +71,6 @@ def found_there(ask: Callable[[], Any]) -> Any:
 def _import() -> Any:
     try:
         import ray
-        import ray.data
-        import ray.util
     except ImportError as error:
         raise missing_extra(str(error.name), "ray") from error
     return ray

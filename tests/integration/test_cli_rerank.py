@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rag_posfix.cli import main as cli
 from rag_posfix.cli import output
 from rag_posfix.evaluation.record import read_record
+from tests.support.command_line import command_line
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import write_collection
 
@@ -21,13 +21,7 @@ def _letters(monkeypatch):
 
 @pytest.fixture
 def run(capsysbinary):
-    def call(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsysbinary.readouterr()
-        return exit_.value.code or 0, captured.out.decode(), captured.err.decode()
-
-    return call
+    return command_line(capsysbinary)
 
 
 @pytest.fixture

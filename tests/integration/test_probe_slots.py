@@ -8,42 +8,31 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.assembly.orders import create_order
-from rag_posfix.cli import main as cli
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
-
-
-def write_rows(folder):
-    cities = (("Ostrel", "Venna"), ("Maravel", "Tull"), ("Sorrin", "Korva"))
-    rows = [
-        {
-            "question": f"what is the capital of {country}",
-            "answers": [capital],
-            "ctxs": [{"title": n, "text": f"{c} is the capital of {n}.", "isgold": n == country} for n, c in cities],
-        }
-        for country, capital in cities[:2]
-    ]
-    path = folder / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return path
+from tests.support.capital_rows import write_capitals
+from tests.support.command_line import command_line
 
 
 @pytest.fixture
 def run(capsysbinary):
-    def call(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            cli.main([str(argument) for argument in arguments])
-        return exit_.value.code or 0, capsysbinary.readouterr().out.decode()
-
-    return call
+    return command_line(capsysbinary)
 
 
 @pytest.mark.weights
 class TestProbeSlotAttention:
     def test_the_profile_that_it_writes_is_read_by_the_method(self, run, tmp_path):
-        code, out = run(
-            "probe", "slot-attention", "--data", write_rows(tmp_path), "--documents", "3", "--out", tmp_path, "--json"
+        code, out, _ = run(
+            "probe",
+            "slot-attention",
+            "--data",
+            write_capitals(tmp_path),
+            "--documents",
+            "3",
+            "--out",
+            tmp_path,
+            "--json",
         )
         found = json.loads(out)
         assert code == 0
@@ -60,8 +49,8 @@ class TestProbeSlotAttention:
         assert order.slots == tuple(found["slots"])
 
     def test_without_json_it_is_a_table(self, run, tmp_path):
-        code, out = run(
-            "probe", "slot-attention", "--data", write_rows(tmp_path), "--documents", "2", "--limit", "1",
+        code, out, _ = run(
+            "probe", "slot-attention", "--data", write_capitals(tmp_path), "--documents", "2", "--limit", "1",
             "--out", tmp_path,
         )  # fmt: skip
         assert code == 0
@@ -71,8 +60,8 @@ class TestProbeSlotAttention:
 
 
 def test_too_few_passages_are_one_line(run, tmp_path):
-    code, out = run(
-        "probe", "slot-attention", "--data", write_rows(tmp_path), "--documents", "9", "--out", tmp_path, "--json"
+    code, out, _ = run(
+        "probe", "slot-attention", "--data", write_capitals(tmp_path), "--documents", "9", "--out", tmp_path, "--json"
     )
     assert code == 1
     assert json.loads(out)["error"]["type"] == "EvaluationError"

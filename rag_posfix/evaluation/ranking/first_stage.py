@@ -66,7 +66,7 @@ FIRST_STAGES: Registry[type] = Registry("first stage")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FirstStage:
-    """Finds candidates, and where it runs.
+    """A retriever of candidates, in this process or on a cluster.
 
     Attributes:
         name: Its name in results.

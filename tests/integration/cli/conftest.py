@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rag_posfix.cli import main as cli
-from rag_posfix.folders import default_cache_dir
+from tests.support.command_line import cache_with_models, command_line
 
 PASSAGES = {
     "facts.jsonl": json.dumps(
@@ -41,23 +41,15 @@ class Result:
 @pytest.fixture(autouse=True)
 def cache_dir(tmp_path_factory, monkeypatch):
     """Answers go to a folder of the test; converted weights stay where they are."""
-    folder = tmp_path_factory.mktemp("cache")
-    models = default_cache_dir() / "models"
-    models.mkdir(parents=True, exist_ok=True)
-    (folder / "models").symlink_to(models)
+    folder = cache_with_models(tmp_path_factory.mktemp("cache"))
     monkeypatch.setenv("RAG_POSFIX_CACHE_DIR", str(folder))
     return folder
 
 
 @pytest.fixture
 def run(capsysbinary):
-    def call(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsysbinary.readouterr()
-        return Result(exit_.value.code or 0, captured.out.decode(), captured.err.decode())
-
-    return call
+    call = command_line(capsysbinary)
+    return lambda *arguments: Result(*call(*arguments))
 
 
 @pytest.fixture(scope="session")

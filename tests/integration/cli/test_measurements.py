@@ -11,6 +11,7 @@ from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.file_parameters import with_file_parameters
+from tests.support.capital_rows import write_capitals
 from tests.support.tiny import save_tiny
 
 
@@ -64,28 +65,11 @@ class TestProbe:
         assert error["message"] == "hidden_scaling: factor=99.0 must be a number between -10 and 10"
 
 
-def write_rows(folder):
-    rows = [
-        {
-            "question": f"what is the capital of {country}",
-            "answers": [capital],
-            "ctxs": [
-                {"title": name, "text": f"{city} is the capital of {name}.", "isgold": name == country}
-                for name, city in (("Ostrel", "Venna"), ("Maravel", "Tull"), ("Sorrin", "Korva"))
-            ],
-        }
-        for country, capital in (("Ostrel", "Venna"), ("Maravel", "Tull"))
-    ]
-    path = folder / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return path
-
-
 @pytest.mark.weights
 class TestEvalPositions:
     def test_json_is_the_summary_and_the_record_holds_every_row(self, run, tmp_path):
         found = run(
-            "eval", "positions", "--data", write_rows(tmp_path), "--mitigation", "none,context_experts",
+            "eval", "positions", "--data", write_capitals(tmp_path), "--mitigation", "none,context_experts",
             "--gold-positions", "0,2", "--documents", "3", "--max-tokens", "6", "--out", tmp_path / "out", "--json",
         ).json  # fmt: skip
         assert {"mitigations", "closed_book", "gold_only", "n", "record"} <= set(found)
@@ -103,7 +87,7 @@ class TestEvalPositions:
 
     def test_without_json_it_is_a_table(self, run, tmp_path):
         result = run(
-            "eval", "positions", "--data", write_rows(tmp_path), "--gold-positions", "0", "--documents", "2",
+            "eval", "positions", "--data", write_capitals(tmp_path), "--gold-positions", "0", "--documents", "2",
             "--limit", "1", "--max-tokens", "2", "--out", tmp_path / "out",
         )  # fmt: skip
         assert result.code == 0
@@ -121,7 +105,7 @@ class TestEvalPositions:
     )
     def test_what_cannot_be_done_is_one_line(self, run, tmp_path, options, kind, part):
         error = run(
-            "eval", "positions", "--data", write_rows(tmp_path), "--out", tmp_path / "out", "--documents", "3",
+            "eval", "positions", "--data", write_capitals(tmp_path), "--out", tmp_path / "out", "--documents", "3",
             "--gold-positions", "0", *options, "--max-tokens", "2", "--json",
         ).error  # fmt: skip
         assert error["type"] == kind
