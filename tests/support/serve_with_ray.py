@@ -35,10 +35,17 @@ from tests.support.waiting import wait_until
 
 SLOWLY = "slowly"
 SETTINGS = {"cache": {"enabled": False}}
-POOL = [
-    f"Station {n} of the northern line stands {n * 7} kilometres from the sea. " + "The line is old and slow. " * 6
-    for n in range(24)
-]
+
+
+def passages_of(stations: range) -> list[str]:
+    """Passages of which no two are equal."""
+    told = "Station {} of the northern line stands {} kilometres from the sea. "
+    return [told.format(n, n * 7) + "The line is old and slow. " * 6 for n in stations]
+
+
+POOL = passages_of(range(24))
+SETS = [passages_of(range(8 * n, 8 * n + 8)) for n in range(16)]
+"""Each set goes to one of two replicas by a hash of the replica's random name: all 16 to one in 1 of 32,768 runs."""
 
 
 class LoggingGenerator(FakeGenerator):
@@ -140,18 +147,20 @@ def answered_by(folder: Path, do: Callable[[], Any]) -> str:
 
 
 def shuffles(url: str, folder: Path) -> dict[str, list[str]]:
-    """Ask about three sets of passages, then about shuffled parts of each; return who answered, by set."""
+    """Ask about each set of passages, then about shuffled parts of each; return who answered, by set."""
     rng = random.Random(3)
-    sets = [POOL[:8], POOL[8:16], POOL[16:]]
-    found = {}
-    first = [answered_by(folder, partial(ask, url, "Which station?", passages)) for passages in sets]
+    first = [answered_by(folder, partial(ask, url, "Which station?", passages)) for passages in SETS]
     time.sleep(3)  # until the routers have the sketches
-    for number, passages in enumerate(sets):
-        repeats = [
-            answered_by(folder, partial(ask, url, f"Which station, {n}?", rng.sample(passages, 6))) for n in range(6)
+    return {
+        f"set {number}": [
+            first[number],
+            *(
+                answered_by(folder, partial(ask, url, f"Which station, {n}?", rng.sample(passages, 6)))
+                for n in range(3)
+            ),
         ]
-        found[f"set {number}"] = [first[number], *repeats]
-    return found
+        for number, passages in enumerate(SETS)
+    }
 
 
 def plain_answers(questions: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
