@@ -20,7 +20,7 @@ FEWEST_WORDS = 2
 LONGER = 4
 
 
-@TASKS.register("last_sentence", aliases=("word_count",))
+@TASKS.register("last_sentence", aliases=("last-sentence", "word_count"))
 @dataclass(frozen=True)
 class LastSentence(Task):
     """Tell how often a word stands in the last of two sentences.
