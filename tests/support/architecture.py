@@ -1,4 +1,4 @@
-"""Reads source files and says which rules of the repository they break. `test_architecture.py` holds the rules."""
+"""Reads source files and says which rules of the repository they break. `architecture_rules.py` holds the rules."""
 
 from __future__ import annotations
 
