@@ -1,0 +1,158 @@
+"""The passage store while Redis is down, faulty, paused or full: misses, counted and cheap, and never an error."""
+
+import dataclasses
+import time
+from contextlib import closing
+
+import pytest
+
+from rag_posfix.caching.breaker import CircuitBreaker
+from rag_posfix.caching.kv.disk import DiskPassages
+from rag_posfix.caching.kv.entry import serialize
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.redis import RedisPassages
+from rag_posfix.caching.kv.store import PassageStore
+from tests.support import faulty_server as faulty
+from tests.support.clock import Clock
+from tests.support.passages import SHAPE, entry, same
+from tests.support.redis_server import RedisServer
+from tests.support.redis_tier import get, open_tier
+from tests.support.waiting import wait_until
+
+SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well
+HUGE = dataclasses.replace(SHAPE, layers=30, heads=3, head_dim=64, n_tokens=150)  # 3.3 MiB: two per round trip
+
+
+def assert_only_misses(tier):
+    tier.put_many({"key": entry(1)})
+    assert tier.get_many({"key": SHAPE, "other": SHAPE}) == {}
+    stats = tier.stats()
+    assert stats.misses == 2
+    assert stats.errors >= 1
+    assert not stats.available
+    assert (stats.entries, stats.bytes) == (None, None)
+
+
+def test_redis_down_is_a_miss_counted_and_cheap(caplog):
+    with RedisServer() as server:
+        server.stop()
+        with open_tier(server) as tier:
+            start = time.perf_counter()
+            assert_only_misses(tier)
+            for _ in range(100):
+                assert tier.get_many({"key": SHAPE}) == {}
+                tier.put_many({"key": entry()})
+            assert time.perf_counter() - start < 2
+            assert tier.stats().errors == 1
+            assert tier.delete_tags(["a"]) == tier.clear() == 0
+    assert sum("is failing" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "serve",
+    [
+        faulty.never_answers,
+        faulty.sends_one_byte_at_a_time,
+        faulty.dies_in_the_middle_of_the_reply,
+        faulty.answers_to_each_request(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+        faulty.answers_to_each_request(b"$999999999999\r\n"),
+    ],
+    ids=["silent", "dripping", "dying", "http", "a huge length"],
+)
+def test_a_faulty_redis_is_a_miss_counted_and_in_bounded_time(serve):
+    seconds = []
+    for _ in range(3):  # the machine may be busy; the bound stays
+        with faulty.faulty_server(serve) as url, closing(RedisPassages(url, timeout_seconds=0.2)) as tier:
+            start = time.perf_counter()
+            assert tier.get_many({f"key{number}": SHAPE for number in range(50)}) == {}
+            seconds.append(time.perf_counter() - start)
+            assert tier.stats().errors == 1
+            assert tier.stats().misses == 50
+        if seconds[-1] < 1:
+            return
+    pytest.fail(f"a search took {seconds} s, one of them must be under 1 s")
+
+
+def test_paused_while_connected_and_recovers(redis_server):
+    clock = Clock()
+    with RedisServer() as server:
+        breaker = CircuitBreaker(clock=clock)
+        with closing(RedisPassages(server.url, timeout_seconds=0.5, breaker=breaker)) as tier:
+            for _ in range(20):  # the machine may be busy
+                tier.put_many({"key": entry(1)})
+                if get(tier, "key") is not None:
+                    break
+                clock.advance(31)
+            server.pause()
+            assert get(tier, "key") is None
+            assert not tier.stats().available
+            server.resume()
+            for _ in range(20):
+                clock.advance(31)
+                if (found := get(tier, "key")) is not None:
+                    break
+            assert same(found, entry(1))
+
+
+def test_what_came_before_the_deadline_is_used(redis_server):
+    entries = {f"key{number}": entry(number, HUGE) for number in range(8)}
+    with open_tier(redis_server, timeout_seconds=30) as tier:
+        tier.put_many(entries)
+    one = len(serialize("key0", entries["key0"]))
+    relay = faulty.StallingRelay(redis_server.port, free_bytes=4 * one + 1000)  # the replies of two round trips
+    with faulty.faulty_server(relay) as url, closing(RedisPassages(url, timeout_seconds=3)) as tier:
+        found = tier.get_many(dict.fromkeys(entries, HUGE))
+        assert list(found) == ["key0", "key1", "key2", "key3"]
+        assert all(same(found[key], entries[key]) for key in found)
+        stats = tier.stats()
+        assert (stats.hits, stats.misses, stats.errors) == (4, 4, 1)
+        relay.resume.set()
+        wait_until(lambda: relay.passed > 6 * one)
+        time.sleep(0.2)
+        assert relay.requests.count(b"ZADD") == 3, "the search must not continue in the background"
+
+
+def test_full_redis_refuses_writes_and_serves_reads():
+    with RedisServer(**{"maxmemory-policy": "noeviction"}) as server, open_tier(server) as tier:
+        tier.put_many({"key": entry(1)})
+        server.command("CONFIG", "SET", "maxmemory", "1")
+        tier.put_many({"new": entry(2)})
+        assert same(get(tier, "key"), entry(1))
+        assert get(tier, "new") is None
+        stats = tier.stats()
+        assert (stats.errors, stats.corrupt, stats.available) == (1, 0, True)
+
+
+def test_the_store_with_every_tier(redis_server, tmp_path):
+    def open_store():
+        disk = DiskPassages(tmp_path / "passages", max_bytes=1024**2)
+        return PassageStore([MemoryPassages(), disk, RedisPassages(redis_server.url, timeout_seconds=5)])
+
+    def entries_of(store):
+        return [tier["entries"] for tier in store.stats()["tiers"]]
+
+    with closing(open_store()) as store:
+        store.put_many({"one": entry(1), "two": entry(2)}, {"one": ["doc"], "two": ["other"]})
+        assert store.flush(SECONDS)
+        assert entries_of(store) == [2, 2, 2]
+    with closing(open_store()) as store:
+        assert entries_of(store) == [0, 2, 2]
+        assert set(store.get_many({"one": SHAPE, "two": SHAPE})) == {"one", "two"}
+        assert entries_of(store) == [2, 2, 2]
+        assert store.drop(["doc"]) == 1
+        assert entries_of(store) == [1, 1, 1]
+        assert store.clear() == 1
+        assert entries_of(store) == [0, 0, 0]
+
+
+def test_the_store_goes_on_while_redis_is_away(caplog):
+    with RedisServer() as server:
+        tier = RedisPassages(server.url, timeout_seconds=0.2)
+        with closing(PassageStore([MemoryPassages(), tier])) as store:
+            server.kill()
+            for number in range(5):
+                store.put_many({f"key{number}": entry(number)}, {f"key{number}": ["doc"]})
+            assert store.flush(SECONDS)
+            assert len(store.get_many({f"key{number}": SHAPE for number in range(6)})) == 5
+            assert store.drop(["doc"]) == 5
+            assert store.stats()["tiers"][1]["errors"] >= 1
