@@ -16,12 +16,14 @@ def laboratory(heads: Sequence[Head]) -> Iterator[Row]:
     summary = heads[0]["summary"]
     yield ["encoding", *(f"{split}: {text}" for split, text in summary["splits"].items()), "steps"]
     for name, found in summary["encodings"].items():
-        cells = [_spread(found["splits"][split]) for split in summary["splits"]]
+        digits = 2 if summary["metric"] == "perplexity" else 1
+        cells = [_spread(found["splits"][split], digits) for split in summary["splits"]]
         yield [f"`{name}`", *cells, ", ".join(str(steps) for steps in found["steps"])]
 
 
-def _spread(found: Mapping[str, float]) -> str:
-    return f"{found['mean']:.1f} ({found['low']:.1f} to {found['high']:.1f})"
+def _spread(found: Mapping[str, Any], digits: int) -> str:
+    mean, low, high = (f"{found[name]:.{digits}f}" for name in ("mean", "low", "high"))
+    return mean if len(found["values"]) == 1 else f"{mean} ({low} to {high})"
 
 
 def fine_tuning(heads: Sequence[Head]) -> Iterator[Row]:

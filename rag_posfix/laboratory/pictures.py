@@ -38,10 +38,13 @@ def draw_laboratory(head: Mapping[str, Any]) -> Figure:
             _band(axes, label, number, list(one["splits"].values()))
         axes.set_xticks(range(len(summary["splits"])), list(summary["splits"].values()))
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     else:
         _bars(axes, found, summary["splits"])
     axes.set_ylabel("error in %" if summary["metric"] == "error" else "perplexity")
-    axes.set_title(f"{summary['task']}: {summary['seeds']} seeds, lowest to highest", fontsize=10, loc="left")
+    seeds = "one seed" if summary["seeds"] == 1 else f"{summary['seeds']} seeds, lowest to highest"
+    axes.set_title(f"{summary['task']}: {seeds}", fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=8)
     return figure
 

@@ -9,15 +9,20 @@ def curve(*values):
     return {str(place): {"log_probability": score, "accuracy": right} for place, (score, right) in enumerate(values)}
 
 
-def test_a_row_of_the_laboratory_has_mean_and_range_of_the_seeds():
-    def spread(*values):
-        return {"mean": sum(values) / len(values), "low": min(values), "high": max(values)}
+def laboratory_row(metric, *values):
+    """The row of an encoding with these values, one per seed, on a task with one split."""
+    spread = {"mean": sum(values) / len(values), "low": min(values), "high": max(values), "values": list(values)}
+    found = {"splits": {"in": spread}, "steps": [200] * len(values)}
+    summary = {"metric": metric, "splits": {"in": "8 pairs"}, "encodings": {"rope": found}}
+    return table([{"kind": "lab", "summary": summary}]).splitlines()[2]
 
-    found = {"splits": {"in": spread(0.0, 0.0), "sparse": spread(10.0, 30.0)}, "steps": [200, 400]}
-    summary = {"splits": {"in": "8 pairs", "sparse": "fewer"}, "encodings": {"rope": found}}
-    assert table([{"kind": "lab", "summary": summary}]).splitlines()[2:] == [
-        "| `rope` | 0.0 (0.0 to 0.0) | 20.0 (10.0 to 30.0) | 200, 400 |"
-    ]
+
+def test_a_row_of_the_laboratory_has_mean_and_range_of_the_seeds():
+    assert laboratory_row("error", 10.0, 30.0) == "| `rope` | 20.0 (10.0 to 30.0) | 200, 200 |"
+
+
+def test_one_seed_has_no_range_and_perplexity_two_digits():
+    assert laboratory_row("perplexity", 3.416) == "| `rope` | 3.42 | 200 |"
 
 
 def test_a_tuned_model_is_shown_beside_the_one_before_it():
