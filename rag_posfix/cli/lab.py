@@ -203,9 +203,9 @@ def _show(found: dict[str, Any]) -> None:
     console = out()
     console.print(shown)
     if found["by_place"]:
-        places = table("encoding", "error by place, from the first pair to the last, in distribution")
+        places = table("encoding", "split", "error by place, from the first pair to the last")
         for label, one in found["encodings"].items():
-            curve = next(iter(one["splits"].values()))["by_place"]
-            places.add_row(label, " ".join(f"{place['mean']:.0f}" for place in curve))
+            for split, measured in one["splits"].items():
+                places.add_row(label, split, " ".join(f"{place['mean']:.0f}" for place in measured["by_place"]))
         console.print(places)
     _show_files(found, ("record", "csv", "svg"))

@@ -16,8 +16,8 @@ __all__ = ["draw_laboratory"]
 def draw_laboratory(head: Mapping[str, Any]) -> Figure:
     """Return the figure of a record of ``lab run``.
 
-    Tasks that measure by place have a curve per encoding over the places of training, perplexity a curve over the
-    splits, other tasks bars by split. Bands and whiskers go from the lowest to the highest seed.
+    Tasks that measure by place have curves over the places, with axes for each split; perplexity has a curve over the
+    splits; other tasks have bars by split. Bands and whiskers go from the lowest to the highest seed.
 
     Args:
         head: The head of the record.
@@ -26,14 +26,11 @@ def draw_laboratory(head: Mapping[str, Any]) -> Figure:
         ConfigError: matplotlib is not installed.
     """
     summary = head["summary"]
+    if summary["by_place"]:
+        return _draw_by_place(summary)
     figure, axes = new_axes((7.2, 3.8))
     found = summary["encodings"]
-    trained = next(iter(summary["splits"]))
-    if summary["by_place"]:
-        for number, (label, one) in enumerate(found.items()):
-            _band(axes, label, number, one["splits"][trained]["by_place"])
-        axes.set_xlabel("place of the pair that is asked for, from 0")
-    elif summary["metric"] == "perplexity":
+    if summary["metric"] == "perplexity":
         for number, (label, one) in enumerate(found.items()):
             _band(axes, label, number, list(one["splits"].values()))
         axes.set_xticks(range(len(summary["splits"])), list(summary["splits"].values()))
@@ -43,10 +40,33 @@ def draw_laboratory(head: Mapping[str, Any]) -> Figure:
     else:
         _bars(axes, found, summary["splits"])
     axes.set_ylabel("error in %" if summary["metric"] == "error" else "perplexity")
-    seeds = "one seed" if summary["seeds"] == 1 else f"{summary['seeds']} seeds, lowest to highest"
-    axes.set_title(f"{summary['task']}: {seeds}", fontsize=10, loc="left")
+    axes.set_title(_title(summary), fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _draw_by_place(summary: Mapping[str, Any]) -> Figure:
+    """Draw the error by place, with axes for each split."""
+    figure, only = new_axes((9.6, 3.8))
+    only.remove()
+    splits = summary["splits"]
+    row = figure.subplots(1, len(splits), sharey=True, squeeze=False)[0]
+    for axes, (split, text) in zip(row, splits.items(), strict=True):
+        axes.spines[["top", "right"]].set_visible(False)
+        for number, (label, one) in enumerate(summary["encodings"].items()):
+            _band(axes, label, number, one["splits"][split]["by_place"])
+        axes.set_title(f"{split}: {text}", fontsize=10, loc="left")
+        axes.set_xlabel("place of the pair that is asked for, from 0")
+    row[0].set_ylabel("error in %")
+    row[0].set_ylim(bottom=0)
+    figure.suptitle(_title(summary), fontsize=10, x=0.02, ha="left")
+    row[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _title(summary: Mapping[str, Any]) -> str:
+    seeds = "one seed" if summary["seeds"] == 1 else f"{summary['seeds']} seeds, lowest to highest"
+    return f"{summary['task']}: {seeds}"
 
 
 def _band(axes: Any, label: str, number: int, spreads: list[Mapping[str, float]]) -> None:

@@ -27,31 +27,43 @@ class KeyValue(Task):
     reads the middle worse than the ends. Out of the distribution there are twice as many pairs.
 
     Source: Liu et al. (2024), Lost in the Middle, section 3, https://arxiv.org/abs/2307.03172
-    Differs from the paper: a key and a value are one token each, and a decoder is trained for the task.
+    Differs from the paper: a key and a value are one token each, a decoder is trained for the task, and a sequence
+    asks for several pairs (as in multi-query associative recall, Arora et al. 2023, Zoology, section 3,
+    https://arxiv.org/abs/2312.04927). With one question small decoders stay at a guess among the values of the
+    sequence. The measure counts the last question.
 
     Args:
         pairs: Pairs of a sequence, 2 or more.
         keys: Number of different keys; at least twice ``pairs``, since no key occurs twice.
         values: Number of different values, 2 or more.
+        questions: Different pairs that a sequence asks for, 1 to ``pairs``.
 
     Raises:
-        ConfigError: there are too few keys.
+        ConfigError: there are too few keys, or more questions than pairs.
     """
 
     name: ClassVar[str] = "key_value"
     source: ClassVar[str] = "Liu et al. (2024), Lost in the Middle, https://arxiv.org/abs/2307.03172"
-    deviations: ClassVar[tuple[str, ...]] = ("Keys and values are one token each.",)
+    deviations: ClassVar[tuple[str, ...]] = (
+        "Keys and values are one token each.",
+        "A sequence asks for several pairs.",
+    )
     measured_by_place: ClassVar[bool] = True
 
-    pairs: Annotated[int, Whole(2)] = 16
-    keys: Annotated[int, Whole(4)] = 64
-    values: Annotated[int, Whole(2)] = 16
+    pairs: Annotated[int, Whole(2)] = 8
+    keys: Annotated[int, Whole(4)] = 32
+    values: Annotated[int, Whole(2)] = 8
+    questions: Annotated[int, Whole(1)] = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.keys < 2 * self.pairs:
             raise ConfigError(
                 f"key_value: keys={self.keys} must be at least twice pairs={self.pairs}; no key occurs twice"
+            )
+        if self.questions > self.pairs:
+            raise ConfigError(
+                f"key_value: questions={self.questions} must be at most pairs={self.pairs}; each asks for another pair"
             )
 
     @property
@@ -65,17 +77,18 @@ class KeyValue(Task):
         return {TRAINED: f"{self.pairs} pairs", "longer": f"{2 * self.pairs} pairs"}
 
     def batch(self, split: str, size: int, generator: torch.Generator) -> Batch:
-        """Return sequences of 2 pairs + 3 tokens; the measure counts the value."""
+        """Return sequences of 2 pairs + 3 questions tokens; the measure counts the last value."""
         pairs = self.pairs if split == TRAINED else 2 * self.pairs
         keys = torch.rand(size, self.keys, generator=generator).argsort(dim=1)[:, :pairs]
         values = torch.randint(0, self.values, (size, pairs), generator=generator)
-        places = torch.randint(0, pairs, (size,), generator=generator)
-        rows = torch.arange(size)
-        listed = torch.stack((SPECIAL + keys, SPECIAL + self.keys + values), dim=-1).flatten(1)  # (B, 2 pairs)
-        question = torch.stack(
-            (torch.full((size,), ASK), listed[rows, 2 * places], listed[rows, 2 * places + 1]), dim=1
-        )
-        ids = torch.cat((listed, question), dim=1)
+        asked = torch.rand(size, pairs, generator=generator).argsort(dim=1)[:, : self.questions]  # (B, Q)
+        listed = torch.stack((SPECIAL + keys, SPECIAL + self.keys + values), dim=-1)  # (B, P, 2)
+        found = listed.gather(1, asked[..., None].expand(-1, -1, 2))  # (B, Q, 2)
+        mark = torch.full((size, self.questions, 1), ASK)
+        questions = torch.cat((mark, found), dim=-1).flatten(1)  # (B, 3 Q)
+        ids = torch.cat((listed.flatten(1), questions), dim=1)
         wanted = torch.zeros_like(ids, dtype=torch.bool)
-        wanted[:, -1] = True
-        return joined(ids, wanted, places=places)
+        wanted[:, 2 * pairs + 2 :: 3] = True
+        scored = torch.zeros_like(wanted)
+        scored[:, -1] = True
+        return joined(ids, wanted, scored, places=asked[:, -1])

@@ -62,17 +62,18 @@ def test_a_second_run_takes_over_what_is_finished_and_adds_a_seed(tmp_path):
 
 @pytest.mark.parametrize(
     ("task", "lines", "bars"),
-    [(KeyValue(pairs=3, keys=8), 2, 0), (Language(length=8), 2, 0), (Counting(steps=6), 0, 6)],
+    [(KeyValue(pairs=3, keys=8, questions=1), 2, 0), (Language(length=8), 2, 0), (Counting(steps=6), 0, 6)],
 )
 def test_the_picture_fits_the_task(task, lines, bars):
     record = run_laboratory(task, encodings("alibi", "t5"), seeds=2, settings=TINY)
     assert record.files == {}
-    (axes,) = draw_laboratory(record.head).axes
+    axes, *others = draw_laboratory(record.head).axes
     assert len(axes.lines) == lines or not lines
     assert len(axes.patches) == bars
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["alibi", "t5"]
-    if task.measured_by_place:
-        assert [len(line.get_ydata()) for line in axes.lines] == [3, 3]
+    by_place = [[len(line.get_ydata()) for line in one.lines] for one in (axes, *others)]
+    assert by_place == [[3, 3], [6, 6]] or not task.measured_by_place
+    assert len(others) == task.measured_by_place
 
 
 @pytest.mark.parametrize(
@@ -99,18 +100,18 @@ def test_an_encoding_that_ends_before_the_longest_split_is_refused_before_traini
 
 def test_lab_run_prints_the_summary_as_json_and_as_a_table(tmp_path, capsysbinary):
     call = command_line(capsysbinary)
-    command = ["lab", "run", "key-value:pairs=3:keys=8", "--encoding", "cope:p_max=4,shaw", "--seeds", "2", "--out"]
+    command = ["lab", "run", "key-value:pairs=3:keys=8:questions=2", "--encoding", "cope:p_max=4,shaw", "--seeds", "2", "--out"]
     code, printed, _ = call(*command, tmp_path, *OPTIONS.split(), "--json")
     found = json.loads(printed)
     assert code == 0
-    assert found["task"] == "key_value:keys=8:pairs=3"
+    assert found["task"] == "key_value:keys=8:pairs=3:questions=2"
     assert list(found["encodings"]) == ["cope:p_max=4", "shaw"]
     assert len(found["encodings"]["shaw"]["splits"]["in"]["by_place"]) == 3
     assert found["record"].endswith(".json")
     code, printed, _ = call(*command, tmp_path, *OPTIONS.split())
     assert code == 0
     assert "longer: 6 pairs" in printed
-    assert "error by place" in printed
+    assert "error by place, from the first pair" in printed
 
 
 @pytest.mark.parametrize(

@@ -129,16 +129,28 @@ def test_as_many_operations_count_in_dense_and_sparse_sequences():
 
 
 def test_the_value_of_a_key_is_the_token_after_it_at_every_place():
-    task = KeyValue(pairs=4, keys=20, values=5)
+    task = KeyValue(pairs=4, keys=20, values=5, questions=3)
     batch = drawn(task, "longer", 200)
     for row, place, scored in zip(batch.ids.tolist(), batch.places.tolist(), scored_tokens(batch), strict=True):
         keys, values = row[:16:2], row[1:16:2]
         assert len(set(keys)) == 8
-        assert row[16:] == [0, keys[place], values[place]]
+        assert row[16::3] == [0, 0, 0]
+        asked = [keys.index(key) for key in row[17::3]]
+        assert row[18::3] == [values[one] for one in asked]
+        assert len(set(asked)) == 3
+        assert asked[-1] == place
         assert scored == [values[place]]
     assert set(batch.places.tolist()) == set(range(8))
+    learned = batch.targets != -100  # the loss counts the value of every question
+    assert learned.sum(dim=1).tolist() == [3] * 200
+    assert learned.nonzero()[:3, 1].tolist() == [17, 20, 23]
+
+
+def test_sizes_of_key_value_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="keys=7 must be at least twice pairs=4"):
         KeyValue(pairs=4, keys=7)
+    with pytest.raises(ConfigError, match="questions=5 must be at most pairs=4"):
+        KeyValue(pairs=4, keys=20, questions=5)
 
 
 def test_a_paragraph_has_four_sentences_and_people_return_in_the_next_one():
