@@ -109,13 +109,16 @@ def maps(
     texts: Annotated[int, typer.Option("--texts", min=1, help="Number of texts for the mean gates.")] = 16,
     words: Annotated[int, typer.Option("--words", min=2, help="Words of a text.")] = 128,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the texts.")] = 0,
+    people: Annotated[
+        int, typer.Option("--people", min=2, max=12, help="Different people in the texts, as in language:people=N.")
+    ] = 12,
     as_json: AsJson = False,
 ) -> None:
     """Show which heads of a trained CoPE count sentences, and which count paragraphs."""
     from rag_posfix.laboratory.contextual_maps import map_contextual_positions
 
     record = map_contextual_positions(
-        decoder, texts=texts, words=words, seed=seed, out=output, progress=experiment_step
+        decoder, texts=texts, words=words, seed=seed, people=people, out=output, progress=experiment_step
     )  # fmt: skip
     if as_json:
         emit_json(record.to_json())
@@ -124,10 +127,12 @@ def maps(
 
 
 def _show_maps(found: dict[str, Any]) -> None:
-    shown = table("counts", "layer", "head", "gate on these ends", "largest gate on another kind", "difference")
+    shown = table(
+        "counts", "layer", "head", "queries", "gate on these ends", "largest gate on another kind", "difference"
+    )
     for name, one in found["counters"].items():
         numbers = (f"{one[key]:.2f}" for key in ("gate", "largest_other_gate", "difference"))
-        shown.add_row(name, str(one["layer"]), str(one["head"]), *numbers)
+        shown.add_row(name, str(one["layer"]), str(one["head"]), one["query"], *numbers)
     out().print(shown)
     _show_files(found, ("record", "svg"))
 

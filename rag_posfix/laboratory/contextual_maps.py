@@ -18,12 +18,12 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_picture
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment
-from rag_posfix.laboratory.tasks.language import KINDS, WORDS, numbered, sentences
+from rag_posfix.laboratory.tasks.language import KINDS, NAMES, WORDS, numbered, sentences
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Counted", "counted", "gates_by_kind", "map_contextual_positions"]
+__all__ = ["Counted", "above_others", "counted", "gates_by_kind", "map_contextual_positions"]
 
 SHOWN_SENTENCES = 8
 COUNTERS = {"sentences": "sentence end", "paragraphs": "paragraph end"}
@@ -77,44 +77,45 @@ def counted(decoder: Decoder, ids: Tensor) -> Counted:
     return found
 
 
-def gates_by_kind(decoder: Decoder, texts: int, words: int, seed: int = 0) -> Tensor:
-    """Return the mean gate on the words of each kind, over all queries at or after them.
+def gates_by_kind(decoder: Decoder, texts: int, words: int, seed: int = 0, people: int = len(NAMES)) -> Tensor:
+    """Return the mean gate by kind of query and kind of key, over all keys at or before the query.
 
-    Formula: G(l, h, k) = mean of g_ij(l, h) over texts and over i >= j with word j of kind k.
+    Formula: G(l, h, a, b) = mean of g_ij(l, h) over texts and over i >= j with word i of kind a and word j of kind b;
+        0 if no text has such words.
 
     Args:
         decoder: As for ``counted``.
         texts: Number of generated texts.
         words: Of each text.
         seed: Of the texts.
+        people: Of the texts, as in ``sentences``.
 
     Shapes:
-        returns: (L, H, len(KINDS)) float64.
+        returns: (L, H, len(KINDS), len(KINDS)) float64.
     """
-    kinds = _kinds()
-    shape = (decoder.shape.layers, decoder.shape.heads, len(KINDS))
-    sums, counts = torch.zeros(shape, dtype=torch.float64), torch.zeros(len(KINDS), dtype=torch.float64)
-    seen = torch.ones(words, words, dtype=torch.bool).tril()
+    kinds, n_kinds = _kinds(), len(KINDS)
+    sums = torch.zeros(decoder.shape.layers, decoder.shape.heads, n_kinds, n_kinds, dtype=torch.float64)
+    counts = torch.zeros(n_kinds, n_kinds, dtype=torch.float64)
+    seen = torch.ones(words, words, dtype=torch.float64).tril()
     for number in range(texts):
-        ids = _text(random.Random(seed + number), words)
-        found = counted(decoder, torch.tensor([ids]))
-        is_kind = (kinds[torch.tensor(ids)][:, None] == torch.arange(len(KINDS))).double()  # (T, K)
-        counts += seen.double().sum(dim=0) @ is_kind
-        for layer, gates in found.gates.items():
-            by_key = (gates[0].double().cpu() * seen).sum(dim=1)  # (H, T)
-            sums[layer] += by_key @ is_kind
+        ids = torch.tensor(_text(random.Random(seed + number), words, people))
+        is_kind = (kinds[ids][:, None] == torch.arange(n_kinds)).double()  # (T, K)
+        counts += is_kind.T @ seen @ is_kind
+        for layer, gates in counted(decoder, ids[None]).gates.items():
+            sums[layer] += is_kind.T @ (gates[0].double().cpu() * seen) @ is_kind
     return sums / counts.clamp(min=1)
 
 
 def map_contextual_positions(
-    folder: Path, *, texts: int = 16, words: int = 128, seed: int = 0, out: Path | None = None,
-    progress: Progress = silent,
+    folder: Path, *, texts: int = 16, words: int = 128, seed: int = 0, people: int = len(NAMES),
+    out: Path | None = None, progress: Progress = silent,
 ) -> ExperimentRecord:  # fmt: skip
     """Show which heads of a trained CoPE count sentences, and which count paragraphs.
 
-    A head counts a kind of word if its gates are open on these words and closed on all others. The head that counts
-    best is the one whose mean gate on the kind is farthest above its largest mean gate on another kind; a difference
-    of 1 is a perfect counter, one of 0 or less no counter.
+    A head counts a kind of word for a kind of query if the gates of these queries are open on these words and closed
+    on all others. The best counter is the head and the kind of query whose mean gate on the kind is farthest above the
+    largest mean gate on another kind. A difference of 1 is a perfect counter, one of 0 or less no counter. The largest
+    of many differences is above 0 by chance: compare with an untrained decoder.
 
     Source: Golovneva et al. (2024), Contextual Position Encoding, section 5.4 and its attention maps,
         https://arxiv.org/abs/2405.18719
@@ -125,6 +126,7 @@ def map_contextual_positions(
         texts: Number of texts for the mean gates.
         words: Words of a text.
         seed: Of the texts.
+        people: Of the texts, as the decoder was trained with (``language:people=N``).
         out: Folder for the record and the picture; None writes nothing.
         progress: Progress callback (``evaluation.progress``).
 
@@ -139,64 +141,82 @@ def map_contextual_positions(
             f"{len(WORDS)}; give a decoder that was trained on language"
         )
     with progress("reading texts"):
-        gates = gates_by_kind(decoder, texts, words, seed)
+        gates = gates_by_kind(decoder, texts, words, seed, people)
+    shown = _shown(seed, people)
     summary = {
         "kinds": list(KINDS),
         "gates": gates.tolist(),
-        "counters": {name: _counter(decoder, gates, kind, seed) for name, kind in COUNTERS.items()},
-        "text": [WORDS[one] for one in _shown(seed)],
+        "counters": {name: _counter(decoder, gates, kind, shown) for name, kind in COUNTERS.items()},
+        "text": [WORDS[one] for one in shown],
     }
     head = {
         "kind": "lab-maps",
         **environment(),
         "encoding": decoder.encoding.label,
-        "settings": {"texts": texts, "words": words, "seed": seed},
+        "settings": {"texts": texts, "words": words, "seed": seed, "people": people},
         "summary": summary,
     }
     return with_picture(ExperimentRecord(head).write(out), draw_maps)
 
 
-def _counter(decoder: Decoder, gates: Tensor, kind: str, seed: int) -> dict[str, Any]:
-    """Return the head that counts a kind best, with its positions and attention on the shown text."""
+def above_others(gates: Tensor, kind: str) -> Tensor:
+    """Return how far the mean gate on a kind of key is above the largest one on another kind.
+
+    Shapes:
+        gates: (..., len(KINDS)). returns: (...).
+    """
     place = list(KINDS).index(kind)
     others = gates.clone()
     others[..., place] = -1
-    above = gates[..., place] - others.amax(dim=-1)  # (L, H)
-    layer, head = divmod(int(above.argmax()), above.shape[1])
-    found = counted(decoder, torch.tensor([_shown(seed)]))
+    return gates[..., place] - others.amax(dim=-1)
+
+
+def _counter(decoder: Decoder, gates: Tensor, kind: str, shown: list[int]) -> dict[str, Any]:
+    """Return the head and kind of query that count a kind best, with positions and attention on the shown text."""
+    above = above_others(gates, kind)  # (L, H, K)
+    layer, head, query = (int(one) for one in torch.unravel_index(above.argmax(), above.shape))
+    gate = float(gates[layer, head, query, list(KINDS).index(kind)])
+    difference = float(above[layer, head, query])
+    found = counted(decoder, torch.tensor([shown]))
     positions = contextual_positions(found.gates[layer], decoder.encoding.parameters["p_max"])
     return {
         "layer": layer,
         "head": head,
-        "gate": float(gates[layer, head, place]),
-        "largest_other_gate": float(others[layer, head].amax()),
-        "difference": float(above[layer, head]),
+        "query": list(KINDS)[query],
+        "gate": gate,
+        "largest_other_gate": gate - difference,
+        "difference": difference,
         "positions_of_last": positions[0, head, -1].tolist(),
         "attention": found.weights[layer][0, head].tolist(),
     }
 
 
 def draw_maps(head: Mapping[str, Any]) -> Figure:
-    """Return the mean gates of every head, and for each counter its attention map with the ends as lines."""
+    """Return what each head counts by kind of query, and for each counter its attention map with the ends as lines."""
     summary = head["summary"]
-    figure, only = new_axes((13.0, 4.2))
+    figure, only = new_axes((14.0, 7.6))
     only.remove()
-    bars, *maps = figure.subplots(1, 1 + len(COUNTERS), width_ratios=(1.2, *[1.0] * len(COUNTERS)))
-    flat = [heads for layer in summary["gates"] for heads in layer]
-    shown = bars.imshow(flat, aspect="auto", vmin=0, vmax=1, cmap="viridis")
-    figure.colorbar(shown, ax=bars, shrink=0.85)
-    bars.set_xticks(range(len(summary["kinds"])), summary["kinds"], rotation=60, ha="right", fontsize=7)
-    per_layer = len(summary["gates"][0])
-    names = [f"layer {index // per_layer}, head {index % per_layer}" for index in range(len(flat))]
-    bars.set_yticks(range(len(flat)), names, fontsize=7)
-    bars.set_title("mean gate by kind of word", fontsize=10, loc="left")
+    counters, maps = figure.subplots(2, len(COUNTERS), height_ratios=(1, 1.5))
+    gates = torch.tensor(summary["gates"])
+    n_heads = gates.shape[1]
+    names = [f"layer {index // n_heads}, head {index % n_heads}" for index in range(gates.shape[0] * n_heads)]
+    for axes, kind in zip(counters, COUNTERS.values(), strict=True):
+        shown = axes.imshow(
+            above_others(gates, kind).flatten(0, 1).numpy(), aspect="auto", vmin=0, vmax=1, cmap="viridis"
+        )
+        figure.colorbar(shown, ax=axes, shrink=0.85)
+        axes.set_xticks(range(len(summary["kinds"])), summary["kinds"], rotation=30, ha="right", fontsize=7)
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+        axes.set_xlabel("kind of the query")
+        axes.set_title(f"gate on a {kind} less the largest on another kind of word", fontsize=10, loc="left")
     for axes, (name, one) in zip(maps, summary["counters"].items(), strict=True):
         axes.imshow(one["attention"], aspect="auto", cmap="Greys", vmax=0.3)
         for place, word in enumerate(summary["text"]):
             if word in KINDS[COUNTERS[name]]:
                 axes.axvline(place, color=OTHER_COLORS[0], linewidth=0.8)
                 axes.axhline(place, color=OTHER_COLORS[0], linewidth=0.8)
-        title = f"{name}: layer {one['layer']}, head {one['head']}, difference {one['difference']:.2f}"
+        where = f"layer {one['layer']}, head {one['head']}, queries of kind {one['query']}"
+        title = f"attention of the best counter of {name}: {where}"
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("key")
         axes.set_ylabel("query")
@@ -208,10 +228,11 @@ def _kinds() -> Tensor:
     return torch.tensor([next(place for place, words in enumerate(KINDS.values()) if word in words) for word in WORDS])
 
 
-def _text(draw: random.Random, words: int) -> list[int]:
-    return list(islice((one for sentence in sentences(draw) for one in numbered(sentence)), words))
+def _text(draw: random.Random, words: int, people: int) -> list[int]:
+    return list(islice((one for sentence in sentences(draw, people) for one in numbered(sentence)), words))
 
 
-def _shown(seed: int) -> list[int]:
+def _shown(seed: int, people: int) -> list[int]:
     """Return the text of the picture: two paragraphs."""
-    return [one for sentence in islice(sentences(random.Random(seed)), SHOWN_SENTENCES) for one in numbered(sentence)]
+    text = islice(sentences(random.Random(seed), people), SHOWN_SENTENCES)
+    return [one for sentence in text for one in numbered(sentence)]

@@ -9,10 +9,11 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 
+from rag_posfix.errors import ConfigError
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
 from rag_posfix.parameters import Whole
 
-__all__ = ["KINDS", "WORDS", "Language", "numbered", "sentences"]
+__all__ = ["KINDS", "NAMES", "WORDS", "Language", "numbered", "sentences"]
 
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ian", "June", "Kim", "Lee")
 VERBS = ("sees", "finds", "paints", "sells", "moves", "keeps")
@@ -39,24 +40,27 @@ PARAGRAPH_SENTENCES = 4
 FACTORS = (2, 5)
 
 
-def sentences(draw: random.Random) -> Iterator[list[str]]:
+def sentences(draw: random.Random, people: int = len(NAMES)) -> Iterator[list[str]]:
     """Yield the sentences of an endless text, each with its end; every fourth one with the end of a paragraph too.
 
     A sentence names a person, a verb, a thing and, half of the time, a place; in between stand words that make its
     length vary. The person of a sentence is that of the same sentence of the paragraph before, nine times in ten, and
     the place of a paragraph is the same in all its sentences. So who comes next depends on the number of sentence ends
-    since the last paragraph end, and not on a number of words.
+    since the last paragraph end, and not on a number of words. With few different people the one who came after this
+    person before says little, and counting is the only way.
 
     Args:
         draw: Draws the words.
+        people: Number of different people.
     """
-    people = [draw.choice(NAMES) for _ in range(PARAGRAPH_SENTENCES)]
+    names = NAMES[:people]
+    chosen = [draw.choice(names) for _ in range(PARAGRAPH_SENTENCES)]
     while True:
         place = draw.choice(PLACES)
         for number in range(PARAGRAPH_SENTENCES):
             if draw.random() >= KEPT:
-                people[number] = draw.choice(NAMES)
-            words = [people[number], draw.choice(VERBS), draw.choice(("the", "a"))]
+                chosen[number] = draw.choice(names)
+            words = [chosen[number], draw.choice(VERBS), draw.choice(("the", "a"))]
             words += draw.sample(ADJECTIVES, draw.choice((0, 1, 2)))
             words.append(draw.choice(NOUNS))
             words += ["in", "the", place] if draw.random() < 0.5 else []
@@ -79,6 +83,10 @@ class Language(Task):
 
     Args:
         length: Words of a sequence in training, 8 or more.
+        people: Number of different people in the text, 2 to 12.
+
+    Raises:
+        ConfigError: there are not so many names.
     """
 
     name: ClassVar[str] = "language"
@@ -87,6 +95,12 @@ class Language(Task):
     metric: ClassVar[Literal["error", "perplexity"]] = "perplexity"
 
     length: Annotated[int, Whole(8)] = 128
+    people: Annotated[int, Whole(2)] = len(NAMES)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.people > len(NAMES):
+            raise ConfigError(f"language: people={self.people} must be at most {len(NAMES)}; there are so many names")
 
     @property
     def vocabulary(self) -> int:
@@ -102,7 +116,7 @@ class Language(Task):
         """Return sequences that begin somewhere in a text."""
         length = self.length * (1 if split == TRAINED else int(split[1:]))
         seeds = torch.randint(0, 2**62, (size,), generator=generator).tolist()
-        ids = torch.tensor([numbered(_excerpt(random.Random(seed), length)) for seed in seeds])
+        ids = torch.tensor([numbered(_excerpt(random.Random(seed), length, self.people)) for seed in seeds])
         wanted = torch.ones_like(ids, dtype=torch.bool)
         scored = wanted.clone()
         scored[:, : -max(1, self.length // 4)] = False
@@ -115,11 +129,11 @@ def numbered(words: Iterable[str]) -> list[int]:
     return [number[word] for word in words]
 
 
-def _excerpt(draw: random.Random, length: int) -> list[str]:
+def _excerpt(draw: random.Random, length: int, people: int) -> list[str]:
     """Return so many words of a text, from a random word of its first paragraphs on."""
     skip = draw.randrange(60)
     words: list[str] = []
-    text = sentences(draw)
+    text = sentences(draw, people)
     while len(words) < skip + length:
         words += next(text)
     return words[skip : skip + length]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from itertools import islice
+
 import pytest
 import torch
 
 from rag_posfix.encodings import Decoder, DecoderShape, create_encoding
 from rag_posfix.errors import ConfigError
-from rag_posfix.laboratory.contextual_maps import counted, gates_by_kind, map_contextual_positions
-from rag_posfix.laboratory.tasks.language import END, KINDS, PARAGRAPH, WORDS
+from rag_posfix.laboratory.contextual_maps import above_others, counted, gates_by_kind, map_contextual_positions
+from rag_posfix.laboratory.tasks.language import END, KINDS, PARAGRAPH, WORDS, numbered, sentences
 
 SHAPE = DecoderShape(len(WORDS), layers=2, heads=4, width=64)
 
@@ -44,11 +47,42 @@ def counter_decoder(encoding="cope"):
 def test_a_head_that_counts_sentences_has_gates_on_their_ends_alone():
     gates = gates_by_kind(counter_decoder(), texts=2, words=60)
     kinds = list(KINDS)
-    assert gates.shape == (2, 4, len(kinds))
+    assert gates.shape == (2, 4, len(kinds), len(kinds))
     expected = torch.zeros(4, len(kinds), dtype=torch.float64)
     expected[2, kinds.index("sentence end")] = 1
     expected[0, kinds.index("paragraph end")] = 1
-    assert torch.allclose(gates, expected.expand(2, -1, -1), atol=1e-6)
+    # Of all kinds of queries alike.
+    assert torch.allclose(gates, expected[:, None].expand(2, -1, len(kinds), -1), atol=1e-6)
+
+
+def test_a_head_that_counts_for_one_kind_of_query_is_found_with_it():
+    decoder = counter_decoder()
+    with torch.no_grad():
+        for layer in decoder.layers:  # queries of head 2 become those of sentence ends: 40 there, 0 elsewhere
+            layer.project.bias[32] = 0
+            layer.project.weight[32, 0] = 40 / 5.66
+    gates = gates_by_kind(decoder, texts=2, words=60)
+    ends = list(KINDS).index("sentence end")
+    assert gates[0, 2, ends, ends] == pytest.approx(1, abs=1e-6)
+    assert gates[0, 2, 0].tolist() == pytest.approx([0.5] * len(KINDS))  # closed and open alike for other queries
+    above = above_others(gates, "sentence end")
+    assert above[0, 2].tolist() == pytest.approx([float(kind == ends) for kind in range(len(KINDS))], abs=1e-6)
+
+
+def test_the_mean_gate_is_worked_out_by_hand_from_all_pairs_of_words():
+    decoder = Decoder(create_encoding("cope", {"p_max": 8}), SHAPE).eval()
+    (ids,) = language_ids(words=20, people=2)
+    gates = counted(decoder, torch.tensor([ids])).gates[1][0, 3]
+    kind = {word: number for number, words in enumerate(KINDS.values()) for word in words}
+    kinds = [kind[WORDS[one]] for one in ids]
+    pairs = [(i, j) for i in range(20) for j in range(i + 1) if (kinds[i], kinds[j]) == (1, 0)]
+    expected = sum(float(gates[i, j]) for i, j in pairs) / len(pairs)
+    assert float(gates_by_kind(decoder, 1, 20, people=2)[1, 3, 1, 0]) == pytest.approx(expected, abs=1e-6)
+
+
+def language_ids(words, people):
+    text = (word for sentence in sentences(random.Random(0), people) for word in sentence)
+    return [numbered(islice(text, words))]
 
 
 def test_the_record_names_the_counters_and_their_positions_count_ends(tmp_path):

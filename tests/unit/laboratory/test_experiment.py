@@ -100,7 +100,16 @@ def test_an_encoding_that_ends_before_the_longest_split_is_refused_before_traini
 
 def test_lab_run_prints_the_summary_as_json_and_as_a_table(tmp_path, capsysbinary):
     call = command_line(capsysbinary)
-    command = ["lab", "run", "key-value:pairs=3:keys=8:questions=2", "--encoding", "cope:p_max=4,shaw", "--seeds", "2", "--out"]
+    command = [
+        "lab",
+        "run",
+        "key-value:pairs=3:keys=8:questions=2",
+        "--encoding",
+        "cope:p_max=4,shaw",
+        "--seeds",
+        "2",
+        "--out",
+    ]
     code, printed, _ = call(*command, tmp_path, *OPTIONS.split(), "--json")
     found = json.loads(printed)
     assert code == 0

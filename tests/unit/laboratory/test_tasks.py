@@ -166,6 +166,15 @@ def test_a_paragraph_has_four_sentences_and_people_return_in_the_next_one():
     assert same / total == pytest.approx(0.9 + 0.1 / 12, abs=0.04)
 
 
+def test_a_text_has_as_many_people_as_asked_for():
+    text = list(itertools.islice(sentences(random.Random(0), 2), 200))
+    assert {one[0] for one in text} == set(NAMES[:2])
+    others = {WORDS.index(name) for name in NAMES[2:]}
+    assert not others & set(drawn(Language(people=2), "in", 20).ids.flatten().tolist())
+    with pytest.raises(ConfigError, match="people=13 must be at most 12"):
+        Language(people=13)
+
+
 def test_the_measure_of_the_language_counts_equally_many_words_at_every_length():
     task = Language(length=32)
     for split, length in (("in", 32), ("x2", 64), ("x5", 160)):
