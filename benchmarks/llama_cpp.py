@@ -69,8 +69,8 @@ def run(command: Sequence[str], config: Mapping[str, Any], threads: int) -> dict
     """Return what a worker printed, or what became of it."""
     # Threads as the job says also where a library reads them from the environment; memory as the Makefile sets it.
     environment_ = {
-        "MALLOC_MMAP_THRESHOLD_": "1000000000",
-        "MALLOC_TRIM_THRESHOLD_": "2000000000",
+        "MALLOC_MMAP_THRESHOLD_": "67108864",
+        "MALLOC_TRIM_THRESHOLD_": "268435456",
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": str(FOLDER.parent),
