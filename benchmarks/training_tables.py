@@ -21,6 +21,38 @@ def laboratory(heads: Sequence[Head]) -> Iterator[Row]:
         yield [f"`{name}`", *cells, ", ".join(str(steps) for steps in found["steps"])]
 
 
+def by_place(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per encoding and split: the error at the first place, the mean of those between, and at the last."""
+    yield ["encoding", "split", "first", "between", "last"]
+    summary = heads[0]["summary"]
+    for name, found in summary["encodings"].items():
+        for split, text in summary["splits"].items():
+            yield [f"`{name}`", text, *map(_range, _ends(found["splits"][split]["by_place"]))]
+
+
+def _ends(places: Sequence[Head]) -> Iterator[Sequence[float]]:
+    """Yield the values of all seeds at the first place, in the mean of the places between, and at the last."""
+    first, *between, last = (place["values"] for place in places)
+    yield first
+    yield [sum(values) / len(values) for values in zip(*between, strict=True)]
+    yield last
+
+
+def _range(values: Sequence[float]) -> str:
+    mean = f"{sum(values) / len(values):.0f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.0f} to {max(values):.0f})"
+
+
+def contextual_maps(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per decoder and kind of word: the best counter, its gates, and their difference."""
+    yield ["encoding", "people", "counts", "layer, head", "queries", "gate", "largest other gate", "difference"]
+    for head in heads:
+        for name, one in head["summary"]["counters"].items():
+            gates = (f"{one[key]:.2f}" for key in ("gate", "largest_other_gate", "difference"))
+            where = f"{one['layer']}, {one['head']}"
+            yield [f"`{head['encoding']}`", str(head["settings"]["people"]), name, where, one["query"], *gates]
+
+
 def _spread(found: Mapping[str, Any], digits: int) -> str:
     mean, low, high = (f"{found[name]:.{digits}f}" for name in ("mean", "low", "high"))
     return mean if len(found["values"]) == 1 else f"{mean} ({low} to {high})"
@@ -68,5 +100,11 @@ def forgetting(heads: Sequence[Head]) -> Iterator[Row]:
         yield [name, *trained, f"{found['perplexity']:.2f}", difference]
 
 
-TRAINING_LAYOUTS = {"lab": laboratory, "fine-tuning": fine_tuning, "forgetting": forgetting}
+TRAINING_LAYOUTS = {
+    "lab": laboratory,
+    "by-place": by_place,
+    "lab-maps": contextual_maps,
+    "fine-tuning": fine_tuning,
+    "forgetting": forgetting,
+}
 """By name, as in ``benchmarks.tables.LAYOUTS``."""

@@ -215,8 +215,7 @@ def draw_maps(head: Mapping[str, Any]) -> Figure:
             if word in KINDS[COUNTERS[name]]:
                 axes.axvline(place, color=OTHER_COLORS[0], linewidth=0.8)
                 axes.axhline(place, color=OTHER_COLORS[0], linewidth=0.8)
-        where = f"layer {one['layer']}, head {one['head']}, queries of kind {one['query']}"
-        title = f"attention of the best counter of {name}: {where}"
+        title = f"counter of {name}: layer {one['layer']}, head {one['head']}, queries: {one['query']}"
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("key")
         axes.set_ylabel("query")

@@ -47,7 +47,7 @@ def draw_laboratory(head: Mapping[str, Any]) -> Figure:
 
 def _draw_by_place(summary: Mapping[str, Any]) -> Figure:
     """Draw the error by place, with axes for each split."""
-    figure, only = new_axes((9.6, 3.8))
+    figure, only = new_axes((9.6, 4.2))
     only.remove()
     splits = summary["splits"]
     row = figure.subplots(1, len(splits), sharey=True, squeeze=False)[0]
@@ -60,7 +60,8 @@ def _draw_by_place(summary: Mapping[str, Any]) -> Figure:
     row[0].set_ylabel("error in %")
     row[0].set_ylim(bottom=0)
     figure.suptitle(_title(summary), fontsize=10, x=0.02, ha="left")
-    row[0].legend(frameon=False, fontsize=8)
+    handles, labels = row[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
     return figure
 
 

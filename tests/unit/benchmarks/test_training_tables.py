@@ -25,6 +25,26 @@ def test_one_seed_has_no_range_and_perplexity_two_digits():
     assert laboratory_row("perplexity", 3.416) == "| `rope` | 3.42 | 200 |"
 
 
+def test_the_error_by_place_has_the_first_place_the_mean_between_and_the_last():
+    places = [{"values": [2.0, 4.0]}, {"values": [10.0, 20.0]}, {"values": [20.0, 40.0]}, {"values": [5.0, 7.0]}]
+    found = {"splits": {"in": {"by_place": places}}}
+    head = {"kind": "lab", "summary": {"splits": {"in": "4 pairs"}, "encodings": {"alibi": found}}}
+    (row,) = table([head], "by-place").splitlines()[2:]
+    assert row == "| `alibi` | 4 pairs | 3 (2 to 4) | 22 (15 to 30) | 6 (5 to 7) |"
+
+
+def test_the_best_counters_of_every_decoder_have_a_row_each():
+    counter = {"layer": 1, "head": 2, "query": "thing", "gate": 0.9, "largest_other_gate": 0.5, "difference": 0.4}
+    counters = {"sentences": counter, "paragraphs": {**counter, "head": 0}}
+    head = {
+        "kind": "lab-maps", "encoding": "cope", "settings": {"people": 2}, "summary": {"counters": counters},
+    }  # fmt: skip
+    assert table([head]).splitlines()[2:] == [
+        "| `cope` | 2 | sentences | 1, 2 | thing | 0.90 | 0.50 | 0.40 |",
+        "| `cope` | 2 | paragraphs | 1, 0 | thing | 0.90 | 0.50 | 0.40 |",
+    ]
+
+
 def test_a_tuned_model_is_shown_beside_the_one_before_it():
     alone = {"log_probability": -1.0, "accuracy": 0.5}
     none = curve((-3.0, 0.1), (-4.0, 0.2), (-2.0, 0.3))

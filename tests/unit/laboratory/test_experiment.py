@@ -67,10 +67,12 @@ def test_a_second_run_takes_over_what_is_finished_and_adds_a_seed(tmp_path):
 def test_the_picture_fits_the_task(task, lines, bars):
     record = run_laboratory(task, encodings("alibi", "t5"), seeds=2, settings=TINY)
     assert record.files == {}
-    axes, *others = draw_laboratory(record.head).axes
+    figure = draw_laboratory(record.head)
+    axes, *others = figure.axes
     assert len(axes.lines) == lines or not lines
     assert len(axes.patches) == bars
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["alibi", "t5"]
+    (legend,) = figure.legends or [axes.get_legend()]
+    assert [text.get_text() for text in legend.get_texts()] == ["alibi", "t5"]
     by_place = [[len(line.get_ydata()) for line in one.lines] for one in (axes, *others)]
     assert by_place == [[3, 3], [6, 6]] or not task.measured_by_place
     assert len(others) == task.measured_by_place
