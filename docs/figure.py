@@ -1,23 +1,31 @@
-"""Draws the pictures of docs/images from records of ``rag-posfix eval positions`` and ``rag-posfix probe``.
+"""Draws the pictures of docs/images from records of ``rag-posfix eval positions``, ``probe``, ``lab`` and of trainings.
 
 The same record gives the same text, so that ``make docs`` can tell whether a picture is stale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.keep_record import RESULTS
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.evaluation.answers.pictures import draw_positions
-from rag_posfix.evaluation.figures import svg_of
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, svg_of
 from rag_posfix.evaluation.record import read_head
+from rag_posfix.laboratory.contextual_maps import draw_maps
+from rag_posfix.laboratory.pictures import draw_laboratory
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.probing import PROBES, Probe
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 DEFAULT = MethodSpec("context_experts", MITIGATIONS.presets("context_experts")["default"]).label
+LABORATORY = Path(__file__).with_name("laboratory.md")
+TASKS = {"litm": "Lost in the Middle, 10 passages", "key_value": "key-value retrieval, 16 passages"}
 NAMES = {"none": "unmodified model", DEFAULT: "rag_posfix (default)"}
 
 
@@ -28,8 +36,36 @@ def pictures(results: Path = RESULTS) -> dict[str, str]:
         "first-screen.svg": curve(
             results / "positions-xquad-5-default.json", "XQuAD questions", (5.2, 3.6), bounds=False
         ),
+        "fine-tuning.svg": svg_of(draw_fine_tuning(read_head(results / "fine-tuning.json"))),
         **{f"probe-{name}.svg": svg_of(probe.draw(head)) for name, probe, head in _probed(results)},
+        **{f"{name}.svg": svg_of(figure) for name, figure in _laboratory(results)},
     }
+
+
+def draw_fine_tuning(head: Mapping[str, Any]) -> Figure:
+    """Return the log-probability of the plain model by place, before and after each training."""
+    figure, only = new_axes((8.4, 3.6))
+    only.remove()
+    row = figure.subplots(1, len(TASKS))
+    for axes, (task, title) in zip(row, TASKS.items(), strict=True):
+        axes.spines[["top", "right"]].set_visible(False)
+        for number, (model, found) in enumerate(head["summary"]["models"].items()):
+            scores = [one["log_probability"] for one in found[task]["none"].values()]
+            axes.plot(range(len(scores)), scores, marker="o", color=OTHER_COLORS[number], label=model)
+        axes.set_xticks(range(3), ("first", "middle", "last"))
+        axes.set_xlabel("place of the gold passage")
+        axes.set_title(title, fontsize=10, loc="left")
+    row[0].set_ylabel("log-probability per token")
+    handles, labels = row[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+    return figure
+
+
+def _laboratory(results: Path) -> Iterator[tuple[str, Figure]]:
+    """Yield the name and the picture of each record of the laboratory that its page shows."""
+    for name in dict.fromkeys(re.findall(r"\(images/(lab-[\w-]+)\.svg\)", LABORATORY.read_text("utf-8"))):
+        head = read_head(results / f"{name}.json")
+        yield name, draw_maps(head) if head["kind"] == "lab-maps" else draw_laboratory(head)
 
 
 def _probed(results: Path) -> Iterator[tuple[str, Probe, dict[str, Any]]]:
