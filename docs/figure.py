@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/images from records of ``rag-posfix eval positions``, ``probe``, ``lab`` and of trainings.
+"""Draws the pictures of docs/images from records of ``eval positions``, ``probe``, ``lab`` and of trainings.
 
 The same record gives the same text, so that ``make docs`` can tell whether a picture is stale.
 """
