@@ -133,7 +133,7 @@ def test_without_patience_all_steps_are_taken(monkeypatch):
 
 
 def test_the_measure_of_a_decoder_that_knows_nothing_is_chance_and_by_place():
-    task = KeyValue(pairs=3, keys=8, values=4)
+    task = KeyValue(pairs=3, keys=8, values=4, questions=1)
     decoder = new_decoder(trainee(task), CPU)
     with torch.no_grad():
         decoder.embedding.zero_()  # all logits are 0: the first token, which is never right
@@ -149,7 +149,7 @@ def test_the_measure_of_a_decoder_that_knows_nothing_is_chance_and_by_place():
 
 
 def test_an_evaluation_in_parts_is_that_of_one_part(monkeypatch):
-    task = KeyValue(pairs=3, keys=8, values=4)
+    task = KeyValue(pairs=3, keys=8, values=4, questions=1)
     decoder = new_decoder(trainee(task), CPU)
     whole = measure(decoder, task, "longer", 50, CPU)
     monkeypatch.setattr("rag_posfix.laboratory.measuring.TOKENS_AT_ONCE", 40)
