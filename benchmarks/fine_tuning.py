@@ -16,12 +16,18 @@ import gzip
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.evaluation.record import environment, read_head, write_record
+from rag_posfix.evaluation.record import environment, read_head, read_record, write_record
+from rag_posfix.evaluation.statistics import bootstrap_interval
+
+Answers = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""Log-probability by method, place and question."""
 
 OBJECTIVES = ("in2", "block", "distill")
 EVALUATED = {
@@ -50,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tuned = {name: train(name, given, made) for name in OBJECTIVES}
     models: dict[str, Path | None] = {"before": None, **tuned}
     data = {"litm": given.out / "unseen.jsonl", "key_value": given.out / "key-value" / "samples.jsonl"}
-    curves = {
+    found = {
         name: {task: evaluate(given, name, adapter, task, path) for task, path in data.items()}
         for name, adapter in models.items()
     }
@@ -59,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "kind": "fine-tuning", **environment(), "model": given.model,
         "settings": {"samples": given.samples, "questions": given.questions, "commands": "benchmarks/fine_tuning.py"},
         "summary": {
-            "models": {name: shown(found) for name, found in curves.items()},
+            "models": {name: shown(tasks) for name, tasks in found.items()},
+            "gains": {name: gained(found["before"], found[name]) for name in OBJECTIVES},
             "perplexity": forgotten,
             "trainings": {name: training(given.out / name) for name in OBJECTIVES},
         },
@@ -110,8 +117,8 @@ def train(objective: str, given: argparse.Namespace, made: Path) -> Path:
     return Path(given.out, objective, "adapter")
 
 
-def evaluate(given: argparse.Namespace, name: str, adapter: Path | None, task: str, data: Path) -> Mapping[str, Any]:
-    """Return the summary of a position experiment with a model."""
+def evaluate(given: argparse.Namespace, name: str, adapter: Path | None, task: str, data: Path) -> Path:
+    """Return the head of the record of a position experiment with a model."""
     documents, places = (10, "0,4,9") if task == "litm" else (16, "0,7,15")
     folder = given.out / f"{task}-{name}"
     command(
@@ -119,7 +126,47 @@ def evaluate(given: argparse.Namespace, name: str, adapter: Path | None, task: s
         "--limit", given.questions, "--mitigation", EVALUATED[name], "--max-tokens", 12,
         "--reuse", "--model", given.model, "--out", folder, *(() if adapter is None else ("--adapter", adapter)),
     )  # fmt: skip
-    return newest(folder, "positions")
+    return last_record(folder, "positions")
+
+
+def scores(rows: Sequence[Mapping[str, Any]]) -> Answers:
+    """Return the log-probability of every question by method and place, without the runs that have no place."""
+    found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        if row["gold_position"] is not None:
+            found[row["condition"]][str(row["gold_position"])][row["question"]] = row["log_probability"]
+    return found
+
+
+def gains(before: Answers, after: Answers) -> dict[str, Any]:
+    """Return what a training adds by method: at each place, to the worst place, and to the spread over places.
+
+    Each is the difference of means over questions with its 95 % interval, questions resampled whole.
+    """
+    return {method: _gains_of(before[method], after[method]) for method in after if method in before}
+
+
+def _gains_of(
+    before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, Any]]:
+    places = list(before)
+    n = len(places)
+    questions = list(before[places[0]])
+    rows = [[run[place][question] for run in (before, after) for place in places] for question in questions]
+    means = [sum(column) / len(column) for column in zip(*rows, strict=True)]
+    measures: dict[str, Callable[[Sequence[float]], float]] = {
+        **{place: partial(_difference, at=at, n=n) for at, place in enumerate(places)},
+        "worst": lambda one: min(one[n:]) - min(one[:n]),
+        "spread": lambda one: max(one[n:]) - min(one[n:]) - max(one[:n]) + min(one[:n]),
+    }
+    return {
+        name: {"mean": measure(means), "ci95": list(bootstrap_interval(rows, measure))}
+        for name, measure in measures.items()
+    }
+
+
+def _difference(means: Sequence[float], at: int, n: int) -> float:
+    return means[n + at] - means[at]
 
 
 def perplexity(given: argparse.Namespace, tuned: Mapping[str, Path]) -> dict[str, Any]:
@@ -143,12 +190,17 @@ def training(folder: Path) -> dict[str, Any]:
 
 
 def newest(folder: Path, kind: str) -> Mapping[str, Any]:
-    summary: Mapping[str, Any] = read_head(max(folder.glob(f"{kind}-*.json")))["summary"]
+    summary: Mapping[str, Any] = read_head(last_record(folder, kind))["summary"]
     return summary
 
 
-def shown(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the curves of each method by place."""
+def last_record(folder: Path, kind: str) -> Path:
+    return max(folder.glob(f"{kind}-*.json"))
+
+
+def shown(records: Mapping[str, Path]) -> dict[str, Any]:
+    """Return the curves of each method by place, by task."""
+    found = {task: read_head(path)["summary"] for task, path in records.items()}
     return {
         task: {
             "gold_only": summary["gold_only"],
@@ -156,6 +208,12 @@ def shown(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         }
         for task, summary in found.items()
     }
+
+
+def gained(before: Mapping[str, Path], after: Mapping[str, Path]) -> dict[str, Any]:
+    """Return what a training adds, by task and method."""
+    answers = {path: scores(read_record(path).rows) for path in (*before.values(), *after.values())}
+    return {task: gains(answers[before[task]], answers[path]) for task, path in after.items()}
 
 
 if __name__ == "__main__":

@@ -86,6 +86,25 @@ def _curve(task: Mapping[str, Any], method: str) -> Row:
     return [*cells, *[""] * (3 - len(cells)), *whole]
 
 
+def fine_tuning_gains(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per task, method and trained model: what it adds by place, to the worst place and to the spread."""
+    found = heads[0]["summary"]["gains"]
+    yield ["task", "method", "model", "first", "middle", "last", "worst", "spread"]
+    for task in next(iter(found.values())):
+        for method in dict.fromkeys(name for one in found.values() for name in one[task]):
+            for model, one in found.items():
+                if method in one[task]:
+                    yield [task.replace("_", "-"), f"`{method}`", model, *_gain_cells(one[task][method])]
+
+
+def _gain_cells(measures: Mapping[str, Head]) -> Row:
+    cells = {
+        name: f"{one['mean']:+.2f} [{one['ci95'][0]:+.2f}, {one['ci95'][1]:+.2f}]" for name, one in measures.items()
+    }
+    *places, worst, spread = cells.values()
+    return ["", "", "", worst, "-"] if len(set(places)) == 1 else [*places, worst, spread]
+
+
 def forgetting(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per model: its training, and the perplexity of unrelated texts."""
     summary = heads[0]["summary"]
@@ -105,6 +124,7 @@ TRAINING_LAYOUTS = {
     "by-place": by_place,
     "lab-maps": contextual_maps,
     "fine-tuning": fine_tuning,
+    "gains": fine_tuning_gains,
     "forgetting": forgetting,
 }
 """By name, as in ``benchmarks.tables.LAYOUTS``."""

@@ -71,3 +71,17 @@ def test_a_tuned_model_is_shown_beside_the_one_before_it():
         "| before | - | - | 20.00 | - |",
         "| block | 10 | 80 of 100 | 21.00 | -0.050 [-0.060, -0.040] |",
     ]
+
+
+def test_what_a_training_adds_has_intervals_and_one_cell_for_methods_without_an_order():
+    def gain(value):
+        return {"mean": value, "ci95": [value - 0.1, value + 0.1]}
+
+    none = {"0": gain(0.5), "4": gain(0.6), "9": gain(0.4), "worst": gain(0.45), "spread": gain(-0.2)}
+    same = {"0": gain(0.5), "4": gain(0.5), "9": gain(0.5), "worst": gain(0.5), "spread": gain(0.0)}
+    head = {"kind": "fine-tuning", "summary": {"gains": {"block": {"key_value": {"none": none, "set": same}}}}}
+    places = "+0.50 [+0.40, +0.60] | +0.60 [+0.50, +0.70] | +0.40 [+0.30, +0.50]"
+    assert table([head], "gains").splitlines()[2:] == [
+        f"| key-value | `none` | block | {places} | +0.45 [+0.35, +0.55] | -0.20 [-0.30, -0.10] |",
+        "| key-value | `set` | block |  |  |  | +0.50 [+0.40, +0.60] | - |",
+    ]
