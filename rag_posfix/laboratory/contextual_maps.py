@@ -18,7 +18,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_picture
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment
-from rag_posfix.laboratory.tasks.language import KINDS, NAMES, WORDS, numbered, sentences
+from rag_posfix.laboratory.tasks.language import KINDS, NAMES, WORDS, Language, numbered, sentences
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,7 +131,8 @@ def map_contextual_positions(
         progress: Progress callback (``evaluation.progress``).
 
     Raises:
-        ConfigError: the folder holds no decoder, it has another encoding, or it was trained on another task.
+        ConfigError: the folder holds no decoder, it has another encoding, or it was trained on another task; the task
+            refuses ``people``.
         EvaluationError: a file cannot be written.
     """
     decoder = load_decoder(folder)
@@ -140,6 +141,7 @@ def map_contextual_positions(
             f"the decoder in {folder} knows {decoder.shape.vocabulary} tokens, the text of the task language has "
             f"{len(WORDS)}; give a decoder that was trained on language"
         )
+    people = Language(people=people).people  # refuses numbers that the task refuses
     with progress("reading texts"):
         gates = gates_by_kind(decoder, texts, words, seed, people)
     shown = _shown(seed, people)

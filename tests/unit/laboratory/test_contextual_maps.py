@@ -113,3 +113,6 @@ def test_other_decoders_are_refused(tmp_path):
     Decoder(create_encoding("cope", {}), DecoderShape(20)).save(tmp_path / "other")
     with pytest.raises(ConfigError, match="knows 20 tokens, the text of the task language has"):
         map_contextual_positions(tmp_path / "other", texts=1)
+    Decoder(create_encoding("cope", {}), SHAPE).save(tmp_path / "cope")
+    with pytest.raises(ConfigError, match="people=13 must be at most 12"):
+        map_contextual_positions(tmp_path / "cope", texts=1, people=13)
