@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # glibc gives large buffers back to the kernel after every operation and faults them in again for the next: a few per
 # cent here, several times the whole on a virtual machine that is short of memory. Keep those of up to 64 MB. Larger ones
 # would stay in the heap between stored passages, where they cannot be used again: with a threshold of 1 GB a long
-# evaluation that keeps passages takes five times the memory.
+# evaluation that keeps passages takes several times the memory.
 export MALLOC_MMAP_THRESHOLD_ ?= 67108864
 export MALLOC_TRIM_THRESHOLD_ ?= 268435456
 # Threads of OpenMP wait for each other by spinning, so long by default that another busy program on the same cores slows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 __all__ = ["TRAINING_LAYOUTS"]
@@ -27,20 +28,14 @@ def by_place(heads: Sequence[Head]) -> Iterator[Row]:
     summary = heads[0]["summary"]
     for name, found in summary["encodings"].items():
         for split, text in summary["splits"].items():
-            yield [f"`{name}`", text, *map(_range, _ends(found["splits"][split]["by_place"]))]
+            first, *between, last = found["splits"][split]["by_place"]
+            yield [f"`{name}`", text, *(_spread(one, 0) for one in (first, _mean_of(between), last))]
 
 
-def _ends(places: Sequence[Head]) -> Iterator[Sequence[float]]:
-    """Yield the values of all seeds at the first place, in the mean of the places between, and at the last."""
-    first, *between, last = (place["values"] for place in places)
-    yield first
-    yield [sum(values) / len(values) for values in zip(*between, strict=True)]
-    yield last
-
-
-def _range(values: Sequence[float]) -> str:
-    mean = f"{sum(values) / len(values):.0f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.0f} to {max(values):.0f})"
+def _mean_of(places: Sequence[Head]) -> dict[str, Any]:
+    """Return the spread over seeds of the mean over places."""
+    values = [fmean(of_seed) for of_seed in zip(*(place["values"] for place in places), strict=True)]
+    return {"mean": fmean(values), "low": min(values), "high": max(values), "values": values}
 
 
 def contextual_maps(heads: Sequence[Head]) -> Iterator[Row]:

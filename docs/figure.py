@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.keep_record import RESULTS
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.evaluation.answers.pictures import draw_positions
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, svg_of
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_row, svg_of
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.laboratory.contextual_maps import draw_maps
 from rag_posfix.laboratory.pictures import draw_laboratory
@@ -44,11 +44,8 @@ def pictures(results: Path = RESULTS) -> dict[str, str]:
 
 def draw_fine_tuning(head: Mapping[str, Any]) -> Figure:
     """Return the log-probability of the plain model by place, before and after each training."""
-    figure, only = new_axes((8.4, 3.6))
-    only.remove()
-    row = figure.subplots(1, len(TASKS))
+    figure, row = new_row(len(TASKS), (8.4, 3.6))
     for axes, (task, title) in zip(row, TASKS.items(), strict=True):
-        axes.spines[["top", "right"]].set_visible(False)
         for number, (model, found) in enumerate(head["summary"]["models"].items()):
             scores = [one["log_probability"] for one in found[task]["none"].values()]
             axes.plot(range(len(scores)), scores, marker="o", color=OTHER_COLORS[number], label=model)

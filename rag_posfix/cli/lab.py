@@ -110,7 +110,7 @@ def maps(
     words: Annotated[int, typer.Option("--words", min=2, help="Words of a text.")] = 128,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the texts.")] = 0,
     people: Annotated[
-        int, typer.Option("--people", min=2, max=12, help="Different people in the texts, as in language:people=N.")
+        int, typer.Option("--people", help="Different people in the texts, 2 to 12, as in language:people=N.")
     ] = 12,
     as_json: AsJson = False,
 ) -> None:

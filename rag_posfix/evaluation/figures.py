@@ -16,7 +16,7 @@ from rag_posfix.evaluation.whole_file import write_whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["OTHER_COLORS", "new_axes", "save_figure", "svg_of", "with_picture"]
+__all__ = ["OTHER_COLORS", "new_axes", "new_row", "save_figure", "svg_of", "with_picture"]
 
 OTHER_COLORS = ("#1f6f54", "#33658a", "#f2a541", "#6a4c93", "#8a8a8a", "#2ca6a4", "#a23b72", "#5b4b2a")
 FORMATS = ("svg", "png")
@@ -98,4 +98,23 @@ def new_axes(size: tuple[float, float]) -> tuple[Figure, Any]:
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def new_row(count: int, size: tuple[float, float], *, share_y: bool = False) -> tuple[Figure, tuple[Any, ...]]:
+    """Return a figure with axes side by side.
+
+    Args:
+        count: How many.
+        size: Width and height in inches.
+        share_y: Whether all have one scale of y.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure, only = new_axes(size)
+    only.remove()
+    axes = tuple(figure.subplots(1, count, sharey=share_y, squeeze=False)[0])
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
     return figure, axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, new_row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,12 +47,9 @@ def draw_laboratory(head: Mapping[str, Any]) -> Figure:
 
 def _draw_by_place(summary: Mapping[str, Any]) -> Figure:
     """Draw the error by place, with axes for each split."""
-    figure, only = new_axes((9.6, 4.2))
-    only.remove()
     splits = summary["splits"]
-    row = figure.subplots(1, len(splits), sharey=True, squeeze=False)[0]
+    figure, row = new_row(len(splits), (9.6, 4.2), share_y=True)
     for axes, (split, text) in zip(row, splits.items(), strict=True):
-        axes.spines[["top", "right"]].set_visible(False)
         for number, (label, one) in enumerate(summary["encodings"].items()):
             _band(axes, label, number, one["splits"][split]["by_place"])
         axes.set_title(f"{split}: {text}", fontsize=10, loc="left")

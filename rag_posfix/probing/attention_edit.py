@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.evaluation.figures import OTHER_COLORS
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
 from rag_posfix.parameters import Number, Whole
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.drawing import new_row
 from rag_posfix.probing.key_value_prompts import KeyValuePrompt, key_value_prompts
 from rag_posfix.probing.language_model import language_model
 from rag_posfix.probing.subject import Change, Subject, Watch

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.figures import OTHER_COLORS
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
 from rag_posfix.parameters import Whole
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.drawing import new_row
 from rag_posfix.probing.key_value_prompts import KeyValuePrompt, key_value_prompts, retrieval_losses
 from rag_posfix.probing.language_model import language_model
 from rag_posfix.probing.positional_channels import FEWEST_TOKENS, found_channels

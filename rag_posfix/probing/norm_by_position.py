@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from rag_posfix.encodings import Decoder, DecoderShape, create_encoding
-from rag_posfix.evaluation.figures import OTHER_COLORS
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
 from rag_posfix.parameters import Number, Whole
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.drawing import new_row
 from rag_posfix.probing.random_text import check_length, random_strings
 from rag_posfix.probing.small_decoder import SmallDecoder
 from rag_posfix.probing.subject import Subject, Watch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.evaluation.figures import OTHER_COLORS, with_picture
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_row, with_picture
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord
 from rag_posfix.mitigations import create
@@ -19,7 +19,6 @@ from rag_posfix.parameters import Whole
 from rag_posfix.plan.model_shape import Capability
 from rag_posfix.plan.plan import HiddenScale
 from rag_posfix.probing.base import PROBES, Probe
-from rag_posfix.probing.drawing import new_row
 from rag_posfix.probing.key_value_prompts import KeyValuePrompt, key_value_prompts, retrieval_losses
 from rag_posfix.probing.language_model import LanguageModel
 from rag_posfix.probing.positional_channels import (

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.evaluation.figures import OTHER_COLORS
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
 from rag_posfix.parameters import Whole
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.drawing import draw_map, new_row
+from rag_posfix.probing.drawing import draw_map
 from rag_posfix.probing.random_text import check_length, states_of
 from rag_posfix.probing.subject import Subject
 

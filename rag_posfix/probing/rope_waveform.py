@@ -12,13 +12,12 @@ from torch import Tensor
 from rag_posfix.attention.rope_waveform import search_factors, trough_depth, waveform
 from rag_posfix.encodings.rope import RotaryAngles
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.evaluation.figures import OTHER_COLORS
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
 from rag_posfix.parameters import Number, Whole
 from rag_posfix.patching.rotation import LayerRotation
 from rag_posfix.plan.model_shape import Capability
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.drawing import new_row
 from rag_posfix.probing.language_model import LanguageModel
 from rag_posfix.probing.small_decoder import SmallDecoder
 from rag_posfix.probing.subject import Subject

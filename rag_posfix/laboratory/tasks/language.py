@@ -47,7 +47,7 @@ def sentences(draw: random.Random, people: int = len(NAMES)) -> Iterator[list[st
     length vary. The person of a sentence is that of the same sentence of the paragraph before, nine times in ten, and
     the place of a paragraph is the same in all its sentences. So who comes next depends on the number of sentence ends
     since the last paragraph end, and not on a number of words. With few different people the one who came after this
-    person before says little, and counting is the only way.
+    person before says little.
 
     Args:
         draw: Draws the words.

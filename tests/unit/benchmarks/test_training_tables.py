@@ -9,10 +9,14 @@ def curve(*values):
     return {str(place): {"log_probability": score, "accuracy": right} for place, (score, right) in enumerate(values)}
 
 
+def spread(*values):
+    """Values, one per seed, as a record has them."""
+    return {"mean": sum(values) / len(values), "low": min(values), "high": max(values), "values": list(values)}
+
+
 def laboratory_row(metric, *values):
     """The row of an encoding with these values, one per seed, on a task with one split."""
-    spread = {"mean": sum(values) / len(values), "low": min(values), "high": max(values), "values": list(values)}
-    found = {"splits": {"in": spread}, "steps": [200] * len(values)}
+    found = {"splits": {"in": spread(*values)}, "steps": [200] * len(values)}
     summary = {"metric": metric, "splits": {"in": "8 pairs"}, "encodings": {"rope": found}}
     return table([{"kind": "lab", "summary": summary}]).splitlines()[2]
 
@@ -26,7 +30,7 @@ def test_one_seed_has_no_range_and_perplexity_two_digits():
 
 
 def test_the_error_by_place_has_the_first_place_the_mean_between_and_the_last():
-    places = [{"values": [2.0, 4.0]}, {"values": [10.0, 20.0]}, {"values": [20.0, 40.0]}, {"values": [5.0, 7.0]}]
+    places = [spread(2.0, 4.0), spread(10.0, 20.0), spread(20.0, 40.0), spread(5.0, 7.0)]
     found = {"splits": {"in": {"by_place": places}}}
     head = {"kind": "lab", "summary": {"splits": {"in": "4 pairs"}, "encodings": {"alibi": found}}}
     (row,) = table([head], "by-place").splitlines()[2:]
