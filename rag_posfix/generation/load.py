@@ -16,6 +16,7 @@ from rag_posfix.errors import ConfigError, RagPosfixError, missing_extra
 from rag_posfix.folders import default_cache_dir
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.adapters import check_adapter, merge_adapter
+from rag_posfix.generation.model.batch_invariance import BatchInvariance, rows_for
 from rag_posfix.generation.model.fingerprint import (
     REMEMBERED_IN,
     FileDigests,
@@ -62,6 +63,7 @@ def load_engine(
     cache_dir: Path | None = None,
     ranks: Ranks | None = None,
     adapter: Path | None = None,
+    batch_invariant: BatchInvariance = "auto",
 ) -> Engine:
     """Load a model, install the attention hook and check it.
 
@@ -77,6 +79,8 @@ def load_engine(
         ranks: The processes that the model is split over, each of which calls this; None loads it whole. See
             ``generation.parallel``, which starts them.
         adapter: Folder of a LoRA adapter, as ``rag-posfix train`` writes it, which is merged into the weights.
+        batch_invariant: Whether decode passes are padded so that an answer has the same bits alone and among others:
+            ``on``, ``off``, or ``auto`` for bfloat16 and float16 on CPUs. Not with ``ranks``.
 
     Raises:
         ConfigError: the model cannot be found or read, or a setting is outside of what is allowed.
@@ -100,7 +104,8 @@ def load_engine(
     verify(loaded, spec)
     name = _name_of(model, adapter)
     _log.info("loaded %s as %s on %s", name, kind, place)
-    return Engine(LoadedModel(loaded, spec), Tokenizer(tokenizer), name, fingerprint)
+    rows = 1 if ranks is not None else rows_for(batch_invariant, loaded)
+    return Engine(LoadedModel(loaded, spec, rows), Tokenizer(tokenizer), name, fingerprint)
 
 
 def _placing(device_map: str | None, ranks: Ranks | None) -> dict[str, Any]:

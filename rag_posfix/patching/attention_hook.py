@@ -43,6 +43,9 @@ def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tupl
         return None
     own = given["position_embeddings"]
     found = [_angles(one, module, states[rows], (own[0][rows], own[1][rows])) for rows, one in contexts]
+    if context.slices:
+        padding = slice(context.slices[-1].rows.stop, None)
+        found.append((own[0][padding], own[1][padding]))
     return arguments, {**given, "position_embeddings": tuple(torch.cat(part) for part in zip(*found, strict=True))}
 
 
@@ -199,7 +202,8 @@ class _Layer:
         for part in self.context.slices:
             alone = _Layer(self.module, part.context, None, self.options)
             outs.append(alone.run(query[part.rows], *part.keys(self.layer)))
-        return torch.cat(outs)
+        n_padding = query.shape[0] - self.context.slices[-1].rows.stop
+        return torch.cat((*outs, outs[0].new_zeros((n_padding, *outs[0].shape[1:]))))
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = self.mask

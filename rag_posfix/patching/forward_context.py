@@ -130,6 +130,7 @@ class ForwardContext:
         last_layer: The pass ends with the keys, values and observed attention of this layer, by ``LastLayerRead``; for
             contexts without overrides. None reads all layers.
         slices: Parts of the batch with caches of their own, in the order of the batch; then nothing above is used.
+            Rows after the last part are padding: they attend to nothing.
     """
 
     overrides: Overrides = field(default_factory=Overrides)

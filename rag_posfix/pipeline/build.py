@@ -190,6 +190,7 @@ def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
         device_map=settings.device_map,
         cache_dir=settings.cache_dir,
         adapter=settings.adapter,
+        batch_invariant=settings.batch_invariant,
     )
     if not passage_bytes:
         return engine

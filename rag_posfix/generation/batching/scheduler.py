@@ -1,7 +1,7 @@
 """Continuous batching: answers many requests at the same time with one model, whose decode steps they share.
 
-Requests join and leave between any two steps. The answers are those of the engine, one request at a time; in bfloat16
-the last digits may differ with the batch, as in any batched inference.
+Requests join and leave between any two steps. The answers are those of the engine, one request at a time: to the last
+bit with a batch-invariant model (``generation/model/batch_invariance.py``), else up to rounding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Several sessions decoded together: each prompt is prefilled alone, then one forward pass per step serves all.
 
-The answers are those of one session at a time. In bfloat16 the last digits may differ with the batch, as in any
-batched inference: where answers are compared, decode them in equal batches.
+The answers are those of one session at a time: to the last bit with a batch-invariant model
+(``generation/model/batch_invariance.py``). ``score_batch`` pads answers to the longest, which changes the last digits:
+where scores are compared, score them in equal batches.
 """
 
 from __future__ import annotations

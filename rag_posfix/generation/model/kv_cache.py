@@ -129,7 +129,8 @@ class GrowingCache(Cache):  # type: ignore[misc]
 class ConcatenatedCache(Cache):  # type: ignore[misc]
     """The KV caches of several batches in one forward pass: each batch's new tokens go to its own cache.
 
-    The attention hook reads the batches' own caches: what ``update`` returns are the new tokens alone.
+    The attention hook reads the batches' own caches: what ``update`` returns are the new tokens alone. Rows beyond
+    those of the batches are padding, which no cache keeps.
 
     Args:
         caches: One per batch, in their order.
@@ -145,7 +146,8 @@ class ConcatenatedCache(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Append each batch's new tokens to its cache; return the new tokens."""
-        keys, values = torch.split(key_states, self._counts), torch.split(value_states, self._counts)
+        n_rows = sum(self._counts)
+        keys, values = (torch.split(states[:n_rows], self._counts) for states in (key_states, value_states))
         for cache, key, value in zip(self._caches, keys, values, strict=True):
             cache.layers[layer_idx].update(key, value)
         return key_states, value_states

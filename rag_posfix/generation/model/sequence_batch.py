@@ -31,10 +31,18 @@ __all__ = ["LoadedModel", "SequenceBatch", "forward_batches", "new_cache", "posi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model with the attention hook, and what is known of it."""
+    """A model with the attention hook, and what is known of it.
+
+    Attributes:
+        model: The model.
+        spec: What patching learned of it.
+        least_rows: Rows that a decode pass has at least, so that its results are those of any larger pass; see
+            ``batch_invariance``.
+    """
 
     model: Any
     spec: ModelSpec
+    least_rows: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -234,8 +242,9 @@ def forward_batches(
 ) -> list[Tensor]:
     """Append tokens to several batches in one pass, each at its own next positions; return each batch's logits.
 
-    The weights are read once for all. Each row attends to its own keys in its own cache: nothing is padded or moved,
+    The weights are read once for all. Each row attends to its own keys in its own cache: no keys are padded or moved,
     so any batches may share any pass. They read their tokens one after another if one of them cannot share a pass.
+    A pass of fewer than ``LoadedModel.least_rows`` tokens gets rows of padding, which nothing reads.
 
     Args:
         batches: Batches of one model.
@@ -244,15 +253,16 @@ def forward_batches(
         observers: Receive the attention of each batch's newest tokens; None where nobody asks.
     """
     watching = observers or [None] * len(batches)
-    if len(batches) < 2 or not all(batch.can_share_pass for batch in batches):
+    counts, n_tokens = [batch.n_rows for batch in batches], token_ids[0].shape[1]
+    n_padding = max(0, -(-batches[0].loaded.least_rows // n_tokens) - sum(counts))
+    if (len(batches) < 2 and not n_padding) or not all(batch.can_share_pass for batch in batches):
         parts = zip(batches, token_ids, watching, strict=True)
         return [batch.forward(ids, batch.next_positions(ids.shape[1]), keep, seen) for batch, ids, seen in parts]
-    count = token_ids[0].shape[1]
     slices: list[BatchSlice] = []
     newest: list[Tensor] = []
     at = 0
     for batch, seen in zip(batches, watching, strict=True):
-        positions = batch.next_positions(count)
+        positions = batch.next_positions(n_tokens)
         own, layers = batch.append(positions, seen), batch.cache.layers
 
         def keys(layer: int, layers: Any = layers) -> tuple[Tensor, Tensor]:
@@ -261,12 +271,14 @@ def forward_batches(
         slices.append(BatchSlice(slice(at, at + batch.n_rows), own, keys))
         newest.append(positions)
         at += batch.n_rows
-    counts = [batch.n_rows for batch in batches]
+    ids, positions = torch.cat(list(token_ids)), torch.cat(newest)
+    if n_padding:
+        ids, positions = (torch.cat((rows, rows[:1].expand(n_padding, -1))) for rows in (ids, positions))
     cache = ConcatenatedCache([batch.cache for batch in batches], counts)
-    ids = position_ids(torch.cat(newest), all(batch.integer_positions for batch in batches))
+    at_integers = position_ids(positions, all(batch.integer_positions for batch in batches))
     context = ForwardContext(slices=tuple(slices))
-    logits = run_model(batches[0].loaded, context, cache, torch.cat(list(token_ids)), ids, keep)
-    return list(torch.split(logits, counts))
+    logits = run_model(batches[0].loaded, context, cache, ids, at_integers, keep)
+    return list(torch.split(logits[: sum(counts)], counts))
 
 
 def run_model(

@@ -48,7 +48,7 @@ def encode_segments(
     result: dict[int, Tensor] = {}
     by_length = sorted(range(len(segments)), key=lambda i: len(segments[i]))
     while by_length:
-        longest = -(-len(segments[by_length[-1]]) // TILE) * TILE
+        longest = -(-max(len(segments[by_length[-1]]), loaded.least_rows) // TILE) * TILE
         count = max(1, BATCH_TOKENS // longest)
         some, by_length = by_length[-count:], by_length[:-count]
         batch = _after_prefix(loaded, prefix, len(some), longest, overrides)

@@ -1,0 +1,146 @@
+"""Answers decoded together are those decoded alone, to the last bit: in passes of any size, joining and leaving."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.generation.batching.session_batch import advance_batch
+from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.batch_invariance import ROW_COUNTS, least_rows, rows_for
+from rag_posfix.mitigations import MITIGATIONS
+from tests.support.number_encoder import NumberEncoder
+from tests.support.tiny import VOCABULARY, loaded_model, toy_layout
+
+SIZES = {"hidden_size": 64, "intermediate_size": 320, "num_hidden_layers": 2}
+CHOICES = [MitigationChoice(name, dict(MITIGATIONS.get(name).example)) for name in MITIGATIONS.names()]
+
+
+def loaded_in(dtype, family="llama"):
+    loaded = loaded_model(family, **SIZES)
+    return replace(loaded, model=loaded.model.to(dtype))
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
+def invariant(request):
+    """A model whose passes are padded, whatever the dtype: which rows differ depends on the processor."""
+    loaded = loaded_in(request.param)
+    return replace(loaded, least_rows=rows_for("on", loaded.model))
+
+
+class OtherKernelForFewRows(torch.nn.Linear):
+    """A layer whose sums of fewer than ``few`` rows are computed in another order, as kernels for few rows do."""
+
+    few = 3
+
+    def forward(self, rows):
+        if rows[..., 0].numel() >= self.few:
+            return super().forward(rows)
+        half = self.in_features // 2
+        halves = rows.split([half, self.in_features - half], -1), self.weight.split([half, self.in_features - half], 1)
+        return sum(part @ weight.T for part, weight in zip(*halves, strict=True))
+
+
+def with_other_kernel(loaded):
+    for module in list(loaded.model.modules()):
+        for child in module.children():
+            if isinstance(child, torch.nn.Linear):
+                child.__class__ = OtherKernelForFewRows
+    return loaded
+
+
+def scores_of(engine, choices, together):
+    """Return the log-probabilities of six tokens of every answer; together, an answer joins at every step."""
+    layouts = [toy_layout((7, 4, 9, 6)[: 1 + i % 4], seed=i) for i in range(len(choices))]
+    scores = [[] for _ in choices]
+    if together:
+        going, waiting = {}, list(range(len(choices)))
+        while going or waiting:
+            if waiting:
+                i = waiting.pop(0)
+                going[i] = engine.open(layouts[i], choices[i], 16)
+            for i, session in list(going.items()):
+                scores[i].append(session.next_log_probs())
+                if len(scores[i]) == 6:
+                    del going[i]
+            advance_batch(list(going.values()), [5 + len(scores[i]) for i in going])
+        return scores
+    for i, (layout, choice) in enumerate(zip(layouts, choices, strict=True)):
+        session = engine.open(layout, choice, 16)
+        for step in range(6):
+            scores[i].append(session.next_log_probs())
+            session.advance(6 + step)
+    return scores
+
+
+def different(left, right):
+    pairs = zip(itertools.chain(*left), itertools.chain(*right), strict=True)
+    return sum(not torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_every_method_alone_and_among_all_others_has_the_same_bits(invariant):
+    engine = Engine(invariant, NumberEncoder(), "tiny", "print")
+    assert different(scores_of(engine, CHOICES, together=True), scores_of(engine, CHOICES, together=False)) == 0
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "granite"])
+def test_other_families_have_the_same_bits(family):
+    loaded = loaded_in(torch.bfloat16, family)
+    engine = Engine(replace(loaded, least_rows=rows_for("on", loaded.model)), NumberEncoder(), "tiny", "print")
+    choices = [MitigationChoice(name) for name in ("none", "inter_document", "none", "context_experts", "none")]
+    assert different(scores_of(engine, choices, together=True), scores_of(engine, choices, together=False)) == 0
+
+
+def test_padding_is_what_makes_them_the_same():
+    loaded = with_other_kernel(loaded_in(torch.bfloat16))
+    choices = [MitigationChoice("none")] * 6
+    rows = least_rows(loaded.model)
+    assert rows >= OtherKernelForFewRows.few
+    for least, expected in ((1, False), (rows, True)):
+        engine = Engine(replace(loaded, least_rows=least), NumberEncoder(), "tiny", "print")
+        together, alone = (scores_of(engine, choices, together=where) for where in (True, False))
+        assert (different(together, alone) == 0) is expected
+
+
+def test_a_padded_pass_appends_nothing_but_its_own_tokens():
+    loaded = loaded_in(torch.float32)
+    layout, choice = toy_layout(), MitigationChoice("context_experts")
+    engines = [Engine(replace(loaded, least_rows=least), NumberEncoder(), "tiny", "print") for least in (1, 11)]
+    plain, padded = (engine.open(layout, choice, 9) for engine in engines)
+    rows = []
+    handle = loaded.model.register_forward_pre_hook(
+        lambda module, arguments, keywords: rows.append(len(keywords["input_ids"])), with_kwargs=True
+    )
+    for session in (plain, padded):
+        session.advance(7)
+    handle.remove()
+    assert rows == [5, 11]  # four experts and the row without passages
+    assert [batch.length for batch in padded.batches] == [batch.length for batch in plain.batches]
+    assert padded.score([3, 4, 5]) == pytest.approx(plain.score([3, 4, 5]), abs=1e-5)
+
+
+def test_least_rows_of_a_layer_that_has_no_such_number_is_none():
+    loaded = loaded_in(torch.bfloat16)
+    OtherKernelForFewRows.few, before = ROW_COUNTS[-1], OtherKernelForFewRows.few
+    try:
+        assert least_rows(with_other_kernel(loaded).model) is None
+        assert rows_for("on", loaded.model) == 1
+    finally:
+        OtherKernelForFewRows.few = before
+
+
+def test_auto_pads_half_precision_on_cpus_and_off_pads_nothing():
+    half, single = loaded_in(torch.bfloat16), loaded_in(torch.float32)
+    for loaded in map(with_other_kernel, (half, single)):
+        assert rows_for("on", loaded.model) >= OtherKernelForFewRows.few
+        assert rows_for("off", loaded.model) == 1
+    assert rows_for("auto", half.model) >= OtherKernelForFewRows.few
+    assert rows_for("auto", single.model) == 1
+
+
+def test_a_large_vocabulary_is_measured_by_a_part_of_it(monkeypatch):
+    monkeypatch.setattr("rag_posfix.generation.model.batch_invariance.MAX_OUTPUTS", VOCABULARY - 1)
+    loaded = loaded_in(torch.bfloat16)
+    assert least_rows(loaded.model) == max(1, least_rows(loaded.model.model))
