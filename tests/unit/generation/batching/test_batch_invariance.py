@@ -10,7 +10,9 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.generation.batching.session_batch import advance_batch
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.batch_invariance import ROW_COUNTS, least_rows, rows_for
+from rag_posfix.generation.prefill.encode_segments import Segment, encode_segments
 from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.patching.forward_context import Overrides
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import VOCABULARY, loaded_model, toy_layout
 
@@ -121,14 +123,22 @@ def test_a_padded_pass_appends_nothing_but_its_own_tokens():
     assert padded.score([3, 4, 5]) == pytest.approx(plain.score([3, 4, 5]), abs=1e-5)
 
 
-def test_least_rows_of_a_layer_that_has_no_such_number_is_none():
+@pytest.mark.parametrize("few", [3, 17])  # fewer than the tokens of a padded segment, and one more
+def test_the_keys_of_a_passage_have_the_same_bits_whichever_others_are_encoded_with_it(monkeypatch, few):
+    monkeypatch.setattr(OtherKernelForFewRows, "few", few)
+    loaded = with_other_kernel(loaded_in(torch.bfloat16))
+    loaded = replace(loaded, least_rows=rows_for("on", loaded.model))
+    segments = [Segment(tuple(range(3, 3 + n)), torch.arange(n, dtype=torch.float32)) for n in (5, 9, 16, 31)]
+    together = encode_segments(loaded, segments, None, Overrides())
+    for segment, expected in zip(segments, together, strict=True):
+        assert torch.equal(encode_segments(loaded, [segment], None, Overrides())[0], expected)
+
+
+def test_least_rows_of_a_layer_that_has_no_such_number_is_none(monkeypatch):
     loaded = loaded_in(torch.bfloat16)
-    OtherKernelForFewRows.few, before = ROW_COUNTS[-1], OtherKernelForFewRows.few
-    try:
-        assert least_rows(with_other_kernel(loaded).model) is None
-        assert rows_for("on", loaded.model) == 1
-    finally:
-        OtherKernelForFewRows.few = before
+    monkeypatch.setattr(OtherKernelForFewRows, "few", ROW_COUNTS[-1])
+    assert least_rows(with_other_kernel(loaded).model) is None
+    assert rows_for("on", loaded.model) == 1
 
 
 def test_auto_pads_half_precision_on_cpus_and_off_pads_nothing():
