@@ -12,21 +12,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rag_posfix.checkpoints import check_tensors, folder_of, refuse_adapter
 from rag_posfix.errors import ConfigError, RagPosfixError, missing_extra
 from rag_posfix.folders import default_cache_dir
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.adapters import check_adapter, merge_adapter
 from rag_posfix.generation.model.batch_invariance import BatchInvariance, rows_for
-from rag_posfix.generation.model.fingerprint import (
-    REMEMBERED_IN,
-    FileDigests,
-    files_of,
-    model_fingerprint,
-)
+from rag_posfix.generation.model.fingerprint import REMEMBERED_IN, FileDigests, model_fingerprint
 from rag_posfix.generation.model.packaged import PACKAGED, PackagedModel
 from rag_posfix.generation.model.precision import cpu_has_bfloat16
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
+from rag_posfix.patching.computed import check_computed
 from rag_posfix.patching.families import family_of, shape_of
 from rag_posfix.patching.install import install
 from rag_posfix.patching.ranks import Ranks
@@ -99,13 +96,17 @@ def load_engine(
     if adapter is not None:
         loaded = merge_adapter(loaded, adapter)
     fingerprint = _fingerprint(source, kind, cache_dir or default_cache_dir(), adapter)
-    spec = install(loaded, ranks)
-    spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
-    verify(loaded, spec)
+    with _as_config_error(
+        source, f"run in {str(kind).removeprefix('torch.')} on {place}", "use another dtype or device"
+    ):
+        spec = install(loaded, ranks)
+        spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
+        verify(loaded, spec)
+        rows = 1 if ranks is not None else rows_for(batch_invariant, loaded)
+        encoder = Tokenizer(tokenizer)
     name = _name_of(model, adapter)
     _log.info("loaded %s as %s on %s", name, kind, place)
-    rows = 1 if ranks is not None else rows_for(batch_invariant, loaded)
-    return Engine(LoadedModel(loaded, spec, rows), Tokenizer(tokenizer), name, fingerprint)
+    return Engine(LoadedModel(loaded, spec, rows), encoder, name, fingerprint)
 
 
 def _placing(device_map: str | None, ranks: Ranks | None) -> dict[str, Any]:
@@ -159,17 +160,15 @@ def read_facts(model: str, *, dtype: str, device: str, cache_dir: Path, adapter:
         check_adapter(adapter)
     kind = _dtype(dtype, usable_device(device))
     source = source_of(model, cache_dir)
-    shape = read_shape(source)
-    try:
+    with _as_config_error(source):
+        shape = read_shape(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except Exception as error:
-        raise _cannot_be_loaded(source, error) from error
-    return ModelFacts(
-        _name_of(model, adapter),
-        _fingerprint(source, kind, cache_dir, adapter),
-        shape.context_window,
-        Tokenizer(tokenizer),
-    )
+        return ModelFacts(
+            _name_of(model, adapter),
+            _fingerprint(source, kind, cache_dir, adapter),
+            shape.context_window,
+            Tokenizer(tokenizer),
+        )
 
 
 def _name_of(model: str, adapter: Path | None) -> str:
@@ -245,22 +244,25 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise missing_extra("transformers", "local") from error
-    try:
-        with quiet_loading():
-            if "gguf_file" not in options:  # a family that is refused is told before its weights are read
-                config = _whole_config(source)
-                family_of(config.get_text_config())
-                if is_quantised(config) and not _PLACED & options.keys():
-                    # Quantised weights are made where they stay: most kinds cannot be moved.
-                    options["device_map"] = device
-            tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **options)
-    except RagPosfixError:
-        raise
-    # Hub, configuration, tokenizer and weights come from different libraries, which raise what they like.
-    except Exception as error:
-        raise _cannot_be_loaded(source, error) from error
-    return (model.eval() if _PLACED & options.keys() else model.eval().to(device)), tokenizer
+    with _as_config_error(source), quiet_loading():
+        if "gguf_file" not in options:  # a family that is refused is told before its weights are read
+            config = _whole_config(source)
+            family_of(config.get_text_config())
+            if is_quantised(config) and not _PLACED & options.keys():
+                # Quantised weights are made where they stay: most kinds cannot be moved.
+                options["device_map"] = device
+        tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
+            **options,
+        )
+        check_tensors(source, model, report)
+        check_computed(model)
+        return (model.eval() if _PLACED & options.keys() else model.eval().to(device)), tokenizer
 
 
 def is_quantised(config: Any) -> bool:
@@ -273,21 +275,32 @@ def _read_config(source: str) -> Any:
 
 
 def _whole_config(source: str) -> Any:
+    """Return the configuration; a source with the files of an adapter is refused."""
     from transformers import AutoConfig
 
-    try:
+    with _as_config_error(source):
+        refuse_adapter(source)
         return AutoConfig.from_pretrained(source)
+
+
+@contextmanager
+def _as_config_error(source: str, wanted: str = "be loaded", advice: str = "") -> Iterator[None]:
+    """Make a ``ConfigError`` with the name of the model of every error that is not ours.
+
+    Hub, configuration, tokenizer, weights and kernels come from different libraries, which raise what they like.
+    """
+    try:
+        yield
+    except RagPosfixError:
+        raise
     except Exception as error:
-        raise _cannot_be_loaded(source, error) from error
-
-
-def _cannot_be_loaded(source: str, error: Exception) -> ConfigError:
-    if source.startswith(_STARTS_OF_PATHS) and not Path(source).exists():
-        names = ", ".join(PACKAGED)
-        return ConfigError(
-            f"model {source!r} cannot be loaded: there is no such folder; give a folder, a Hub id, or one of {names}"
-        )
-    return ConfigError(f"model {source!r} cannot be loaded: {' '.join(str(error).split())[:300]}")
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        advice = advice or f"give a folder, a Hub id, or one of {', '.join(PACKAGED)}"
+        if source.startswith(_STARTS_OF_PATHS) and not Path(source).exists():
+            reason = "there is no such folder"
+        elif isinstance(error, MemoryError) or "out of memory" in reason:
+            advice = "use a smaller or quantised model, tp, or device_map='auto'"
+        raise ConfigError(f"model {source!r} cannot {wanted}: {reason}; {advice}") from error
 
 
 def _split(count: int) -> Any:
@@ -362,7 +375,5 @@ def _dense() -> dict[str, Any]:
 
 
 def _fingerprint(source: str, dtype: Any, cache_dir: Path, adapter: Path | None) -> str:
-    folder, adapters = files_of(source)
-    if adapter is not None:
-        adapters = (*adapters, adapter)
-    return model_fingerprint(folder, str(dtype), FileDigests(cache_dir / REMEMBERED_IN), adapters)
+    adapters = () if adapter is None else (adapter,)
+    return model_fingerprint(folder_of(source), str(dtype), FileDigests(cache_dir / REMEMBERED_IN), adapters)

@@ -17,6 +17,7 @@ from pydantic import Field, PrivateAttr, field_validator
 from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.documents import CheckedDocument
+from rag_posfix.checkpoints import check_encoder
 from rag_posfix.errors import RerankingError, missing_extra
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker
 from rag_posfix.reranking.deadline import check_deadline
@@ -174,7 +175,9 @@ class CrossEncoderReranker(ScoringReranker):
             except ImportError as error:
                 raise missing_extra("sentence_transformers", "local") from error
             try:
-                self._loaded = CrossEncoder(self.model, device=None if self.device == "auto" else self.device)
+                loaded = CrossEncoder(self.model, device=None if self.device == "auto" else self.device)
+                check_encoder(self.model, loaded.model)
+                self._loaded = loaded
             except Exception as error:
                 # The hub, the files and the device raise many types of errors; the user gets one line.
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]

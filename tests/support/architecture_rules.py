@@ -126,6 +126,7 @@ IMPORT_RULES = [
         only=(
             "rag_posfix.attention",
             "rag_posfix.caching.kv",
+            "rag_posfix.checkpoints",
             "rag_posfix.contracts",
             "rag_posfix.errors",
             "rag_posfix.folders",
@@ -182,6 +183,7 @@ IMPORT_RULES = [
         files=("rag_posfix/retrieval/*",),
         among=("rag_posfix",),
         only=(
+            "rag_posfix.checkpoints",
             "rag_posfix.contracts",
             "rag_posfix.durable_files",
             "rag_posfix.errors",
@@ -223,6 +225,7 @@ IMPORT_RULES = [
         only=(
             "rag_posfix.assembly",
             "rag_posfix.caching.deadline",
+            "rag_posfix.checkpoints",
             "rag_posfix.contracts",
             "rag_posfix.errors",
             "rag_posfix.parameters",

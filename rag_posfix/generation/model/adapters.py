@@ -49,23 +49,25 @@ def merge_adapter(model: Any, folder: Path) -> Any:
     Raises:
         ConfigError: the weights are quantised, or the adapter is of another model.
     """
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
     if getattr(model.config, "quantization_config", None) is not None:
         raise ConfigError(
             f"adapter={str(folder)!r} cannot be merged into quantised weights; load the model in bfloat16 or float32"
         )
     try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            adapted = PeftModel.from_pretrained(model, str(folder), torch_device=str(model.device))
-            missing = [str(one.message) for one in said if "missing adapter keys" in str(one.message)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what peft misses is in the report
+            adapted = PeftModel(model, PeftConfig.from_pretrained(str(folder)))
+            report = adapted.load_adapter(str(folder), "default", torch_device=str(model.device))
             merged = adapted.merge_and_unload(safe_merge=True)
     # peft raises what torch and safetensors raise.
     except Exception as error:
         raise _of_another(folder, " ".join(str(error).split())[:200]) from error
-    if missing:
-        raise _of_another(folder, "some modules are not in it")
+    if report.missing_keys or report.unexpected_keys:
+        raise _of_another(
+            folder, f"{len(report.missing_keys)} tensors missing, {len(report.unexpected_keys)} unexpected"
+        )
     return merged
 
 

@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["FileDigests", "files_of", "model_fingerprint", "sha256_of"]
+__all__ = ["FileDigests", "model_fingerprint", "sha256_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +31,6 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf"})
 """Suffixes of files that ``from_pretrained`` takes weights from."""
 TOKENIZER_NAMES = frozenset({"tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja"})
 """Files of a tokenizer that are not JSON."""
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model"
 """Stem of the file that holds the weights of a PEFT adapter."""
 REMEMBERED_IN = "weight-digests.json"
@@ -67,50 +65,6 @@ def model_fingerprint(folder: Path, dtype: str, digests: FileDigests, adapters: 
     found = iter(digests.of([file for _, files in folders for file in files]))
     content = [FORMAT, dtype, [[[file.name, next(found)] for file in files] for _, files in folders]]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
-
-
-def files_of(source: str) -> tuple[Path, tuple[Path, ...]]:
-    """Return the folder of a model that was loaded, and those of its adapters that lie elsewhere.
-
-    An adapter in a local folder is applied to the model beside it. A repository of the Hub that holds an adapter is
-    applied to the model that the adapter's configuration names, if PEFT is installed; without it no adapter is read.
-
-    Args:
-        source: The folder or the Hub id that the model was loaded from.
-
-    Raises:
-        ConfigError: the model is in neither a folder nor the cache of the Hub.
-    """
-    if Path(source).is_dir():
-        return Path(source), ()
-    folder = _snapshot_folder(source)
-    adapter = folder / ADAPTER_CONFIG
-    if find_spec("peft") is None or not adapter.is_file():
-        return folder, ()
-    try:
-        base = str(json.loads(adapter.read_bytes())["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{adapter} does not name the model of its adapter; it needs base_model_name_or_path, a folder or a Hub id"
-        ) from error
-    return (Path(base) if Path(base).is_dir() else _snapshot_folder(base)), (folder,)
-
-
-def _snapshot_folder(model_id: str) -> Path:
-    """Return the folder in which the Hub's cache keeps the files of a model that was loaded by its id.
-
-    It is that of the commit which the model's main branch points to, as far as the cache knows: loading asks the Hub
-    and writes it down. The configuration of a loaded model does not say from which commit it is.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(model_id, "config.json")
-    if not isinstance(config, str):
-        raise ConfigError(
-            f"the files of model {model_id!r} are not in the cache of the Hub, so its fingerprint cannot be taken; "
-            "download the model and give its folder"
-        )
-    return Path(config).parent
 
 
 class FileDigests:

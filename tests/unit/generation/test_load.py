@@ -254,9 +254,9 @@ class TestPlacing:
 
         def loading(source, **options):
             given.update(options)
-            model = load(source, **{name: value for name, value in options.items() if name != "device_map"})
+            model, report = load(source, **{name: value for name, value in options.items() if name != "device_map"})
             monkeypatch.setattr(model, "to", lambda device: given.update(moved=device) or model)
-            return model
+            return model, report
 
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", loading)
         return given

@@ -1,11 +1,14 @@
 import itertools
 import math
+import shutil
 
 import pytest
 import torch
+import transformers
 from langchain_core.cross_encoders import BaseCrossEncoder
 from langchain_core.documents import Document
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
 from rag_posfix.errors import RerankingError, RerankingTimeoutError
 from rag_posfix.reranking import CrossEncoderReranker
@@ -174,6 +177,39 @@ def test_a_model_that_is_not_there_is_told_when_it_is_needed(tmp_path):
     reranker = CrossEncoderReranker(model=str(tmp_path / "none"))
     with pytest.raises(RerankingError, match=r"none' could not be loaded on device 'auto': .*; pass the folder"):
         reranker.compress_documents(documents("a"), QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ("classifier.", r"2 missing \(classifier\.bias, classifier\.weight\)"),
+        ("bert.pooler.", r"2 missing \(bert\.pooler\.dense\.bias, bert\.pooler\.dense\.weight\)"),
+        ("bert.encoder.layer.1.output.dense.bias", r"1 missing \(bert\.encoder\.layer\.1\.output\.dense\.bias\)"),
+    ],
+)
+def test_a_model_that_would_score_with_random_weights_is_refused(tmp_path, names, told):
+    folder = tiny_cross_encoder(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    left = {name: value for name, value in weights.items() if not name.startswith(names)}
+    save_file(left, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RerankingError, match=rf"the weights of a BertForSequenceClassification: {told};"):
+        CrossEncoderReranker(model=str(folder)).compress_documents(documents("a"), QUESTION)
+
+
+def test_a_model_with_weights_that_would_be_left_out_is_refused(tmp_path):
+    folder = tiny_cross_encoder(tmp_path)
+    norm = "bert.encoder.layer.0.attention.self.query_norm.weight"
+    weights = {**load_file(folder / "model.safetensors"), norm: torch.ones(8)}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RerankingError, match=rf"1 unexpected \({norm}\);"):
+        CrossEncoderReranker(model=str(folder)).compress_documents(documents("a"), QUESTION)
+
+
+def test_an_encoder_that_was_not_trained_to_rank_is_refused(folder, tmp_path):
+    headless = shutil.copytree(folder, tmp_path / "headless")
+    transformers.BertModel.from_pretrained(folder).save_pretrained(headless)
+    with pytest.raises(RerankingError, match=r"classifier\.weight\); config\.json calls it a BertModel; use a check"):
+        CrossEncoderReranker(model=str(headless)).compress_documents(documents("a"), QUESTION)
 
 
 @pytest.mark.parametrize("model", ["", 7, None])

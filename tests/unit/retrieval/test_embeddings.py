@@ -1,3 +1,4 @@
+import json
 import math
 import shutil
 import subprocess
@@ -6,13 +7,17 @@ import threading
 from importlib import resources
 
 import pytest
+import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
 
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.indexing import build_index
+from tests.support.cross_encoder import tiny_cross_encoder
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +93,52 @@ def test_the_identity_is_that_of_the_weights_and_not_of_the_place(minilm, tmp_pa
     weights["embeddings.word_embeddings.weight"][0] += 0.5
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     assert SentenceEmbeddings(folder).identity != minilm.identity
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A BERT that embeds letters, in the folder that modules.json names, as older models are published."""
+    root = tmp_path_factory.mktemp("encoder")
+    ranker = tiny_cross_encoder(root)
+    transformers.BertModel.from_pretrained(ranker).save_pretrained(ranker)
+    SentenceTransformer(str(ranker), device="cpu").save(str(root / "model"))
+    (root / "model" / "0_Transformer").mkdir()
+    for file in [*(root / "model").iterdir()]:
+        if file.is_file() and file.name != "modules.json":
+            file.rename(file.parent / "0_Transformer" / file.name)
+    modules = json.loads((root / "model" / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    (root / "model" / "modules.json").write_text(json.dumps(modules))
+    return root / "model"
+
+
+@pytest.fixture
+def changed(encoder, tmp_path):
+    def change(left_out, **added):
+        folder = shutil.copytree(encoder, tmp_path / "changed")
+        file = folder / "0_Transformer" / "model.safetensors"
+        weights = {name: value for name, value in load_file(file).items() if not name.startswith(left_out)}
+        save_file({**weights, **added}, file, {"format": "pt"})
+        return SentenceEmbeddings(folder, device="cpu")
+
+    return change
+
+
+def test_a_missing_tensor_is_refused(changed):
+    name = "encoder.layer.1.output.dense.bias"
+    with pytest.raises(RetrievalError, match=rf"the weights of a BertModel: 1 missing \({name}\);"):
+        changed(name).embed_query("a")
+
+
+def test_a_tensor_that_the_encoder_would_leave_out_is_refused(changed):
+    name = "encoder.layer.1.query_norm.weight"
+    with pytest.raises(RetrievalError, match=rf"1 unexpected \({name}\);"):
+        changed("none", **{name: torch.ones(2)}).embed_query("a")
+
+
+def test_neither_a_missing_pooler_nor_a_head_changes_a_vector(encoder, changed):
+    expected = SentenceEmbeddings(encoder, device="cpu").embed_query("a river")
+    assert changed("pooler.", **{"cls.predictions.bias": torch.ones(2)}).embed_query("a river") == expected
 
 
 @pytest.mark.weights

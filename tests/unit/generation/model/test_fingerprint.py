@@ -10,7 +10,7 @@ import pytest
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model import fingerprint as module
-from rag_posfix.generation.model.fingerprint import FileDigests, files_of, model_fingerprint
+from rag_posfix.generation.model.fingerprint import FileDigests, model_fingerprint
 
 WEIGHTS = bytes(range(256)) * 8192  # 2 MiB
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -339,56 +339,3 @@ class TestFileDigests:
     def test_a_file_that_cannot_be_read_is_one_line(self, tmp_path):
         with pytest.raises(ConfigError, match="gone cannot be read for the fingerprint of its model: No such file"):
             FileDigests(None).of([tmp_path / "gone"])
-
-
-class TestFilesOf:
-    @pytest.fixture(autouse=True)
-    def hub(self, tmp_path, monkeypatch):
-        """A cache of the Hub with two commits of a model, of which main is the second."""
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-        model = tmp_path / "models--somebody--tiny"
-        for commit in (COMMIT[::-1], COMMIT):
-            (model / "snapshots" / commit).mkdir(parents=True)
-            (model / "snapshots" / commit / "config.json").write_text("{}")
-        (model / "refs").mkdir()
-        (model / "refs" / "main").write_text(COMMIT)
-        return tmp_path
-
-    @pytest.fixture
-    def snapshot(self, hub):
-        return hub / "models--somebody--tiny" / "snapshots" / COMMIT
-
-    @pytest.fixture
-    def peft(self, monkeypatch):
-        monkeypatch.setattr(module, "find_spec", lambda name: name == "peft" or None)
-
-    def test_an_id_has_the_folder_of_the_commit_of_the_main_branch(self, snapshot):
-        assert files_of("somebody/tiny") == (snapshot, ())
-
-    def test_a_model_that_the_cache_does_not_have_is_refused_with_what_to_do(self):
-        with pytest.raises(ConfigError, match=r"'somebody/other' are not in the cache .* download .* give its folder"):
-            files_of("somebody/other")
-
-    def test_an_adapter_of_a_local_folder_is_applied_to_the_model_beside_it(self, model, peft):
-        save_adapter(model, base="somebody/tiny")
-        assert files_of(str(model)) == (model, ())
-
-    def test_an_adapter_of_the_hub_is_applied_to_the_model_that_it_names(self, model, snapshot, peft):
-        save_adapter(snapshot, base=str(model))
-        assert files_of("somebody/tiny") == (model, (snapshot,))
-        save_adapter(snapshot, base="somebody/tiny")
-        assert files_of("somebody/tiny") == (snapshot, (snapshot,))
-
-    def test_without_peft_no_adapter_is_applied(self, model, snapshot, monkeypatch):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
-        save_adapter(snapshot, base=str(model))
-        assert files_of("somebody/tiny") == (snapshot, ())
-
-    @pytest.mark.parametrize("content", ["{", "[]", "{}"])
-    def test_an_adapter_that_names_no_model_is_one_line(self, snapshot, peft, content):
-        save_adapter(snapshot)
-        (snapshot / "adapter_config.json").write_text(content)
-        with pytest.raises(
-            ConfigError, match=r"adapter_config.json does not name the model of its adapter; it needs "
-        ):
-            files_of("somebody/tiny")
