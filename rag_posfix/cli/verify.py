@@ -14,6 +14,7 @@ def verify(
     """Compare the logits of the patched and the unmodified model, and list the methods that the model supports."""
     settings = settings_from(model=model, adapter=adapter, device=device)
     with status("loading the model"):
+        from rag_posfix.generation.load import generation_config_of
         from rag_posfix.mitigations import MITIGATIONS
         from rag_posfix.patching.verify import verify as compare
         from rag_posfix.pipeline.build import build_engine
@@ -21,6 +22,7 @@ def verify(
         engine = build_engine(settings)
     loaded = engine.loaded
     found = compare(loaded.model, loaded.spec)
+    ignored = generation_config_of(settings.model, settings.cache_dir).ignored
     reasons = {name: cls().refusal(loaded.spec.shape) for name, cls in MITIGATIONS.items()}
     supported = [name for name, reason in reasons.items() if reason is None]
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -32,6 +34,8 @@ def verify(
                 "dtype": str(loaded.model.dtype).removeprefix("torch."),
                 "device": str(loaded.device),
                 "max_logit_difference": found.max_logit_difference,
+                "eos_ids": sorted(engine.encoder.eos_ids),
+                "generation_config_not_applied": ignored,
                 "supported": supported,
                 "refused": refused,
             }
@@ -40,6 +44,9 @@ def verify(
     console = out()
     console.print(f"{engine.model_id} ({loaded.spec.family.model_type}, {loaded.model.dtype})", highlight=False)
     console.print(f"largest logit difference with the attention hook: {found.max_logit_difference:g}", highlight=False)
+    console.print(f"tokens that end an answer: {sorted(engine.encoder.eos_ids)}", highlight=False)
+    if ignored:
+        console.print(f"not applied of its generation config: {dict(ignored)}", highlight=False)
     console.print(f"supported: {', '.join(supported)}", highlight=False)
     for name, reason in refused.items():
         console.print(f"refused: {name}: {reason}", highlight=False)

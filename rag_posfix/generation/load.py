@@ -19,6 +19,7 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.adapters import check_adapter, merge_adapter
 from rag_posfix.generation.model.batch_invariance import BatchInvariance, rows_for
 from rag_posfix.generation.model.fingerprint import REMEMBERED_IN, FileDigests, model_fingerprint
+from rag_posfix.generation.model.generation_config import GenerationConfig, read_generation_config
 from rag_posfix.generation.model.packaged import PACKAGED, PackagedModel
 from rag_posfix.generation.model.precision import cpu_has_bfloat16
 from rag_posfix.generation.model.sequence_batch import LoadedModel
@@ -32,6 +33,7 @@ from rag_posfix.plan.model_shape import ModelShape
 
 __all__ = [
     "convert",
+    "generation_config_of",
     "is_quantised",
     "load_engine",
     "load_pretrained",
@@ -96,6 +98,7 @@ def load_engine(
     if adapter is not None:
         loaded = merge_adapter(loaded, adapter)
     fingerprint = _fingerprint(source, kind, cache_dir or default_cache_dir(), adapter)
+    stated = read_generation_config(folder_of(source))
     with _as_config_error(
         source, f"run in {str(kind).removeprefix('torch.')} on {place}", "use another dtype or device"
     ):
@@ -103,9 +106,11 @@ def load_engine(
         spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
         verify(loaded, spec)
         rows = 1 if ranks is not None else rows_for(batch_invariant, loaded)
-        encoder = Tokenizer(tokenizer)
+        encoder = Tokenizer(tokenizer, eos_ids=stated.eos_ids)
     name = _name_of(model, adapter)
     _log.info("loaded %s as %s on %s", name, kind, place)
+    if stated.ignored:
+        _log.info("settings of its generation config that are not applied: %s", stated.ignored)
     return Engine(LoadedModel(loaded, spec, rows), encoder, name, fingerprint)
 
 
@@ -163,12 +168,18 @@ def read_facts(model: str, *, dtype: str, device: str, cache_dir: Path, adapter:
     with _as_config_error(source):
         shape = read_shape(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
+        eos_ids = read_generation_config(folder_of(source)).eos_ids
         return ModelFacts(
             _name_of(model, adapter),
             _fingerprint(source, kind, cache_dir, adapter),
             shape.context_window,
-            Tokenizer(tokenizer),
+            Tokenizer(tokenizer, eos_ids=eos_ids),
         )
+
+
+def generation_config_of(model: str, cache_dir: Path) -> GenerationConfig:
+    """Return the generation config of a model that has been loaded; errors as those of ``read_facts``."""
+    return read_generation_config(folder_of(source_of(model, cache_dir)))
 
 
 def _name_of(model: str, adapter: Path | None) -> str:
