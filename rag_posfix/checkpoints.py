@@ -25,8 +25,8 @@ _COMPUTED = re.compile(r"rotary_emb\.\w*inv_freq$")
 def folder_of(source: str) -> Path:
     """Return the folder with the files of a model that was loaded by its folder or by its id.
 
-    In the cache of the Hub it is that of the commit of the main branch, as far as the cache knows: loading asks the Hub
-    and writes it down. The configuration of a loaded model does not say from which commit it is.
+    In the cache of the Hub it is the folder of the commit of the main branch, as far as the cache knows: loading asks
+    the Hub and writes it down. The configuration of a loaded model does not say from which commit it is.
 
     Raises:
         ConfigError: the model is in neither a folder nor the cache of the Hub.
