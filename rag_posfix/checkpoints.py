@@ -125,7 +125,7 @@ def check_encoder(source: str, model: Any) -> None:
     path = json.loads(modules.read_bytes())[0]["path"] if modules.is_file() else ""
     options = {"config": model.config, "device_map": "meta", "ignore_mismatched_sizes": True}
     _, report = type(model).from_pretrained(folder / path, output_loading_info=True, **options)  # reads no weights
-    parts = {name for part in (model, model.base_model) for name, _ in part.named_children()} - {"pooler"}
+    parts = {name for name, _ in model.named_children()} - {"pooler"}
     roots = re.compile(rf"({re.escape(model.base_model_prefix)}\.)?({'|'.join(map(re.escape, parts))})\.")
     inside = [name for name in report["unexpected_keys"] if roots.match(name)]
     missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]

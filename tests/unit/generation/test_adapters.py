@@ -115,7 +115,7 @@ def test_an_adapter_that_cannot_be_used_is_told(folders, adapter, tmp_path):
         engine_of(folders, other)
 
 
-@pytest.mark.parametrize("changes", [{"hidden_size": 32}, {"num_hidden_layers": 4}])
+@pytest.mark.parametrize("changes", [{"hidden_size": 32}, {"num_hidden_layers": 4}, {"num_hidden_layers": 2}])
 def test_an_adapter_of_another_model_is_refused(adapter, tmp_path, changes):
     other = save_tiny(tmp_path / "other", **changes)
     with pytest.raises(ConfigError, match="does not fit this model"):
