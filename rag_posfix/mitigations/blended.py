@@ -45,8 +45,9 @@ class Blended(Mitigation):
     Args:
         fraction: Share of the passages' tokens that is recomputed, 0 to 1. The paper uses .15 to .16.
         choose: ``deviation`` (CacheBlend) or ``first``, the first tokens of each passage (LegoLink).
-        layers: Number of layers that are computed for all tokens to measure the deviation, 2 or more; for
-            ``deviation``. After one layer no value deviates, since its input does not depend on other tokens.
+        layers: Number of layers that are computed for all tokens to measure the deviation, from 2 to those of the
+            model; for ``deviation``. After one layer no value deviates, since its input does not depend on other
+            tokens.
 
     Raises:
         ConfigError: ``layers`` is 1 with ``deviation``.
@@ -79,7 +80,16 @@ class Blended(Mitigation):
             )
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return the unmodified row, prefilled from independently encoded passages."""
+        """Return the unmodified row, prefilled from independently encoded passages.
+
+        Raises:
+            ConfigError: the model has fewer than ``layers`` layers.
+        """
+        if self.choose == "deviation" and self.layers > model.n_layers:
+            raise ConfigError(
+                f"blended: layers={self.layers} must be at most {model.n_layers}, the layers of this model; lower "
+                "layers, or use choose='first'"
+            )
         if not layout.n_passages:
             return Plan()
-        return Plan(blend=Blend(self.fraction, self.choose, min(self.layers, model.n_layers)))
+        return Plan(blend=Blend(self.fraction, self.choose, self.layers))

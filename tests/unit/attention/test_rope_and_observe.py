@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rag_posfix.attention.rope import ComplexPairs, rotate_half_split
-from rag_posfix.attention.weights import last_query_attention
+from rag_posfix.attention.rope import ComplexPairs, add_rotation, rotate_half_split
+from rag_posfix.attention.weights import head_attention, last_query_attention
 
 
 @pytest.fixture
@@ -53,6 +53,23 @@ def test_attention_of_the_last_query_by_hand():
     query = torch.tensor([[0.0, 0.0], [1.0, 0.0]]).view(1, 1, 2, 2)
     key = torch.tensor([[0.0, 5.0], [math.log(3), -2.0]]).view(1, 1, 2, 2)
     assert last_query_attention(query, key, None, 1.0).tolist() == [pytest.approx([0.25, 0.75])]
+
+
+def test_attention_by_head_reads_the_key_head_of_the_group():
+    # Queries of four heads, all (1, 0); keys of head 0 score 0 and ln 3, of head 1 ln 3 and 0: query heads 0 and 1
+    # have shares 1/4 and 3/4, 2 and 3 have 3/4 and 1/4.
+    query = torch.tensor([1.0, 0.0]).expand(1, 4, 1, 2)
+    key = torch.tensor([[[0.0, 5.0], [math.log(3), -2.0]], [[math.log(3), 1.0], [0.0, 4.0]]])[None]
+    (found,) = head_attention(query, key, None, 1.0, (3, 1, 2, 0)).tolist()
+    first, second = pytest.approx([0.25, 0.75]), pytest.approx([0.75, 0.25])
+    assert found == [second, first, second, first]
+
+
+def test_the_turn_of_a_key_head_is_that_of_the_query_heads_of_its_group():
+    # Two key heads turn by a quarter, (x1, x2) -> (-x2, x1), and by a half, (-x1, -x2); four query heads.
+    states = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]).view(1, 4, 1, 2)
+    turned = add_rotation(states, torch.tensor([1j, -1.0], dtype=torch.complex64).view(1, 2, 1, 1))
+    assert turned.view(4, 2).tolist() == [[-2.0, 1.0], [-4.0, 3.0], [-5.0, -6.0], [-7.0, -8.0]]
 
 
 @pytest.mark.parametrize("additive", [False, True])

@@ -107,6 +107,18 @@ def test_passages_are_found_wherever_they_stand(order):
     assert torch.allclose(session.next_log_probs(), said(loaded, asked)[0], atol=1e-5)
 
 
+def test_layers_beyond_the_depth_of_the_model_are_refused():
+    loaded, layout = loaded_model(num_hidden_layers=4), toy_layout()
+    whole = said(loaded, layout, fraction=0.0, layers=4)  # every layer of every token is computed
+    assert float((whole - stock(loaded, layout)).abs().max()) < 1e-5
+    message = "blended: layers=5 must be at most 4, the layers of this model; lower layers, or use choose='first'"
+    for prompt in (layout, toy_layout(lengths=())):
+        with pytest.raises(ConfigError, match=message):
+            create("blended", {"layers": 5}).plan(prompt, loaded.spec.shape)
+    first = create("blended", {"layers": 5, "choose": "first"}).plan(layout, loaded.spec.shape)
+    assert first.blend.by == "first"
+
+
 def test_one_passage_needs_no_correction():
     loaded, layout = loaded_model(), toy_layout((9,))
     for fraction in (0.0, 0.5):

@@ -28,10 +28,20 @@ def test_each_passage_stands_last_once_in_a_rotation_of_the_ascending_list(shape
     assert rows_of(shape, (0.5, 0.9, 0.1), rows=1) == [(2, 0, 1)]
 
 
-def test_the_mixture_by_hand(shape):
-    # relevance .8, .4, .2 and weight 1: 4/7, 2/7, 1/7; the answer so far has probability 1/4 under the first row:
-    # 1/7, 2/7, 1/7, which sum to 4/7: 1/4, 1/2, 1/4. Token 0: (.9 + 2 * .5 + .1) / 4 = .5.
-    plan = create("canonical_rotations", {}).plan(toy_layout((3, 4, 5), relevance=(0.8, 0.4, 0.2)), shape)
+@pytest.mark.parametrize(
+    ("parameters", "expected", "first"),
+    [
+        # weight 1: 4 : 2 : 1; the answer so far has probability 1/4 under the first row: 1 : 2 : 1.
+        # Token 0: (.9 + 2 * .5 + .1) / 4 = .5.
+        ({}, [1 / 4, 2 / 4, 1 / 4], 0.5),
+        # weight 2: 16 : 4 : 1, with the answer 4 : 4 : 1. Token 0: (4 * .9 + 4 * .5 + .1) / 9 = 5.7 / 9.
+        ({"relevance_weight": 2.0}, [4 / 9, 4 / 9, 1 / 9], 5.7 / 9),
+        # weight 0: the answer alone, 1 : 4 : 4. Token 0: (.9 + 4 * .5 + 4 * .1) / 9 = 3.3 / 9.
+        ({"relevance_weight": 0.0}, [1 / 9, 4 / 9, 4 / 9], 3.3 / 9),
+    ],
+)
+def test_the_mixture_by_hand(shape, parameters, expected, first):
+    plan = create("canonical_rotations", parameters).plan(toy_layout((3, 4, 5), relevance=(0.8, 0.4, 0.2)), shape)
     log_probs, weights = plan.combine(
         RowScores(
             log_probs=torch.tensor([(0.9, 0.1), (0.5, 0.5), (0.1, 0.9)]).log(),
@@ -40,5 +50,5 @@ def test_the_mixture_by_hand(shape):
             confidence=torch.zeros(3),
         )
     )
-    assert log_probs.exp().tolist() == pytest.approx([0.5, 0.5])
-    assert weights.tolist() == pytest.approx([0.25, 0.5, 0.25])
+    assert log_probs.exp().tolist() == pytest.approx([first, 1 - first])
+    assert weights.tolist() == pytest.approx(expected)

@@ -37,23 +37,76 @@ def test_the_joint_row_reads_the_passages_by_relevance(loaded):
     assert two[-1].passages == (0, 1)
 
 
-def test_the_mixture_by_hand(loaded):
-    # relevance (.8, .4, .4), weight 1: shares 1/2, 1/4, 1/4, times 1 - prior = .6: .3, .15, .15; the joint row .4.
-    # The answer so far: probability .5 under the first expert, 1 under the others and the joint row:
-    # .15, .15, .15, .4, which sum to .85. Token 0: (.15 * .9 + .15 * .1 + .15 * .1 + .4 * .6) / .85 = .405 / .85.
-    plan = plan_of(loaded, (0.8, 0.4, 0.4), prior=0.4, relevance="given", relevance_weight=1.0)
+def pooled(loaded, given, experts, amateur=(0.5, 0.5), joint=(0.6, 0.4), question=(0.0,) * 3, **parameters):
+    """Pool three experts, whose first gave the answer so far probability .5, and a joint row that is sure of it.
+
+    Returns the probabilities of both tokens, the weights of the experts, of the row without passages, of the joint.
+    """
+    plan = plan_of(loaded, given, **parameters)
     order = [row.passages[0] for row in plan.rows[:3]]
-    experts = {0: (0.9, 0.1), 1: (0.1, 0.9), 2: (0.1, 0.9)}
     log_probs, weights = plan.combine(
         RowScores(
-            log_probs=torch.tensor([*(experts[i] for i in order), (0.5, 0.5), (0.6, 0.4)]).log(),
-            question=torch.zeros(5),
-            answer=torch.tensor([*(math.log(0.5) if i == 0 else 0.0 for i in order), 0.0, 0.0]),
+            log_probs=torch.tensor([*(experts[i] for i in order), amateur, joint]).log(),
+            question=torch.tensor([*(question[i] for i in order), 9.0, 9.0]),
+            answer=torch.tensor([*(math.log(0.5) if i == 0 else 0.0 for i in order), 9.0, 0.0]),
             confidence=torch.zeros(5),
         )
     )
-    assert log_probs.exp().tolist() == pytest.approx([0.405 / 0.85, 0.445 / 0.85])
-    assert weights.tolist() == pytest.approx([0.15 / 0.85] * 3 + [0.0, 0.4 / 0.85])
+    return log_probs.exp().tolist(), [float(weights[order.index(i)]) for i in range(3)] + weights[3:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("weight", "weights", "first"),
+    [
+        # relevance .8, .4, .4: shares 1/2, 1/4, 1/4, times 1 - prior = .6: .3, .15, .15; the joint row .4. With the
+        # answer so far .15, .15, .15, .4, which sum to .85.
+        # Token 0: (.15 * .9 + .15 * .1 + .15 * .1 + .4 * .6) / .85 = .405 / .85.
+        (1.0, [0.15 / 0.85] * 3 + [0.0, 0.4 / 0.85], 0.405 / 0.85),
+        # squared 4 : 1 : 1: .4, .1, .1; with the answer so far .2, .1, .1, .4, which sum to .8.
+        # Token 0: (.2 * .9 + .1 * .1 + .1 * .1 + .4 * .6) / .8 = .44 / .8.
+        (2.0, [0.25, 0.125, 0.125, 0.0, 0.5], 0.55),
+        # without relevance .2 each; with the answer so far .1, .2, .2, .4, which sum to .9.
+        # Token 0: (.1 * .9 + .2 * .1 + .2 * .1 + .4 * .6) / .9 = .37 / .9.
+        (0.0, [1 / 9, 2 / 9, 2 / 9, 0.0, 4 / 9], 0.37 / 0.9),
+    ],
+)
+def test_the_mixture_by_hand(loaded, weight, weights, first):
+    experts = {0: (0.9, 0.1), 1: (0.1, 0.9), 2: (0.1, 0.9)}
+    probs, found = pooled(loaded, (0.8, 0.4, 0.4), experts, prior=0.4, relevance="given", relevance_weight=weight)
+    assert probs == pytest.approx([first, 1 - first])
+    assert found == pytest.approx(weights)
+
+
+@pytest.mark.parametrize(
+    ("relevance", "weights"),
+    [
+        # The question .1, .4, .2 and the given scores .8, .2, .4, weight 1; the joint row takes .5 of the prior.
+        # 1 : 4 : 2 are 1/7, 4/7, 2/7 of the other .5; with the answer so far .5 : 4 : 2 : 7.
+        ("question", [0.5 / 13.5, 4 / 13.5, 2 / 13.5, 0.0, 7 / 13.5]),
+        # 4 : 1 : 2; with the answer so far 2 : 1 : 2 : 7.
+        ("given", [2 / 12, 1 / 12, 2 / 12, 0.0, 7 / 12]),
+        # 4 : 4 : 4; with the answer so far .5 : 1 : 1 : 3.
+        ("both", [0.5 / 5.5, 1 / 5.5, 1 / 5.5, 0.0, 3 / 5.5]),
+    ],
+)
+def test_relevance_is_that_of_the_question_the_given_one_or_their_product(loaded, relevance, weights):
+    experts = {i: (0.5, 0.5) for i in range(3)}
+    question = [math.log(value) for value in (0.1, 0.4, 0.2)]
+    _, found = pooled(loaded, (0.8, 0.2, 0.4), experts, question=question, relevance=relevance, relevance_weight=1.0)
+    assert found == pytest.approx(weights)
+    assert plan_of(loaded, (0.8, 0.2, 0.4), relevance=relevance).score_question == (relevance != "given")
+
+
+def test_contrast_moves_every_member_away_from_the_row_without_passages(loaded):
+    # Experts alike: their weights .1, .2, .2, the joint row .5, with the answer so far; they sum to .5 of (.8, .2)
+    # and .5 of (.6, .4). contrast 1: p^2 / p_0 with p_0 = (.5, .5): .64 / .5, .04 / .5 and .36 / .5, .16 / .5.
+    # Shares: with prior .5 and equal relevance 1/6 each, the first halved: 1/12, 2/12, 2/12, 6/12 of 11/12.
+    # Token 0: 5/11 * 1.28 + 6/11 * .72; token 1: 5/11 * .08 + 6/11 * .32; normalised by their sum.
+    experts = {i: (0.8, 0.2) for i in range(3)}
+    probs, weights = pooled(loaded, (0.5, 0.5, 0.5), experts, relevance="given", contrast=1.0)
+    first, second = 5 * 1.28 + 6 * 0.72, 5 * 0.08 + 6 * 0.32
+    assert probs == pytest.approx([first / (first + second), second / (first + second)])
+    assert weights == pytest.approx([1 / 11, 2 / 11, 2 / 11, 0.0, 6 / 11])
 
 
 def test_the_joint_row_reads_what_the_unmodified_model_reads(loaded):

@@ -42,6 +42,32 @@ def test_the_mixture_weights_experts_by_relevance_to_the_power_of_its_weight(sha
     assert shares == pytest.approx({0: 2 / 3, 1: 1 / 3})
 
 
+@pytest.mark.parametrize(
+    ("weight", "first", "share"),
+    [
+        (2.0, 0.78, 4 / 5),  # 4 : 1. Token 0: .8 * .9 + .2 * .3
+        (0.0, 0.6, 1 / 2),  # .5 * .9 + .5 * .3
+        (None, (32 * 0.9 + 0.3) / 33, 32 / 33),  # 5 unless it is said: 2^5 = 32 : 1
+    ],
+)
+def test_the_relevance_weight_is_the_power_of_the_relevance(shape, weight, first, share):
+    given = {} if weight is None else {"relevance_weight": weight}
+    probs, shares = pooled(shape, (0.8, 0.4), [(0.9, 0.1), (0.3, 0.7)], **given)
+    assert probs == pytest.approx([first, 1 - first])
+    assert shares == pytest.approx({0: share, 1: 1 - share})
+
+
+def test_the_relevance_weight_counts_in_the_maximum_too(shape):
+    # weight 1, 2 : 1. Token 0: max(2 * .5, .2) = 1; token 1: max(2 * .5, .8) = 1. Weight 0, 1 : 1: .5 and .8.
+    experts = [(0.5, 0.5), (0.2, 0.8)]
+    probs, shares = pooled(shape, (0.8, 0.4), experts, relevance_weight=1.0, pool="max", hold=0.0)
+    assert probs == pytest.approx([0.5, 0.5])
+    assert shares == {0: 1.0, 1: 0.0}
+    probs, shares = pooled(shape, (0.8, 0.4), experts, relevance_weight=0.0, pool="max", hold=0.0)
+    assert probs == pytest.approx([0.5 / 1.3, 0.8 / 1.3])
+    assert shares == {0: 0.0, 1: 1.0}
+
+
 def test_holding_makes_the_share_the_posterior_of_the_answer_so_far(shape):
     # Equal relevance; expert 0 gave the answer so far probability 0.6, expert 1 0.2: posterior 3/4 and 1/4.
     probs, shares = pooled(

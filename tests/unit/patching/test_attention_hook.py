@@ -8,12 +8,14 @@ import pytest
 import torch
 import transformers
 
+from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import create
 from rag_posfix.patching.families import keeps_all_keys
 from rag_posfix.patching.install import ATTENTION_NAME, install, stock_copy
+from rag_posfix.patching.rotation import LayerRotation
 from rag_posfix.patching.verify import verify
 from rag_posfix.plan.model_shape import Capability
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -130,6 +132,65 @@ def test_the_divisor_of_a_head_reaches_that_head():
     found = {tuple(heads): divided(heads).next_log_probs() for heads in ([1.0, 2.0], [2.0, 1.0])}
     assert all(float((base - other).abs().max()) > 1e-4 for other in found.values())
     assert float((found[1.0, 2.0] - found[2.0, 1.0]).abs().max()) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def spelled_out():
+    """The tiny model, 8 query heads to 2 key heads, with a key head of its own, the same, for each query head."""
+    grouped, whole = loaded_model(), loaded_model(num_key_value_heads=8)
+    weights = grouped.model.state_dict()
+    for name in [name for name in weights if name.endswith(("k_proj.weight", "v_proj.weight"))]:
+        weights[name] = weights[name].view(2, 8, -1).repeat_interleave(4, dim=0).flatten(0, 1)
+    whole.model.load_state_dict(weights)
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("none", {}),
+        ("shifted_rotary", {"threshold": 9, "window": 3}),
+        ("sorted_inter_document", {}),
+        ("inter_document", {}),
+        ("parallel_windows", {"windows": 2}),
+        ("parallel_encoding", {}),
+        ("hidden_scaling", {"channel": 3}),
+        ("multi_base", {"factors": [1.9]}),
+    ],
+)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_query_head_h_uses_the_rotation_of_key_head_h_over_the_group_size(method, parameters, scaled, spelled_out):
+    def said(loaded, heads):
+        layout = toy_layout()
+        plan = create(method, parameters).checked_plan(layout, loaded.spec.shape)
+        if scaled:
+            plan = dataclasses.replace(
+                plan, rows=(dataclasses.replace(plan.rows[0], head_scale=divide(heads)),), independent_passages=False
+            )
+        running, found = Session(loaded, layout, plan), []
+        for token in (5, 9, 11):
+            found.append(running.next_log_probs())
+            running.advance(token)
+        return torch.stack(found)
+
+    grouped = said(loaded_model(), [1.3, 2.2])
+    assert float((grouped - said(spelled_out, [1.3] * 4 + [2.2] * 4)).abs().max()) < 1e-5
+    if scaled:
+        assert float((grouped - said(spelled_out, [1.3, 2.2] * 4)).abs().max()) > 1e-3
+
+
+def test_positions_and_divisors_of_two_key_heads_are_those_of_four_query_heads_each():
+    # Positions 6 and 4 of the key heads, divided by 2 and 4: 3 and 1.
+    spec = loaded_model().spec
+    states = torch.randn(1, 8, 1, 8, generator=torch.Generator().manual_seed(0))
+    expected = LayerRotation(spec)(states, torch.tensor([3.0] * 4 + [1.0] * 4)[None, :, None])
+    divisors = LayerRotation(spec, ratios=torch.tensor([2.0, 4.0]))
+    assert torch.equal(divisors(states, torch.tensor([[[6.0], [4.0]]])), expected)
+    assert torch.equal(LayerRotation(spec)(states, torch.tensor([[[3.0], [1.0]]])), expected)
+    turned = add_rotation(states, LayerRotation(spec).phases(torch.tensor([[[3.0], [1.0]]])))
+    torch.testing.assert_close(turned, expected, atol=1e-6, rtol=0)
+    phases = divisors.phases(torch.tensor([[6.0]]))  # 6 / 2 and 6 / 4
+    assert torch.equal(phases, LayerRotation(spec).phases(torch.tensor([[[3.0], [1.5]]])))
 
 
 def test_keys_are_rotated_once_and_kept_rotated():

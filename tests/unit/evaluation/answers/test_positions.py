@@ -3,12 +3,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+from langchain_core.documents import Document
 
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answering import AnswerJournal
 from rag_posfix.evaluation.answers.position_summary import PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
+from rag_posfix.evaluation.data.position_example import PositionExample
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
 
 
@@ -170,6 +172,75 @@ class TestJournal:
         assert sum(not o.reused for o in checked) == 4
 
 
+TWO = PositionExample(
+    id="two", question="Why2", answers=("so",),
+    gold=(Document(page_content="beta", id="g0"), Document(page_content="delta", id="g1")),
+    distractors=tuple(Document(page_content=text, id=text) for text in ("alpha", "gamma", "kappa")),
+)  # fmt: skip
+
+
+class Scores(Alphabetical):
+    """Gives each passage the score of its text; a passage without one is left out."""
+
+    def __init__(self, **scores):
+        super().__init__()
+        self.scores = scores
+
+    def compress_documents(self, documents, query, callbacks=None):
+        return [
+            Document(page_content=d.page_content, id=d.id, metadata={"relevance_score": self.scores[d.page_content]})
+            for d in documents
+            if d.page_content in self.scores
+        ]
+
+
+class TestTwoGoldPassages:
+    @pytest.mark.parametrize(
+        ("scores", "rank"),
+        [
+            ({"beta": 0.9, "delta": 0.8, "alpha": 0.7, "gamma": 0.1}, 2),
+            ({"beta": 0.9, "delta": 0.2, "alpha": 0.7, "gamma": 0.1}, 3),
+            ({"beta": 0.1, "delta": 0.9, "alpha": 0.7, "gamma": 0.2}, 4),
+            ({"beta": 0.9, "alpha": 0.7, "gamma": 0.1}, None),  # the scorer left one out
+            ({"alpha": 0.7, "gamma": 0.1}, None),
+        ],
+    )
+    def test_their_rank_is_that_of_the_lower_one(self, engine, scores, rank):
+        rows = sweep(
+            engine, [TWO], ("none",), gold_positions=[(0, 3), (3, 0)], n_documents=4, reranker=Scores(**scores)
+        )
+        assert [row.gold_rank for row in rows] == [None, None, rank, rank]
+        texts = {"g0": "beta", "g1": "delta", "alpha": "alpha", "gamma": "gamma"}
+        for row, given in zip(rows[2:], (("g0", "alpha", "gamma", "g1"), ("g1", "alpha", "gamma", "g0")), strict=True):
+            assert row.passages == tuple(name for name in given if texts[name] in scores)
+
+    def test_both_are_read_where_the_gold_passages_alone_are_read(self, engine):
+        rows = sweep(
+            engine, [TWO], ("none",), gold_positions=[(1, 0)], reranker=Scores(beta=0.5, delta=0.5, alpha=0.5)
+        )
+        assert [row.passages for row in rows] == [(), ("g0", "g1"), ("g1", "g0", "alpha")]
+
+    def test_the_scorer_ranks_them_first_where_both_are_before_all_others(self):
+        # Ranks of the lower one, from 1: question a 2 (both first), b 3, c none. Accuracy at (0, 9), the only place:
+        # a 1, b 0, c 1.
+        rows = [
+            replace(outcome(question, "method", (0, 9), accuracy, -1.0), gold_rank=rank)
+            for question, rank, accuracy in (("a", 2, 1.0), ("b", 3, 0.0), ("c", None, 1.0))
+        ]
+        alone = [outcome(q, "gold_only", None, accuracy, -1.0) for q, accuracy in (("a", 1.0), ("b", 1.0), ("c", 0.0))]
+        found = summarize_positions([*alone, *rows])["mitigations"]["method"]
+        assert found["by_scorer"] == {
+            "gold_first": {"share": 1 / 3, "accuracy": 1.0, "gold_only_accuracy": 1.0},
+            "gold_later": {"share": 2 / 3, "accuracy": 0.5, "gold_only_accuracy": 0.5},
+        }
+        assert [found[f"recall_at_{k}"] for k in (1, 2, 3)] == [0.0, 1 / 3, 2 / 3]
+
+    def test_places_are_in_the_order_of_their_numbers(self):
+        rows = [outcome("a", "method", at, 1.0, -1.0) for at in ((10, 0), (2, 9), (2, 10), (0, 9))]
+        found = summarize_positions(rows)["mitigations"]["method"]
+        assert list(found["positions"]) == ["0+9", "2+9", "2+10", "10+0"]
+
+
 def outcome(question, condition, position, accuracy, log_probability, answer="same"):
     return PositionRow(
         question=question,
@@ -247,6 +318,27 @@ class TestSummary:
         # Question a alone: 1 - 0 and 1 - 1; question b alone: 0 - 0 and 0 - 1; both: 0.5 and -0.5.
         assert versus["worst_minus_worst_accuracy_ci95"] == [0.0, 1.0]
         assert versus["worst_minus_best_accuracy_ci95"] == [-1.0, 0.0]
+
+    def test_mcnemar_compares_the_worst_position_with_the_best_of_the_baseline(self):
+        # Six questions. none: all right at position 0, none at 9. method: one right at position 0, all right at 9.
+        # The worst of method (0) against the best of none (0): none is right on 5 more and never wrong on another:
+        # p = 2 * 1 / 2^5 = 1/16. Against the worst of none one pair would differ (p = 1), from the best of method
+        # none (p = 1), or six (p = 2 / 2^6).
+        right = {("none", 0): 6, ("none", 9): 0, ("method", 0): 1, ("method", 9): 6}
+        rows = [
+            outcome(str(q), condition, position, float(q < count), -1.0)
+            for (condition, position), count in right.items()
+            for q in range(6)
+        ]
+        versus = summarize_positions(rows)["mitigations"]["method"]["versus_none"]
+        assert versus["mcnemar_p"] == 1 / 16
+        assert versus["worst_minus_best_accuracy"] == pytest.approx(-5 / 6)
+        assert versus["worst_minus_worst_accuracy"] == pytest.approx(1 / 6)
+
+    def test_recall_counts_the_ranks_up_to_k(self):
+        ranked = [replace(row, gold_rank={"a": 2, "b": 4}[row.question]) for row in OUTCOMES]
+        found = summarize_positions(ranked)["mitigations"]["none"]
+        assert [found[f"recall_at_{k}"] for k in (1, 2, 3)] == [0.0, 0.5, 0.5]
 
     def test_questions_are_split_by_whether_the_scorer_finds_the_gold_passage(self):
         ranked = [replace(row, gold_rank={"a": 1, "b": 3}[row.question]) for row in OUTCOMES]

@@ -2,6 +2,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.evaluation.ranking.gold_positions import GoldRank, rank_gold_positions, summarize_gold_ranks
 from rag_posfix.evaluation.ranking.rankings import RankJournal
 from rag_posfix.evaluation.ranking.rerankers import OpenedReranker, local_ranker
@@ -86,6 +87,53 @@ def test_intervals_are_by_question():
 def test_a_gold_passage_that_was_left_out_is_not_found():
     found = summarize_gold_ranks([row("0", 0, None), row("1", 0, 2)])["rerankers"]["a"]["places"]["0"]
     assert (found["recall@1"], found["recall@3"]) == (0.0, 0.5)
+
+
+def two_golds(name="two"):
+    return PositionExample(
+        id=name, question="Who?", answers=("so",),
+        gold=tuple(Document(page_content=f"gold {n}", id=f"g{n}") for n in range(2)),
+        distractors=tuple(Document(page_content=f"distractor {n}", id=f"d{n}") for n in range(4)),
+    )  # fmt: skip
+
+
+class LeavesOut(AsItCame):
+    """Returns the first three passages alone."""
+
+    def compress_documents(self, documents, query, callbacks=None):
+        return super().compress_documents(documents, query)[:3]
+
+
+@pytest.mark.parametrize(
+    ("reranker", "ranks_at"),
+    [
+        # As they came: the rank of the later of the two, whichever gold passage that is.
+        (AsItCame, {(0, 1): 1, (0, 4): 4, (4, 0): 4, (1, 2): 2, (2, 3): 3}),
+        # "gold 0" and "gold 1" are the shortest: first and second wherever they stand.
+        (ByLength, {(0, 1): 1, (0, 4): 1, (4, 0): 1, (1, 2): 1, (2, 3): 1}),
+        # Where one of the two is not among the three that are kept, they are not found together.
+        (LeavesOut, {(0, 1): 1, (0, 4): None, (4, 0): None, (1, 2): 2, (2, 3): None}),
+    ],
+)
+def test_of_two_gold_passages_the_lower_rank_counts(reranker, ranks_at):
+    ranker = local_ranker(OpenedReranker("a", "a", reranker()))
+    found = rank_gold_positions(
+        ranker, [two_golds()], gold_positions=list(ranks_at), n_documents=5, journal=RankJournal()
+    )
+    assert {one.gold_position: one.gold_rank for one in found} == ranks_at
+
+
+def test_recall_of_two_gold_passages_needs_both_among_the_first():
+    # Ranks of the lower one from 0: 1 and 2 are among the first three, 3 is not; both are never first.
+    rows = [row(str(q), (0, 4), rank) for q, rank in enumerate((1, 2, 3, None))]
+    rows += [row(str(q), (1, 2), 2) for q in range(4)]
+    found = summarize_gold_ranks(rows)["rerankers"]["a"]
+    assert list(found["places"]) == ["0+4", "1+2"]
+    assert [one["recall@1"] for one in found["places"].values()] == [0.0, 0.0]
+    assert [one["recall@3"] for one in found["places"].values()] == [0.5, 1.0]
+    assert (found["recall@3"]["worst"], found["recall@3"]["spread"]) == (0.5, 0.5)
+    assert found["recall@3"]["first_minus_last"]["difference"] == -0.5
+    assert found["rankings_that_change"] == 0.75  # the second question has rank 2 at both
 
 
 def test_each_list_is_ranked_once_however_often_it_is_asked_for(tmp_path):

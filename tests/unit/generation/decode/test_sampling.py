@@ -66,6 +66,24 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
     assert set(drawn(Sampling(temperature=1.0, top_p=top_p, seed=1))) == kept
 
 
+# Four equal scores are 1/4 each, exactly: before the tokens stand 0, 1/4, 1/2, 3/4. What is reached exactly is enough.
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [
+        (0.25, {0}),
+        (math.nextafter(0.25, 1), {0, 1}),
+        (0.5, {0, 1}),
+        (math.nextafter(0.5, 1), {0, 1, 2}),
+        (0.75, {0, 1, 2}),
+        (math.nextafter(0.75, 1), {0, 1, 2, 3}),
+        (math.nextafter(1.0, 0), {0, 1, 2, 3}),
+        (1.0, {0, 1, 2, 3}),
+    ],
+)
+def test_top_p_that_is_reached_exactly_needs_no_further_token(top_p, kept):
+    assert set(drawn(Sampling(temperature=1.0, top_p=top_p, seed=1), torch.zeros(4))) == kept
+
+
 def test_top_p_counts_what_top_k_left():
     # Of 0.5 and 0.25 the first holds two thirds.
     assert set(drawn(Sampling(temperature=1.0, top_k=2, top_p=0.6, seed=1))) == {1}

@@ -5,7 +5,7 @@ import torch
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.decode import token_attribution as token_trace
-from rag_posfix.generation.decode.token_attribution import attribution_layers
+from rag_posfix.generation.decode.token_attribution import AttributionTracker, attribution_layers
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.forward_context import Observer
@@ -37,7 +37,7 @@ def test_every_method_says_where_each_token_comes_from_and_answers_as_without(en
     for source in traced.sources:
         assert len(source.shares) == LAYOUT.n_passages
         assert all(share >= 0 for share in source.shares)
-        assert sum(source.shares) <= 1 + 1e-5
+        assert sum(source.shares) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_the_first_token_comes_from_where_the_prompt_looked(engine):
@@ -48,6 +48,18 @@ def test_the_first_token_comes_from_where_the_prompt_looked(engine):
         (first,) = session.token_shares()
         total = sum(first)
         assert tuple(share / total for share in first) == pytest.approx(session.attention())
+
+
+def test_the_shares_of_rows_are_summed_by_their_weights(engine):
+    # Two rows of all passages, weights 3/4 and 1/4: .75 * (.4, .4, .2, 0) + .25 * (0, .2, .2, .6) = (.3, .35, .2, .15).
+    # Then 0 and 1: what the second row attends to. The weights of the last call before a token is taken count.
+    session = engine.open(LAYOUT, MitigationChoice("multi_base", {"factors": (1.0, 1.9)}), TOKENS)
+    tracker = AttributionTracker(session.batches, torch.tensor([(0.4, 0.4, 0.2, 0.0), (0.0, 0.2, 0.2, 0.6)]))
+    tracker.weigh_rows(torch.tensor([1.0, 0.0]))
+    tracker.weigh_rows(torch.tensor([0.75, 0.25]))
+    tracker.take(())
+    tracker.weigh_rows(torch.tensor([0.0, 1.0]))
+    assert tracker.shares() == [pytest.approx((0.3, 0.35, 0.2, 0.15)), pytest.approx((0.0, 0.2, 0.2, 0.6))]
 
 
 def test_the_shares_are_those_of_the_plain_attention(engine):
