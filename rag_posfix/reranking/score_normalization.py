@@ -8,6 +8,10 @@ from collections.abc import Sequence
 __all__ = ["sigmoid", "sigmoid_of_z_scores", "sum_normalized", "z_scores"]
 
 
+ROUNDING = 1e-6
+"""Scores whose standard deviation is below this share of the largest are equal."""
+
+
 def sigmoid(value: float) -> float:
     """Return 1 / (1 + exp(-value)), without overflow. NaN stays NaN."""
     if value >= 0:
@@ -27,12 +31,18 @@ def sigmoid_of_z_scores(raw: Sequence[float]) -> list[float]:
 
 
 def z_scores(raw: Sequence[float]) -> list[float]:
-    """Return (s_k - mean(s)) / std(s) of each score, with the population standard deviation; 0 if all are equal."""
+    """Return (s_k - mean(s)) / std(s) of each score, with the population standard deviation.
+
+    All are 0 if the scores are equal up to the rounding of float32: otherwise rounding would become a difference of
+    the size of any other.
+    """
     if not raw:
         return []
     mean = math.fsum(raw) / len(raw)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in raw) / len(raw))
-    return [(value - mean) / deviation if deviation else 0.0 for value in raw]
+    if deviation <= ROUNDING * max(map(abs, raw)):
+        return [0.0] * len(raw)
+    return [(value - mean) / deviation for value in raw]
 
 
 def sum_normalized(raw: Sequence[float]) -> list[float]:

@@ -98,6 +98,34 @@ def test_every_order_of_four_passages_gives_the_same_log_probabilities(name, fam
         assert float((found - base).abs().max()) < FLOAT32, order
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "rows"),
+    [
+        # Ranked b a c d: equal relevance by content. Of each row the passages, in their order.
+        ("canonical_rotations", {}, ["dcab", "bdca", "abdc", "cabd"]),
+        ("canonical_rotations", {"rows": 2}, ["dcab", "bdca"]),
+        ("committee", {}, ["a", "b", "c", "d", "", "dcab"]),
+        ("committee", {"experts": 2, "joint_order": "best_first"}, ["a", "b", "", "ba"]),
+        ("context_experts", {}, ["a", "b", "c", "d", ""]),
+        ("context_experts", {"experts": 2}, ["a", "b", ""]),
+        ("passage_answers", {}, ["a", "b", "c", "d", ""]),
+        ("inter_document", {}, ["abcd"]),
+        ("parallel_windows", {"windows": 2}, ["abcd"]),
+        ("parallel_encoding", {}, ["abcd"]),
+        ("set_prompting", {}, ["abcd"]),
+        ("sorted_inter_document", {}, ["cdba"]),  # the smallest tokens, 10 of a, next to the question
+        ("sorted_inter_document", {"sort": "relevance"}, ["cdab"]),
+    ],
+)
+def test_ties_of_relevance_are_broken_by_content_in_every_order(name, parameters, rows, llama):
+    texts = {"a": (10, 0.5), "b": (20, 0.9), "c": (40, 0.5), "d": (30, 0.5)}
+    for keys in itertools.permutations(texts):
+        prompt = toy_layout((1, 1, 1, 1), prefix=0, relevance=tuple(texts[key][1] for key in keys))
+        ids = (*(texts[key][0] for key in keys), *prompt.token_ids[4:])
+        plan = create(name, parameters).plan(dataclasses.replace(prompt, token_ids=ids, keys=keys), llama.spec.shape)
+        assert ["".join(keys[i] for i in row.passages) for row in plan.rows] == rows
+
+
 @pytest.mark.parametrize("name", INVARIANT)
 def test_every_order_gives_the_same_attention_to_each_passage(name, llama):
     base = session(llama, name).attention()

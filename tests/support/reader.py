@@ -48,7 +48,7 @@ class ScriptedReader:
         return tuple(self.values[text] for text in self.texts(layout))
 
     def question_attention(self, layouts, salt="", check=None, layers=None, heads=None):
-        self.layers = layers
+        self.layers, self.heads = layers, heads
         found = []
         for layout in layouts:
             check()

@@ -8,6 +8,7 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.documents import content_key
+from rag_posfix.assembly.orders import permute
 from rag_posfix.errors import PromptTooLongError
 from tests.support.toy_encoder import ToyEncoder
 
@@ -67,12 +68,29 @@ def test_what_is_too_short_to_be_cut_is_left_out():
     documents = scored("a" * 30, "b" * 30)
     made = assembler(overflow="truncate").assemble("Who?", documents, budget_tokens=32 + 5)
     assert (words(made), made.dropped) == (["a" * 30], (("1", "budget"),))
+    made = assembler(overflow="truncate").assemble("Who?", documents, budget_tokens=32 + 6)
+    assert (words(made), made.dropped, made.truncated) == (["a" * 30, "b" * 4], (), ("1",))
 
 
 def test_an_error_says_which_document_and_what_to_do():
     with pytest.raises(PromptTooLongError, match=r"document '1' takes 52 tokens and may take 40; raise the budget"):
         assembler(tokens=40, overflow="error").assemble("Who?", scored("a" * 30, "b" * 50))
     assert assembler(tokens=40, overflow="error").assemble("Who?", scored("a" * 30, "b" * 38)).dropped == ()
+
+
+def test_a_random_order_is_that_of_the_seed():
+    documents = scored(*"abcdef")
+    for seed in (0, 7):
+        made = Assembler(ToyEncoder(), 4096).assemble("Who?", documents, order="random", seed=seed)
+        assert made.ids == tuple(map(str, permute("random", [None] * 6, seed)))
+    assert permute("random", [None] * 6, 0) != permute("random", [None] * 6, 7)
+
+
+def test_a_question_of_64_characters_for_each_token_of_the_window_is_still_tokenised():
+    with pytest.raises(PromptTooLongError, match="question, history and template take"):
+        Assembler(ToyEncoder(), 16).assemble("w" * 64 * 16)
+    with pytest.raises(PromptTooLongError, match="question and history have 1025 characters"):
+        Assembler(ToyEncoder(), 16).assemble("w" * (64 * 16 + 1))
 
 
 def test_by_default_nothing_is_limited():

@@ -42,6 +42,13 @@ def test_counting_ends_when_nothing_more_can_fit():
     assert counted == [5, 4]
 
 
+@pytest.mark.parametrize(("budget", "kept"), [(7, (0,)), (8, (0, 1))])
+def test_a_passage_may_fill_what_is_left_exactly(budget, kept):
+    # Of 8, 3 are left, as many as the smallest passage has; of 7, 2, and nothing is tried any more.
+    assert select_passages(iter((5, 3)), budget, smallest=3) == Selection(kept)
+    assert select_passages(iter((5, 2)), 7, smallest=3) == Selection((0,))
+
+
 @given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 60))
 def test_kept_passages_fit_and_no_skipped_one_would_have(sizes, budget):
     selection = select_passages(sizes, budget)
@@ -86,6 +93,11 @@ class TestLimits:
         # 5 passages of 100 fit into 500: 100 (1 + 0.5 (1 - 2 r / 4)).
         limit = PassageBudget(100, 0.5).limits(count=8, budget=500)
         assert [limit(rank) for rank in range(7)] == [150, 125, 100, 75, 50, 50, 50]
+
+    def test_a_limit_that_floats_miss_by_a_little_is_whole(self):
+        # 100 (1 + .15) = 114.99999999999999 in floats.
+        limit = PassageBudget(100, 0.15).limits(count=2, budget=200)
+        assert [limit(0), limit(1)] == [115, 85]
 
     def test_the_number_of_passages_counts_where_it_is_smaller(self):
         limit = PassageBudget(100, 1.0).limits(count=3, budget=5000)
@@ -160,6 +172,8 @@ class TestSentences:
             ("It is 3.5 metres high", 10, "It is 3.5 "),
             ("Wide, 3.5 m", 8, "Wide, 3."),
             ("A. Then nothing ends any more", 12, "A. Then noth"),
+            ("Ab. Then nothing ends any more", 12, "Ab. Then not"),  # three tokens are too few
+            ("Abc. Then nothing ends any more", 12, "Abc."),
             ("No sentence ends here at all", 12, "No sentence "),
             ("Short.", 12, "Short."),
             ("\u6771\u4eac\u3002\u5927\u962a\u3002", 16, "\u6771\u4eac\u3002"),

@@ -28,6 +28,27 @@ def test_p_is_the_share_of_sign_patterns_that_are_as_far_from_zero():
     assert randomisation_p([0.3, 0.2, -0.1]) == 0.5
 
 
+def test_up_to_sixteen_differences_every_pattern_is_counted_and_more_are_drawn():
+    # All of one sign: 2 of 2^16 patterns. Of 17 differences 10,000 patterns are drawn, and (1 + 0) / 10,001 is least.
+    assert randomisation_p([1.0] * 16) == 2 / 2**16
+    assert randomisation_p([1.0] * 16 + [0.0]) == 2 / 2**16
+    assert randomisation_p([1.0] * 17) * 10_001 == pytest.approx(1.0)
+    assert randomisation_p([1.0, 1.0, 1.0, -1.0] * 5, resamples=99) * 100 == pytest.approx(
+        round(randomisation_p([1.0, 1.0, 1.0, -1.0] * 5, resamples=99) * 100)
+    )
+
+
+def test_sums_that_differ_by_rounding_alone_are_as_far():
+    # .1 + .2 - .3 is 0 and 2.8e-17 in floats, depending on the order. Of +-.1 +-.2 +-.3 all 8 sums are at least 0
+    # away; with .3 + .1 - .2 = .2 those of .6, .2 and .4 are (6 of 8) and 0 is not.
+    for some in itertools.permutations([0.1, 0.2, -0.3]):
+        assert randomisation_p(some) == 1.0
+    for some in itertools.permutations([0.3, 0.1, -0.2]):
+        assert randomisation_p(some) == 0.75
+    # .3 - .2 = .09999999999999998: the same difference everywhere.
+    assert t_test_p([0.1, 0.1, 0.1, 0.3 - 0.2]) == 0.0
+
+
 def test_differences_of_zero_say_nothing():
     assert randomisation_p([0.0, 0.0]) == 1.0
     assert randomisation_p([]) == 1.0

@@ -90,7 +90,7 @@ def test_the_mixture_by_hand(loaded, weight, weights, first):
     ],
 )
 def test_relevance_is_that_of_the_question_the_given_one_or_their_product(loaded, relevance, weights):
-    experts = {i: (0.5, 0.5) for i in range(3)}
+    experts = dict.fromkeys(range(3), (0.5, 0.5))
     question = [math.log(value) for value in (0.1, 0.4, 0.2)]
     _, found = pooled(loaded, (0.8, 0.2, 0.4), experts, question=question, relevance=relevance, relevance_weight=1.0)
     assert found == pytest.approx(weights)
@@ -102,7 +102,7 @@ def test_contrast_moves_every_member_away_from_the_row_without_passages(loaded):
     # and .5 of (.6, .4). contrast 1: p^2 / p_0 with p_0 = (.5, .5): .64 / .5, .04 / .5 and .36 / .5, .16 / .5.
     # Shares: with prior .5 and equal relevance 1/6 each, the first halved: 1/12, 2/12, 2/12, 6/12 of 11/12.
     # Token 0: 5/11 * 1.28 + 6/11 * .72; token 1: 5/11 * .08 + 6/11 * .32; normalised by their sum.
-    experts = {i: (0.8, 0.2) for i in range(3)}
+    experts = dict.fromkeys(range(3), (0.8, 0.2))
     probs, weights = pooled(loaded, (0.5, 0.5, 0.5), experts, relevance="given", contrast=1.0)
     first, second = 5 * 1.28 + 6 * 0.72, 5 * 0.08 + 6 * 0.32
     assert probs == pytest.approx([first / (first + second), second / (first + second)])

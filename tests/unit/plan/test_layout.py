@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -104,6 +105,14 @@ def test_the_canonical_order_gives_the_same_passages_for_every_order_of_the_prom
     first, second = map(layout_of, orders)
     assert in_canonical_order(first) == in_canonical_order(second)
     assert sorted(first.canonical_order()) == list(range(first.n_passages))
+
+
+def test_passages_are_ranked_by_relevance_and_equal_ones_by_content():
+    some = [("b", 0.5), ("d", 0.9), ("a", 0.5), ("c", 0.5)]
+    for order in itertools.permutations(some):
+        layout = layout_of([(key, [3]) for key, _ in order], relevance=tuple(value for _, value in order))
+        assert "".join(layout.keys[i] for i in layout.ranked()) == "dabc"
+        assert "".join(layout.keys[i] for i in replace(layout, relevance=None).ranked()) == "abcd"
 
 
 def test_equal_passages_of_different_relevance_have_one_canonical_order():

@@ -50,5 +50,6 @@ def test_attention_is_summed_over_tokens_or_taken_per_token():
 
 
 def test_ties_keep_the_order_given():
-    _, sorting = reranker(lambda text, place: 1.0)
+    reader, sorting = reranker(lambda text, place: 1.0)
     assert order(sorting.compress_documents(documents("b", "a", "c"), "why?")) == ["b", "a", "c"]
+    assert reader.seen == [["b", "a", "c"]]  # nothing moves: it is not read again

@@ -1,4 +1,5 @@
 import copy
+import itertools
 
 import pytest
 from langchain_core.documents import Document
@@ -8,7 +9,15 @@ from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError, RerankingError
 from rag_posfix.reranking import RERANKERS, EmbeddingReranker
 
-TABLE = {"same": [2.0, 0.0], "near": [3.0, 4.0], "opposite": [-1.0, 0.0], "zero": [0.0, 0.0], "\ufffd": [1.0, 1.0]}
+TABLE = {
+    "same": [2.0, 0.0],
+    "near": [3.0, 4.0],
+    "opposite": [-1.0, 0.0],
+    "zero": [0.0, 0.0],
+    "nearly": [0.6000001, 0.8],
+    "nearer": [0.600001, 0.79999925],
+    "\ufffd": [1.0, 1.0],
+}
 
 
 class TableEmbeddings(Embeddings):
@@ -46,6 +55,26 @@ def test_the_given_documents_are_left_untouched():
     assert given == before
     assert result[0].id == "1"
     assert result[0].metadata["tags"] == ["t"]
+
+
+def test_scores_that_differ_by_rounding_alone_are_equal_and_keep_the_given_order():
+    # (.6000001, .8) has the cosine .60000006, and .600001 differs in the sixth digit.
+    for texts in (("near", "nearly", "nearer"), ("nearly", "near", "nearer")):
+        result = EmbeddingReranker(embeddings=TableEmbeddings()).compress_documents(documents(*texts), "q")
+        assert ranked(result) == [("nearer", 0.600001), (texts[0], 0.6), (texts[1], 0.6)]
+
+
+def test_texts_are_embedded_in_one_order_whatever_the_order_of_the_documents():
+    seen = []
+
+    class Keeping(TableEmbeddings):
+        def embed_documents(self, texts):
+            seen.append(texts)
+            return super().embed_documents(texts)
+
+    for texts in itertools.permutations(("near", "same", "zero")):
+        EmbeddingReranker(embeddings=Keeping()).compress_documents(documents(*texts), "q")
+    assert seen == [["near", "same", "zero"]] * 6
 
 
 def test_equal_scores_keep_the_given_order_and_top_n_cuts():

@@ -68,6 +68,12 @@ def test_weights_count(fuse):
     # alpha: 1.2247 - 3; beta: -1.2247 + 3; gamma: 0 - 3
     found = raw_scores(fuse(weights=(1.0, 3.0)))
     assert found == pytest.approx({"alpha": -1.775255, "beta": 1.775255, "gamma": -3.0}, abs=1e-6)
+    best = fuse(weights=(1.0, 3.0)).compress_documents(
+        [Document(page_content="alpha"), Document(page_content="beta")], "?"
+    )
+    assert best[0].page_content == "beta"
+    # Of two the z-scores are 1 and -1: (-1 + 3) / (1 + 3) = 1/2.
+    assert best[0].metadata["relevance_score"] == pytest.approx(1 / (1 + math.exp(-0.5)))
 
 
 def test_logarithms_are_added_and_bounded_from_below(fuse):

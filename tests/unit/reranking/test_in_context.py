@@ -53,12 +53,31 @@ def test_layers_are_those_that_were_asked_for():
             InContextReranker(generator=reader, layers=wrong)
 
 
+def test_heads_are_those_that_were_asked_for():
+    reader = ScriptedReader(tokens=paid)
+    for heads in (None, ((3, 1), (2, 0))):
+        InContextReranker(generator=reader, heads=heads).compress_documents(documents(*TABLE), "why?")
+        assert (reader.heads, reader.layers) == (heads, None)
+    with pytest.raises(ValidationError, match="layers and heads exclude each other"):
+        InContextReranker(generator=reader, heads=((3, 1),), layers=(3,))
+
+
+def test_documents_are_cut_to_fit_with_the_longer_of_the_two_questions():
+    reader = ScriptedReader(tokens=lambda question, text: [0.0] * len(text), context_window=600)
+    InContextReranker(generator=reader).compress_documents(documents("a" * 400, "b" * 300), "why? " * 30)
+    lengths = [[len(text) for text in texts] for texts in reader.seen]  # the reader checks that both prompts fit
+    assert lengths[0] == lengths[1]
+    assert lengths[0][0] == lengths[0][1] < 300
+
+
 def test_tokens_far_below_the_mean_of_their_passage_are_left_out():
     # Ten tokens of 1 and one of -10: mean 0, std with n - 1 = sqrt(110 / 10) = 3.32; -10 is below -6.63.
     assert calibrated_score([1.0] * 10 + [-10.0]) == 10.0
     assert calibrated_score([1.0] * 10 + [-10.0], normalize=True) == 1.0
     # Three of 1 and one of -1: mean .5, std 1; -1 is above -1.5 and stays.
     assert calibrated_score([1.0, 1.0, 1.0, -1.0]) == 2.0
+    # Mean 1, squares 16 + 0 + 4 = 20, over n - 1 = 5: std 2; -3 is the bound itself and stays.
+    assert calibrated_score([-3.0, 1.0, 2.0, 2.0, 2.0, 2.0]) == 6.0
     assert calibrated_score([2.0, 2.0]) == 4.0
     assert calibrated_score([-3.0]) == -3.0
     assert calibrated_score([]) == 0.0

@@ -52,6 +52,19 @@ def test_with_a_stride_windows_move_from_the_back_and_carry_the_best_forward():
     assert raw(result) == {text: float(text) for text in "1234567"}
 
 
+def test_the_first_window_is_read_once_where_the_stride_ends_on_it():
+    reader, reranker = sorting(window=4, stride=2)
+    reranker.compress_documents(documents("1", "2", "3", "4", "5", "6"), "why?")
+    assert [sorted(texts) for texts in reader.seen] == [list("3456"), list("1256")]
+
+
+@pytest.mark.parametrize("stride", [None, 2])
+def test_as_many_candidates_as_the_window_are_scored_by_what_was_read(stride):
+    _, reranker = sorting(window=3, stride=stride)
+    result = reranker.compress_documents(documents("1", "2", "3"), "why?")
+    assert scores(result) == pytest.approx({"3": 3 / 6, "2": 2 / 6, "1": 1 / 6})
+
+
 def test_no_stride_is_needed_where_all_fit():
     reader, reranker = sorting(window=7, stride=3)
     assert order(reranker.compress_documents(documents("1", "2", "3"), "why?")) == ["3", "2", "1"]
@@ -100,6 +113,24 @@ def test_the_written_ranking_has_room():
     # The reader checks that the prompt fits with the answer; nothing much is left unused.
     assert [len(text) for text in reader.seen[0]] == [len(reader.seen[0][0])] * 5
     assert 60 < len(reader.seen[0][0]) < 300
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room", "limit"),
+    [
+        ([3, 5], 7, 4),  # 3 + 4
+        ([3, 3], 6, 3),
+        ([3, 3], 5, 2),
+        ([2, 9, 9], 12, 5),  # 2 + 5 + 5
+        ([2, 9, 9], 13, 5),  # one is left over, and two want it
+        ([2, 9, 9], 14, 6),
+        ([2, 9, 9], 100, 9),
+        ([4], 0, 0),
+        ([], 5, 0),
+    ],
+)
+def test_the_common_limit_by_hand(sizes, room, limit):
+    assert common_length_limit(sizes, room) == limit
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=20), st.integers(0, 3000))

@@ -1,10 +1,11 @@
+import itertools
 import math
 
 import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.errors import PromptTooLongError, RerankingError
-from rag_posfix.reranking import LikelihoodReranker
+from rag_posfix.reranking import LikelihoodReranker, likelihood
 from rag_posfix.reranking.likelihood import RESTRICTION
 from tests.support.reader import ScriptedReader, order, raw, scores
 
@@ -46,6 +47,41 @@ def test_batches_hold_passages_of_like_length_whatever_their_order():
         LikelihoodReranker(generator=reader, batch_size=3).compress_documents(documents(*given), "why?")
         seen.append(reader.seen)
     assert seen[0] == [texts[:3], texts[3:6], texts[6:]] == seen[1]
+
+
+def test_batches_hold_the_same_passages_of_one_length_for_every_order():
+    texts = ["aa", "bb", "cc", "d"]
+    seen = set()
+    for given in itertools.permutations(texts):
+        reader = ScriptedReader(dict.fromkeys(texts, -1.0))
+        LikelihoodReranker(generator=reader, batch_size=2).compress_documents(documents(*given), "why?")
+        seen.add(tuple(map(tuple, reader.seen)))
+    (batches,) = seen
+    assert batches[0][0] == "d"  # the shortest; the others by content
+
+
+def test_a_likelihood_above_1_is_rounding():
+    result = LikelihoodReranker(generator=ScriptedReader({"a": 1e-7})).compress_documents(documents("a"), "why?")
+    assert (scores(result), raw(result)) == ({"a": 1.0}, {"a": 1e-7})
+
+
+@pytest.mark.parametrize(("bound", "batches"), [(0, [2]), (-1, [1, 1])])
+def test_a_batch_may_have_exactly_the_tokens_of_the_bound(bound, batches, monkeypatch):
+    layouts = []
+
+    class Keeping(ScriptedReader):
+        def question_likelihood(self, layout, salt=""):
+            layouts.append(layout)
+            return super().question_likelihood(layout, salt)
+
+    reader = Keeping({"a" * 50: -1.0, "b" * 60: -1.0})
+    reranker = LikelihoodReranker(generator=reader)
+    reranker.compress_documents(documents(*reader.values), "why?")
+    # Both are padded to the longer one, 60 letters and a separator of 2, with the suffix.
+    monkeypatch.setattr(likelihood, "MAX_TOKENS", 2 * (60 + 2 + len(layouts[0].suffix)) + bound)
+    reader.seen.clear()
+    reranker.compress_documents(documents(*reader.values), "why?")
+    assert [len(texts) for texts in reader.seen] == batches
 
 
 def test_batches_are_bounded_in_tokens():

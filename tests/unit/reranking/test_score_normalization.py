@@ -1,10 +1,11 @@
+import itertools
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.reranking.score_normalization import sigmoid, sigmoid_of_z_scores, sum_normalized
+from rag_posfix.reranking.score_normalization import sigmoid, sigmoid_of_z_scores, sum_normalized, z_scores
 
 
 def test_sigmoid_by_hand_and_without_overflow():
@@ -21,6 +22,29 @@ def test_sigmoid_of_z_scores_by_hand():
     assert sigmoid_of_z_scores([4.0]) == [0.5]
     assert sigmoid_of_z_scores([-4.0, -4.0]) == [0.5, 0.5]
     assert sigmoid_of_z_scores([]) == []
+
+
+@pytest.mark.parametrize("count", range(2, 12))
+@pytest.mark.parametrize("value", [0.1, 0.2, 0.7, 0.9, -0.3, 0.23308445025757263])
+def test_equal_scores_are_each_the_mean_whatever_their_mean_rounds_to(value, count):
+    # The mean of three times .1 is .10000000000000002 or .09999999999999999 in floats, and not .1.
+    assert z_scores([value] * count) == [0.0] * count
+
+
+def test_scores_that_differ_by_rounding_alone_are_equal():
+    assert z_scores([0.3, 0.1 + 0.2, 0.3]) == [0.0, 0.0, 0.0]  # .1 + .2 = .30000000000000004
+    # Deviations of 1/2 and 2 millionths of the larger: rounding of float32, and more than that.
+    assert z_scores([1.0, 1.0 - 1e-6]) == [0.0, 0.0]
+    assert z_scores([1.0, 1.0 - 4e-6]) == pytest.approx([1.0, -1.0])
+    assert z_scores([-1e-9, 1e-9]) == pytest.approx([-1.0, 1.0])  # small is not rounding
+
+
+def test_the_order_of_the_list_changes_no_digit():
+    raw = [0.1, 0.7, 0.3, 0.9, 1e-9, 0.123456789, 0.7000001]
+    for normalize in (z_scores, sigmoid_of_z_scores, sum_normalized):
+        expected = dict(zip(raw, normalize(raw), strict=True))
+        for some in itertools.islice(itertools.permutations(raw), 0, None, 97):
+            assert dict(zip(some, normalize(some), strict=True)) == expected
 
 
 def test_sum_normalized_by_hand():

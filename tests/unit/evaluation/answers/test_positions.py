@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from langchain_core.documents import Document
 
+from rag_posfix.assembly.documents import content_key
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answering import AnswerJournal
@@ -55,6 +56,30 @@ class TestSweep:
         reranker = Alphabetical()
         sweep(engine, reranker=reranker)
         assert [sorted(names) for names in reranker.seen] == [["d00", "d01", "g0"], ["d10", "d11", "g1"]]
+
+    def test_the_scorer_sees_the_passages_by_content_wherever_the_gold_passage_stands(self, engine):
+        (first, second), names = EXAMPLES[:2], []
+        for example in (first, second):
+            passages = [*example.gold, *example.distractors[:2]]
+            names.append([document.id for document in sorted(passages, key=content_key)])
+        for gold_positions in ([0], [2], [1, 0]):
+            reranker = Alphabetical()
+            sweep(engine, names=("none",), gold_positions=gold_positions, reranker=reranker)
+            assert reranker.seen == names
+
+    def test_of_passages_with_equal_scores_the_content_decides_the_rank_of_the_gold_passage(self, engine):
+        class Tied(Alphabetical):
+            def compress_documents(self, documents, query, callbacks=None):
+                tied = [d.model_copy(update={"metadata": {"relevance_score": 0.5}}) for d in documents]
+                return tied[:: self.step]
+
+        passages = [*EXAMPLES[0].gold, *EXAMPLES[0].distractors[:2]]
+        rank = sorted(passages, key=content_key).index(EXAMPLES[0].gold[0]) + 1
+        for step in (1, -1):
+            reranker = Tied()
+            reranker.step = step
+            rows = sweep(engine, EXAMPLES[:1], ("none",), reranker=reranker)
+            assert [row.gold_rank for row in rows] == [None, None, rank, rank]
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -51,7 +51,8 @@ def test_the_first_token_comes_from_where_the_prompt_looked(engine):
 
 
 def test_the_shares_of_rows_are_summed_by_their_weights(engine):
-    # Two rows of all passages, weights 3/4 and 1/4: .75 * (.4, .4, .2, 0) + .25 * (0, .2, .2, .6) = (.3, .35, .2, .15).
+    # Two rows of all passages, weights 3/4 and 1/4:
+    # .75 * (.4, .4, .2, 0) + .25 * (0, .2, .2, .6) = (.3, .35, .2, .15).
     # Then 0 and 1: what the second row attends to. The weights of the last call before a token is taken count.
     session = engine.open(LAYOUT, MitigationChoice("multi_base", {"factors": (1.0, 1.9)}), TOKENS)
     tracker = AttributionTracker(session.batches, torch.tensor([(0.4, 0.4, 0.2, 0.0), (0.0, 0.2, 0.2, 0.6)]))
