@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -97,6 +98,31 @@ def test_the_unmodified_row_speaks_if_it_is_nearly_as_confident(original, speake
     assert torch.equal(log_probs, rows[speaker])
     assert weights.argmax() == speaker
     assert math.isclose(float(weights.sum()), 1.0)
+
+
+def test_equally_confident_rows_and_a_routing_of_zero_leave_the_sorted_row():
+    for routing, original, row in ((0.0, 0.5, 1), (0.25, 0.25, 1), (0.25, 0.26, 0), (1.0, 0.01, 0)):
+        plan = create("sorted_inter_document", {"routing": routing}).plan(toy_layout(), loaded_model().spec.shape)
+        zeros, confidence = torch.zeros(2), torch.tensor([original, 0.5])
+        _, weights = plan.combine(RowScores(torch.zeros(2, 2), zeros, zeros, confidence.log()))
+        assert weights.tolist() == [1.0 - row, float(row)]
+
+
+def test_the_confidence_is_that_of_the_likeliest_first_token_for_the_whole_answer():
+    loaded, layout, seen = loaded_model(), toy_layout(), []
+    plan = create("sorted_inter_document", {"routing": 0.2}).plan(layout, loaded.spec.shape)
+
+    def combine(scores):
+        seen.append(scores)
+        return plan.combine(scores)
+
+    running = Session(loaded, layout, dataclasses.replace(plan, combine=combine))
+    for token in (5, 9):
+        running.next_log_probs()
+        running.advance(token)
+    first = seen[0].log_probs.max(dim=-1).values
+    assert all(torch.equal(scores.confidence, first) for scores in seen)
+    assert not torch.equal(seen[-1].log_probs.max(dim=-1).values, first)
 
 
 def test_routing_brings_the_order_back():

@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -72,6 +73,10 @@ def test_claims_are_apart_and_their_shares_are_means(answer, data):
         ((0.1, 0.6, 0.31), None),  # less than twice the next
         ((0.34, 0.17, 0.17), 0),
         ((0.32, 0.0, 0.0), None),  # less than a third
+        ((1 / 3, 0.0, 0.0), 0),
+        ((math.nextafter(1 / 3, 0), 0.0, 0.0), None),
+        ((0.5, 0.25, 0.25), 0),
+        ((0.5, math.nextafter(0.25, 1), 0.24), None),
         ((1.0,), 0),
         ((0.2,), None),
         ((0.5, 0.5), None),

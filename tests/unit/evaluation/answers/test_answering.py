@@ -244,9 +244,11 @@ class TestKey:
         for text, score in (("b", 0.5), ("a", 0.25))
     )
 
-    def key(self, engine=None, example=None, documents=None, choice=None, tokens=24, any_order=False):
+    def key(
+        self, engine=None, example=None, documents=None, choice=None, tokens=24, any_order=False, order="original"
+    ):
         documents = self.passages if documents is None else documents
-        trial = Trial(example or self.example, documents, choice or MitigationChoice("none"))
+        trial = Trial(example or self.example, documents, choice or MitigationChoice("none"), order)
         return answer_key(engine or self.engine, trial, tokens, any_order=any_order)
 
     def test_all_that_an_answer_depends_on_changes_the_key(self):
@@ -267,6 +269,8 @@ class TestKey:
             self.key(choice=MitigationChoice("context_experts", {"experts": 2})),
             self.key(tokens=25),
             self.key(any_order=True),
+            self.key(order="relevance"),
+            self.key(order="reverse"),
         ]
         assert len(set(keys)) == len(keys)
 

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import MitigationChoice
@@ -13,6 +14,8 @@ from rag_posfix.evaluation.answers.permutations import (
     largest_difference,
     summarize_permutations,
 )
+from rag_posfix.evaluation.data.position_example import PositionExample
+from tests.support.order_biased import OrderBiasedGenerator
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
 
 
@@ -81,6 +84,25 @@ class TestSweep:
             expected = (first_token(row.order) - first_token((0, 1, 2))).abs().max()
             assert row.logit_difference == pytest.approx(float(expected), abs=1e-5)
 
+    def test_an_answer_is_compared_with_that_of_the_same_question_in_its_first_order(self):
+        # The answer is the passage that came first: another one in each order that begins with another passage.
+        rows = sweep(OrderBiasedGenerator(), ("none",), n_orders=6)
+        assert [row.changed for row in rows] == [row.order[0] != 0 for row in rows]
+        assert len({row.answer for row in rows}) == 9
+        # Of the 5 orders besides the first, 4 begin with another passage.
+        found = summarize_permutations(rows)["mitigations"]["none"]
+        assert (found["flip_rate"], found["any_flip"]) == (pytest.approx(4 / 5), 1.0)
+
+    def test_of_two_gold_passages_both_places_are_told_in_their_order(self):
+        gold = tuple(Document(page_content=f"gold {n}", id=f"g{n}") for n in range(2))
+        distractors = tuple(Document(page_content=f"distractor {n}", id=f"d{n}") for n in range(2))
+        example = PositionExample("two", "Why?", ("so",), gold, distractors)
+        rows = sweep(OrderBiasedGenerator(), ("none",), [example], n_orders=24, n_documents=4)
+        assert rows[0].gold_position == (0, 1)
+        assert len({row.gold_position for row in rows}) == 12  # 4 places of the first, 3 of the second
+        for row in rows:
+            assert tuple(row.passages[place] for place in row.gold_position) == ("g0", "g1")
+
     def test_a_method_that_ignores_the_order_is_run_for_each_order(self, engine):
         with CountedForwards(engine) as one:
             sweep(engine, ("parallel_windows",), EXAMPLES[:1], n_orders=2)
@@ -125,6 +147,11 @@ ROWS = [
 
 
 class TestSummary:
+    def test_a_single_change_of_many_orders_is_a_change_of_the_question(self):
+        rows = [row("a", number, number == 3, 1.0, 0.0) for number in range(4)]
+        found = summarize_permutations(rows)["mitigations"]["none"]
+        assert (found["flip_rate"], found["any_flip"]) == (pytest.approx(1 / 3), 1.0)
+
     def test_flips_are_counted_by_order_and_by_question(self):
         summary = summarize_permutations(ROWS)
         none = summary["mitigations"]["none"]

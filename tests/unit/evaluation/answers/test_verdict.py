@@ -30,7 +30,8 @@ def method(changes, spread=0.0, versus=None):
 @pytest.mark.parametrize(
     ("versus", "expected"),
     [((0.5, [0.25, 0.75]), "higher than"), ((-0.5, [-0.75, -0.25]), "lower than"),
-     ((0.1, [-0.1, 0.3]), "not distinguishable from")],
+     ((0.1, [-0.1, 0.3]), "not distinguishable from"), ((0.5, [0.0, 0.75]), "not distinguishable from"),
+     ((-0.5, [-0.75, 0.0]), "not distinguishable from")],
 )  # fmt: skip
 def test_a_method_is_compared_with_the_best_position_of_the_baseline(versus, expected):
     baseline, free = position_verdicts({"none": method(0.85, 0.64), "free": method(0.0, versus=versus)})

@@ -136,6 +136,17 @@ def test_recall_of_two_gold_passages_needs_both_among_the_first():
     assert found["rankings_that_change"] == 0.75  # the second question has rank 2 at both
 
 
+def test_the_correction_is_over_all_rerankers_and_both_cuts():
+    # Five questions. a: first from place 0 and sixth from place 4, in both cuts 5 differences of 1: p = 2 / 2^5.
+    # b: first from both places. Of four values 1/16, 1/16, 1, 1 the first becomes 4/16, and so does the second.
+    rows = [row(str(q), 0, 0, label) for q in range(5) for label in "ab"]
+    rows += [row(str(q), 4, {"a": 5, "b": 0}[label], label) for q in range(5) for label in "ab"]
+    found = summarize_gold_ranks(rows)["rerankers"]
+    pairs = [found[label][f"recall@{cut}"]["first_minus_last"] for label in "ab" for cut in (1, 3)]
+    assert [pair["p"] for pair in pairs] == [1 / 16, 1 / 16, 1.0, 1.0]
+    assert [pair["p_holm"] for pair in pairs] == [1 / 4, 1 / 4, 1.0, 1.0]
+
+
 def test_each_list_is_ranked_once_however_often_it_is_asked_for(tmp_path):
     path = tmp_path / "journal.jsonl"
     ranks(AsItCame(), positions=(0, 1), journal=RankJournal(path))

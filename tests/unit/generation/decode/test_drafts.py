@@ -8,10 +8,13 @@ import torch
 from rag_posfix.errors import PlanConflictError
 from rag_posfix.generation.decode.drafts import AnswerText, draft_answers
 from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.prefill import prefill
 from rag_posfix.plan.draft import Draft
 from rag_posfix.plan.plan import Plan, RowPlan
+from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, stock_model, toy_layout
+from tests.support.tiny_evaluation import CountedForwards
 
 LAYOUT = toy_layout((7, 4, 9))
 SEEN = ((0,), (1,), (2,), ())
@@ -70,6 +73,18 @@ def test_every_row_writes_what_the_model_writes_after_that_row_alone(loaded, sto
     assert found.tokens == tuple(answers)
     assert len(set(found.tokens)) > 1, "the rows must not all agree, or the test sees little"
     assert torch.allclose(found.log_probs, said, atol=1e-4)
+
+
+def test_a_draft_of_one_token_takes_no_pass_of_the_model(loaded, stock):
+    with CountedForwards(Engine(loaded, NumberEncoder(), "tiny", "print")) as forwards:
+        found = drafts_of(loaded, max_tokens=1)
+        of_prompt = len(forwards.shapes)
+        drafts_of(loaded, max_tokens=2)
+    assert found.tokens == tuple(answer[:1] for answer in stock[0])
+    # Two tokens: one step of all rows, and one pass of all rows over each distinct draft.
+    one_pass = [shape for shape in forwards.shapes[of_prompt:] if shape[1] == 1]
+    assert forwards.shapes[:of_prompt] == [shape for shape in forwards.shapes[of_prompt:] if shape[1] != 1]
+    assert len(one_pass) == 1 + len({answer[:2] for answer in stock[0]})
 
 
 def test_an_end_token_ends_a_draft_and_is_no_part_of_it(loaded, stock):

@@ -86,10 +86,27 @@ def test_layers_that_are_named_count_alone():
                 assert one == pytest.approx(expected, abs=2e-6)
 
 
-@pytest.mark.parametrize("layers", [(), (-1,), (0, 99)])
+def test_layers_and_heads_that_are_named_are_summed(loaded):
+    (found,) = question_attention(loaded, [LAYOUT], layers=(2, 0))
+    for one, expected in zip(found, eager("llama", LAYOUT, [0, 2]), strict=True):
+        assert one == pytest.approx(expected, abs=2e-6)
+    # Every head of the same two layers.
+    heads = [(layer, head) for layer in (2, 0) for head in range(8)]
+    (by_head,) = question_attention(loaded, [LAYOUT], heads=heads)
+    for one, other in zip(found, by_head, strict=True):
+        assert one == pytest.approx(other, abs=2e-6)
+
+
+@pytest.mark.parametrize("layers", [(), (-1,), (3,), (0, 99)])
 def test_a_layer_that_the_model_does_not_have_is_refused(loaded, layers):
-    with pytest.raises(ConfigError, match="must name one or more of the model's layers, 0 to"):
+    with pytest.raises(ConfigError, match="must name one or more of the model's layers, 0 to 2"):
         question_attention(loaded, [LAYOUT], layers=layers)
+
+
+@pytest.mark.parametrize("heads", [(), [(3, 0)], [(0, 8)], [(-1, 0)], [(0, -1)]])
+def test_a_head_that_the_model_does_not_have_is_refused(loaded, heads):
+    with pytest.raises(ConfigError, match=r"heads as \(layer, head\), layers 0 to 2, heads 0 to 7"):
+        question_attention(loaded, [LAYOUT], heads=heads)
 
 
 def test_layers_that_forget_keys_are_read_whole_and_say_the_same():

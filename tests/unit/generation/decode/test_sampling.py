@@ -84,6 +84,11 @@ def test_top_p_that_is_reached_exactly_needs_no_further_token(top_p, kept):
     assert set(drawn(Sampling(temperature=1.0, top_p=top_p, seed=1), torch.zeros(4))) == kept
 
 
+def test_top_p_close_to_1_still_leaves_out_what_is_beyond_it():
+    # 16 equal tokens: 15 of them reach 15/16 = .9375.
+    assert set(drawn(Sampling(temperature=1.0, top_p=15 / 16, seed=1), torch.zeros(16))) == set(range(15))
+
+
 def test_top_p_counts_what_top_k_left():
     # Of 0.5 and 0.25 the first holds two thirds.
     assert set(drawn(Sampling(temperature=1.0, top_k=2, top_p=0.6, seed=1))) == {1}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,17 @@ def test_it_finds_what_a_search_of_the_whole_text_finds(stops: list[str], pieces
             return
         ends = [size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])]
         assert matcher.undecided == max(ends, default=0)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "start"),
+    [("aab", "aaab", 1), ("abac", "ababac", 2), ("aabaaa", "aabaabaaa", 3), ("aaa", "aabaa", None), ("ab", "ab", 0)],
+)
+def test_a_failed_match_goes_on_from_its_longest_border(stop, text, start):
+    assert StopMatcher([stop]).push(text) == start
+    letters = StopMatcher([stop])
+    found = [letters.push(letter) for letter in text]
+    assert found == [None] * (len(text) - 1) + [start]
 
 
 def test_long_stop_strings_cost_no_more_than_the_text():

@@ -61,6 +61,12 @@ def test_the_first_of_several_stop_strings_in_the_text_wins():
     assert (stream.text, stream.stopped, stream.finish()) == ("x ", True, "")
 
 
+def test_text_before_a_stop_string_comes_with_it_though_another_one_has_begun():
+    # "a" may begin "abX"; "b" ends the answer before anything else could be told.
+    pieces, rest, stream = run(b"ab", stop=["b", "abX"])
+    assert (pieces, rest, stream.text, stream.stopped) == (["", "a"], "", "a", True)
+
+
 def test_a_stop_string_over_a_split_character_is_found():
     assert run("aé!b".encode(), stop=["é!"])[2].text == "a"
 

@@ -5,16 +5,19 @@ import torch
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.decode import token_attribution as token_trace
+from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.decode.token_attribution import AttributionTracker, attribution_layers
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.forward_context import Observer
+from rag_posfix.plan.plan import Plan, RowPlan
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
 from tests.support.together import generate_together
 
 LAYOUT = toy_layout(relevance=(0.9, 0.2, 0.5, 0.4))
 TOKENS = 5
+SECOND = torch.tensor([0.0, 1.0])
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +66,38 @@ def test_the_shares_of_rows_are_summed_by_their_weights(engine):
     assert tracker.shares() == [pytest.approx((0.3, 0.35, 0.2, 0.15)), pytest.approx((0.0, 0.2, 0.2, 0.6))]
 
 
-def test_the_shares_are_those_of_the_plain_attention(engine):
+@pytest.mark.parametrize("layout", [LAYOUT, toy_layout((7, 4))], ids=["four passages", "two passages"])
+def test_the_shares_are_those_of_the_plain_attention(engine, layout):
     """Compared with attention that transformers computes spelled out, in the layers that are watched."""
-    generation = engine.generate(request("none"))
+    generation = engine.generate(request("none", layout=layout))
     model = loaded_model().model
     model.set_attn_implementation("eager")
-    ids = torch.tensor([[*LAYOUT.token_ids, *generation.token_ids[:-1]]])
+    ids = torch.tensor([[*layout.token_ids, *generation.token_ids[:-1]]])
     with torch.inference_mode():
         attentions = model(ids, output_attentions=True).attentions
     layers = sorted(attribution_layers(len(attentions)))
     for number, source in enumerate(generation.sources[1:], start=1):
-        at = len(LAYOUT.token_ids) - 1 + number
+        at = len(layout.token_ids) - 1 + number
         row = torch.stack([attentions[layer][0, :, at].mean(dim=0) for layer in layers]).mean(dim=0)
-        mass = torch.stack([row[span.slice].sum() for span in LAYOUT.passages])
+        mass = torch.stack([row[span.slice].sum() for span in layout.passages])
         assert source.shares == pytest.approx((mass / mass.sum()).tolist(), abs=1e-5)
+
+
+def test_each_row_of_a_batch_has_the_passages_of_its_own_tokens():
+    # Two rows of one batch: passages of 7 and 4 tokens, and of 6 and 5; the second row writes.
+    loaded, layout = loaded_model(), toy_layout((7, 4, 6, 5))
+    rows = (RowPlan(passages=(0, 1)), RowPlan(passages=(2, 3)))
+    both = Plan(rows=rows, combine=lambda scores: (scores.log_probs[1], SECOND), independent_passages=True)
+    found = Session(loaded, layout, both)
+    assert [batch.n_rows for batch in found.batches] == [2]
+    alone = Session(loaded, layout.select((2, 3)), Plan(independent_passages=True))
+    for session in (found, alone):
+        session.attribute_tokens()
+        for token in (9, 11):
+            session.next_log_probs()
+            session.advance(token)
+    for shares, expected in zip(found.token_shares(), alone.token_shares(), strict=True):
+        assert shares == pytest.approx((0.0, 0.0, *expected), abs=1e-6)
 
 
 def test_rows_of_one_passage_need_no_attention(engine, monkeypatch):
