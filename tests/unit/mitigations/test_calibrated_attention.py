@@ -110,6 +110,9 @@ def test_the_dummy_repeats_what_stands_in_the_most_passages():
     )  # fmt: skip
     assert filler(layout) == (8, 7, 9)
     assert filler(layout.select((1, 0))) == (8, 7, 9)
+    # All of four tokens stand once in one passage: by their number, whatever stands first.
+    alike = dataclasses.replace(layout, token_ids=(0, 1, 60, 7, 60, 2, 1, 33, 9, 2, 3), texts=(Span(2, 4), Span(7, 9)))
+    assert filler(alike) == filler(alike.select((1, 0))) == (7, 9, 33, 60)
     found = with_dummy(layout, 0)
     assert found.token_ids == (0, 8, 7, 9, 8, 2, 1, 8, 9, 2, 3)
     assert found.passages == layout.passages
@@ -131,6 +134,19 @@ def test_the_survey_reads_the_prompt_and_a_dummy_in_every_slot():
     lengths = torch.tensor([7.0, 4.0, 9.0, 6.0])
     assert torch.allclose(attend.share, alpha * lengths / (alpha * lengths).sum())
     assert attend.layers == range(1, 3)
+
+
+def test_temperature_and_strength_reach_the_attention():
+    # Two passages, rel 3 and 1: (1, -1) in standard deviations. t = 2: 1 / (1 + e^-1) of the attention per token;
+    # t = .5, unless it is said: 1 / (1 + e^-4). The first has 7 tokens and the second 3.
+    layout = toy_layout((7, 3))
+    measured = torch.tensor([[5.0, 4.0], [2.0, 9.0], [9.0, 3.0]])
+    for parameters, exponent, strength in (({"temperature": 2.0, "strength": 0.25}, 1, 0.25), ({}, 4, 1.0)):
+        attend = plan(parameters, layout).calibration.decide(measured).rows[0].attend
+        first = 7 / (1 + math.exp(-exponent))
+        second = 3 / (1 + math.exp(exponent))
+        assert attend.share.tolist() == pytest.approx([first / (first + second), second / (first + second)])
+        assert attend.strength == strength
 
 
 def test_with_a_profile_the_prompt_alone_is_read():

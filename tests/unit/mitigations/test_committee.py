@@ -68,11 +68,15 @@ def pooled(loaded, given, experts, amateur=(0.5, 0.5), joint=(0.6, 0.4), questio
         # without relevance .2 each; with the answer so far .1, .2, .2, .4, which sum to .9.
         # Token 0: (.1 * .9 + .2 * .1 + .2 * .1 + .4 * .6) / .9 = .37 / .9.
         (0.0, [1 / 9, 2 / 9, 2 / 9, 0.0, 4 / 9], 0.37 / 0.9),
+        # 5 unless it is said: 32 : 1 : 1 of 34, times .6: 19.2, .6, .6 and 13.6 of the joint row; with the answer so
+        # far 9.6, .6, .6, 13.6, which sum to 24.4. Token 0: (9.6 * .9 + .6 * .1 + .6 * .1 + 13.6 * .6) / 24.4.
+        (None, [9.6 / 24.4, 0.6 / 24.4, 0.6 / 24.4, 0.0, 13.6 / 24.4], 16.92 / 24.4),
     ],
 )
 def test_the_mixture_by_hand(loaded, weight, weights, first):
     experts = {0: (0.9, 0.1), 1: (0.1, 0.9), 2: (0.1, 0.9)}
-    probs, found = pooled(loaded, (0.8, 0.4, 0.4), experts, prior=0.4, relevance="given", relevance_weight=weight)
+    given = {} if weight is None else {"relevance_weight": weight}
+    probs, found = pooled(loaded, (0.8, 0.4, 0.4), experts, prior=0.4, relevance="given", **given)
     assert probs == pytest.approx([first, 1 - first])
     assert found == pytest.approx(weights)
 

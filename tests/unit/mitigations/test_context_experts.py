@@ -89,6 +89,25 @@ def test_max_takes_the_best_expert_at_each_token_as_the_paper_does(shape):
     assert shares == {0: 1.0, 1: 0.0}
 
 
+def test_contrast_counts_in_the_maximum_too(shape):
+    # contrast 1: p^2 / p_0. Expert 0: .64 / .5 and .04 / .5; expert 1: .16 / .5 and .36 / .5. Maxima 1.28 and .72.
+    experts = [(0.8, 0.2), (0.4, 0.6)]
+    probs, shares = pooled(shape, (0.5, 0.5), experts, contrast=1.0, pool="max", hold=0.0)
+    assert probs == pytest.approx([0.64, 0.36])
+    assert shares == {0: 1.0, 1: 0.0}
+
+
+def test_a_relevance_of_0_is_lifted_to_a_hundredth(shape):
+    _, shares = pooled(shape, (1.0, 0.0), [(0.5, 0.5), (0.5, 0.5)], relevance_weight=1.0)
+    assert shares == pytest.approx({0: 1 / 1.01, 1: 0.01 / 1.01})
+
+
+@pytest.mark.parametrize("relevance", ["question", "given", "both"])
+def test_the_question_is_scored_where_its_likelihood_counts(shape, relevance):
+    plan = create("context_experts", {"relevance": relevance}).plan(toy_layout((3, 4)), shape)
+    assert plan.score_question == (relevance != "given")
+
+
 def test_contrast_moves_away_from_the_row_without_passages(shape):
     # One half more of the expert, one half less of the amateur: 0.8^1.5 / 0.5^0.5 against 0.2^1.5 / 0.5^0.5.
     probs, _ = pooled(shape, (0.5, 0.5), [(0.8, 0.2), (0.8, 0.2)], contrast=0.5)
@@ -144,6 +163,8 @@ def test_experts_keeps_the_most_relevant(shape):
 def test_experts_without_relevance_says_what_to_do(shape):
     with pytest.raises(ConfigError, match=r"experts=2 keeps the most relevant of 3 passages, .* rerank them"):
         create("context_experts", {"experts": 2}).plan(toy_layout((3, 4, 5)), shape)
+    for count in (3, 4):  # nothing has to be left out
+        assert len(create("context_experts", {"experts": count}).plan(toy_layout((3, 4, 5)), shape).rows) == 4
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,20 @@ def test_three_key_heads_of_nine_are_served():
     assert sorted(batch.layer_state.head_divisors[2].tolist()) == pytest.approx([1.2, 1.5, 1.8])
 
 
+def test_alpha_low_and_high_reach_the_divisors():
+    # One query head to each key head, -1 and 1. alpha 1: awareness 3/4 and 1/4; alpha 2: 0 and 1/4.
+    query, key = states([-1.0], [1.0]), states(KEYS, KEYS)
+    shape = loaded_model().spec.shape
+    for parameters, expected in (
+        ({"alpha": 1.0, "low": 1.0, "high": 3.0}, [1.0, 3.0]),
+        ({"alpha": 2.0, "low": 1.0, "high": 3.0}, [3.0, 1.0]),
+        ({"alpha": 2.0, "low": 1.5, "high": 1.5}, [1.5, 1.5]),
+    ):
+        (row,) = create("head_scaling", {**parameters, "skip_layers": 1}).plan(toy_layout(), shape).rows
+        assert row.head_scale(0, query, key) is None
+        assert row.head_scale(1, query, key).tolist() == expected
+
+
 def test_divisors_are_decided_from_the_prompt_and_kept():
     running, before = decided()
     before = {layer: None if found is None else found.clone() for layer, found in before.items()}

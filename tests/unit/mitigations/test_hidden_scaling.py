@@ -139,6 +139,7 @@ def test_the_plan_holds_what_was_asked_for(llama):
     found = scale(llama.spec.shape, channel=5)
     assert (found.factor, found.layers) == (0.0, range(2))
     assert scale(llama.spec.shape, channel=5, last_layer=0).layers == range(1)
+    assert scale(llama.spec.shape, channel=63, first_layer=2, last_layer=2).layers == range(2, 3)
 
 
 def test_a_path_is_no_parameter():

@@ -115,6 +115,10 @@ def test_there_is_one_row_per_passage_and_one_without_passages(shape):
     assert plan.rows[-1].passages == ()
     assert plan.independent_passages
     assert plan.draft.max_tokens == 24
+    for relevance in ("question", "given", "both"):
+        other = create("passage_answers", {"answer_tokens": 7, "relevance": relevance}).plan(toy_layout((3, 4)), shape)
+        assert other.draft.max_tokens == 7
+        assert other.score_question == (relevance != "given")
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,12 @@ def test_the_most_relevant_passage_stands_nearest_to_the_question():
         method.plan(toy_layout(), loaded_model().spec.shape)
 
 
+def test_two_passages_are_arranged_and_one_is_not():
+    shape = loaded_model().spec.shape
+    assert create("sorted_inter_document").plan(toy_layout((6, 3)), shape).rows[0].attend is not None
+    assert create("sorted_inter_document").plan(toy_layout((6,)), shape).rows[0].attend is None
+
+
 def test_question_and_answer_read_an_ordinary_prompt_with_sorted_passages():
     loaded, layout = loaded_model(), toy_layout()
     plan = create("sorted_inter_document").plan(layout, loaded.spec.shape)

@@ -150,6 +150,7 @@ def test_parameters_of_the_methods_are_part_of_the_fingerprint():
     ("methods", "message"),
     [
         ([], "must be a list of 1 to 16 methods"),
+        (["none"] * 17, "must be a list of 1 to 16 methods"),
         ("head_scaling", "must be a list of 1 to 16 methods"),
         ([3], "must be a name, or"),
         ([{"low": 1.0}], "must be a name, or"),
@@ -165,3 +166,7 @@ def test_a_wrong_list_is_refused(methods, message):
 def test_an_unknown_method_in_a_stack_is_refused_with_a_suggestion():
     with pytest.raises(UnknownNameError, match="head_scaling"):
         create("stack", {"methods": ["head_scalin"]})
+
+
+def test_sixteen_methods_are_not_too_many():
+    assert len(create("stack", {"methods": ["none"] * 16}).methods) == 16

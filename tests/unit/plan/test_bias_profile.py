@@ -34,6 +34,14 @@ def test_stretching_is_linear_interpolation_with_aligned_ends(slots, count):
     assert stretched(profile.tolist(), count) == pytest.approx(expected[0, 0].tolist(), rel=1e-5)
 
 
+def test_a_profile_that_mirrors_itself_does_so_for_every_number_of_slots():
+    # Rounding of one half alone would break the tie between a slot and its mirror image.
+    profile = (0.7, 0.1, 0.3, 0.1, 0.7)
+    for count in range(2, 40):
+        found = stretched(profile, count)
+        assert found == found[::-1]
+
+
 def test_the_packaged_models_have_profiles():
     assert packaged_profiles() == tuple(sorted(SHAPES))
 
