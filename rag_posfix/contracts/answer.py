@@ -110,6 +110,7 @@ class Answer:
         timings: Seconds by stage.
         log_probs: Every generated token with its log-probability, if ``sampling.top_logprobs`` asked for them. Tokens
             that end the answer or belong to a stop string start at the end of ``text`` or later.
+        warnings: What failed without failing the question: a reranker that left the documents in their order.
     """
 
     text: str
@@ -123,6 +124,7 @@ class Answer:
     dropped: tuple[tuple[str, str], ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
     log_probs: tuple[ScoredToken, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object that ``rag-posfix ask --json`` prints."""

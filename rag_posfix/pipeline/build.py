@@ -363,7 +363,7 @@ def _reranker_choice(
                 f"a question cannot choose {_LOADS_A_MODEL}, which loads a model of its own; set RAG_POSFIX_RERANKER"
             )
         made = build_reranker(spec, RerankerModels(lambda: embeddings, lambda: _loaded(engine)))
-        return GuardedReranker(reranker=made)
+        return GuardedReranker(reranker=made, health=guarded.health)
 
     return choose
 

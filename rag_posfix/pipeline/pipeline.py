@@ -15,6 +15,7 @@ from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.recent_prompts import RecentPrompts
 from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.answer_warnings import collected_warnings
 from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.contracts.generator import Generator, gives_scores
 from rag_posfix.contracts.method_spec import MethodSpec
@@ -79,6 +80,7 @@ class _Prepared:
     timings: dict[str, float]
     watcher: StageWatcher
     trace: QuestionTrace
+    warnings: tuple[str, ...]
 
 
 class Pipeline:
@@ -291,7 +293,8 @@ class Pipeline:
         info = self.generator.describe(mitigation)
         timings: dict[str, float] = {}
         salt = tenant_salt(self.defaults.tenant, asked.tenant)
-        documents = self._documents(asked, timings, watcher, salt)
+        with collected_warnings() as warnings:
+            documents = self._documents(asked, timings, watcher, salt)
         scope = content_hash(salt, info.fingerprint, _words(asked))
         with _timed(timings, "assemble"), trace.stage("assembler", asked.text) as stage:
             assembled = self.assembler.assemble(
@@ -309,7 +312,7 @@ class Pipeline:
         if self.cache is not None and asked.use_cache and sampling.deterministic:
             key = self._key(asked, assembled, info, sampling)
         request = GenerationRequest(assembled.layout, mitigation, sampling, salt, self.defaults.traced)
-        return _Prepared(asked.text, assembled, request, info, key, scope, timings, watcher, trace)
+        return _Prepared(asked.text, assembled, request, info, key, scope, timings, watcher, trace, tuple(warnings))
 
     def _documents(
         self, asked: Question, timings: dict[str, float], watcher: StageWatcher, salt: str
@@ -418,6 +421,7 @@ class Pipeline:
 
     def _finish(self, prepared: _Prepared, stored: Mapping[str, Any], *, cached: bool) -> Answer:
         answer = answer_from(stored, prepared.assembled, prepared.info.name, prepared.timings, cached=cached)
+        answer = replace(answer, warnings=prepared.warnings)
         prepared.trace.answered(answer)
         return answer
 

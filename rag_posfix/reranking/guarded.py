@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from contextvars import copy_context
@@ -15,6 +14,8 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from rag_posfix.caching.deadline import DeadlineRunner
+from rag_posfix.contracts.answer_warnings import warn
+from rag_posfix.contracts.reranker_health import RerankerFailures, RerankerHealth
 from rag_posfix.errors import ConfigError, RerankingTimeoutError
 from rag_posfix.reranking.deadline import deadline
 
@@ -32,9 +33,9 @@ CLOSING_SECONDS = 5.0
 class GuardedReranker(BaseDocumentCompressor):
     """Fails open: if the reranker fails, the documents are returned in their order instead of no answer.
 
-    If the reranker raises, or takes longer than its deadline, a warning is logged, the failure is counted, and copies
-    of the documents are returned in the given order, with the scores that they had, if any. Errors of the caller (an
-    empty question, a malformed document: ``ConfigError``) are raised.
+    If the reranker raises, or takes longer than its deadline, a warning is logged and added to ``Answer.warnings``.
+    The failure is counted, and copies of the documents are returned in the given order, with the scores that they had,
+    if any. Errors of the caller (an empty question, a malformed document: ``ConfigError``) are raised.
 
     A late reranking goes on in its thread. Rerankers that use a model in steps (all but ``embedding``) check the
     deadline between two steps and stop there, which releases the model.
@@ -42,15 +43,21 @@ class GuardedReranker(BaseDocumentCompressor):
     Attributes:
         reranker: The reranker.
         deadline_seconds: Time limit in seconds; None for no limit, in the thread of the caller.
+        health: Counts the failures; may be shared with other rerankers, and counts by name.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     reranker: BaseDocumentCompressor
     deadline_seconds: float | None = Field(default=None, gt=0)
+    health: RerankerHealth = Field(default_factory=RerankerHealth, repr=False)
     _runner: DeadlineRunner = PrivateAttr(default_factory=lambda: DeadlineRunner("rag-posfix-reranking", MAX_THREADS))
-    _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
-    _counts: dict[str, int] = PrivateAttr(default_factory=lambda: {"error": 0, "timeout": 0})
+
+    @property
+    def name(self) -> str:
+        """Name of the reranker in the registry, or of its class."""
+        name = getattr(self.reranker, "name", None)
+        return name if isinstance(name, str) else type(self.reranker).__name__
 
     @property
     def failures(self) -> int:
@@ -64,8 +71,7 @@ class GuardedReranker(BaseDocumentCompressor):
 
     def counts(self) -> dict[str, int]:
         """Return how often documents kept their order because of a failure, by reason: ``error`` and ``timeout``."""
-        with self._lock:
-            return dict(self._counts)
+        return dict(self.health.failures().get(self.name, RerankerFailures()).counts)
 
     def close(self) -> None:
         """End the threads, after waiting for late rerankings to stop. Later rerankings count as failed."""
@@ -94,12 +100,15 @@ class GuardedReranker(BaseDocumentCompressor):
         try:
             with deadline(self.deadline_seconds):
                 if self.deadline_seconds is None:
-                    return run()
-                return self._runner.run(partial(copy_context().run, run), self.deadline_seconds)
+                    ranked = run()
+                else:
+                    ranked = self._runner.run(partial(copy_context().run, run), self.deadline_seconds)
         except ConfigError:
             raise
         except Exception as error:
             return self._in_given_order(documents, error)
+        self.health.count_success(self.name)
+        return ranked
 
     async def acompress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
@@ -114,20 +123,20 @@ class GuardedReranker(BaseDocumentCompressor):
         try:
             with deadline(self.deadline_seconds):
                 async with asyncio.timeout(self.deadline_seconds):
-                    return await self.reranker.acompress_documents(documents, query, callbacks)
+                    ranked = await self.reranker.acompress_documents(documents, query, callbacks)
         except ConfigError:
             raise
         except Exception as error:
             return self._in_given_order(documents, error)
+        self.health.count_success(self.name)
+        return ranked
 
     def _in_given_order(self, documents: Sequence[Document], error: Exception) -> list[Document]:
-        """Log and count the failure, and return copies. The error's text is not logged: it may quote documents."""
+        """Count and report the failure, and return copies. The error's text is left out: it may quote documents."""
         late = isinstance(error, TimeoutError | RerankingTimeoutError)
-        with self._lock:
-            self._counts["timeout" if late else "error"] += 1
-        name = type(self.reranker).__name__
-        if late:
-            _log.warning("%s took longer than %g s; the documents keep their order", name, self.deadline_seconds or 0)
-        else:
-            _log.warning("%s failed (%s); the documents keep their order", name, type(error).__name__)
+        self.health.count_failure(self.name, error, "timeout" if late else "error")
+        problem = f"took longer than {self.deadline_seconds or 0:g} s" if late else f"failed ({type(error).__name__})"
+        message = f"reranker {self.name} {problem}; the documents keep their order"
+        _log.warning("%s", message)
+        warn(message)
         return [one.model_copy(update={"metadata": dict(one.metadata or {})}) for one in documents]

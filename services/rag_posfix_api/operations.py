@@ -6,13 +6,13 @@ import anyio.to_thread
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import choose_encoder
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from rag_posfix_api.dialects.openai.errors import errors
 from rag_posfix_api.runtime.service import ReadyService, ServiceState
 
-__all__ = ["Health", "router"]
+__all__ = ["Health", "Readiness", "router"]
 
 router = APIRouter()
 
@@ -23,6 +23,12 @@ class Health(BaseModel):
     status: str
 
 
+class Readiness(Health):
+    """The response of a readiness probe."""
+
+    detail: str | None = Field(default=None, description="What fails while questions are answered: a reranker.")
+
+
 @router.get("/healthz", operation_id="healthz", response_model=Health, tags=["health"])
 @router.get("/livez", operation_id="livez", response_model=Health, tags=["health"])
 async def live() -> Health:
@@ -30,11 +36,25 @@ async def live() -> Health:
     return Health(status="live")
 
 
-@router.get("/health", operation_id="health", response_model=Health, responses=errors(503), tags=["health"])
-@router.get("/readyz", operation_id="readyz", response_model=Health, responses=errors(503), tags=["health"])
-async def ready(service: ReadyService) -> Health:
-    """Return that the model is loaded and verified; otherwise 503 with the reason."""
-    return Health(status="ready")
+@router.get(
+    "/health",
+    operation_id="health",
+    response_model=Readiness,
+    response_model_exclude_none=True,
+    responses=errors(503),
+    tags=["health"],
+)
+@router.get(
+    "/readyz",
+    operation_id="readyz",
+    response_model=Readiness,
+    response_model_exclude_none=True,
+    responses=errors(503),
+    tags=["health"],
+)
+async def ready(service: ReadyService) -> Readiness:
+    """Return that the model is loaded and verified, and which rerankers fail; otherwise 503 with the reason."""
+    return Readiness(status="ready", detail=service.reranker_health.describe_failing())
 
 
 @router.get("/metrics", operation_id="metrics", response_class=PlainTextResponse, tags=["metrics"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from dataclasses import replace
 from typing import Any
@@ -348,21 +349,48 @@ def test_rerank_tells_bad_input(fields: dict[str, Any], status: int, param: str)
     assert (response.status_code, error_of(response)["param"]) == (status, param)
 
 
-def test_a_reranker_that_fails_costs_no_answer_and_is_counted():
-    class Failing(BaseDocumentCompressor):
-        def compress_documents(self, documents: Any, query: str, callbacks: Any = None) -> Any:
-            raise RuntimeError
+class FailingReranker(BaseDocumentCompressor):
+    def compress_documents(self, documents: Any, query: str, callbacks: Any = None) -> Any:
+        raise RuntimeError
 
-    client = client_for(make_pipeline(reranker=GuardedReranker(reranker=Failing())))
+
+def test_a_reranker_that_fails_costs_no_answer_and_is_counted():
+    client = client_for(make_pipeline(reranker=GuardedReranker(reranker=FailingReranker())))
     counter = "rag_posfix_reranking_failures_total"
-    assert f'{counter}{{reason="error"}} 0.0' in client.get("/metrics").text
+    assert counter + "{" not in client.get("/metrics").text
     assert client.post(CHAT, json=chat(documents=["a"])).status_code == 200
     response = client.post("/v1/rerank", json={"query": "q", "documents": ["a"]})
     assert (response.status_code, error_of(response)["code"]) == (500, "reranking_failed"), "there is no score to give"
     text = client.get("/metrics").text
-    assert f'{counter}{{reason="error"}} 2.0' in text
-    assert f'{counter}{{reason="timeout"}} 0.0' in text
-    assert counter + "{" not in client_for().get("/metrics").text
+    assert f'{counter}{{reason="error",reranker="FailingReranker"}} 2.0' in text
+    assert f'{counter}{{reason="timeout",reranker="FailingReranker"}} 0.0' in text
+    assert 'rag_posfix_reranking_failures_in_a_row{reranker="FailingReranker"} 2.0' in text
+
+
+def test_a_reranker_that_fails_at_every_request_is_a_warning_of_each_answer_and_a_detail_of_readiness():
+    client = client_for(make_pipeline(reranker=GuardedReranker(reranker=FailingReranker())))
+    message = "reranker FailingReranker failed (RuntimeError); the documents keep their order"
+    for _ in range(3):
+        assert client.get("/readyz").json() == {"status": "ready"}
+        assert client.post(CHAT, json=chat(documents=["a"])).json()["warnings"] == [message]
+    response = client.get("/readyz")
+    assert response.status_code == 200, "questions are answered"
+    assert re.fullmatch(
+        r"reranker FailingReranker failed 3 times in a row since \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \(RuntimeError\); "
+        "documents keep their order",
+        response.json()["detail"],
+    )
+    events = client.post(CHAT, json=chat(documents=["a"], stream=True)).text
+    assert message in events
+    asked = {"model": "default", "messages": [{"role": "user", "content": QUESTION}], "documents": ["a"]}
+    assert client.post("/v2/chat", json=asked).json()["posfix"]["warnings"] == [message]
+    orders = client.post("/v1/evaluate/order", json={"question": "q", "documents": ["a", "b"]}).json()
+    assert orders["warnings"] == [message], "once for both orders"
+
+
+def test_an_answer_without_a_failure_has_no_warnings():
+    client = client_for(make_pipeline(reranker=WordReranker()))
+    assert client.post(CHAT, json=chat(documents=["a"])).json()["warnings"] == []
 
 
 def test_rerank_without_a_reranker_or_with_a_broken_one(caplog: pytest.LogCaptureFixture):

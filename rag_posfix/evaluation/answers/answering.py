@@ -30,6 +30,7 @@ from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.evaluation.journal import LineJournal
+from rag_posfix.evaluation.strict_reranking import rerank_or_raise
 from rag_posfix.generation.batching.session_batch import generate_batch, in_batches, score_batch
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
@@ -215,9 +216,14 @@ def score_passages(reranker: Reranker, example: PositionExample, count: int) -> 
 
     Relevance comes from ``reranker``, which sees the same passages in the same order whatever is asked afterwards: by
     content hash, so that the gold passage has no place of its own. A reranker with ``top_n`` returns fewer.
+
+    Raises:
+        EvaluationError: the reranker failed.
     """
     given = sorted(example.documents(count), key=content_key)
-    return {str(d.id): d for d in reranker.compress_documents(given, example.question)}
+    name = getattr(reranker, "name", type(reranker).__name__)
+    ranked = rerank_or_raise(reranker, given, example.question, label=name, query=example.id)
+    return {str(d.id): d for d in ranked}
 
 
 class AnswerJournal(LineJournal[GradedAnswer]):

@@ -13,7 +13,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import Reranker
-from rag_posfix.errors import ConfigError, EvaluationError, RagPosfixError
+from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.ranking.rankings import (
     QueryCandidates,
@@ -23,6 +23,7 @@ from rag_posfix.evaluation.ranking.rankings import (
     checked_ranking,
     rerank_key,
 )
+from rag_posfix.evaluation.strict_reranking import rerank_or_raise
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.retrieval.embeddings import embedding_identity
@@ -138,13 +139,9 @@ def rerank_one(opened: OpenedReranker, candidates: QueryCandidates) -> Ranking:
     before = _generations(reranker)
     with count_work(getattr(reranker, "generator", None)) as work:
         started = time.perf_counter()
-        try:
-            returned = reranker.compress_documents(given, candidates.question)
-        except RagPosfixError as error:
-            raise EvaluationError(
-                f"{opened.label} failed on query {candidates.query!r} ({type(error).__name__}: {error}); what "
-                "was ranked before is kept"
-            ) from error
+        returned = rerank_or_raise(
+            reranker, given, candidates.question, label=opened.label, query=candidates.query
+        )  # fmt: skip
         seconds = time.perf_counter() - started
     ids, scores = checked_ranking(opened.label, candidates.query, candidates.documents, returned)
     after = _generations(reranker)

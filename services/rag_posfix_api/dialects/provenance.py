@@ -49,6 +49,7 @@ class Provenance(BaseModel):
     documents: list[DocumentOutput]
     citations: list[CitationOutput]
     dropped: list[DroppedOutput]
+    warnings: list[str] = Field(description="What failed without failing the question, such as a reranker.")
     mitigation: str
     order: str
     cached: bool
@@ -67,6 +68,7 @@ def provenance(answer: Answer) -> Provenance:
             for c in answer.citations
         ],
         dropped=[DroppedOutput(id=identity, reason=reason) for identity, reason in answer.dropped],
+        warnings=list(answer.warnings),
         mitigation=answer.mitigation,
         order=answer.order,
         cached=answer.cached,

@@ -1,4 +1,4 @@
-"""Metrics that caches and the reranker count themselves: they are read when the metrics are collected."""
+"""Metrics that caches and rerankers count themselves: they are read when the metrics are collected."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from rag_posfix.contracts.reranker_health import RerankerHealth
+
 __all__ = ["CacheTiers", "PassageCounts", "RerankingFailures", "Statistics"]
 
 Statistics = Callable[[], Mapping[str, Any]]
@@ -18,19 +20,28 @@ _TIER = ("cache", "tier")
 
 
 class RerankingFailures(Collector):
-    """The failed rerankings that the reranker counts."""
+    """The failed rerankings that rerankers count."""
 
     def __init__(self) -> None:
-        self.counts: Callable[[], Mapping[str, int]] = dict
+        self.health = RerankerHealth()
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yield the counter."""
-        family = CounterMetricFamily(
-            "rag_posfix_reranking_failures", "Rerankings that left documents in their order.", labels=["reason"]
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counter and the failures in a row."""
+        counted = CounterMetricFamily(
+            "rag_posfix_reranking_failures",
+            "Rerankings that left documents in their order.",
+            labels=["reranker", "reason"],
         )
-        for reason, count in self.counts().items():
-            family.add_metric([reason], count)
-        yield family
+        in_a_row = GaugeMetricFamily(
+            "rag_posfix_reranking_failures_in_a_row",
+            "Failed rerankings since the last one that did not fail.",
+            labels=["reranker"],
+        )
+        for name, failures in self.health.failures().items():
+            for reason, count in failures.counts.items():
+                counted.add_metric([name, reason], count)
+            in_a_row.add_metric([name], failures.in_a_row)
+        yield from (counted, in_a_row)
 
 
 class CacheTiers(Collector):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 
+from rag_posfix.contracts.reranker_health import RerankerHealth
 from rag_posfix_api.http.collectors import CacheTiers, PassageCounts, RerankingFailures, Statistics
 
 __all__ = ["ANSWER", "SCORE", "Metrics"]
@@ -94,9 +95,9 @@ class Metrics:
         """Set the version and the model of the info metric."""
         self._info.info({"version": version, "model": model})
 
-    def count_reranking(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Register a function that returns the number of failed rerankings by reason."""
-        self._reranking.counts = counts
+    def count_reranking(self, health: RerankerHealth) -> None:
+        """Read the failures of rerankers from ``health``."""
+        self._reranking.health = health
 
     def count_caches(self, answers: Statistics | None, passages: Statistics | None) -> None:
         """Register functions that return the statistics of the answer cache and of the passage KV store."""

@@ -20,6 +20,7 @@ from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import Generator, PassageReader
 from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import MitigationChoice, Sampling
+from rag_posfix.contracts.reranker_health import RerankerHealth
 from rag_posfix.errors import GenerationError, OverloadedError, RagPosfixError, UpstreamError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.parameters import shown
@@ -77,6 +78,7 @@ class Service:
             limits.data_dir / "collections", limits.max_collections, limits.max_collection_documents
         )
         self.precomputing = PrecomputeJobs()
+        self.reranker_health = RerankerHealth()
         self.started = int(time.time())
         self.identifiers = Identifiers()
         self.metrics = Metrics(
@@ -168,9 +170,10 @@ class Service:
         self._generator = pipeline.generator
         self._model_name = self.limits.served_model_name or shown_model(pipeline.generator.model_id)
         self.metrics.served(package_version(), self._model_name)
-        counts = getattr(pipeline.reranker, "counts", None)
-        if callable(counts):
-            self.metrics.count_reranking(counts)
+        health = getattr(pipeline.reranker, "health", None)
+        if isinstance(health, RerankerHealth):
+            self.reranker_health = health
+            self.metrics.count_reranking(health)
         self.metrics.count_caches(_statistics(pipeline.cache), _statistics(pipeline.passages))
         self.chat.admission.limit_tokens(self._max_tokens(pipeline.generator.context_window))
         generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)

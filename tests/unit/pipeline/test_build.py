@@ -324,6 +324,20 @@ def test_a_question_cannot_make_the_process_load_a_reranker_of_its_own(tmp_path)
     pipeline.close()
 
 
+def test_failures_of_a_reranker_that_a_question_names_are_counted_with_those_of_the_default_one(tmp_path):
+    class FailsWhereItRanks(FakeGenerator):
+        def stream(self, request):  # what the reranker calls; answers use generate
+            raise RuntimeError
+
+    with closing(build_pipeline(settings_in(tmp_path), generator=FailsWhereItRanks(ToyEncoder()))) as pipeline:
+        documents = [Document(page_content="a b"), Document(page_content="c d")]
+        asked = Question("Which?", documents=documents, reranker=MethodSpec("listwise"))
+        assert pipeline.ask(asked).warnings == (
+            "reranker listwise failed (RuntimeError); the documents keep their order",
+        )
+        assert pipeline.reranker.health.failures()["listwise"].in_a_row == 1
+
+
 def test_further_indexes_are_chosen_by_name(build, tmp_path):
     words = FaissVectorStore(LetterEmbeddings())
     words.add_documents([Document(id="oslo", page_content="Oslo lies on a fjord.")])

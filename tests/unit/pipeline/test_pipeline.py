@@ -179,6 +179,9 @@ class TestReranking:
         answer = made.ask(Question(QUESTION, documents, k=2, order="original"))
         assert ids(answer) == (["rome", "paris"] if documents is None else ["rome", "bread"])
         assert guarded.failures == 1
+        assert answer.warnings == ("reranker Broken failed (RuntimeError); the documents keep their order",)
+        [*_, last] = made.stream(Question(QUESTION, documents, k=2))
+        assert last.answer.warnings == answer.warnings
 
     def test_what_a_reranker_keeps_is_kept_for_the_tenant(self):
         salts = []
@@ -267,7 +270,7 @@ class TestAnswer:
         data = pipeline().ask(Question(QUESTION, [ROME, ROME])).to_dict()
         assert set(data) == {
             "answer", "documents", "citations", "usage", "cached", "mitigation", "order", "finish_reason", "dropped",
-            "timings",
+            "timings", "warnings",
         }  # fmt: skip
         assert data["answer"] == "Rome lies on the Tiber"
         assert data["documents"] == (

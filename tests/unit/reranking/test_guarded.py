@@ -8,7 +8,9 @@ import time
 import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
+from rag_posfix.contracts.answer_warnings import collected_warnings
 from rag_posfix.contracts.cache_salt import current_salt, salted
+from rag_posfix.contracts.reranker_health import RerankerHealth
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking import GuardedReranker, LikelihoodReranker, ListwiseReranker
 from rag_posfix.reranking.base import ranked_copies
@@ -69,8 +71,45 @@ async def test_a_failure_returns_copies_in_their_order_with_a_warning_and_a_coun
         assert before == GIVEN
     assert guarded.counts() == {"error": 2, "timeout": 0}
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "Acting failed (RuntimeError); the documents keep their order" in caplog.text
+    assert "reranker Acting failed (RuntimeError); the documents keep their order" in caplog.text
     assert "secret" not in caplog.text
+
+
+async def test_each_failure_is_a_warning_of_the_question_without_the_text_of_the_error():
+    with collected_warnings() as warnings:
+        await both(guard(fail))
+        await both(guard(lambda: None))
+    assert warnings == ["reranker Acting failed (RuntimeError); the documents keep their order"] * 2
+    await both(guard(fail))
+    assert len(warnings) == 2, "another question's"
+
+
+async def test_three_failures_in_a_row_are_described_with_their_start_until_a_success():
+    times = iter([0.0, 60.0])  # read at the first failure of a row alone
+    health, acts = RerankerHealth(lambda: next(times)), [fail, fail, fail, lambda: None, fail]
+    guarded = GuardedReranker(reranker=Acting(act=lambda: acts.pop(0)()), health=health)
+    await both(guarded)
+    assert (health.failures()["Acting"].in_a_row, health.describe_failing()) == (2, None)
+    guarded.compress_documents(GIVEN, "why?")
+    assert health.describe_failing() == (
+        "reranker Acting failed 3 times in a row since 1970-01-01T00:00:00Z (RuntimeError); documents keep their order"
+    )
+    await both(guarded)  # succeeds, then fails
+    assert health.describe_failing() is None
+    failures = health.failures()["Acting"]
+    assert (failures.in_a_row, failures.since, failures.counts) == (1, 60.0, {"error": 4, "timeout": 0})
+
+
+def test_rerankers_that_share_their_health_are_counted_by_name():
+    health = RerankerHealth()
+    reader, _ = late_reader()
+    for reranker in (Acting(act=fail), Acting(act=fail), LikelihoodReranker(generator=reader)):
+        guarded = GuardedReranker(reranker=reranker, deadline_seconds=0.01, health=health)
+        guarded.compress_documents(GIVEN, "why?")
+    assert {name: failures.counts for name, failures in health.failures().items()} == {
+        "Acting": {"error": 2, "timeout": 0},
+        "likelihood": {"error": 0, "timeout": 1},
+    }
 
 
 async def test_a_late_reranker_is_left_behind(caplog):

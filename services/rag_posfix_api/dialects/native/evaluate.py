@@ -79,6 +79,7 @@ class OrderEvaluation(BaseModel):
     answers: list[DistinctAnswer]
     orders: list[OrderAnswer]
     usage: OrderUsage
+    warnings: list[str] = Field(description="What failed without failing a question, such as a reranker.")
 
 
 @router.post(
@@ -155,4 +156,5 @@ def _evaluation(orders: list[EvaluatedOrder], answers: list[Answer]) -> OrderEva
             completion_tokens=sum(answer.usage.completion_tokens for answer in answers),
             cached_tokens=sum(answer.usage.cached_tokens for answer in answers),
         ),
+        warnings=list(dict.fromkeys(warning for answer in answers for warning in answer.warnings)),
     )

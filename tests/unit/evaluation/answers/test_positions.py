@@ -3,7 +3,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from langchain_core.documents import Document
+from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.contracts.request import MitigationChoice
@@ -12,6 +12,7 @@ from rag_posfix.evaluation.answers.answering import AnswerJournal
 from rag_posfix.evaluation.answers.position_summary import PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
 from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.reranking import GuardedReranker
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
 
 
@@ -92,6 +93,17 @@ class TestSweep:
     def test_what_cannot_be_asked_is_refused(self, engine, options, message):
         with pytest.raises(EvaluationError, match=message):
             sweep(engine, **options)
+
+    def test_a_reranker_that_fails_behind_a_guard_is_an_error(self, engine):
+        class Failing(BaseDocumentCompressor):
+            def compress_documents(self, documents, query, callbacks=None):
+                raise RuntimeError
+
+        guarded = GuardedReranker(reranker=Failing())
+        with pytest.raises(
+            EvaluationError, match=f"Failing failed on query '{EXAMPLES[0].id}': reranker Failing failed"
+        ):
+            sweep(engine, reranker=guarded)
 
 
 class TestReuse:

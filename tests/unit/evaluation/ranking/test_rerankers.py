@@ -1,5 +1,5 @@
 import pytest
-from langchain_core.documents import Document
+from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
 from rag_posfix.evaluation.ranking.rankings import QueryCandidates, Ranking, RankJournal
@@ -14,6 +14,7 @@ from rag_posfix.evaluation.ranking.rerankers import (
     rerank,
     rerank_one,
 )
+from rag_posfix.reranking import GuardedReranker
 from rag_posfix.reranking.build import RerankerModels
 from tests.support.attention_hook import count_hooks
 from tests.support.letter_embeddings import LetterEmbeddings
@@ -69,6 +70,17 @@ class TestOneQuery:
 
         with pytest.raises(EvaluationError, match=r"toy failed on query 'q0' \(ConfigError: no\); what was ranked"):
             rerank_one(opened(Failing()), queries()[0])
+
+    def test_a_guard_does_not_hide_a_failure_behind_the_scores_of_the_first_stage(self):
+        class Failing(BaseDocumentCompressor):
+            def compress_documents(self, documents, query, callbacks=None):
+                raise RuntimeError("two devices")
+
+        with pytest.raises(EvaluationError, match=r"toy failed on query 'q0' \(RuntimeError: two devices\);"):
+            rerank_one(opened(Failing()), queries()[0])
+        guarded = opened(GuardedReranker(reranker=Failing()))
+        with pytest.raises(EvaluationError, match=r"toy failed on query 'q0': reranker Failing failed \(Runt"):
+            rerank_one(guarded, queries()[0])
 
     def test_answers_that_a_reranker_asked_for_are_counted_per_query(self):
         class Asking(ByLength):

@@ -1,0 +1,40 @@
+"""Reranking in experiments: a reranker that fails is an error, and never leaves the documents in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from langchain_core.documents import Document
+
+from rag_posfix.contracts.answer_warnings import collected_warnings
+from rag_posfix.contracts.retrieval import Reranker
+from rag_posfix.errors import EvaluationError
+
+__all__ = ["rerank_or_raise"]
+
+
+def rerank_or_raise(
+    reranker: Reranker, documents: Sequence[Document], question: str, *, label: str, query: str
+) -> Sequence[Document]:
+    """Return what a reranker returns.
+
+    Args:
+        reranker: The reranker; one in a ``GuardedReranker`` may fail no more than any other.
+        documents: The documents.
+        question: The question.
+        label: Names the reranker, for messages.
+        query: The question's id, for messages.
+
+    Raises:
+        EvaluationError: the reranker failed, or a guard around it returned the documents in their order.
+    """
+    with collected_warnings() as warnings:
+        try:
+            returned = reranker.compress_documents(documents, question)
+        except Exception as error:
+            raise EvaluationError(
+                f"{label} failed on query {query!r} ({type(error).__name__}: {error}); what was ranked before is kept"
+            ) from error
+    if warnings:
+        raise EvaluationError(f"{label} failed on query {query!r}: {warnings[0]}; what was ranked before is kept")
+    return returned
