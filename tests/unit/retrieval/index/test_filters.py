@@ -51,6 +51,18 @@ def test_a_filter_follows_changes_of_the_documents():
     assert table.matching({"a": 1}).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+def test_a_filter_returns_no_forbidden_document_after_the_first_documents_were_removed(kind):
+    store = FaissVectorStore(LetterEmbeddings(), kind=kind)
+    tenants = ["acme", "bolt"] * 6
+    store.add_documents(
+        [Document(id=f"{n:02}", page_content="abc", metadata={"tenant": tenant}) for n, tenant in enumerate(tenants)]
+    )
+    store.delete(["00", "01", "02", "03"])
+    found = store.similarity_search("abc", 12, filter={"tenant": "bolt"})
+    assert sorted(document.id for document in found) == ["05", "07", "09", "11"]
+
+
 def test_a_function_cannot_change_the_metadata():
     def careless(metadata):
         metadata["a"] = 2

@@ -74,6 +74,15 @@ def test_among_the_allowed_the_best_are_found_however_few_they_are(kind, share):
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
+@pytest.mark.parametrize("gap", [[], [15]])
+def test_allowed_keys_are_found_after_the_first_vectors_were_removed(kind, gap):
+    index = filled(kind, unit(40))
+    index.remove(np.array([*range(11), *gap]))  # more than a quarter: a graph is rebuilt without them
+    for allowed in ([11], [12, 20], [13, 39]):
+        assert sorted(index.candidates(unit(1, seed=1), 5, np.array(allowed)).tolist()) == allowed
+
+
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
 def test_more_than_there_are_allowed_returns_all_of_them(kind):
     index = filled(kind, unit(300))
     assert sorted(index.candidates(unit(1, seed=1), 50, np.array([1, 7, 250])).tolist()) == [1, 7, 250]
