@@ -11,7 +11,11 @@ from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.prefill.kv_lookup import KVLookup
 from rag_posfix.mitigations import MITIGATIONS, create
+from rag_posfix.mitigations.sorted_inter_document import CircularAttention
+from rag_posfix.patching.forward_context import Overrides
+from rag_posfix.plan.plan import HiddenScale
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
 
@@ -98,6 +102,38 @@ def test_leading_passages_are_found_up_to_the_first_that_differs(loaded, name):
         found = engine.generate(asked)
         assert found.usage.cached_tokens == shared
         assert found.token_ids == engine_of(loaded).generate(asked).token_ids
+
+
+@pytest.mark.parametrize(("lost", "shared"), [(0, 0), (1, 5), (2, 12), (3, 16), (4, 25)])
+def test_leading_passages_behind_a_hole_are_read_again(loaded, lost, shared):
+    class Holed(MemoryPassages):
+        """A tier that evicted one entry and kept those that follow it in the prompt."""
+
+        def get_many(self, keys):
+            evicted = list(keys)[lost]
+            return {key: entry for key, entry in super().get_many(keys).items() if key != evicted}
+
+    engine, asked = engine_of(loaded, PassageStore([Holed()])), request(toy_layout(), "none")
+    expected = first(engine_of(loaded, store_of()), asked)
+    engine.generate(asked)
+    again = engine.open(asked.layout, asked.mitigation, 6)
+    assert again.cached_tokens == shared, "prefix 5, passages 7, 4, 9 and 6"
+    assert torch.equal(again.next_log_probs(), expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shared"),
+    [
+        (Overrides(), True),
+        (Overrides(rope_base_factor=1.9, layer_scale=(1.0, 1.5)), True),
+        (Overrides(mask=lambda *_: None), False),
+        (Overrides(attend=CircularAttention(toy_layout())), False),
+        (Overrides(hidden_scale=HiddenScale(0, 2.0, range(2))), False),
+    ],
+)
+def test_methods_share_the_first_tokens_of_a_prompt_only_if_they_read_them_causally(overrides, shared):
+    one, other = (KVLookup(store_of(), "model", method).prefix_part(overrides) for method in ("one", "other"))
+    assert (one == other) == shared
 
 
 def test_sorted_passages_are_found_together_or_not_at_all(loaded):
