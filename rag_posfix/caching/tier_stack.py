@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
@@ -60,6 +61,14 @@ class TierStack(Generic[_TierT]):
         if not tiers:
             raise CacheError(f"{cache}: needs at least one tier; pass None in place of the cache to have none")
         self._tiers = tuple(FailSafeTier(tier, cache) for tier in tiers)
+        self._delete_lock = threading.Lock()
+        self._copy_lock = threading.Lock()
+        self._deletions = 0
+
+    @property
+    def deletions(self) -> int:
+        """Increased at the start and at the end of each deletion, so odd during one; read it before a search."""
+        return self._deletions
 
     def __len__(self) -> int:
         return len(self._tiers)
@@ -70,16 +79,34 @@ class TierStack(Generic[_TierT]):
     def __iter__(self) -> Iterator[FailSafeTier[_TierT]]:
         return iter(self._tiers)
 
-    def delete(self, operation: Callable[[_TierT], int]) -> int:
-        """Delete entries from every tier; return the most that one tier held.
+    def copy_hit(self, deletions: int, write: Callable[[], None]) -> None:
+        """Copy a hit to faster tiers, unless an entry was deleted since the search began: it could be this one.
 
-        The slowest tier goes first. Otherwise a concurrent hit in a slow tier could copy a deleted entry back into a
-        faster one that is done already.
+        Args:
+            deletions: ``deletions`` before the search.
+            write: Writes the copy.
+        """
+        with self._copy_lock:
+            if deletions == self._deletions and deletions % 2 == 0:
+                write()
+
+    def delete(self, operation: Callable[[_TierT], int], prepare: Callable[[], object] | None = None) -> int:
+        """Delete entries from every tier, the slowest first; return the most that one tier held.
 
         Args:
             operation: Deletes the entries of one tier and returns how many there were.
+            prepare: Called before, when hits are no longer copied.
         """
-        return max(tier.call(operation, 0) for tier in reversed(self._tiers))
+        with self._delete_lock:
+            with self._copy_lock:
+                self._deletions += 1
+            try:
+                if prepare is not None:
+                    prepare()
+                return max(tier.call(operation, 0) for tier in reversed(self._tiers))
+            finally:
+                with self._copy_lock:
+                    self._deletions += 1
 
     def stats(self) -> list[dict[str, Any]]:
         """Return the statistics of each tier as plain data."""

@@ -168,6 +168,18 @@ def test_a_revoked_key_is_refused_at_its_next_request_and_the_door_stays_closed(
     assert status_of(tenants.stranger()) == 401
 
 
+def test_a_key_that_is_revoked_while_it_is_checked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tenants = Tenants(tmp_path)
+    client = tenants.client("acme")
+
+    def revoke_and_match(secret: str, stored: str) -> bool:
+        KeyStore(tmp_path).revoke(tenants.made[key_of(client)])  # by another process, during the slow hash
+        return matches(secret, stored)
+
+    monkeypatch.setattr(check, "matches", revoke_and_match)
+    assert status_of(client) == 401
+
+
 def test_a_key_is_hashed_once_and_not_at_every_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hashed = []
     monkeypatch.setattr(check, "matches", lambda secret, stored: hashed.append(secret) or matches(secret, stored))

@@ -219,6 +219,18 @@ def test_the_cache_of_answers_tells_nothing(tenants: Tenants, adversary: TestCli
     assert known < 0.1  # the victim's own is a hit: the measurement would tell
 
 
+def test_a_tenant_that_is_created_again_reads_nothing_of_the_one_of_its_name_before(tmp_path: Path):
+    generator = SlowGenerator()
+    tenants = Tenants(tmp_path, make_pipeline(generator, cache=TieredAnswerCache([MemoryCache(max_entries=100)])))
+    for _ in range(2):
+        client = tenants.client("victim")
+        for cached in (False, True):
+            assert client.post(CHAT, json=chat(ASK, documents=[SECRET])).json()["cached"] is cached
+        (tmp_path / "keys.json").unlink()
+    before, after = generator.salts
+    assert before != after, "keys and values of passages are kept apart by it"
+
+
 def test_documents_of_one_id_are_dropped_for_their_own_tenant_alone(
     tenants: Tenants, adversary: TestClient, victim: TestClient
 ):

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -61,6 +62,7 @@ class TieredAnswerCache:
 
     def get(self, key: str) -> dict[str, Any] | None:
         """Return the stored answer, or None."""
+        deletions = self._tiers.deletions
         for index, tier in enumerate(self._tiers):
             data = tier.call(lambda cache: cache.get(key), None)
             envelope = None if data is None else _parsed(key, data)
@@ -70,7 +72,9 @@ class TieredAnswerCache:
             remaining = envelope["expires_at"] - self._clock()
             if remaining <= 0:
                 continue
-            _store(islice(self._tiers, index), key, data, remaining, envelope["tags"])
+            if index:
+                faster = islice(self._tiers, index)
+                self._tiers.copy_hit(deletions, partial(_store, faster, key, data, remaining, envelope["tags"]))
             self._counters.add("hits")
             value: dict[str, Any] = envelope["value"]
             return value

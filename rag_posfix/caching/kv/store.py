@@ -5,8 +5,8 @@ It knows tiers and entries, and neither models nor plans.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +55,6 @@ class PassageStore:
         self._behind = WriteBehind(self._write_behind, queue_bytes)
         self._health = Health("copying entries", PASSAGE_STORE)
         self._counters = Counters()
-        self._drop_lock = threading.Lock()
-        self._copy_lock = threading.Lock()
-        # Increased at the start and at the end of each drop, so it is odd during one. A hit is copied only if the
-        # number is even and as it was before the search: otherwise the copy could restore what was dropped meanwhile.
-        self._drops = 0
 
     @property
     def queue_bytes(self) -> int:
@@ -69,13 +64,14 @@ class PassageStore:
     def get_many(self, keys: Mapping[str, EntryShape]) -> dict[str, PassageKV]:
         """Return the entries of those of ``keys`` that a tier holds undamaged, on the store's device."""
         found: dict[str, PassageKV] = {}
-        drops = self._drops
+        deletions = self._tiers.deletions
         missing = dict(keys)
         for place in range(len(self._tiers)):
             if not missing:
                 break
             hits = self._on_device(self._search(place, missing))
-            self._copy(hits, place, drops)
+            if hits and place:
+                self._tiers.copy_hit(deletions, partial(self._put, hits, place))
             found.update(hits)
             missing = {key: shape for key, shape in missing.items() if key not in hits}
         self._counters.add("hits", len(found))
@@ -150,14 +146,6 @@ class PassageStore:
             self._health.worked()
         return placed
 
-    def _copy(self, hits: Mapping[str, PassageKV], n_tiers: int, drops: int) -> None:
-        """Copy ``hits`` to the first ``n_tiers`` tiers, unless something was dropped since ``drops`` was read."""
-        if not hits or not n_tiers:
-            return
-        with self._copy_lock:
-            if drops == self._drops and drops % 2 == 0:
-                self._put(hits, n_tiers)
-
     def _put(self, entries: Mapping[str, PassageKV], n_tiers: int) -> None:
         self._write(entries, n_tiers, immediate=True)
         if not all(self._immediate[:n_tiers]):
@@ -173,15 +161,7 @@ class PassageStore:
                 tier.call(lambda opened: opened.put_many(entries), None)
 
     def _drop(self, operation: Callable[[PassageTier], int], tags: Sequence[str] | None) -> int:
-        with self._drop_lock:
-            with self._copy_lock:
-                self._drops += 1
-            try:
-                self._behind.cancel(tags)
-                return self._tiers.delete(operation)
-            finally:
-                with self._copy_lock:
-                    self._drops += 1
+        return self._tiers.delete(operation, lambda: self._behind.cancel(tags))
 
 
 def _tags_at_hand(tier: PassageTier) -> frozenset[str]:

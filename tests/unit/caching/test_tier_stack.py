@@ -52,6 +52,26 @@ def test_entries_are_deleted_from_the_slowest_tier_first_and_the_most_is_told(as
     assert asked == ["redis", "disk", "memory"]
 
 
+def test_a_hit_is_copied_only_if_nothing_was_deleted_since_its_search_began(asked):
+    stack, copied, searches = TierStack([Counting("memory", 1, asked)], "test"), [], {}
+
+    def search(name):
+        searches[name] = stack.deletions
+        copy()
+
+    def copy():
+        for name, deletions in searches.items():
+            stack.copy_hit(deletions, lambda name=name: copied.append(name))
+
+    search("before")
+    assert copied == ["before"]
+    stack.delete(clear, lambda: search("during"))
+    copy()
+    assert copied == ["before"]
+    search("after")
+    assert copied == ["before", "after"]
+
+
 def test_a_tier_that_raises_is_skipped_and_logged_once_without_what_the_error_says(asked, caplog):
     broken, sound = Broken(), Counting("memory", 1, asked)
     stack = TierStack([broken, sound], "test cache")

@@ -94,6 +94,22 @@ def test_a_copy_can_be_dropped_by_document_as_well(cache, memory):
     assert cache.drop_documents([]) == 0
 
 
+def test_a_search_under_way_does_not_bring_back_an_answer_that_is_dropped():
+    class DroppedAfterItWasRead(MemoryCache):
+        def get(self, key):
+            data = super().get(key)
+            cache.drop_documents(["doc"])
+            return data
+
+    memory = MemoryCache()
+    cache = TieredAnswerCache([memory, DroppedAfterItWasRead()])
+    cache.put("key", {"text": "1"}, ["doc"])
+    memory.clear()
+    assert cache.get("key") == {"text": "1"}, "it was there when the search began"
+    assert memory.stats().entries == 0
+    assert cache.get("key") is None
+
+
 def test_clear_empties_every_tier(cache, memory, disk):
     cache.put("one", {})
     cache.put("two", {})

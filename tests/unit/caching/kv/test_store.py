@@ -198,6 +198,36 @@ def test_a_search_under_way_does_not_bring_back_what_is_dropped(store, memory, s
     assert get(store, "key") == {}
 
 
+def test_a_search_begun_during_a_drop_does_not_bring_back_what_is_dropped():
+    class ReadDuringADrop(Slow):
+        """A search has read the entry, and not returned it, when the entry is deleted here."""
+
+        def delete_tags(self, tags):
+            self.searches.clear()
+            search.start()
+            assert self.asked.wait(SECONDS)
+            return super().delete_tags(tags)
+
+    class ReturnedDuringADrop(MemoryPassages):
+        """The search returns the entry after the entry was deleted here, and before the drop ends."""
+
+        def delete_tags(self, tags):
+            deleted = super().delete_tags(tags)
+            slow.searches.set()
+            search.join(SECONDS)
+            return deleted
+
+    memory, slow = ReturnedDuringADrop(), ReadDuringADrop()
+    store = PassageStore([memory, slow])
+    slow.put_many({"key": entry(1, tags=("doc",))})
+    search = threading.Thread(target=get, args=(store, "key"))
+    assert store.drop(["doc"]) == 1
+    assert not search.is_alive()
+    assert memory.stats().entries == 0
+    assert get(store, "key") == {}
+    store.close()
+
+
 def test_clear_empties_every_tier(store, memory, slow):
     store.put_many({"one": entry(1), "two": entry(2)})
     assert store.clear() == 2
