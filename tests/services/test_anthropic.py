@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -11,22 +13,27 @@ from anthropic.types import CitationCharLocation, CitationContentBlockLocation, 
 from fastapi.testclient import TestClient
 
 from rag_posfix.contracts.answer import Answer, Citation
-from rag_posfix.contracts.request import Usage
+from rag_posfix.contracts.request import Generation, GenerationRequest, Usage
 from rag_posfix.errors import GenerationError
+from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
 from rag_posfix_api.dialects.anthropic.citations import CitableDocument, cited_blocks
 from tests.support.serving import (
     ANSWER,
     BRIDGE,
+    CHAT,
     HARBOUR,
     QUESTION,
+    DictCache,
     FailingGenerator,
     ListRetriever,
+    chat,
     limits,
     make_pipeline,
     serving,
 )
+from tests.support.toy_encoder import ToyEncoder
 
 
 def connect(url: str, **options: Any) -> anthropic.Anthropic:
@@ -70,6 +77,25 @@ def test_citations_are_characters_of_the_document(client: anthropic.Anthropic):
     assert message.usage.input_tokens > 20
     assert message.model_extra is not None
     assert message.model_extra["posfix"]["documents"][0]["id"] in ("doc_0", "doc_1")
+
+
+def test_input_tokens_exclude_the_cached_ones_whole_and_streamed():
+    class PartlyCached(FakeGenerator):
+        def generate(self, request: GenerationRequest) -> Generation:
+            generation = super().generate(request)
+            return replace(generation, usage=replace(generation.usage, cached_tokens=30))
+
+    pipeline = make_pipeline(PartlyCached(ToyEncoder()), cache=DictCache())
+    client = TestClient(create_app(Settings(), pipeline, limits()))
+    body = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "content": QUESTION}]}
+    whole = client.post("/v1/messages", json=body).json()["usage"]
+    assert whole["cache_read_input_tokens"] == 30
+    in_all = whole["input_tokens"] + 30
+    assert in_all == client.post(CHAT, json=chat(cache=False)).json()["usage"]["prompt_tokens"]
+    stream = client.post("/v1/messages", json={**body, "stream": True}).text
+    (delta,) = [line for line in stream.splitlines() if line.startswith("data: ") and "message_delta" in line]
+    streamed = json.loads(delta.removeprefix("data: "))["usage"]
+    assert (streamed["input_tokens"], streamed["cache_read_input_tokens"]) == (0, in_all), "the answer is cached"
 
 
 def test_text_around_quotes_is_in_blocks_of_its_own():

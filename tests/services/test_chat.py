@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
-from rag_posfix.contracts.request import MitigationChoice, Sampling
+from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, Sampling
+from rag_posfix.contracts.token_scores import ScoredToken, TokenScore
+from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
@@ -22,6 +26,7 @@ from tests.support.serving import (
     limits,
     make_pipeline,
 )
+from tests.support.toy_encoder import ToyEncoder
 
 URL = "/v1/chat/completions"
 
@@ -374,6 +379,32 @@ def test_tokens_come_with_log_probabilities_whole_streamed_and_from_the_cache():
         parts = events(client_for(pipeline).post(URL, json=body).text)[:-1]
         found = [part["choices"][0]["logprobs"] for part in parts if part["choices"]]
         assert [token for one in found if one for token in one["content"]] == scored["content"]
+
+
+class StoppedAnswer(FakeGenerator):
+    """Says "It is 19" and stops at "11": the last two tokens are of the stop string and the end of the answer."""
+
+    def generate(self, request: GenerationRequest) -> Generation:
+        tokens = (("It ", 0), ("is ", 3), ("1911", 6), ("!", 8), ("</s>", 11))
+        scored = tuple(ScoredToken(TokenScore(text.encode(), -1.0), start) for text, start in tokens)
+        return replace(super().generate(request), text="It is 19", log_probs=scored)
+
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        generation = self.generate(request)
+        yield Chunk("It is ", log_probs=generation.log_probs[:2])
+        yield Chunk("19", generation, generation.log_probs[2:])
+
+
+def test_tokens_of_a_stop_string_and_of_the_end_have_no_log_probabilities_in_chats():
+    pipeline = make_pipeline(StoppedAnswer(ToyEncoder()), cache=DictCache())
+    for fields in ({"cache": False}, {}, {}, {"stream": True}, {"stream": True, "cache": False}):
+        text = client_for(pipeline).post(URL, json=chat(documents=[BRIDGE], logprobs=True, **fields)).text
+        parts = events(text)[:-1] if "stream" in fields else [json.loads(text)]
+        scored = [part["choices"][0]["logprobs"] for part in parts]
+        assert [one["token"] for some in scored if some for one in some["content"]] == ["It ", "is ", "1911"]
+    body = {"model": "fake", "prompt": "ab", "logprobs": 0}
+    (choice,) = client_for(pipeline).post("/v1/completions", json=body).json()["choices"]
+    assert choice["logprobs"]["tokens"] == ["It ", "is ", "1911", "!", "</s>"], "OpenAI's completions have them"
 
 
 def test_answers_with_and_without_log_probabilities_are_cached_apart():

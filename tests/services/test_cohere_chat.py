@@ -120,6 +120,19 @@ def test_a_sentence_known_by_attention_is_cited_where_no_quote_is():
     assert message["citations"][1]["sources"] == [{"type": "document", "id": "b", "document": {"id": "b"}}]
 
 
+@pytest.mark.parametrize(
+    ("sentence", "is_cited"), [((0, 4), True), ((0, 5), False), ((8, 12), True), ((7, 12), False), ((0, 12), False)]
+)
+def test_a_sentence_that_touches_a_quote_is_cited_and_one_that_overlaps_it_is_not(
+    sentence: tuple[int, int], is_cited: bool
+):
+    citations = (Citation(4, 8, "4567", ("q",)), Citation(*sentence, "", ("s",), "attention"))
+    answer = Answer("0123456789ab", (), citations, Usage(1, 1), False, "none", "relevance", "stop")
+    message = ChatRenderer("x", {}, cites=True).whole(answer)["message"]
+    spans = [(one["start"], one["end"]) for one in message["citations"]]
+    assert spans == ([(4, 8), sentence] if is_cited else [(4, 8)])
+
+
 def test_errors_are_cohere_s(client: cohere.ClientV2):
     with pytest.raises(cohere.NotFoundError) as unknown:
         client.chat(model="command-z", messages=MESSAGES)

@@ -227,14 +227,15 @@ def test_permits_are_given_first_come_first_served():
 
 
 def test_a_ticket_that_is_cancelled_or_late_gets_no_permit():
-    admission = Admission(1, 10, 10.0)
+    admission = Admission(1, 10, 3.0)
     admission.acquire(Ticket(10, time.monotonic()))
     cancelled = Ticket(10, time.monotonic())
     threading.Timer(0.05, admission.cancel, [cancelled]).start()
     with pytest.raises(GenerationCancelled):
         admission.acquire(cancelled)
     with pytest.raises(RequestTimeoutError, match=r"request_timeout_seconds=0\.05"):
-        admission.acquire(Ticket(0.05, time.monotonic()))
+        admission.acquire(late := Ticket(0.05, time.monotonic()))
+    assert 0 < late.queued_seconds < 1.5, "the deadline of the request and not that of the queue"
 
 
 def test_no_more_places_than_capacity():

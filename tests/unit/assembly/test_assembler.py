@@ -150,6 +150,13 @@ class TestBudget:
         assert made.truncated == ("a",)
         assert made.prompt_tokens == fixed - 1
 
+    def test_a_budget_above_the_window_leaves_room_for_question_and_answer(self):
+        documents = [doc("a" * 50, 0.9, id="a"), doc("b" * 50, 0.8, id="b")]
+        fixed = assembler().assemble("Who?", documents[:1]).prompt_tokens
+        for budget in (10**6, None):
+            made = assembler(fixed + 9).assemble("Who?", documents, max_new_tokens=9, budget_tokens=budget)
+            assert (made.ids, made.dropped, made.prompt_tokens) == (("a",), (("b", "budget"),), fixed)
+
     def test_a_budget_too_small_for_words_is_an_error(self):
         with pytest.raises(PromptTooLongError, match=r"^3 tokens are left .* raise budget_tokens") as error:
             assembler().assemble("Who?", [doc("abcdefgh")], budget_tokens=5)

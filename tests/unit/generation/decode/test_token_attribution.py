@@ -1,5 +1,7 @@
 """Which passages tokens come from: what the trace says, that it changes no answer, and where it is silent."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,6 +43,15 @@ def test_every_method_says_where_each_token_comes_from_and_answers_as_without(en
         assert len(source.shares) == LAYOUT.n_passages
         assert all(share >= 0 for share in source.shares)
         assert sum(source.shares) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_sources_end_with_the_text_that_a_stop_string_has_cut(engine):
+    ids = engine.generate(request("none")).token_ids
+    sampling = Sampling(max_tokens=TOKENS, stop=(f",{ids[1]},{ids[2]},",))
+    cut = engine.generate(replace(request("none"), sampling=sampling))
+    first = len(str(ids[0]))
+    assert cut.text == str(ids[0])
+    assert [source.end for source in cut.sources] == [first] * 3, "the comma of the first token is cut too"
 
 
 def test_the_first_token_comes_from_where_the_prompt_looked(engine):

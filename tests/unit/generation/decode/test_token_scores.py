@@ -23,6 +23,11 @@ def engine():
     return Engine(loaded_model(), NumberEncoder(), "tiny", "print")
 
 
+@pytest.fixture
+def loaded_engine_of(engine):
+    return lambda **options: Engine(engine.loaded, NumberEncoder(**options), "tiny", "print")
+
+
 def plain(max_tokens=3, top_logprobs=2, **fields):
     """A request to continue ``PROMPT`` with log-probabilities."""
     sampling = Sampling(max_tokens=max_tokens, top_logprobs=top_logprobs)
@@ -140,6 +145,38 @@ def test_what_is_held_back_for_a_stop_string_brings_its_tokens_later(engine):
     chunks = list(engine.stream(request))
     assert sum(len(chunk.log_probs) for chunk in chunks) == 3
     assert chunks[-1].log_probs[-1].token.data == f"{ids[2]},".encode()
+
+
+@pytest.mark.parametrize("held_back", ["{1},x", ",{1},x", "{1},{2},x"])
+def test_a_token_is_sent_with_the_piece_in_which_its_text_begins_and_neither_before_nor_later(engine, held_back):
+    ids = engine.generate(plain(max_tokens=4)).token_ids
+    stop = held_back.replace("{1}", str(ids[1])).replace("{2}", str(ids[2]))  # never found
+    sampling = Sampling(max_tokens=4, stop=(stop,), top_logprobs=0)
+    chunks = list(engine.stream(GenerationRequest(Layout.plain(PROMPT), MitigationChoice("none"), sampling)))
+    starts, sent, written = [one.start for one in chunks[-1].generation.log_probs], 0, 0
+    for chunk in chunks:
+        sent, written = sent + len(chunk.log_probs), written + len(chunk.text)
+        assert sent == sum(start < written for start in starts)
+    assert "".join(chunk.text for chunk in chunks) == "".join(f"{token}," for token in ids)
+
+
+def test_tokens_of_a_stop_string_and_of_the_end_start_where_the_text_ends_or_later(loaded_engine_of):
+    ids = loaded_engine_of().generate(plain(max_tokens=4)).token_ids
+    cut = len(f"{ids[0]},")
+    stop = GenerationRequest(
+        Layout.plain(PROMPT),
+        MitigationChoice("none"),
+        Sampling(max_tokens=4, stop=(f"{ids[1]},{ids[2]},",), top_logprobs=0),
+        traced=True,
+    )
+    *_, last = loaded_engine_of().stream(stop)
+    generation = last.generation
+    assert (generation.text, generation.finish_reason) == (f"{ids[0]},", "stop")
+    assert [one.start for one in generation.log_probs] == [0, cut, cut + len(f"{ids[1]},")]
+    *_, last = loaded_engine_of(eos_ids=[ids[1]]).stream(plain(max_tokens=4, top_logprobs=0))
+    assert (last.generation.text, last.generation.finish_reason) == (f"{ids[0]},", "stop")
+    assert [one.start for one in last.generation.log_probs] == [0, cut]
+    assert [one.token.data for one in last.log_probs] == [f"{ids[1]},".encode()], "with the end, not before"
 
 
 def test_answers_that_are_decoded_together_have_their_own(engine):
