@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.mitigations import MITIGATIONS
@@ -10,6 +11,26 @@ from tests.support.tiny import toy_layout
 from tests.support.waiting import wait_until
 
 RELEVANCE = (0.9, 0.2, 0.5, 0.4)
+
+
+CLOSING_SECONDS = 10
+"""Enough on a busy machine; a generator that takes longer hangs."""
+
+
+class DaemonThreads:
+    """What ``ThreadPoolExecutor`` does, but nothing waits for a call that never returns."""
+
+    def submit(self, function, *arguments):
+        future = Future()
+
+        def run():
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
 
 
 def threads():

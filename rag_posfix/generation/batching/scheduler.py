@@ -14,7 +14,7 @@ from rag_posfix.contracts.request import Chunk, GenerationRequest
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation.batching.request_handle import RequestHandle
 from rag_posfix.generation.batching.stepped import SteppedGenerator
-from rag_posfix.generation.batching.worker import Worker
+from rag_posfix.generation.batching.worker import CLOSING_SECONDS, Worker
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.plan.layout import Layout
 
@@ -123,9 +123,13 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
             )
         return self._inner
 
-    def close(self) -> None:
-        """End the thread, after the prompt or step that it is at. Open answers fail with ``GenerationError``."""
-        self._worker.close()
+    def close(self, timeout_seconds: float = CLOSING_SECONDS) -> None:
+        """End the thread, after the prompt or step that it is at. Open answers fail with ``GenerationError``.
+
+        Raises:
+            GenerationError: the model is still at it after ``timeout_seconds``.
+        """
+        self._worker.close(timeout_seconds)
 
     def _chunks(self, handle: RequestHandle) -> Iterator[Chunk]:
         self._worker.submit(handle)

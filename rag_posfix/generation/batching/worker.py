@@ -5,14 +5,17 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.batching.decode_step import decode_step
 from rag_posfix.generation.batching.request_handle import RequestHandle, RunningRequest
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 
-__all__ = ["Worker"]
+__all__ = ["CLOSING_SECONDS", "Worker"]
+
+CLOSING_SECONDS = 60.0
+"""How long ``close`` waits for the prompt or step that the model is at."""
 
 
 class Worker:
@@ -74,12 +77,26 @@ class Worker:
             self._closed = True
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """End the thread, fail what is open with ``GenerationError``, and return when that is done."""
+    def close(self, timeout_seconds: float = CLOSING_SECONDS) -> None:
+        """End the thread, fail what is open with ``GenerationError``, and return when that is done.
+
+        Raises:
+            GenerationError: the model is still at its prompt or step after ``timeout_seconds``. What is open has
+                failed; the thread ends after the step, or with the process.
+        """
         thread = self._thread
         self.stop()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout_seconds)
+        if thread.is_alive():
+            with self._changed:
+                left = self._open()
+            self._fail(left)
+            raise GenerationError(
+                f"the generator was closed, and the model is still at a prompt or step after {timeout_seconds:g} s; "
+                "end the process if it does not return"
+            )
 
     def _run(self) -> None:
         try:
@@ -125,11 +142,17 @@ class Worker:
 
     def _end(self) -> None:
         with self._changed:
-            left = [*self._waiting, *(one.handle for one in self._running)]
+            left = self._open()
             self._waiting.clear()
             self._running = []
             self._thread = None  # where the thread died of itself, the next request starts another
         atexit.unregister(self.close)
+        self._fail(left)
+
+    def _open(self) -> list[RequestHandle]:
+        return [*self._waiting, *(one.handle for one in self._running)]
+
+    def _fail(self, handles: Sequence[RequestHandle]) -> None:
         how = "was closed" if self._closed else "stopped"
-        for handle in left:
+        for handle in handles:
             handle.fail(GenerationError(f"the generator {how} before the answer was complete; ask again"))

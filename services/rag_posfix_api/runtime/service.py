@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated
@@ -222,12 +223,13 @@ class Service:
 
     def close(self) -> None:
         """Stop the model, and close the pipeline that ``load`` built; a pipeline of the caller is not closed."""
-        self.precomputing.close()
-        if self._batching is not None:
-            self._batching.close()
-        if self._loaded is not None:
-            self._loaded.close()
-        self._telemetry.flush(_FLUSH_SECONDS)
+        with ExitStack() as stack:  # in reverse; what cannot be closed keeps none of the others open
+            stack.callback(self._telemetry.flush, _FLUSH_SECONDS)
+            if self._loaded is not None:
+                stack.callback(self._loaded.close)
+            if self._batching is not None:
+                stack.callback(self._batching.close)
+            stack.callback(self.precomputing.close)
 
     @property
     def embeddings(self) -> Embeddings:

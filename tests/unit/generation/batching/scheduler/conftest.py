@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
 from tests.support.number_encoder import NumberEncoder
+from tests.support.scheduling import CLOSING_SECONDS, DaemonThreads
 from tests.support.stepped import RecordingEngine
 from tests.support.tiny import loaded_model
 
@@ -30,8 +29,8 @@ def tiny():
 
 @pytest.fixture
 def pool():
-    with ThreadPoolExecutor(16) as pool:
-        yield pool
+    """Runs each call in a daemon thread: one that never returns fails its test and does not keep the process alive."""
+    return DaemonThreads()
 
 
 @pytest.fixture
@@ -48,4 +47,4 @@ def make(monkeypatch):
     yield make
     for engine, generator in made:
         engine.run_free()
-        generator.close()
+        generator.close(CLOSING_SECONDS)

@@ -19,12 +19,14 @@ from rag_posfix.generation.batching.decode_step import decode_step
 from rag_posfix.generation.batching.request_handle import RequestHandle, RunningRequest
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
-from tests.support.scheduling import start_all, threads
+from tests.support.scheduling import CLOSING_SECONDS, start_all, threads
 from tests.support.stepped import RecordingEngine, answer, ask
 from tests.support.tiny import toy_layout
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[5]
+
+pytestmark = pytest.mark.timeout(60)  # a future without a result hangs
 
 
 class TestLeaving:
@@ -222,7 +224,7 @@ class TestClosing:
         running, waiting = start_all(pool, generator, [ask("a"), ask("b")])
         engine.turns(1)
         (thread,) = threads() - before
-        closing = pool.submit(generator.close)
+        closing = pool.submit(generator.close, CLOSING_SECONDS)
         wait_until(lambda: generator.closed)
         engine.run_free()
         closing.result()
@@ -231,6 +233,20 @@ class TestClosing:
             with pytest.raises(GenerationError, match="the generator was closed before the answer was complete"):
                 future.result()
         assert "open b" not in engine.events
+
+    def test_a_model_that_hangs_keeps_neither_the_caller_nor_open_answers_waiting(self, make, pool):
+        engine, generator = make(max_running=1, by_turns=True)
+        running, waiting = start_all(pool, generator, [ask("a"), ask("b")])
+        wait_until(lambda: engine.next_up == "open a")  # and gets no turn
+        message = r"the model is still at a prompt or step after 0\.1 s; end the process if it does not return"
+        with pytest.raises(GenerationError, match=message):
+            generator.close(0.1)
+        for future in (running, waiting):
+            with pytest.raises(GenerationError, match="was closed before the answer was complete"):
+                future.result(CLOSING_SECONDS)
+        engine.run_free()
+        generator.close(CLOSING_SECONDS)
+        assert engine.events == ["open a"]
 
     def test_a_closed_generator_refuses_and_may_be_closed_again(self, make):
         _, generator = make()
