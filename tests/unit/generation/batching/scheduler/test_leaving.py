@@ -134,7 +134,7 @@ class TestLeaving:
         next(stream)
         wait_until(lambda: gc.collect() >= 0 and [session() for session in opened] == [None])
         assert list(stream)[-1].generation is not None
-        generator.close()
+        generator.close(CLOSING_SECONDS)
 
 
 class TestFailures:
@@ -157,7 +157,7 @@ class TestFailures:
             tiny.generate(request_)
         assert str(ours.value) == str(theirs.value)
         assert first.text + "".join(chunk.text for chunk in neighbour) == tiny.generate(good).text
-        generator.close()
+        generator.close(CLOSING_SECONDS)
 
     @pytest.mark.parametrize("what", ["open b", "step b", "write b"])
     def test_what_fails_in_one_answer_alone_fails_that_one_alone(self, make, pool, what):
@@ -251,8 +251,8 @@ class TestClosing:
     def test_a_closed_generator_refuses_and_may_be_closed_again(self, make):
         _, generator = make()
         generator.generate(ask())
-        generator.close()
-        generator.close()
+        generator.close(CLOSING_SECONDS)
+        generator.close(CLOSING_SECONDS)
         stream = generator.stream(ask())
         with pytest.raises(GenerationError, match="the generator is closed; make a new one"):
             next(stream)
@@ -260,7 +260,7 @@ class TestClosing:
     def test_one_that_was_never_asked_has_nothing_to_close(self, make):
         before = threads()
         _, generator = make()
-        generator.close()
+        generator.close(CLOSING_SECONDS)
         assert generator.closed
         assert threads() == before
 
