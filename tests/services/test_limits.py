@@ -160,6 +160,16 @@ def test_each_limit_has_an_error_of_its_own(limit: Limit):
             assert post(url, max_tokens=20).status_code == 200
 
 
+def test_what_is_exactly_at_a_limit_is_answered():
+    body = json.dumps({"model": "fake", "messages": [{"role": "user", "content": "hi"}], "documents": []}).encode()
+    with serving(make_pipeline(), max_documents=3, max_body_bytes=2000) as url:
+        for fields in ({"documents": [BRIDGE] * 3}, {"stop": ["a"] * 4}, {"stop": "s" * 256}, {"top_logprobs": 20}):
+            assert post(url, logprobs=True, **fields).status_code == 200, fields
+        assert httpx2.post(url + CHAT, content=body.ljust(2000), headers=JSON, timeout=20).status_code == 200
+        in_chunks = httpx2.post(url + CHAT, content=iter([body, b" " * (2000 - len(body))]), headers=JSON, timeout=20)
+        assert in_chunks.status_code == 200
+
+
 def test_the_code_names_the_limit():
     """Capacity has one code, which clients that try again know; the message names its limit."""
     codes = [limit.code for limit in LIMITS.values()]

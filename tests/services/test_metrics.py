@@ -247,8 +247,10 @@ def test_the_passage_store_counts_passages_and_bytes(engine: Engine):
     method = Defaults(mitigation=MitigationChoice("context_experts"), sampling=Sampling(max_tokens=4))
     pipeline = Pipeline(engine.with_passages(store), Assembler(engine.encoder, 4096), passages=store, defaults=method)
     client, reading = client_for(pipeline)
-    for question in ("Which bridge?", "Which harbour?"):
-        client.post(CHAT, json=chat(question, documents=[BRIDGE, HARBOUR]))
+    usages = [
+        client.post(CHAT, json=chat(question, documents=[BRIDGE, HARBOUR])).json()["usage"]
+        for question in ("Which bridge?", "Which harbour?")
+    ]
     stats = store.stats()
     assert stats["hits"] >= 2, "both passages, and perhaps what stands before them"
     assert stats["misses"] == stats["hits"]
@@ -261,7 +263,13 @@ def test_the_passage_store_counts_passages_and_bytes(engine: Engine):
     assert reading.change("cache_tier_lookups_total", result="hit", **tier) == stats["hits"]
     assert reading.change("cache_tier_bytes", **tier) == stats["tiers"][0]["bytes"] >= stats["hit_bytes"]
     assert reading.change("cache_tier_entries", **tier) == stats["misses"]
-    assert reading.change("model_tokens_total", kind="reused") > 0
+    prompts = sum(usage["prompt_tokens"] for usage in usages)
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert cached[0] == 0
+    assert cached[1] > len(BRIDGE + HARBOUR), "both passages and what stands before them, a token for each character"
+    assert reading.change("model_tokens_total", kind="reused") == cached[1]
+    assert reading.change("model_tokens_total", kind="read") == prompts - cached[1]
+    assert reading.change("model_tokens_total", kind="generated") == 2 * 4
 
 
 def test_the_size_of_the_batch_is_counted_at_each_step(engine: Engine):

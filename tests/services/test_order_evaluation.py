@@ -78,7 +78,9 @@ def test_answers_of_a_model_that_reads_the_first_passage_flip(client: TestClient
         first = ["aa bb", "cc", "dd ee ff"][one["documents"][0]]
         assert result["answers"][one["answer"]]["text"] == first
         assert one["changed"] is (first != "aa bb")
-    assert result["usage"]["completion_tokens"] > 0
+    two = evaluate(client, orders=2)["usage"]
+    assert result["usage"] == {name: 3 * count for name, count in two.items()}, "the sum over the orders"
+    assert min(two["prompt_tokens"], two["completion_tokens"]) > 0
 
 
 def test_answers_of_a_method_that_does_not_look_at_the_order_do_not(client: TestClient):

@@ -294,13 +294,13 @@ def test_the_keys_and_values_of_passages_tell_nothing(engine: Any, tmp_path: Pat
     wait_until(lambda: victim.get(job).json()["status"] == "done", 60)
     done = victim.get(job).json()
     assert (done["done"], done["documents"]) == (2, 2)
-    assert done["tokens"] > 20
+    context = done["tokens"]  # the text before the passages, and both passages
     assert adversary.get(job).json()["status"] == "none"  # its own collection of this name
-    assert cached(victim, ASK) > 20
+    assert cached(victim, ASK) == context
     assert cached(adversary, ASK) == 0
-    assert cached(adversary, "And where is it?") > 20  # its own by now
+    assert cached(adversary, "And where is it?") == context  # its own by now
     victim.delete(f"/v1/collections/{NAME}/documents/vault-42")
-    assert cached(adversary, "And who has it?") > 20  # the victim's deletion is not seen
+    assert cached(adversary, "And who has it?") == context  # the victim's deletion is not seen
     assert adversary.delete(f"/v1/collections/{NAME}").status_code == 200
     assert cached(victim, "Why did it freeze?") > 10
 

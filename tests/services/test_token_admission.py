@@ -62,11 +62,13 @@ def test_permits_have_no_more_tokens_than_allowed():
 
 
 def test_who_need_not_wait_is_not_refused_for_tokens_that_wait():
-    admission = Admission(1, 8, 10.0, max_queued_tokens=50)
+    admission = Admission(1, 8, 0.05, max_queued_tokens=50)
     admission.acquire(ticket(), 1000)
     with pytest.raises(OverloadedError, match="0 tokens wait for the model and this request has 51; at most"):
         admission.acquire(ticket(), 51)
     assert admission.waiting == 0
+    with pytest.raises(OverloadedError, match=r"within queue_timeout_seconds=0\.05"):
+        admission.acquire(ticket(), 50)  # exactly as many as may wait
 
 
 def test_when_to_try_again_comes_from_the_measured_rate():
