@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         cache=CacheSettings(enabled=False),
     )
     pipeline = build_pipeline(settings)
+    engine: Any = pipeline.generator
     methods, together = chosen.methods.split(","), [int(count) for count in chosen.together.split(",")]
     rows = []
     with serving(pipeline, max_queue=max(together)) as url:
@@ -112,9 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for row in compare_loads(url, bodies, methods, together, chosen.new_tokens):
             rows.append(row)
             print(json.dumps(row))
-    least_rows = pipeline.generator.loaded.least_rows
     pipeline.close()
-    summary = {"least_rows": least_rows, "rows": rows}
+    summary = {"least_rows": engine.loaded.least_rows, "rows": rows}
     if chosen.out is not None:
         load = {"load_average": os.getloadavg()}
         head = {"kind": "equal-under-load", **environment(), **load, "settings": {**vars(chosen), "out": None}}
