@@ -8,7 +8,7 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.budget import FEWEST_TOKENS, PassageBudget, select_passages, truncate, truncate_at_sentence
+from rag_posfix.assembly.budget import PassageBudget, select_passages, truncate, truncate_at_sentence
 from rag_posfix.assembly.documents import (
     CheckedDocument,
     Dropped,
@@ -18,7 +18,13 @@ from rag_posfix.assembly.documents import (
 )
 from rag_posfix.assembly.orders import OrderFacts, apply_order, create_order
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_passage, tokenize_prompt
+from rag_posfix.assembly.tokenization import (
+    TokenizedPassage,
+    TokenizedPrompt,
+    cut_passage,
+    tokenize_passage,
+    tokenize_prompt,
+)
 from rag_posfix.cancellation import check_wanted
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError, PromptTooLongError
@@ -195,7 +201,8 @@ class Assembler:
             tokenized[rank] = shorter
             return len(shorter)
 
-        smallest = len(self.encoder.encode_text(self.template.separator)) + 1
+        # The text of a passage may end in the token of the separator.
+        smallest = max(len(self.encoder.encode_text(self.template.separator)), 1)
         limit = rules.limits(len(ranked), budget)
         selection = select_passages(sizes(), budget, smallest, limit=limit, overflow=rules.overflow, cut=cut)
         if selection.refused is not None:
@@ -219,15 +226,14 @@ class Assembler:
         return passage if len(document.text) <= most else replace(passage, key=document.key)
 
     def _cut(self, passage: TokenizedPassage, budget: int, *, required: bool) -> TokenizedPassage | None:
-        """Return the passage cut to ``budget`` tokens; None if too few are left for it and it is not required.
-
-        The key stays, so that cached keys and values of the cut passage are dropped with the document.
-        """
-        limit = budget - len(passage.heading) - len(passage.separator)
-        if limit < FEWEST_TOKENS and not required:
-            return None
+        """Return the passage cut to ``budget`` tokens; None if too few are left for it and it is not required."""
         shorten = truncate_at_sentence if self.budget.overflow == "truncate" else truncate
-        return replace(passage, text=shorten(passage.text, limit, self.encoder.decode))
+        try:
+            return cut_passage(self.encoder, passage, budget, shorten)
+        except PromptTooLongError:
+            if required:
+                raise
+            return None
 
 
 def _check(question: str, max_new_tokens: int, budget_tokens: int | None) -> None:

@@ -1,17 +1,19 @@
-"""Tokenises a chat prompt part by part, so that the token span of every part is known exactly.
+"""Tokenises a chat prompt as the model's own tokenizer would, with the token span of every part.
 
 The chat template is rendered with placeholders instead of message contents. Text of the template is encoded with
-control tokens; contents are encoded without, each part separately. So no content can add a turn, and no token crosses
-the boundary of a span.
+control tokens, contents without, so no content can add a turn. The text before the passages, each passage and the
+text after them are encoded whole, each between constant text: the tokens of a passage depend on the passage alone, and
+are those of the joined text wherever its tokens have borders around the passage. A blank line nearly always makes one.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rag_posfix.assembly.budget import truncate
 from rag_posfix.assembly.prompt import BLANK_LINE, PromptTemplate, merge_messages
 from rag_posfix.cancellation import check_wanted
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
@@ -19,7 +21,15 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.plan.layout import Layout, Span, Turn
 from rag_posfix.text import clean_text, content_hash
 
-__all__ = ["RELEVANCE_FLOOR", "TokenizedPassage", "TokenizedPrompt", "tokenize_passage", "tokenize_prompt"]
+__all__ = [
+    "RELEVANCE_FLOOR",
+    "TokenizedPassage",
+    "TokenizedPrompt",
+    "cut_passage",
+    "label_passage",
+    "tokenize_passage",
+    "tokenize_prompt",
+]
 
 RELEVANCE_FLOOR = 0.01
 """Scores are clipped to [this, 1] in a layout, because methods divide by them. A missing score becomes this."""
@@ -28,27 +38,33 @@ RELEVANCE_FLOOR = 0.01
 # rendered, so they cannot contain a placeholder.
 _PLACEHOLDER = re.compile("\ue000([0-9]+)\ue001")
 
+_CONTEXTS = ("\n", "x", "0")
+"""What a segment is encoded behind where the separator merges with its first character; at most one of them does."""
+
+_FOLLOWER = "x"
+"""Stands for the text behind a segment: GPT-2's pre-tokeniser splits a blank line only before a word."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPassage:
     """The tokens of a passage.
 
     Attributes:
-        heading: Tokens of the heading; may be empty.
-        text: Tokens of the document's text.
-        separator: Tokens after the text.
-        key: A content hash of the document's title and complete text, also if ``text`` is cut.
+        token_ids: Tokens of heading, text and separator.
+        text: The tokens that hold the document's text; the first and the last may also hold white space around it.
+        written: Heading, text and separator, as they were encoded.
+        key: A content hash of the document's title and complete text, also if the text is cut.
         relevance: The document's score, or None.
     """
 
-    heading: tuple[int, ...]
-    text: tuple[int, ...]
-    separator: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: Span
+    written: tuple[str, str, str]
     key: str
     relevance: float | None = None
 
     def __len__(self) -> int:
-        return len(self.heading) + len(self.text) + len(self.separator)
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +100,10 @@ class TokenizedPrompt:
         segments: list[Span] = []
         texts: list[Span] = []
         for passage in passages:
-            start, text = len(ids), len(ids) + len(passage.heading)
-            ids += passage.heading
-            ids += passage.text
-            ids += passage.separator
+            start = len(ids)
+            ids += passage.token_ids
             segments.append(Span(start, len(ids)))
-            texts.append(Span(text, text + len(passage.text)))
+            texts.append(Span(start + passage.text.start, start + passage.text.stop))
         at = len(ids)
         ids += self.suffix
         return Layout(
@@ -123,13 +137,85 @@ def tokenize_passage(
         title: Its title; empty for no heading.
         relevance: Its score, or None.
     """
-    return TokenizedPassage(
-        heading=tuple(encoder.encode_text(clean_text(template.heading_for(title)))),
-        text=tuple(encoder.encode_text(clean_text(text))),
-        separator=tuple(encoder.encode_text(template.separator)),
-        key=content_hash(title, text),
-        relevance=relevance,
-    )
+    written = (clean_text(template.heading_for(title)), clean_text(text), template.separator)
+    return _encode_passage(encoder, written, content_hash(title, text), relevance)
+
+
+def _encode_passage(
+    encoder: TokenEncoder, written: tuple[str, str, str], key: str, relevance: float | None
+) -> TokenizedPassage:
+    heading, text, separator = written
+    parts = ["", heading, "", text, "", separator, ""]
+    ids, spans = _encode_between(encoder, parts, separator or BLANK_LINE, _FOLLOWER if separator else "")
+    return TokenizedPassage(tuple(ids), spans[3], written, key, relevance)
+
+
+def label_passage(encoder: TokenEncoder, passage: TokenizedPassage, label: str) -> TokenizedPassage:
+    """Return the passage with ``label`` before its heading.
+
+    Args:
+        encoder: The tokenizer that made the passage.
+        passage: The passage.
+        label: Any text, such as a number.
+    """
+    heading, text, separator = passage.written
+    return _encode_passage(encoder, (label + heading, text, separator), passage.key, passage.relevance)
+
+
+def cut_passage(
+    encoder: TokenEncoder,
+    passage: TokenizedPassage,
+    limit: int,
+    shorten: Callable[[Sequence[int], int, Callable[[Sequence[int]], str]], tuple[int, ...]] = truncate,
+    *,
+    heading_limit: int | None = None,
+) -> TokenizedPassage:
+    """Return the passage with less of its text, at most ``limit`` tokens long.
+
+    The key stays, so that cached keys and values of the cut passage are dropped with the document.
+
+    Args:
+        encoder: The tokenizer that made the passage.
+        passage: The passage.
+        limit: Maximum number of tokens, heading and separator included.
+        shorten: Cuts the tokens of the text, as ``truncate`` does.
+        heading_limit: Maximum number of tokens of the heading; it is not cut if None.
+
+    Raises:
+        PromptTooLongError: too few tokens are left for the text.
+    """
+    heading, text, separator = passage.written
+    if heading_limit is not None:
+        heading = encoder.decode(truncate(encoder.encode_text(heading), heading_limit, encoder.decode))
+    # The first token may hold the end of the heading, and decoding may drop the space that a first token begins with.
+    is_first = bool(heading) or text[:1].isspace()
+    text_ids = encoder.encode_text(text) if is_first else passage.token_ids[passage.text.slice]
+    allowed = limit - len(_encode_passage(encoder, (heading, "", separator), "", None))
+    while True:
+        beginning = encoder.decode(shorten(text_ids, allowed, encoder.decode))
+        cut = _encode_passage(encoder, (heading, beginning, separator), passage.key, passage.relevance)
+        if len(cut) <= limit:
+            return cut
+        allowed -= len(cut) - limit  # another last word may take more tokens
+
+
+def _encode_between(
+    encoder: TokenEncoder, parts: Sequence[str], before: str = "", after: str = ""
+) -> tuple[list[int], list[Span]]:
+    """Return the tokens and spans of ``parts`` between ``before`` and ``after``, which are not returned.
+
+    A context that shares a token with the parts is replaced, or left out if all do.
+    """
+    ids: list[int] = []
+    spans: list[Span] = []
+    for context in dict.fromkeys((before, *_CONTEXTS, "")) if before else ("",):
+        ids, spans = encoder.encode_parts(["", context, *parts, after, ""])
+        if spans[1].stop == spans[2].start:
+            break
+    start, inner, end = spans[2].start if before else 0, spans[2:-2], spans[-2].start
+    if after and inner[-1].stop != end:
+        return _encode_between(encoder, parts, before)
+    return ids[start:end], [Span(span.start - start, span.stop - start) for span in inner]
 
 
 def tokenize_prompt(
@@ -159,51 +245,59 @@ def tokenize_prompt(
     lead = ""
     if earlier and earlier[-1]["role"] == "user":
         lead = earlier.pop()["content"] + BLANK_LINE
-    before, after, turns = _render(encoder, earlier)
-    texts = (template.opening, template.question_prefix, template.answer_cue) if has_passages else ("", "", "")
-    opening, question_prefix, answer_cue = (encoder.encode_text(clean_text(text)) for text in texts)
-    question_tokens = encoder.encode_text(clean_text(question))
-    start = len(question_prefix)
-    content = (*question_prefix, *question_tokens, *answer_cue)
+    before, after, order = _render(encoder, earlier)
+    question = clean_text(question)
+    if not has_passages:
+        ids, spans = encoder.encode_parts([*before, lead, "", question, *after])
+        asked = spans[len(before) + 2]
+        return TokenizedPrompt(
+            prefix=tuple(ids[: asked.start]),
+            suffix=tuple(ids[asked.start :]),
+            question=Span(0, len(asked)),
+            earlier=_turns(earlier, order, spans),
+            content_start=spans[len(before)].start,
+            content_stop=len(asked),
+        )
+    prefix, spans = _encode_between(encoder, [*before, lead, "", template.opening, ""], after=_FOLLOWER)
+    ends = ["", template.question_prefix, "", question, "", template.answer_cue, *after]
+    suffix, end_spans = _encode_between(encoder, ends, before=template.separator or BLANK_LINE)
     return TokenizedPrompt(
-        prefix=(*before, *encoder.encode_text(lead), *opening),
-        suffix=(*content, *after),
-        question=Span(start, start + len(question_tokens)),
-        earlier=turns,
-        content_start=len(before),
-        content_stop=len(content),
+        prefix=tuple(prefix),
+        suffix=tuple(suffix),
+        question=end_spans[3],
+        earlier=_turns(earlier, order, spans),
+        content_start=spans[len(before)].start,
+        content_stop=max(end_spans[3].stop, end_spans[5].stop),
     )
 
 
-def _render(encoder: TokenEncoder, earlier: Sequence[ChatMessage]) -> tuple[list[int], list[int], tuple[Turn, ...]]:
-    """Return the tokens before and after the content of the user's turn that follows ``earlier``, and its turns."""
+def _turns(earlier: Sequence[ChatMessage], order: Sequence[int], spans: Sequence[Span]) -> tuple[Turn, ...]:
+    """Return the turns of the messages ``order``, whose contents are the first parts that are not of the template."""
+    contents = dict(zip(order, spans[1::2], strict=False))
+    return tuple(Turn(earlier[number]["role"], contents[number]) for number in sorted(contents))
+
+
+def _render(encoder: TokenEncoder, earlier: Sequence[ChatMessage]) -> tuple[list[str], list[str], list[int]]:
+    """Return the parts before and after the content of the user's turn that follows ``earlier``.
+
+    Also return the indices of the messages before it, in the template's order.
+    """
     roles = [message["role"] for message in earlier] + ["user"]
     placeholders = [{"role": role, "content": f"\ue000{index}\ue001"} for index, role in enumerate(roles)]
     # An odd number of parts: text of the template, alternating with indices of messages.
     parts = _PLACEHOLDER.split(encoder.render_chat(placeholders, open_answer=True))
-    found = Counter(int(part) for part in parts[1::2])
+    order = [int(part) for part in parts[1::2]]
+    counts = Counter(order)
     for index, role in enumerate(roles):
-        if found[index] != 1:
+        if counts[index] != 1:
             raise ConfigError(
-                f"the chat template wrote message {index} ({role}) {found[index]} times, must be once; "
+                f"the chat template wrote message {index} ({role}) {counts[index]} times, must be once; "
                 f"it was given the roles {_shown(roles)}: leave that message out or use another chat template"
             )
-    before: list[int] = []
-    after: list[int] = []
-    side = before
-    contents: dict[int, Span] = {}
-    for index, part in enumerate(parts):
-        check_wanted()
-        if index % 2 == 0:
-            side += encoder.encode_template(part) if part else []
-        elif int(part) == len(earlier):
-            side = after
-        else:
-            start = len(side)
-            side += encoder.encode_text(earlier[int(part)]["content"])
-            if side is before:
-                contents[int(part)] = Span(start, len(side))
-    return before, after, tuple(Turn(earlier[number]["role"], contents[number]) for number in sorted(contents))
+    last = order.index(len(earlier))
+    parts[1::2] = [earlier[number]["content"] if number < len(earlier) else "" for number in order]
+    check_wanted()
+    return parts[: 2 * last + 1], parts[2 * last + 2 :], order[:last]
 
 
 def _shown(roles: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
-from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.layout import Layout, Span
 
 __all__ = [
     "ChatMessage",
@@ -24,7 +24,10 @@ ChatMessage = Mapping[str, str]
 
 
 class TokenEncoder(Protocol):
-    """The methods of a tokenizer that assembly needs (``generation.model.tokenizer.Tokenizer`` implements them)."""
+    """The methods of a tokenizer that assembly needs (``generation.model.tokenizer.Tokenizer`` implements them).
+
+    A subclass inherits ``encode_parts``, which encodes each part alone.
+    """
 
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of ``text``; control tokens written in it become ordinary text."""
@@ -33,6 +36,20 @@ class TokenEncoder(Protocol):
     def encode_template(self, text: str) -> list[int]:
         """Return the tokens of a part of the chat template, including its control tokens. No token is added."""
         ...
+
+    def encode_parts(self, parts: Sequence[str]) -> tuple[list[int], list[Span]]:
+        """Return the tokens of the joined text, and for each part the span of the tokens that hold its characters.
+
+        Parts of the chat template alternate with contents, in which control tokens become ordinary text; the first
+        and the last part are of the template, and may be empty.
+        """
+        ids: list[int] = []
+        spans: list[Span] = []
+        for index, part in enumerate(parts):
+            start = len(ids)
+            ids += self.encode_text(part) if index % 2 else self.encode_template(part)
+            spans.append(Span(start, len(ids)))
+        return ids, spans
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the exact text of ``token_ids``, control tokens included."""

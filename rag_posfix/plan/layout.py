@@ -49,13 +49,15 @@ class Layout:
 
     The prompt is prefix, passages, suffix, without gaps: ``prefix`` starts at 0, each passage starts where the
     one before it ends, and ``suffix`` ends with the prompt. A passage's segment holds its heading, its text and
-    the separator after it; ``texts`` gives the text alone.
+    the separator after it; ``texts`` gives the text alone. A span inside of prefix, passage or suffix holds every
+    token with a character of its part: the first may begin with the space before it, the last may hold the white space
+    behind it.
 
     Attributes:
         token_ids: The whole prompt.
         prefix: Chat template and instructions before the passages.
         passages: One segment per passage, in the order of the prompt.
-        texts: The document text inside each segment: decoding it gives back the document.
+        texts: The document text inside each segment.
         suffix: Question, end of the turn, and the opening of the answer. Never empty.
         question: The question inside the suffix.
         keys: A content hash of each passage; equal text, equal key. Methods that do not depend on order sort by it.

@@ -93,8 +93,7 @@ class InContextReranker(PassageReadingReranker, WindowedReranker):
         scores = []
         for passage, without, measured in zip(passages, baseline, attention, strict=True):
             calibrated = [one - other for one, other in zip(measured, without, strict=True)]
-            without_separator = calibrated[: len(passage) - len(passage.separator)]
-            scores.append(calibrated_score(without_separator, self.normalize))
+            scores.append(calibrated_score(calibrated[: passage.text.stop], self.normalize))
         return scores
 
     def _normalized(self, raw: Sequence[float]) -> Sequence[float]:

@@ -6,16 +6,15 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from rag_posfix.assembly.budget import truncate
 from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_passage
+from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_passage
 from rag_posfix.contracts.generator import Generator, PassageReader
 from rag_posfix.errors import PromptTooLongError
 from rag_posfix.reranking.base import DocumentScore, ScoringReranker
@@ -102,10 +101,8 @@ class LanguageModelReranker(ScoringReranker):
                 f"{max(limit, 0)} tokens are left for each document, and at least {FEWEST_TOKENS} are needed; rank "
                 "fewer documents at a time (window), or shorten the question"
             )
-        passage = fitted.passage
-        heading = passage.heading[: limit // 2]
-        text = truncate(passage.text, limit - len(heading) - len(passage.separator), self.generator.encoder.decode)
-        return FittedPassage(replace(passage, heading=heading, text=text), truncated=True)
+        shorter = cut_passage(self.generator.encoder, fitted.passage, limit, heading_limit=limit // 2)
+        return FittedPassage(shorter, truncated=True)
 
 
 class PassageReadingReranker(LanguageModelReranker):

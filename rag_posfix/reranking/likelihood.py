@@ -72,7 +72,8 @@ class LikelihoodReranker(PassageReadingReranker):
 
     def _prompt(self, question: str) -> TokenizedPrompt:
         """Return the prompt of an answer, up to the end of the restriction."""
-        prompt = tokenize_prompt(self.generator.encoder, self._template, question + self.restriction)
+        template = replace(self._template, answer_cue="")  # its line break may be in the question's last token
+        prompt = tokenize_prompt(self.generator.encoder, template, question + self.restriction)
         if not len(prompt.question):
             raise ConfigError(f"the question {question!r} has no tokens; ask something else")
         stop = prompt.question.stop

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Generator as GeneratorIterator
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import PrivateAttr
 
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_prompt
+from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, label_passage, tokenize_prompt
 from rag_posfix.contracts.cache_salt import current_salt
 from rag_posfix.contracts.request import GenerationRequest, Sampling
 from rag_posfix.reranking.base import RERANKERS
@@ -71,11 +70,8 @@ class ListwiseReranker(WindowedReranker):
         return [tokenize_prompt(self.generator.encoder, template, question)]
 
     def _labelled(self, passages: Sequence[TokenizedPassage]) -> Sequence[TokenizedPassage]:
-        encode = self.generator.encoder.encode_text
-        return [
-            replace(passage, heading=(*encode(f"[{number}] "), *passage.heading))
-            for number, passage in enumerate(passages, start=1)
-        ]
+        encoder = self.generator.encoder
+        return [label_passage(encoder, passage, f"[{n}] ") for n, passage in enumerate(passages, start=1)]
 
     def _answer_tokens(self, count: int) -> int:
         complete = " > ".join(f"[{number}]" for number in range(1, count + 1))

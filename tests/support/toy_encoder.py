@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.text import clean_text
 
 CONTROL_TOKENS = {"<|im_start|>": 256, "<|im_end|>": 257, "<|endoftext|>": 258}
 
 
-class ToyEncoder:
-    """Implements ``TokenEncoder``."""
+class ToyEncoder(TokenEncoder):
+    """Encodes each part of a prompt alone."""
 
     vocab_size = 259
     eos_ids = frozenset({257})

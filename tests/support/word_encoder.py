@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from rag_posfix.contracts.generator import TokenEncoder
 
-class WordEncoder:
+
+class WordEncoder(TokenEncoder):
     """One token per word; a line break is one too. A prompt is what the user says."""
 
     eos_ids = frozenset()

@@ -8,7 +8,7 @@ from rag_posfix.text import content_hash
 
 __all__ = ["SCHEMA_VERSION", "AnswerKey", "tenant_salt"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Part of every key. Increase it when stored entries or their meaning change: older entries are then misses."""
 
 

@@ -54,7 +54,9 @@ __all__ = [
 QUESTIONS_TOGETHER = 8
 """Questions of one condition are answered together, so an answer has the same neighbours in every condition."""
 
-KEY_VERSION = 1
+KEY_VERSION = 2
+"""2: prompts have the tokens of the stock model."""
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -27,7 +27,8 @@ __all__ = [
     "retrieval_key",
 ]
 
-KEY_VERSION = 1
+KEY_VERSION = 2
+"""2: prompts have the tokens of the stock model."""
 
 
 @dataclass(frozen=True, slots=True)

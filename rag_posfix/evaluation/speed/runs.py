@@ -18,7 +18,7 @@ from rag_posfix.errors import EvaluationError
 from rag_posfix.generation.batching.session_batch import advance_batch
 from rag_posfix.generation.engine import Engine
 from rag_posfix.patching.install import stock_copy
-from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.text import content_hash
 
 __all__ = ["TimedRun", "bench_layout", "concurrent_run", "method_run", "stock_run", "with_store"]
@@ -48,7 +48,9 @@ def bench_layout(encoder: TokenEncoder, documents: int, tokens: int) -> Layout:
     for index in range(documents):
         ids = _words_as_tokens(encoder, words, index * WORDS_APART, tokens - len(separator))
         relevance = 1.0 - 0.9 * index / documents  # all different: methods may sort by it
-        passages.append(TokenizedPassage((), ids, separator, content_hash("", encoder.decode(ids)), relevance))
+        text = encoder.decode(ids)
+        written, key = ("", text, template.separator), content_hash("", text)
+        passages.append(TokenizedPassage((*ids, *separator), Span(0, len(ids)), written, key, relevance))
     question = load_questions()[0].question
     return tokenize_prompt(encoder, template, question).with_passages(passages)
 

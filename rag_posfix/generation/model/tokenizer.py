@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model.byte_level import byte_of_character, is_byte_level
+from rag_posfix.plan.layout import Span
 from rag_posfix.text import clean_text
 
 __all__ = ["Tokenizer"]
@@ -28,6 +30,9 @@ class Tokenizer:
 
     Control tokens are all added tokens that are not whitespace: the special ones, and those that models use to mark
     turns, thoughts and tool calls without calling them special. Text never encodes to one of them.
+
+    Text is encoded by a copy of the tokenizer in which each control token has a name that no text can contain: its own
+    between two NUL characters, which ``clean_text`` removes from every text.
 
     Decoding an encoded text gives the text back, up to the tokenizer's own normaliser (Qwen's applies NFC) and apart
     from characters that a byte-level vocabulary has no tokens for (SmolLM2's lacks some control characters), which
@@ -48,10 +53,10 @@ class Tokenizer:
                 f"{type(tokenizer).__name__} has no backend_tokenizer; load a fast tokenizer (AutoTokenizer does)"
             )
         self._chat = tokenizer
-        # Two copies of the backend: whether control tokens are recognised is state of a backend, so that one backend
-        # for both, or one shared with other users, would let threads change each other's encoding.
-        self._template, self._text, self._controls = _backends(backend)
-        self._control_ids = frozenset(self._controls.values())
+        # Copies of the backend: truncation, padding and whether control tokens are recognised are state of a backend,
+        # so that other users of a shared one would change the encoding.
+        self._template, self._text, controls, self._control_ids = _backends(backend)
+        self._control_names = _any_of(controls)
         self._unwritable = _unwritable(self._text)
         self._bytes = byte_of_character() if is_byte_level(self._template) else None
         self._added = {number: name for name, number in _added_tokens(self._template)}
@@ -78,29 +83,43 @@ class Tokenizer:
         return bool(getattr(self._chat, "chat_template", None))
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the tokens of ``text``; control tokens written in it become ordinary text.
+        """Return the tokens of ``text`` alone; control tokens written in it become ordinary text.
 
         Args:
             text: Any text.
-
-        Raises:
-            ConfigError: the vocabulary has no other way to write a control token's name.
         """
-        text = clean_text(text)
-        if self._unwritable is not None:
-            text = self._unwritable.sub(_REPLACEMENT, text)
-        ids = self._plain(text)
-        if self._control_ids.isdisjoint(ids):
-            return ids
-        # Some vocabularies hold the names of control tokens as ordinary entries (Unigram, SentencePiece BPE).
-        ids = [token for piece in _between(self._controls).split(text) for token in self._plain(piece)]
-        if not self._control_ids.isdisjoint(ids):
-            found = sorted(self._control_ids.intersection(ids))
-            raise ConfigError(
-                f"the tokenizer encodes ordinary text to control tokens {found}, which would let documents forge "
-                "turns; use another tokenizer"
-            )
+        ids: list[int] = self._text.encode(self._writable(text), add_special_tokens=False).ids
         return ids
+
+    def encode_parts(self, parts: Sequence[str]) -> tuple[list[int], list[Span]]:
+        """Return the tokens of the joined text, as the model's own tokenizer encodes it, and the span of each part.
+
+        A span holds every token with a character of the part: the token " who" belongs to a part "who" and to the
+        part before it, which ends in the space. The span of an empty part is empty, or the token that it is inside of.
+
+        Args:
+            parts: Text of a chat template, whose control tokens are recognised, alternating with contents, in which
+                they become ordinary text. The first and the last part are of the template.
+        """
+        written = [
+            self._writable(part) if index % 2 else self._control_names.sub("\0\\g<0>\0", clean_text(part))
+            for index, part in enumerate(parts)
+        ]
+        encoding = self._text.encode("".join(written), add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        starts, stops = [start for start, _ in encoding.offsets], [stop for _, stop in encoding.offsets]
+        spans: list[Span] = []
+        begin = 0
+        for index, part in enumerate(written):
+            first, last = bisect_right(stops, begin), bisect_left(starts, begin + len(part))
+            # Some control tokens hold the white space around them, where a content may begin or end.
+            while index % 2 and first < last and ids[first] in self._control_ids:
+                first += 1
+            while index % 2 and first < last and ids[last - 1] in self._control_ids:
+                last -= 1
+            spans.append(Span(first, max(first, last)))
+            begin += len(part)
+        return ids, spans
 
     def encode_template(self, text: str) -> list[int]:
         """Return the tokens of a piece of chat template, control tokens included. Adds none of its own.
@@ -191,9 +210,10 @@ class Tokenizer:
         """
         self._chat.save_pretrained(folder)
 
-    def _plain(self, text: str) -> list[int]:
-        ids: list[int] = self._text.encode(text, add_special_tokens=False).ids
-        return ids
+    def _writable(self, text: str) -> str:
+        """Return ``text`` with U+FFFD for each character that the vocabulary has no tokens for."""
+        text = clean_text(text)
+        return text if self._unwritable is None else self._unwritable.sub(_REPLACEMENT, text)
 
     def _find_eos(self, given: Iterable[int]) -> frozenset[int]:
         found = {*given, self._chat.eos_token_id} - {None}
@@ -208,39 +228,49 @@ class Tokenizer:
         return frozenset(found)
 
 
-def _backends(backend: Any) -> tuple[Any, Any, dict[str, int]]:
-    """Return a backend that recognises control tokens, one that does not, and the control tokens."""
+def _backends(backend: Any) -> tuple[Any, Any, Mapping[str, int], frozenset[int]]:
+    """Return a backend, one with renamed control tokens, their former names, and the ids that no text encodes to."""
     serialised = backend.to_str()
     template = type(backend).from_str(serialised)
     state = json.loads(serialised)
-    controls: dict[str, int] = {}
-    for token in state.get("added_tokens", ()):
-        # Only special tokens can be switched off. Whitespace is in the list for speed; documents contain it.
-        token["special"] = bool(token["content"].strip())
-        if token["special"]:
-            controls[token["content"]] = token["id"]
-    # What a vocabulary writes for text that it lacks is no control token, although it is listed as special.
-    model = state["model"]
-    controls = {name: number for name, number in controls.items() if name != model.get("unk_token")}
-    controls = {name: number for name, number in controls.items() if number != model.get("unk_id")}
-    text = type(backend).from_str(json.dumps(state))
+    # Whitespace is in the list for speed; documents contain it.
+    tokens = [token for token in state.get("added_tokens", ()) if token["content"].strip()]
+    controls = {token["content"]: token["id"] for token in tokens}
+    keeps_nul = backend.normalizer is None or "\0" in backend.normalizer.normalize_str("\0")
+    for token in tokens:
+        token["content"] = f"\0{token['content']}\0"
+        token["normalized"] = token["normalized"] and keeps_nul
+    # What a vocabulary writes for text that it lacks is listed as special too.
+    unknown = {state["model"].get("unk_id"), controls.get(state["model"].get("unk_token"))}
+    _rename(state["model"], {name: f"\0{name}\0" for name in controls})
+    # Byte-level post-processors take the space before a word out of its offsets.
+    text = type(backend).from_str(json.dumps({**state, "post_processor": None}))
     template.encode_special_tokens = False
-    text.encode_special_tokens = True
     for each in (template, text):
         each.no_truncation()
         each.no_padding()
-    return template, text, controls
+    return template, text, controls, frozenset(controls.values()) - unknown
+
+
+def _rename(model: dict[str, Any], renamed: Mapping[str, str]) -> None:
+    """Rename entries of a vocabulary: Unigram and SentencePiece BPE write ordinary text with any of them."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):
+        model["vocab"] = [[renamed.get(name, name), score] for name, score in vocabulary]
+    elif not renamed.keys().isdisjoint(vocabulary):
+        model["vocab"] = {renamed.get(name, name): number for name, number in vocabulary.items()}
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if renamed.keys().isdisjoint((*pair, "".join(pair)))]
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
 
 
 def _added_tokens(backend: Any) -> list[tuple[str, int]]:
     return [(token["content"], token["id"]) for token in json.loads(backend.to_str()).get("added_tokens", ())]
 
 
-def _between(controls: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches the empty places after the first character of each control token's name."""
-    names = sorted(controls, key=len, reverse=True)
-    places = [f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names if len(name) > 1]
-    return re.compile("|".join(places) or "(?!)")
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
 
 def _unwritable(backend: Any) -> re.Pattern[str] | None:

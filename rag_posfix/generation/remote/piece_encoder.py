@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.text import clean_text
 
 __all__ = ["PieceEncoder"]
@@ -14,13 +14,13 @@ _PIECE = re.compile(r" ?[A-Za-z]{1,6}|[0-9]| {1,4}|\n{1,2}|[\s\S]")
 _MARK = b"\x01"  # before the bytes of a piece, so that leading zero bytes survive
 
 
-class PieceEncoder:
+class PieceEncoder(TokenEncoder):
     """Encodes text into pieces that hold their own characters. Decoding gives exactly the cleaned text back.
 
     A piece is up to six ASCII letters with the space before them, a digit, up to four spaces, up to two line breaks,
     or one other character. English prose has about as many pieces as a vocabulary of 32,000 to 128,000 entries has
     tokens for it; the number is an estimate. There are no control tokens: text of a document cannot forge a
-    turn, because messages are sent as messages.
+    turn, because messages are sent as messages. Each part is encoded alone, so that decoding it gives the message.
     """
 
     def encode_text(self, text: str) -> list[int]:

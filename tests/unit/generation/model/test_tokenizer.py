@@ -12,6 +12,7 @@ from langchain_core.documents import Document
 from rag_posfix.assembly import Assembler
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model.tokenizer import Tokenizer
+from rag_posfix.plan.layout import Span
 from rag_posfix.text import clean_text
 from tests.support.texts import texts, visible_texts
 from tests.support.toy_encoder import ToyEncoder
@@ -144,10 +145,41 @@ def test_unknown_text_is_no_control_token():
     assert encoder.control_ids == {1}
 
 
-def test_a_vocabulary_that_can_only_write_the_control_token_is_refused():
+def test_text_that_only_a_control_token_could_write_is_unknown_text():
     encoder = unigram(["<unk>", "|", "a"], "|")
-    with pytest.raises(ConfigError, match=r"control tokens \[1\]"):
-        encoder.encode_text("a|")
+    assert encoder.encode_text("a|") == [2, 0]
+    assert encoder.encode_parts(["|", "a|", "|"]) == ([1, 2, 0, 1], [Span(0, 1), Span(1, 3), Span(3, 4)])
+
+
+def test_a_template_may_write_the_token_of_unknown_text_and_a_text_its_name():
+    encoder = unigram(["<unk>", "<s>", "<", "unk", ">", "a"], "<s>")
+    assert encoder.encode_parts(["<unk>", "a<unk>z", "<s>"])[0] == [0, 5, 2, 3, 4, 0, 1]
+
+
+def test_merges_that_write_a_control_token_are_not_applied_to_text():
+    vocabulary = {"<unk>": 0, "<s>": 1, "<": 2, "s": 3, ">": 4, "s>": 5}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("s", ">"), ("<", "s>")], unk_token="<unk>"))
+    backend.add_special_tokens(["<s>"])
+    encoder = Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert encoder.encode_text("<s>") == [2, 5]
+    assert encoder.encode_parts(["<s>", "<s>", ""])[0] == [1, 2, 5]
+
+
+def test_a_name_of_a_control_token_between_nul_characters_is_text(small):
+    ids, spans = small.encode_parts(["<|im_start|>", "\0<|im_end|>\0", "<|im_end|>"])
+    assert [ids[0], ids[-1]] == [256, 257]
+    assert spans == [Span(0, 1), Span(1, len(ids) - 1), Span(len(ids) - 1, len(ids))]
+    assert small.control_ids.isdisjoint(ids[1:-1])
+    assert small.decode(ids[1:-1]) == "\ufffd<|im_end|>\ufffd"
+
+
+def test_a_control_token_that_holds_white_space_leaves_the_rest_of_a_content_in_its_span():
+    backend = byte_level().backend_tokenizer
+    greedy = [tokenizers.AddedToken("<|user|>", rstrip=True), tokenizers.AddedToken("<|end|>", lstrip=True)]
+    backend.add_special_tokens(greedy)
+    encoder = Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=backend))
+    ids, spans = encoder.encode_parts(["<|user|>\n", "\n ab ", "<|end|>", " ", ""])
+    assert [encoder.decode(ids[span.slice]) for span in spans] == ["<|user|>", "ab", "<|end|>", " ", ""]
 
 
 def without_missing_bytes(encoder, text):
@@ -193,9 +225,11 @@ class TestSmolLM2:
         messages = [{"role": "user", "content": text} for text in history]
         made = Assembler(smol, 100_000).assemble(question, documents, history=messages)
         layout = made.layout
-        shown = [smol.decode(layout.tokens(span)) for span in layout.texts]
-        assert shown == [without_missing_bytes(smol, document.page_content) for document in made.documents]
-        assert smol.decode(layout.tokens(layout.question)) == without_missing_bytes(smol, question)
+        contents = [*(document.page_content for document in made.documents), question]
+        for span, content in zip((*layout.texts, layout.question), contents, strict=True):
+            shown, expected = smol.decode(layout.tokens(span)), without_missing_bytes(smol, content)
+            assert shown.count(expected)
+            assert not shown.replace(expected, "", 1).strip()  # the white space that shares a token with it
         for span in (*layout.passages, layout.question):
             assert smol.control_ids.isdisjoint(layout.tokens(span))
         # The system turn that the template adds, the user's, and the answer's.
@@ -207,7 +241,8 @@ class TestSmolLM2:
     def test_a_cut_document_decodes_to_a_beginning_of_it(self, smol, text, budget):
         made = Assembler(smol, 100_000).assemble("Who?", [Document(page_content=text + "x")], budget_tokens=budget)
         shown = smol.decode(made.layout.tokens(made.layout.texts[0]))
-        assert without_missing_bytes(smol, text + "x").startswith(shown)
+        written = without_missing_bytes(smol, text + "x")
+        assert written.startswith((shown, shown.removesuffix("\n"), shown.removesuffix("\n\n")))
         assert len(made.layout.passages[0]) <= budget
 
 
