@@ -34,9 +34,9 @@ __all__ = [
 RELEVANCE_FLOOR = 0.01
 """Scores are clipped to [this, 1] in a layout, because methods divide by them. A missing score becomes this."""
 
-# Private-use characters: no chat template writes them, and trimming a message does not remove them. Contents are never
-# rendered, so they cannot contain a placeholder.
-_PLACEHOLDER = re.compile("\ue000([0-9]+)\ue001")
+# No chat template writes these characters; U+001F is white space, which one that trims messages removes. Contents are
+# never rendered, so they cannot contain a placeholder.
+_PLACEHOLDER = re.compile("(\x1f?)\ue000([0-9]+)\ue001(\x1f?)")
 
 _CONTEXTS = ("\n", "x", "0")
 """What a segment is encoded behind where the separator merges with its first character; at most one of them does."""
@@ -245,9 +245,10 @@ def tokenize_prompt(
     lead = ""
     if earlier and earlier[-1]["role"] == "user":
         lead = earlier.pop()["content"] + BLANK_LINE
-    before, after, order = _render(encoder, earlier)
+    before, after, order, trims = _render(encoder, earlier)
     question = clean_text(question)
     if not has_passages:
+        lead, question = _trimmed((lead, question), *trims)
         ids, spans = encoder.encode_parts([*before, lead, "", question, *after])
         asked = spans[len(before) + 2]
         return TokenizedPrompt(
@@ -258,9 +259,11 @@ def tokenize_prompt(
             content_start=spans[len(before)].start,
             content_stop=len(asked),
         )
-    prefix, spans = _encode_between(encoder, [*before, lead, "", template.opening, ""], after=_FOLLOWER)
-    ends = ["", template.question_prefix, "", question, "", template.answer_cue, *after]
-    suffix, end_spans = _encode_between(encoder, ends, before=template.separator or BLANK_LINE)
+    lead, opening = _trimmed((lead, template.opening), trims[0], False)
+    ends = _trimmed((template.question_prefix, question, template.answer_cue), False, trims[1])
+    prefix, spans = _encode_between(encoder, [*before, lead, "", opening, ""], after=_FOLLOWER)
+    parts = ["", ends[0], "", ends[1], "", ends[2], *after]
+    suffix, end_spans = _encode_between(encoder, parts, before=template.separator or BLANK_LINE)
     return TokenizedPrompt(
         prefix=tuple(prefix),
         suffix=tuple(suffix),
@@ -271,22 +274,38 @@ def tokenize_prompt(
     )
 
 
+def _trimmed(texts: Sequence[str], left: bool, right: bool) -> list[str]:
+    """Return the texts without the white space at the left end of the joined text, at its right end, or at both."""
+    result = list(texts)
+    for index in range(len(result)) if left else ():
+        result[index] = result[index].lstrip()
+        if result[index]:
+            break
+    for index in reversed(range(len(result))) if right else ():
+        result[index] = result[index].rstrip()
+        if result[index]:
+            break
+    return result
+
+
 def _turns(earlier: Sequence[ChatMessage], order: Sequence[int], spans: Sequence[Span]) -> tuple[Turn, ...]:
     """Return the turns of the messages ``order``, whose contents are the first parts that are not of the template."""
     contents = dict(zip(order, spans[1::2], strict=False))
     return tuple(Turn(earlier[number]["role"], contents[number]) for number in sorted(contents))
 
 
-def _render(encoder: TokenEncoder, earlier: Sequence[ChatMessage]) -> tuple[list[str], list[str], list[int]]:
+def _render(
+    encoder: TokenEncoder, earlier: Sequence[ChatMessage]
+) -> tuple[list[str], list[str], list[int], tuple[bool, bool]]:
     """Return the parts before and after the content of the user's turn that follows ``earlier``.
 
-    Also return the indices of the messages before it, in the template's order.
+    Also return the indices of the messages before it, in the template's order, and whether the template trims the
+    content on the left and on the right.
     """
     roles = [message["role"] for message in earlier] + ["user"]
-    placeholders = [{"role": role, "content": f"\ue000{index}\ue001"} for index, role in enumerate(roles)]
-    # An odd number of parts: text of the template, alternating with indices of messages.
-    parts = _PLACEHOLDER.split(encoder.render_chat(placeholders, open_answer=True))
-    order = [int(part) for part in parts[1::2]]
+    placeholders = [{"role": role, "content": f"\x1f\ue000{index}\ue001\x1f"} for index, role in enumerate(roles)]
+    pieces = _PLACEHOLDER.split(encoder.render_chat(placeholders, open_answer=True))
+    order = [int(piece) for piece in pieces[2::4]]
     counts = Counter(order)
     for index, role in enumerate(roles):
         if counts[index] != 1:
@@ -294,10 +313,14 @@ def _render(encoder: TokenEncoder, earlier: Sequence[ChatMessage]) -> tuple[list
                 f"the chat template wrote message {index} ({role}) {counts[index]} times, must be once; "
                 f"it was given the roles {_shown(roles)}: leave that message out or use another chat template"
             )
-    last = order.index(len(earlier))
-    parts[1::2] = [earlier[number]["content"] if number < len(earlier) else "" for number in order]
     check_wanted()
-    return parts[: 2 * last + 1], parts[2 * last + 2 :], order[:last]
+    trims = [(not left, not right) for left, right in zip(pieces[1::4], pieces[3::4], strict=True)]
+    contents = [*(message["content"] for message in earlier), ""]
+    parts = [pieces[0]]
+    for number, trim, text in zip(order, trims, pieces[4::4], strict=True):
+        parts += [*_trimmed([contents[number]], *trim), text]
+    last = order.index(len(earlier))
+    return parts[: 2 * last + 1], parts[2 * last + 2 :], order[:last], trims[last]
 
 
 def _shown(roles: Sequence[str]) -> str:

@@ -185,23 +185,23 @@ FAMILIES = {
     ),
     "deepseek-v3": Family(
         of_turns(
-            "<｜Assistant｜>",
-            begin="<｜begin▁of▁sentence｜>",
+            "<\uff5cAssistant\uff5c>",
+            begin="<\uff5cbegin▁of▁sentence\uff5c>",
             system=("", ""),
-            user=("<｜User｜>", ""),
-            assistant=("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+            user=("<\uff5cUser\uff5c>", ""),
+            assistant=("<\uff5cAssistant\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"),
         ),
-        ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+        ("<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>", "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"),
     ),
     "deepseek-llm": Family(
         of_turns(
             "Assistant:",
-            begin="<｜begin▁of▁sentence｜>",
+            begin="<\uff5cbegin▁of▁sentence\uff5c>",
             system=("", "\n\n"),
             user=("User: ", "\n\n"),
-            assistant=("Assistant: ", "<｜end▁of▁sentence｜>"),
+            assistant=("Assistant: ", "<\uff5cend▁of▁sentence\uff5c>"),
         ),
-        ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+        ("<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"),
     ),
     "falcon": Family(
         of_turns("Assistant:", system=("", "\n\n"), user=("User: ", "\n\n"), assistant=("Assistant: ", "\n\n")),

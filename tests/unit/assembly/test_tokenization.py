@@ -49,17 +49,29 @@ def test_the_spans_of_the_layout_are_those_of_the_parts():
     assert layout.relevance == (1.0,)
 
 
-def test_a_template_may_move_messages_and_trim_them():
+def test_a_template_moves_messages_and_trims_their_contents():
     layout = layout_of(
         SystemLast(),
         " Who? ",
         history=[
             {"role": "system", "content": "S"},
-            {"role": "user", "content": "A"},
-            {"role": "assistant", "content": "B"},
+            {"role": "user", "content": " A"},
+            {"role": "assistant", "content": "B "},
         ],
     )
-    assert ToyEncoder().decode(layout.token_ids) == "<|im_start|>A/B/S| Who? <|im_end|>"
+    assert ToyEncoder().decode(layout.token_ids) == "<|im_start|>A/B/S|Who?<|im_end|>"
+    assert ToyEncoder().decode(layout.tokens(layout.question)) == "Who?"
+
+
+def test_a_template_that_trims_contents_trims_the_ends_of_the_whole_turn_alone():
+    template = PromptTemplate(instruction=" \nRead. ", separator=" | ", question_prefix=" Q: ", answer_cue=" A: ")
+    passages = [tokenize_passage(ToyEncoder(), template, " Ann ")]
+    layout = layout_of(SystemLast(), " Who? ", passages, template=template)
+    assert ToyEncoder().decode(layout.token_ids) == "<|im_start|>Read. \n\n Ann  |  Q:  Who?  A:<|im_end|>"
+    history = [{"role": "user", "content": " A "}]
+    assert ToyEncoder().decode(layout_of(SystemLast(), "Who? ", history=history).token_ids) == (
+        "<|im_start|>A \n\nWho?<|im_end|>"
+    )
 
 
 def test_a_system_message_that_the_template_loses_is_an_error():
