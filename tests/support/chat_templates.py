@@ -191,7 +191,12 @@ FAMILIES = {
             user=("<\uff5cUser\uff5c>", ""),
             assistant=("<\uff5cAssistant\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"),
         ),
-        ("<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>", "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"),
+        (
+            "<\uff5cbegin▁of▁sentence\uff5c>",
+            "<\uff5cend▁of▁sentence\uff5c>",
+            "<\uff5cUser\uff5c>",
+            "<\uff5cAssistant\uff5c>",
+        ),
     ),
     "deepseek-llm": Family(
         of_turns(

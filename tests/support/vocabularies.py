@@ -35,19 +35,19 @@ def byte_level(*splits, add_prefix_space=False, use_regex=True):
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(
-        vocab_size=1500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     ))  # fmt: skip
     return tokenizer
 
 
-def sentence_piece(normalizer=None, pre_tokenizer=None, *, lines_apart=True, strips=True):
+def sentence_piece(normalizer=None, pre_tokenizer=None, *, size=700, lines_apart=True, strips=True):
     """A BPE with byte fallback; its pieces reach across no space, and across line breaks unless ``lines_apart``."""
     bytes_ = [f"<0x{number:02X}>" for number in range(256)]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     lines = [pre_tokenizers.Split("\n", "isolated")] if lines_apart else []
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*lines, pre_tokenizers.Metaspace(prepend_scheme="never")])
     tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(
-        vocab_size=1500, special_tokens=["<unk>", *bytes_], show_progress=False
+        vocab_size=size, special_tokens=["<unk>", *bytes_], show_progress=False
     ))  # fmt: skip
     state = json.loads(tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] == "<unk>"]
@@ -65,7 +65,8 @@ def unigram():
     )
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     tokenizer.train_from_iterator(corpus(), trainers.UnigramTrainer(
-        vocab_size=1000, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+        vocab_size=500, special_tokens=["<unk>"], unk_token="<unk>", initial_alphabet=[*"“”Éé漢字"],
+        show_progress=False,
     ))  # fmt: skip
     return tokenizer
 
@@ -89,14 +90,10 @@ MAKERS = {
     "llama-2": lambda: sentence_piece(spaces(normalizers.Prepend(UNDERSCORE))),
     "metaspace always": lambda: sentence_piece(None, pre_tokenizers.Metaspace(prepend_scheme="always")),
     "metaspace first": lambda: sentence_piece(None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
-    "metaspace never": lambda: sentence_piece(
-        None, pre_tokenizers.Metaspace(prepend_scheme="never"), strips=False
-    ),
-    "gemma": lambda: sentence_piece(
-        spaces(), pre_tokenizers.Split(UNDERSCORE, "merged_with_previous"), strips=False
-    ),
+    "metaspace never": lambda: sentence_piece(None, pre_tokenizers.Metaspace(prepend_scheme="never"), strips=False),
+    "gemma": lambda: sentence_piece(spaces(), pre_tokenizers.Split(UNDERSCORE, "merged_with_previous"), strips=False),
     # Nothing keeps pieces from reaching across line breaks, so no border around a passage is certain.
-    "no borders": lambda: sentence_piece(spaces(normalizers.Prepend(UNDERSCORE)), lines_apart=False),
+    "no borders": lambda: sentence_piece(spaces(normalizers.Prepend(UNDERSCORE)), size=1500, lines_apart=False),
     "unigram": unigram,
 }
 
@@ -107,5 +104,7 @@ def stock_tokenizer(vocabulary, family):
     """Return transformers' own tokenizer of a vocabulary, with the chat template and control tokens of a family."""
     template = FAMILIES[family]
     backend = Tokenizer.from_str(base(vocabulary).to_str())
-    backend.add_special_tokens([AddedToken(name, normalized=False, rstrip=template.rstrip) for name in template.controls])
+    backend.add_special_tokens(
+        [AddedToken(name, normalized=False, rstrip=template.rstrip) for name in template.controls]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template.jinja)

