@@ -187,9 +187,10 @@ def cut_passage(
     heading, text, separator = passage.written
     if heading_limit is not None:
         heading = encoder.decode(truncate(encoder.encode_text(heading), heading_limit, encoder.decode))
-    # The first token may hold the end of the heading, and decoding may drop the space that a first token begins with.
-    is_first = bool(heading) or text[:1].isspace()
-    text_ids = encoder.encode_text(text) if is_first else passage.token_ids[passage.text.slice]
+    text_ids: Sequence[int] = passage.token_ids[passage.text.slice]
+    # Its first token may hold the end of the heading, and decoding may drop the space that it begins with.
+    if heading or text[:1].isspace():
+        text_ids = encoder.encode_text(text)
     allowed = limit - len(_encode_passage(encoder, (heading, "", separator), "", None))
     while True:
         beginning = encoder.decode(shorten(text_ids, allowed, encoder.decode))

@@ -162,6 +162,7 @@ class NoPromptEncoder:
     def __init__(self) -> None:
         inner = ToyEncoder()
         self.encode_text, self.encode_template = inner.encode_text, inner.encode_template
+        self.encode_parts = inner.encode_parts
         self.decode, self.render_chat = inner.decode, inner.render_chat
 
 

@@ -59,7 +59,9 @@ class Tokenizer:
         self._control_names = _any_of(controls)
         self._unwritable = _unwritable(self._text)
         self._bytes = byte_of_character() if is_byte_level(self._template) else None
-        self._added = {id_: token.content for id_, token in self._template.get_added_tokens_decoder().items()}
+        self._added: dict[int, str] = {
+            id_: token.content for id_, token in self._template.get_added_tokens_decoder().items()
+        }
         self._eos = self._find_eos(eos_ids)
 
     @property
