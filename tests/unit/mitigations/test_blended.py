@@ -107,6 +107,22 @@ def test_passages_are_found_wherever_they_stand(order):
     assert torch.allclose(session.next_log_probs(), said(loaded, asked)[0], atol=1e-5)
 
 
+@pytest.mark.parametrize("layers", [2, 3, 4])
+def test_the_deviation_is_measured_in_the_last_of_the_first_layers(layers, monkeypatch):
+    seen = []
+
+    def watched(fresh, kept):
+        seen.append(fresh.clone())
+        return deviation(fresh, kept)
+
+    monkeypatch.setattr("rag_posfix.generation.prefill.cache_blend.deviation", watched)
+    loaded, layout = loaded_model(num_hidden_layers=4), toy_layout()
+    said(loaded, layout, layers=layers)
+    (batch,) = Session(loaded, layout, Plan()).batches
+    whole = batch.cache.layers[layers - 1].values[:, :, : layout.suffix.start]
+    torch.testing.assert_close(seen, [whole], atol=1e-5, rtol=0)
+
+
 def test_layers_beyond_the_depth_of_the_model_are_refused():
     loaded, layout = loaded_model(num_hidden_layers=4), toy_layout()
     whole = said(loaded, layout, fraction=0.0, layers=4)  # every layer of every token is computed

@@ -102,13 +102,12 @@ def test_relevance_is_that_of_the_question_the_given_one_or_their_product(loaded
 
 
 def test_contrast_moves_every_member_away_from_the_row_without_passages(loaded):
-    # Experts alike: their weights .1, .2, .2, the joint row .5, with the answer so far; they sum to .5 of (.8, .2)
-    # and .5 of (.6, .4). contrast 1: p^2 / p_0 with p_0 = (.5, .5): .64 / .5, .04 / .5 and .36 / .5, .16 / .5.
-    # Shares: with prior .5 and equal relevance 1/6 each, the first halved: 1/12, 2/12, 2/12, 6/12 of 11/12.
-    # Token 0: 5/11 * 1.28 + 6/11 * .72; token 1: 5/11 * .08 + 6/11 * .32; normalised by their sum.
+    # contrast 1: p^2 / p_0 with p_0 = (.75, .25). The experts, all (.8, .2): .64 / .75 and .04 / .25; the joint row:
+    # .36 / .75 and .16 / .25. Prior .5 and equal relevance: 1/6 each and 1/2; with the answer so far the first is
+    # halved: 1/12, 2/12, 2/12 and 6/12 of 11/12.
     experts = dict.fromkeys(range(3), (0.8, 0.2))
-    probs, weights = pooled(loaded, (0.5, 0.5, 0.5), experts, relevance="given", contrast=1.0)
-    first, second = 5 * 1.28 + 6 * 0.72, 5 * 0.08 + 6 * 0.32
+    probs, weights = pooled(loaded, (0.5,) * 3, experts, amateur=(0.75, 0.25), relevance="given", contrast=1.0)
+    first, second = (5 * 0.64 + 6 * 0.36) / 0.75, (5 * 0.04 + 6 * 0.16) / 0.25
     assert probs == pytest.approx([first / (first + second), second / (first + second)])
     assert weights == pytest.approx([1 / 11, 2 / 11, 2 / 11, 0.0, 6 / 11])
 

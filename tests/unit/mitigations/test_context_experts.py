@@ -112,6 +112,9 @@ def test_contrast_moves_away_from_the_row_without_passages(shape):
     # One half more of the expert, one half less of the amateur: 0.8^1.5 / 0.5^0.5 against 0.2^1.5 / 0.5^0.5.
     probs, _ = pooled(shape, (0.5, 0.5), [(0.8, 0.2), (0.8, 0.2)], contrast=0.5)
     assert probs == pytest.approx([0.8**1.5 / (0.8**1.5 + 0.2**1.5), 0.2**1.5 / (0.8**1.5 + 0.2**1.5)])
+    # contrast 1 and an amateur of (.75, .25): .64 / .75 against .04 / .25, 16 : 3.
+    probs, _ = pooled(shape, (0.5, 0.5), [(0.8, 0.2), (0.8, 0.2)], amateur=(0.75, 0.25), contrast=1.0)
+    assert probs == pytest.approx([16 / 19, 3 / 19])
 
 
 def test_contrast_can_be_the_divergence_of_each_expert_from_the_row_without_passages(shape):
