@@ -6,6 +6,9 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly import Assembler, PromptTemplate, tokenize_passage, tokenize_prompt
+from rag_posfix.assembly.budget import FEWEST_TOKENS
+from rag_posfix.assembly.tokenization import cut_passage, label_passage
+from rag_posfix.errors import PromptTooLongError
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from tests.support.chat_templates import FAMILIES
 from tests.support.stock_prompts import check_prompts, squeezed, stock_ids, turn_of
@@ -75,6 +78,33 @@ def test_no_order_and_no_neighbour_changes_the_tokens_of_a_passage(families):
         frames.add((layout.tokens(layout.prefix), layout.tokens(layout.suffix)))
     assert [len(each) for each in tokens.values()] == [1] * len(DOCUMENTS), name
     assert len(frames) == 1
+
+
+def test_a_cut_passage_keeps_the_limit_and_has_the_tokens_of_its_shorter_text(families):
+    _, tokenizers = families
+    _, _, encoder = next(tokenizers)
+    for title, text in (("", "One two. Three four.\n"), ("Été", "\nOne 12. Three"), ("(a", " One (two). Three four")):
+        passage = tokenize_passage(encoder, TEMPLATE, text, title=title)
+        frame = len(tokenize_passage(encoder, TEMPLATE, "", title=title))
+        for limit in range(frame + FEWEST_TOKENS + 1, len(passage)):
+            cut = cut_passage(encoder, passage, limit)
+            heading, beginning, separator = cut.written
+            assert limit - 2 <= len(cut) <= limit
+            assert (heading, separator, cut.key) == (passage.written[0], passage.written[2], passage.key)
+            assert text.lstrip(" ").startswith(beginning.lstrip(" "))
+            assert cut.token_ids == tokenize_passage(encoder, TEMPLATE, beginning, title=title).token_ids
+        with pytest.raises(PromptTooLongError, match="tokens are left for the text"):
+            cut_passage(encoder, passage, frame + FEWEST_TOKENS - 3)
+
+
+def test_a_label_and_its_passage_are_encoded_whole(families):
+    _, tokenizers = families
+    _, _, encoder = next(tokenizers)
+    for document in DOCUMENTS:
+        labelled = label_passage(encoder, tokenize_passage(encoder, TEMPLATE, document.page_content), "[3] ")
+        whole = tokenize_passage(encoder, TEMPLATE, f"[3] {document.page_content}")
+        assert labelled.token_ids == whole.token_ids
+        assert labelled.written == ("[3] ", document.page_content, TEMPLATE.separator)
 
 
 def test_control_tokens_in_contents_are_text(families):
