@@ -21,6 +21,7 @@ from torch import Tensor
 from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice
 from rag_posfix.errors import GenerationError, RagPosfixError, UnsupportedModelError
+from rag_posfix.generation.batching.worker import CLOSING_SECONDS
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.engine import Engine
@@ -160,15 +161,21 @@ class TensorParallelGenerator(DelegatingGenerator[Engine]):
             yield from self._inner.resume(session, request, advance)
 
     def close(self) -> None:
-        """Let the other ranks end. Later requests fail."""
-        with self._step_lock:
+        """Let the other ranks end; kill them if a step still runs after ``CLOSING_SECONDS``. Later requests fail."""
+        idle = self._step_lock.acquire(timeout=CLOSING_SECONDS)
+        try:
             if self._over is None:
                 self._over = "it was closed"
                 try:
+                    if not idle:
+                        raise RuntimeError(f"a step still runs after {CLOSING_SECONDS:g} s")
                     self._channel.send(encode(End()))
                 except RuntimeError as error:
                     _log.warning("the other ranks could not be told to end: %s", error)
                     self._workers.kill()
+        finally:
+            if idle:
+                self._step_lock.release()
         self._workers.close()
 
     @contextmanager

@@ -1,5 +1,7 @@
 """Turns and commands of ranks that run in lockstep, without processes; those are in the integration tests."""
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, GenerationError, PlanConflictError, PromptTooLongError
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.tensor_parallel import leader
 from rag_posfix.generation.tensor_parallel.leader import TensorParallelGenerator, follow
 from rag_posfix.generation.tensor_parallel.messages import Advance, End, Free, Prefill, decode, encode
 from tests.support.number_encoder import NumberEncoder
@@ -211,6 +214,26 @@ class TestTheFirstRank:
         first.channel.breaks = True
         first.generator.close()
         assert first.others.did == ["kill", "close"]
+
+    def test_closing_during_a_step_that_hangs_kills_the_others(self, first, monkeypatch, caplog):
+        monkeypatch.setattr(leader, "CLOSING_SECONDS", 0.05)
+        sending, killed = threading.Event(), threading.Event()
+
+        def hang(command):
+            sending.set()
+            assert killed.wait(10)
+            raise RuntimeError("Connection closed by peer")  # as when the other ranks are dead
+
+        monkeypatch.setattr(first.channel, "send", hang)
+        asking = threading.Thread(target=lambda: pytest.raises(GenerationError, first.generator.generate, request()))
+        asking.start()
+        assert sending.wait(10)
+        first.generator.close()
+        assert first.others.did == ["kill", "close"]
+        assert "the other ranks could not be told to end: a step still runs after 0.05 s" in caplog.text
+        killed.set()
+        asking.join(10)
+        assert not asking.is_alive()
 
 
 class TestTheOtherRanks:
