@@ -14,6 +14,7 @@ from rag_posfix.generation.tensor_parallel import leader
 from rag_posfix.generation.tensor_parallel.leader import TensorParallelGenerator, follow
 from rag_posfix.generation.tensor_parallel.messages import Advance, End, Free, Prefill, decode, encode
 from tests.support.number_encoder import NumberEncoder
+from tests.support.scheduling import DaemonThreads
 from tests.support.tiny import loaded_model, toy_layout
 
 JSON = st.recursive(
@@ -225,15 +226,14 @@ class TestTheFirstRank:
             raise RuntimeError("Connection closed by peer")  # as when the other ranks are dead
 
         monkeypatch.setattr(first.channel, "send", hang)
-        asking = threading.Thread(target=lambda: pytest.raises(GenerationError, first.generator.generate, request()))
-        asking.start()
+        asking = DaemonThreads().submit(first.generator.generate, request())
         assert sending.wait(10)
         first.generator.close()
         assert first.others.did == ["kill", "close"]
         assert "the other ranks could not be told to end: a step still runs after 0.05 s" in caplog.text
         killed.set()
-        asking.join(10)
-        assert not asking.is_alive()
+        with pytest.raises(GenerationError, match="Connection closed by peer"):
+            asking.result(10)
 
 
 class TestTheOtherRanks:
