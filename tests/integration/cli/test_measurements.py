@@ -21,6 +21,7 @@ class TestVerify:
         found = run("verify", "--json").json
         assert (found["model"], found["family"]) == ("SmolLM2-135M-Instruct", "llama")
         assert found["max_logit_difference"] < 0.02
+        assert (found["eos_ids"], found["generation_config_not_applied"]) == ([2], {})
         assert {"none", "context_experts"} <= set(found["supported"])
         assert isinstance(found["refused"], dict)
 
