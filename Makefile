@@ -70,8 +70,7 @@ typecheck: $(DEV_STAMP) ## Check types
 serve: $(DEV_STAMP) ## Run the HTTP service
 	@$(BIN)/rag-posfix serve $(ARGS)
 
-bench: $(DEV_STAMP) ## Measure the idle patched model, then each method, against the unmodified one
-	@$(BIN)/python -m benchmarks.idle
+bench: $(DEV_STAMP) ## Measure each method against the unmodified model
 	@$(BIN)/rag-posfix bench $(ARGS)
 
 docs: $(DEV_STAMP) ## Write the generated parts of the documentation anew and build the site into build/site

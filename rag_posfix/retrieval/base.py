@@ -72,7 +72,7 @@ class QuestionRetriever(BaseRetriever):
 NOTHING_RELEVANT = 0.3
 """A best cosine below this means for the packaged embedding model that nothing relevant was found.
 
-Measured by ``python -m benchmarks.nothing_relevant``: docs/retrieval.md.
+Measured in docs/retrieval.md.
 """
 
 
