@@ -1,10 +1,13 @@
-"""The service under load: cached answers at a fixed rate, reranking, many streams, and what HTTP adds to the engine.
+"""The service under load: cached answers, reranking, many streams, what HTTP adds to the engine, and wrong keys.
 
-    python -m benchmarks.service_load --out DIR [--part cached|rerank|streams|added] [--rate 300] [--seconds 10]
+    python -m benchmarks.service_load --out DIR [--part cached|rerank|streams|added|keys] [--rate 300] [--seconds 10]
 
 ``cached`` is an open loop: requests are sent at a fixed rate, whether or not earlier ones were answered, and latency
 counts from the moment at which a request was due. ``rerank`` scores 20 short documents with MiniLM, ``added`` asks
-SmolLM2 the same prompts directly and over HTTP by turns. The client of ``cached`` is a process of its own.
+SmolLM2 the same prompts directly and over HTTP by turns. ``keys`` sends wrong secrets for one key on 200 connections,
+each again as soon as it is answered. Meanwhile 15 other keys are used for the first time, and ``/livez`` is asked 100
+times a second. The key file has the digests of this release, then the scrypt hashes of earlier ones. Clients of
+``cached`` and ``keys`` are processes of their own.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import json
 import multiprocessing
 import os
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +31,16 @@ import httpx2
 from benchmarks.faults.host import Host
 from benchmarks.faults.load import Connection, body_of, right_answer, text_of
 from rag_posfix.evaluation.record import environment, write_record
+from rag_posfix_api.keys.store import KeyStore
+from tests.support.old_keys import make_old
 from tests.support.serving import CHAT, serving
 
-__all__ = ["main", "open_loop"]
+__all__ = ["main", "open_loop", "wrong_keys"]
 
-PARTS = ("cached", "rerank", "streams", "added")
+PARTS = ("cached", "rerank", "streams", "added", "keys")
 CONNECTIONS = 16
+_SECRET = 43
+"""Characters of the secret part of a key, at its end."""
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -155,6 +164,91 @@ def added(rounds: int = 7, max_tokens: int = 48) -> dict[str, Any]:
     }
 
 
+def keys(seconds: float, count: int = 15) -> dict[str, Any]:
+    found = {}
+    for name in ("digests", "scrypt hashes"):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Host() as host,
+            ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
+        ):
+            store = KeyStore(Path(folder))
+            made = [store.create(f"tenant{number}")[1] for number in range(count + 1)]
+            if name == "scrypt hashes":
+                make_old(Path(folder), *made)
+            found[name] = wrong_keys(host.serve(limits={"data_dir": folder}), made[0], made[1:], seconds, process)
+    return found
+
+
+def wrong_keys(
+    url: str, attacked: str, valid: Sequence[str], seconds: float, flooding: Executor, connections: int = 200
+) -> dict[str, Any]:
+    """Measure first uses of valid keys, and ``/livez``, while wrong secrets for another key are sent."""
+    wrong = attacked[:-_SECRET] + "A" * _SECRET
+    flooding.submit(flood, url, wrong, 1, 0.1).result()
+    livez(url, 0.5)
+    quiet = livez(url, seconds)
+    flooded = flooding.submit(flood, url, wrong, connections, seconds + 2.0)
+    time.sleep(2.0)  # until all are connected
+    with ThreadPoolExecutor(1) as watcher:
+        watched = watcher.submit(livez, url, seconds)
+        uses = [use(url, key) for key in valid]
+        busy = watched.result()
+    return {
+        "connections": connections,
+        "wrong_per_s": round(flooded.result() / (seconds + 2.0), 1),
+        "valid": len(uses),
+        "refused": sum(status != 200 for status, _ in uses),
+        "slowest_valid_ms": round(1e3 * max(spent for _, spent in uses), 1),
+        "livez_quiet": quantiles(quiet),
+        "livez": quantiles(busy),
+    }
+
+
+def use(url: str, key: str) -> tuple[int, float]:
+    connection, started = Connection(url), time.perf_counter()
+    status, _ = connection.send(get("/v1/models", key))
+    spent = time.perf_counter() - started
+    connection.close()
+    return status, spent
+
+
+def get(path: str, key: str = "") -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\nx-api-key: {key}\r\n\r\n".encode()
+
+
+def flood(url: str, key: str, connections: int, seconds: float) -> int:
+    """Send a key on connections, again as soon as it is answered; return the number of answers in this time."""
+    end, answers = time.monotonic() + seconds, []
+
+    def send() -> None:
+        connection = Connection(url, timeout=seconds)
+        with suppress(TimeoutError):
+            while time.monotonic() < end:
+                status, _ = connection.send(get("/v1/models", key))
+                if time.monotonic() < end:
+                    answers.append(status)
+        connection.close()
+
+    with ThreadPoolExecutor(connections) as pool:
+        for _ in range(connections):
+            pool.submit(send)
+    return len(answers)
+
+
+def livez(url: str, seconds: float, rate: float = 100.0) -> list[float]:
+    """Return the seconds from when each request for ``/livez`` was due until it was answered."""
+    connection, latencies, begin = Connection(url), [], time.perf_counter()
+    for number in range(int(rate * seconds)):
+        due = begin + number / rate
+        time.sleep(max(0.0, due - time.perf_counter()))
+        if connection.send(get("/livez"))[0] != 200:
+            raise RuntimeError("/livez failed")
+        latencies.append(time.perf_counter() - due)
+    connection.close()
+    return latencies
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = options(arguments)
     load = {"before": os.getloadavg()}
@@ -163,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "rerank": lambda: rerank(given.seconds),
         "streams": streams,
         "added": added,
+        "keys": lambda: keys(given.seconds),
     }
     summary: dict[str, Any] = {part: measured[part]() for part in given.part or PARTS}
     print(json.dumps(summary, indent=2))

@@ -34,7 +34,6 @@ from rag_posfix_api.http.hosts import AllowedHosts
 from rag_posfix_api.http.limits import BodyLimit
 from rag_posfix_api.http.observability import ObservedRequests
 from rag_posfix_api.http.tracing import request_tracer
-from rag_posfix_api.keys.quotas import Quotas
 from rag_posfix_api.page import api_docs
 from rag_posfix_api.page import routes as page
 from rag_posfix_api.runtime.service import Service, package_version
@@ -116,7 +115,7 @@ def create_app(
         app.include_router(router)
     install_handlers(app, RENDERERS)
     app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes, renderers=RENDERERS)
-    app.add_middleware(ApiKeyAuth, checker=state.key_checker, quotas=Quotas(), renderers=RENDERERS)
+    app.add_middleware(ApiKeyAuth, checker=state.key_checker, renderers=RENDERERS)
     if hosts is not None:
         app.add_middleware(AllowedHosts, names=hosts, renderers=RENDERERS)
     tracer = request_tracer(telemetry.tracer_provider)

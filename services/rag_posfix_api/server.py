@@ -18,11 +18,11 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import Telemetry
 from rag_posfix_api.app import RENDERERS, create_app
+from rag_posfix_api.http.auth import KeyChecker
 from rag_posfix_api.http.connection import bounded_connection
 from rag_posfix_api.http.hosts import LOOPBACK_NAMES
 from rag_posfix_api.http.logs import LogFormat, configure_logging
 from rag_posfix_api.http.tls import check_tls
-from rag_posfix_api.keys.check import KeyChecker
 from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.page.browser import address_of, open_page
 from rag_posfix_api.runtime.service import Service

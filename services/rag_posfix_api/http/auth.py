@@ -1,44 +1,270 @@
-"""API keys: requests that no valid key allows are refused before their body is read."""
+"""Access by API key: who calls, what a key may do, and how much. Requests are rejected before their body is read."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import hashlib
+import hmac
+import logging
+import math
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Final
 
+import anyio
+import anyio.to_thread
+from pydantic import SecretStr
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rag_posfix.errors import RagPosfixError
-from rag_posfix_api.http.errors import ErrorRenderers, ForbiddenError, UnauthorizedError, error_response, kind_of
-from rag_posfix_api.keys.check import KeyChecker
-from rag_posfix_api.keys.quotas import Quotas
-from rag_posfix_api.keys.records import ANONYMOUS, CALLER, Caller
-from rag_posfix_api.keys.scopes import required_scope
+from rag_posfix.errors import ConfigError, OverloadedError, RagPosfixError
+from rag_posfix_api.http.errors import (
+    ErrorRenderers,
+    ForbiddenError,
+    QuotaError,
+    UnauthorizedError,
+    error_response,
+    kind_of,
+)
+from rag_posfix_api.keys.store import SCOPES, ApiKey, KeyStore, digest, matches_scrypt, split_key
 
-__all__ = ["OPEN_FOLDERS", "OPEN_PATHS", "ApiKeyAuth"]
+__all__ = ["CALLER", "ApiKeyAuth", "Caller", "KeyChecker", "Pace", "Quotas", "required_scope"]
+
+_log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics", "/"})
 """What orchestrators ask without a key, and the page, which asks for the key."""
 OPEN_FOLDERS = ("/page/",)
 """The files of the page."""
 
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_SEARCH = re.compile(r"/v1/collections/[^/]*/search")
+
+_MAX_WAITING_PER_KEY = 256
+_REFUSALS_PER_SECOND = 50
+_MAX_PAUSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a request comes from.
+
+    Attributes:
+        tenant: Name of the tenant; "" for the operator's single key and for a service without keys.
+        scopes: What the caller may do.
+        salt: Separates the cache entries of the tenant; a random part of it is in the key file only.
+        key_id: Id of the key, or None without one.
+        requests_per_minute: As in ``ApiKey``.
+        max_concurrent: As in ``ApiKey``.
+    """
+
+    tenant: str = ""
+    scopes: tuple[str, ...] = ()
+    salt: str = field(default="", repr=False)
+    key_id: str | None = None
+    requests_per_minute: int | None = None
+    max_concurrent: int | None = None
+
+
+ANONYMOUS: Final = Caller(scopes=("read", "write"))
+"""The caller of a service without any key."""
+
+OPERATOR: Final = Caller(scopes=SCOPES)
+"""The caller with the single key of the settings."""
+
+CALLER: ContextVar[Caller] = ContextVar("rag_posfix_caller", default=ANONYMOUS)
+"""The caller of the running request."""
+
+
+def required_scope(method: str, path: str) -> str:
+    """Return the scope that a request needs.
+
+    Keys are for ``admin``; changing collections is for ``write``; everything else, searching included, for ``read``.
+    """
+    if path == "/admin" or path.startswith("/admin/"):
+        return "admin"
+    if path == "/v1/collections" or path.startswith("/v1/collections/"):
+        searches = method == "POST" and _SEARCH.fullmatch(path) is not None
+        return "read" if searches or method in _READING else "write"
+    return "read"
+
+
+class KeyChecker:
+    """Checks presented keys against the single key of the settings and the key file.
+
+    A key is looked up each time: a revocation counts for the next request, in every process that reads the file.
+    """
+
+    def __init__(self, store: KeyStore, single: SecretStr | None = None) -> None:
+        self._store = store
+        self._single = None if single is None else _hashed(single.get_secret_value().encode())
+        # Digests that replace scrypt hashes, also where the key file cannot be written.
+        self._renewed: dict[str, str] = {}
+        self._one_per_key: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
+        self._one_of_all = anyio.Lock()
+
+    @property
+    def required(self) -> bool:
+        """Whether requests need a key: one is in the settings, or was ever created."""
+        return self._single is not None or self._store.has_keys
+
+    async def caller(self, presented: bytes) -> Caller | None:
+        """Return who presents a key, or None for a wrong or revoked one.
+
+        Raises:
+            OverloadedError: too many secrets are presented for one key with a scrypt hash.
+        """
+        if self._single is not None and hmac.compare_digest(_hashed(presented), self._single):
+            return OPERATOR
+        identity, secret = split_key(presented.decode("latin-1")) or ("", "")
+        key = self._valid(identity)
+        if key is None:
+            return None
+        stored = self._stored(key)
+        if stored.startswith("scrypt$"):
+            stored = await self._renew(identity, secret)
+            key = self._valid(identity)  # it may have been revoked meanwhile
+        if key is None or not hmac.compare_digest(stored.encode(), digest(identity, secret).encode()):
+            return None
+        salt = self._store.table().salts.get(key.tenant, "")
+        return Caller(
+            key.tenant, key.scopes, f"{key.tenant}:{salt}", key.id, key.requests_per_minute, key.max_concurrent
+        )
+
+    def _valid(self, identity: str) -> ApiKey | None:
+        key = self._store.table().keys.get(identity)
+        return key if key is not None and key.revoked_at is None else None
+
+    def _stored(self, key: ApiKey) -> str:
+        return self._renewed.get(key.hash, key.hash)
+
+    async def _renew(self, identity: str, secret: str) -> str:
+        """Return the digest that replaces the scrypt hash of a key, or the hash if the secret is wrong.
+
+        Scrypt takes 16 MiB and a core. One hash at a time is computed, and of the secrets for one key only the first
+        waits for it, so wrong secrets for one key do not hold up the first use of another. After a wrong secret no
+        hash is computed for three times as long as this one took.
+        """
+        of_this_key = self._one_per_key[identity]
+        if of_this_key.statistics().tasks_waiting >= _MAX_WAITING_PER_KEY:
+            raise OverloadedError(f"{_MAX_WAITING_PER_KEY} secrets for the key {identity} wait; try again later")
+        async with of_this_key:
+            key = self._valid(identity)
+            if key is None or not (stored := self._stored(key)).startswith("scrypt$"):
+                return "" if key is None else stored
+            async with self._one_of_all:
+                started = time.monotonic()
+                matched = await anyio.to_thread.run_sync(matches_scrypt, secret, key.hash)
+                if not matched:
+                    await anyio.sleep(3 * (time.monotonic() - started))
+                    return stored
+            self._renewed[key.hash] = digest(identity, secret)
+            try:
+                await anyio.to_thread.run_sync(self._store.renew, key, secret)
+            except ConfigError as error:
+                _log.warning("the scrypt hash of key %s stays in the key file: %s", identity, error)
+            return self._renewed[key.hash]
+
+
+def _hashed(key: bytes) -> bytes:
+    """Return bytes of one length, so that a comparison does not show the length of a key."""
+    return hashlib.blake2b(key).digest()
+
+
+@dataclass(slots=True)
+class _Use:
+    tokens: float
+    counted_at: float
+    running: int = 0
+
+
+class Quotas:
+    """Counts what each key does: requests per minute as a token bucket, and requests at the same time. Per process.
+
+    A key with ``requests_per_minute`` = n may make n requests at once, and gains one every 60 / n seconds. Safe to use
+    from any thread. ``clock`` returns monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._uses: dict[str, _Use] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def running(self, caller: Caller) -> Iterator[None]:
+        """Count a request while the block runs; a caller without limits is not counted.
+
+        Raises:
+            QuotaError: a limit of the caller's key is reached.
+        """
+        if caller.key_id is None or (caller.requests_per_minute is None and caller.max_concurrent is None):
+            yield
+            return
+        use = self._take(caller, caller.key_id)
+        try:
+            yield
+        finally:
+            with self._lock:
+                use.running -= 1
+
+    def _take(self, caller: Caller, key_id: str) -> _Use:
+        rate, most = caller.requests_per_minute, caller.max_concurrent
+        now = self._clock()
+        with self._lock:
+            use = self._uses.setdefault(key_id, _Use(float(rate or 0), now))
+            if most is not None and use.running >= most:
+                raise QuotaError(
+                    f"{use.running} requests of this key are running and {most} are allowed; wait until one ends", 1
+                )
+            if rate is not None:
+                use.tokens = min(float(rate), use.tokens + (now - use.counted_at) * rate / 60)
+                use.counted_at = now
+                if use.tokens < 1:
+                    seconds = math.ceil((1 - use.tokens) * 60 / rate)
+                    raise QuotaError(
+                        f"this key may make {rate} requests a minute; try again in {seconds} seconds", max(1, seconds)
+                    )
+                use.tokens -= 1
+            use.running += 1
+            return use
+
+
+class Pace:
+    """Spreads refusals: each waits until 1/50 s after the one before, for at most 5 s.
+
+    Clients that repeat wrong keys on many connections then cost little of the event loop. ``clock`` returns monotonic
+    seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next = 0.0
+
+    def pause(self) -> float:
+        """Return the seconds that the next refusal waits."""
+        now = self._clock()
+        pause = min(max(self._next - now, 0.0), _MAX_PAUSE_SECONDS)
+        self._next = now + pause + 1 / _REFUSALS_PER_SECOND
+        return pause
+
 
 class ApiKeyAuth:
     """ASGI middleware that tells the caller from the API key, checks its scope and counts its requests.
 
-    The caller is then in ``keys.records.CALLER``.
-
-    Args:
-        app: The wrapped application.
-        checker: Checks keys, sent as ``Authorization: Bearer`` or ``x-api-key``.
-        quotas: Counts requests by key.
-        renderers: Renders the error in the dialect of the path.
+    Keys are sent as ``Authorization: Bearer`` or ``x-api-key``. The caller is then in ``CALLER``.
     """
 
-    def __init__(self, app: ASGIApp, checker: KeyChecker, quotas: Quotas, renderers: ErrorRenderers) -> None:
+    def __init__(self, app: ASGIApp, checker: KeyChecker, renderers: ErrorRenderers) -> None:
         self._app = app
         self._checker = checker
-        self._quotas = quotas
         self._renderers = renderers
+        self._quotas = Quotas()
+        self._refusals = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
@@ -53,6 +279,8 @@ class ApiKeyAuth:
                 counted.enter_context(self._quotas.running(caller))
             except RagPosfixError as refusal:
                 facts.error = kind_of(refusal).code
+                if isinstance(refusal, UnauthorizedError):
+                    await anyio.sleep(self._refusals.pause())
                 await error_response(refusal, self._renderers.of(scope["path"]))(scope, receive, send)
                 return
             token = CALLER.set(caller)
@@ -67,7 +295,7 @@ class ApiKeyAuth:
         Raises:
             UnauthorizedError: the key is missing or wrong.
             ForbiddenError: the key has not the scope of the request.
-            OverloadedError: too many keys are being checked.
+            OverloadedError: too many secrets are presented for the key.
         """
         needed = required_scope(scope["method"], scope["path"])
         if not self._checker.required:
@@ -82,7 +310,9 @@ class ApiKeyAuth:
                 f"the API key is {what}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             )
         if needed not in caller.scopes:
-            raise ForbiddenError(f"this key has not the scope {needed!r} that the request needs; use another key")
+            raise ForbiddenError(
+                f"the API key lacks the scope {needed!r} that the request needs; use a key that has it"
+            )
         return caller
 
 

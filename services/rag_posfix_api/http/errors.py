@@ -36,7 +36,6 @@ from rag_posfix.errors import (
 from rag_posfix_api.http.allowed_methods import allowed_methods
 from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.facts import facts_of
-from rag_posfix_api.keys.quotas import QuotaError
 
 __all__ = [
     "TABLE",
@@ -51,6 +50,7 @@ __all__ = [
     "NotFoundError",
     "NotReadyError",
     "Problem",
+    "QuotaError",
     "RenderError",
     "RequestTimeoutError",
     "StoppingError",
@@ -144,6 +144,10 @@ class UnauthorizedError(RagPosfixError):
 
 class ForbiddenError(RagPosfixError):
     """The caller's key does not allow the request."""
+
+
+class QuotaError(OverloadedError):
+    """A key has used up what it may do now."""
 
 
 class ForbiddenHostError(RagPosfixError):

@@ -1,1 +1,1 @@
-"""API keys: who calls, what a caller may do and how much, and the file that keeps the keys."""
+"""API keys: what is kept of a key, and the file that keeps the keys."""

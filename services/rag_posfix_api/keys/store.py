@@ -1,12 +1,22 @@
-"""The key file: keys with hashed secrets and the cache salts of tenants, replaced atomically, for several processes.
+"""API keys and the key file, which has digests of secrets and the cache salts of tenants.
 
-Readers notice a replaced file by its inode, time and size, at every look. Writers hold a lock beside it.
+A key is ``rpk_ID_SECRET``: 16 hexadecimal digits that name it, and 256 random bits. Of the secret part the file has a
+digest: BLAKE2b (RFC 7693) with the id as its key. Nobody can guess 256 random bits, so the digest may be fast.
+Earlier releases kept a scrypt hash, which is replaced at the next use of the key.
+
+The file is replaced atomically. Readers notice a replaced file by its inode, time and size, at every look. Writers, of
+several processes too, hold a lock beside it.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
+import hmac
 import json
 import logging
+import re
 import secrets
 import threading
 import time
@@ -19,16 +29,125 @@ from typing import Any, Final
 from rag_posfix.durable_files import replace_durably
 from rag_posfix.errors import ConfigError, UnknownNameError, missing_extra
 from rag_posfix.parameters import shown
-from rag_posfix_api.keys.hashing import hash_secret, new_key
-from rag_posfix_api.keys.records import ApiKey, check_name, check_tenant, checked_scopes
 
-__all__ = ["KeyStore", "KeyTable"]
+__all__ = ["SCOPES", "TENANT_PATTERN", "ApiKey", "KeyStore", "KeyTable", "digest", "matches_scrypt", "split_key"]
 
 _log = logging.getLogger(__name__)
+
+SCOPES: Final = ("read", "write", "admin")
+"""``read``: ask, rerank and search. ``write``: change collections. ``admin``: create, list and revoke keys."""
+
+TENANT_PATTERN: Final = r"^[a-z0-9][a-z0-9_-]{0,63}$"
+_MAX_NAME = 100
+_KEY = re.compile(r"rpk_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
 
 _FORMAT: Final = "rag-posfix-keys"
 _VERSION: Final = 1
 _WAIT_SECONDS = 10.0
+_SCRYPT_MEMORY_BYTES = 64 * 1024**2
+
+
+def split_key(key: str) -> tuple[str, str] | None:
+    """Return id and secret part of a key, or None for any other text."""
+    found = _KEY.fullmatch(key)
+    return None if found is None else (found[1], found[2])
+
+
+def digest(identity: str, secret: str) -> str:
+    """Return what is kept of the secret part of a key."""
+    return "blake2b$" + hashlib.blake2b(secret.encode(), key=identity.encode(), digest_size=32).hexdigest()
+
+
+def matches_scrypt(secret: str, stored: str) -> bool:
+    """Return whether ``stored`` is the scrypt hash (RFC 7914) of ``secret``: 16 MiB and tens of milliseconds."""
+    try:
+        name, log_n, r, p, salt, expected = stored.split("$")
+        if name != "scrypt" or not 1 <= int(log_n) <= 20:
+            return False
+        hashed = hashlib.scrypt(
+            secret.encode(),
+            salt=base64.b64decode(salt, validate=True),
+            n=1 << int(log_n),
+            r=int(r),
+            p=int(p),
+            maxmem=_SCRYPT_MEMORY_BYTES,
+            dklen=32,
+        )
+        return hmac.compare_digest(hashed, base64.b64decode(expected, validate=True))
+    except (ValueError, binascii.Error, MemoryError):
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key as the key file has it; the key itself is not in it.
+
+    Attributes:
+        id: Public name of the key, the middle part of the key itself.
+        tenant: Owner of what the key creates.
+        name: Free text for people.
+        scopes: Of ``SCOPES``.
+        requests_per_minute: How many requests the key may make; None for no limit.
+        max_concurrent: How many requests of the key may run at the same time; None for no limit.
+        created_at: Seconds since 1970.
+        revoked_at: Seconds since 1970, or None while the key is valid.
+        hash: ``digest`` of the secret part, or the scrypt hash of an earlier release.
+    """
+
+    id: str
+    tenant: str
+    name: str
+    scopes: tuple[str, ...]
+    requests_per_minute: int | None
+    max_concurrent: int | None
+    created_at: int
+    revoked_at: int | None = None
+    hash: str = field(default="", repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that may be shown: all but the hash."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "hash"}
+        return {**fields, "scopes": list(self.scopes)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ApiKey:
+        """Return the key that was written as ``to_dict`` and ``hash``.
+
+        Raises:
+            ValueError: a field is missing, is of another type, or is not allowed.
+        """
+        fields = {name: data.get(name) for name in cls.__slots__}
+        if not all(isinstance(fields[name], str) for name in ("id", "tenant", "name", "hash")):
+            raise ValueError("a key has no id, tenant, name or hash")
+        numbers = [fields[name] for name in ("requests_per_minute", "max_concurrent", "revoked_at")]
+        if not isinstance(fields["created_at"], int) or not all(n is None or isinstance(n, int) for n in numbers):
+            raise ValueError("a key has times or limits of another type")
+        if not isinstance(fields["scopes"], list):
+            raise ValueError("a key has scopes of another type")
+        _check_tenant(str(fields["tenant"]))
+        return cls(**{**fields, "scopes": _ordered_scopes(fields["scopes"])})  # type: ignore[arg-type]
+
+
+def _check_tenant(name: str) -> None:
+    if re.fullmatch(TENANT_PATTERN, name) is None:
+        raise ConfigError(
+            f"tenant {shown(name)} must be 1 to 64 characters of a-z, 0-9, '-' and '_', the first a letter or digit"
+        )
+
+
+def _ordered_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
+    """Return the scopes, each once, in the order of ``SCOPES``.
+
+    Raises:
+        ConfigError: one is unknown, or there is none.
+    """
+    wanted = list(scopes)
+    for scope in wanted:
+        if scope not in SCOPES:
+            raise ConfigError(f"scope {shown(scope)} is unknown; choose of {', '.join(SCOPES)}")
+    if not wanted:
+        raise ConfigError(f"a key without scopes may do nothing; choose of {', '.join(SCOPES)}")
+    return tuple(scope for scope in SCOPES if scope in wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,45 +211,35 @@ class KeyStore:
         requests_per_minute: int | None = None,
         max_concurrent: int | None = None,
     ) -> tuple[ApiKey, str]:
-        """Create a key; return it, and the key itself as text, which is kept nowhere.
-
-        Args:
-            tenant: Its tenant, which need not exist.
-            name: Free text for people.
-            scopes: Of ``SCOPES``.
-            requests_per_minute: As in ``ApiKey``.
-            max_concurrent: As in ``ApiKey``.
+        """Create a key; return it, and the key itself as text, which is kept nowhere. The tenant need not exist.
 
         Raises:
             ConfigError: a value is not allowed, or the file cannot be read or written.
         """
-        check_tenant(tenant)
-        check_name(name)
+        _check_tenant(tenant)
+        if len(name) > _MAX_NAME or not name.isprintable():
+            raise ConfigError(f"name {shown(name)} must be at most {_MAX_NAME} printable characters")
         for limit, value in (("requests_per_minute", requests_per_minute), ("max_concurrent", max_concurrent)):
             if value is not None and not 1 <= value <= 1_000_000:
                 raise ConfigError(f"{limit}={value} must be from 1 to 1000000; leave it out for no limit")
-        identity, secret, whole = new_key()
-        made = ApiKey(
+        identity, secret = secrets.token_hex(8), secrets.token_urlsafe(32)
+        key = ApiKey(
             identity,
             tenant,
             name,
-            checked_scopes(scopes),
+            _ordered_scopes(scopes),
             requests_per_minute,
             max_concurrent,
             created_at=int(time.time()),
-            hash=hash_secret(secret),
+            hash=digest(identity, secret),
         )
         with self._writing() as table:
-            salts = {**table.salts}
-            salts.setdefault(tenant, secrets.token_hex(16))
-            self._write(KeyTable({**table.keys, identity: made}, salts))
-        return made, whole
+            salts = {tenant: secrets.token_hex(16), **table.salts}
+            self._write(KeyTable({**table.keys, identity: key}, salts))
+        return key, f"rpk_{identity}_{secret}"
 
     def revoke(self, identity: str) -> ApiKey:
         """Revoke a key, for ever; return it. A key that was revoked before stays as it was.
-
-        Args:
-            identity: Id of the key.
 
         Raises:
             UnknownNameError: there is no key with this id.
@@ -144,6 +253,18 @@ class KeyStore:
                 key = replace(key, revoked_at=int(time.time()))
                 self._write(KeyTable({**table.keys, identity: key}, table.salts))
         return key
+
+    def renew(self, key: ApiKey, secret: str) -> None:
+        """Replace the scrypt hash of a key by ``digest``, unless another process did.
+
+        Raises:
+            ConfigError: the file cannot be read or written.
+        """
+        with self._writing() as table:
+            current = table.keys.get(key.id)
+            if current is not None and current.hash == key.hash:
+                current = replace(current, hash=digest(key.id, secret))
+                self._write(KeyTable({**table.keys, key.id: current}, table.salts))
 
     @contextmanager
     def _writing(self) -> Iterator[KeyTable]:
@@ -193,7 +314,7 @@ def _read(file: Path) -> KeyTable:
         data: Any = json.loads(file.read_text(encoding="utf-8"))
         if data["format"] != _FORMAT or data["version"] != _VERSION:
             raise ValueError(f"format {data['format']!r}, version {data['version']!r}")
-        keys = [ApiKey.from_dict(one) for one in data["keys"]]
+        keys = [ApiKey.from_dict(entry) for entry in data["keys"]]
         salts = {str(tenant): str(entry["salt"]) for tenant, entry in data["tenants"].items()}
         if not all(salts.get(key.tenant) for key in keys):
             raise ValueError("a tenant has no salt")

@@ -22,7 +22,7 @@ from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import ConfigError, GenerationError, missing_extra
 from rag_posfix.generation.remote.address import is_remote
 from rag_posfix.settings import ServiceSettings, Settings
-from rag_posfix_api.keys.check import KeyChecker
+from rag_posfix_api.http.auth import KeyChecker
 from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.ray_serve.options import ApplicationOptions
 from rag_posfix_api.ray_serve.replica import GeneratorReplica, HeldPassages, ReplicaModel

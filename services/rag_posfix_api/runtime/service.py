@@ -33,13 +33,12 @@ from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import OFF, Telemetry
 from rag_posfix_api.collections.collection import Collection
 from rag_posfix_api.collections.store import Collections
+from rag_posfix_api.http.auth import CALLER, KeyChecker
 from rag_posfix_api.http.collectors import Statistics
 from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError, UnsupportedFeatureError
 from rag_posfix_api.http.facts import Facts
 from rag_posfix_api.http.identifiers import Identifiers
 from rag_posfix_api.http.metrics import ANSWER, SCORE, Metrics
-from rag_posfix_api.keys.check import KeyChecker
-from rag_posfix_api.keys.records import CALLER
 from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.runtime.admission import Admission
 from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator

@@ -30,10 +30,10 @@ from rag_posfix_api.dialects.native.collection_schemas import (
 )
 from rag_posfix_api.dialects.openai.errors import errors
 from rag_posfix_api.dialects.posfix import mitigation_choice
+from rag_posfix_api.http.auth import CALLER
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.errors import InvalidRequestError, NotFoundError
 from rag_posfix_api.http.facts import RequestFacts
-from rag_posfix_api.keys.records import CALLER
 from rag_posfix_api.runtime.precompute import PrecomputeState
 from rag_posfix_api.runtime.service import ReadyService, Service, ServiceState
 

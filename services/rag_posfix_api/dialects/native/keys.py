@@ -14,7 +14,7 @@ from rag_posfix_api.dialects.openai.errors import errors
 from rag_posfix_api.dialects.strict import WHOLE, RequestModel
 from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.errors import NotFoundError
-from rag_posfix_api.keys.records import SCOPES, TENANT_PATTERN, ApiKey
+from rag_posfix_api.keys.store import SCOPES, TENANT_PATTERN, ApiKey
 from rag_posfix_api.runtime.service import ServiceState
 
 __all__ = ["router"]
@@ -23,7 +23,7 @@ router = APIRouter(tags=["keys"], route_class=CleanRoute)
 
 
 ScopeName = Literal["read", "write", "admin"]
-"""As ``keys.records.SCOPES``."""
+"""As ``keys.store.SCOPES``."""
 Limit = Annotated[int, Field(ge=1, le=1_000_000), WHOLE]
 
 
