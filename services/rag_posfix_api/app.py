@@ -7,27 +7,28 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import Telemetry, open_telemetry
 from rag_posfix_api import operations
-from rag_posfix_api.dialects.anthropic import errors as anthropic_errors
-from rag_posfix_api.dialects.anthropic import routes as anthropic
-from rag_posfix_api.dialects.attention import routes as attention
-from rag_posfix_api.dialects.cohere import errors as cohere_errors
-from rag_posfix_api.dialects.cohere import routes as cohere
-from rag_posfix_api.dialects.jina import errors as jina_errors
-from rag_posfix_api.dialects.jina import routes as jina
-from rag_posfix_api.dialects.native import collections, evaluate, info, keys
-from rag_posfix_api.dialects.ollama import errors as ollama_errors
-from rag_posfix_api.dialects.ollama import routes as ollama
-from rag_posfix_api.dialects.openai import errors as openai_errors
-from rag_posfix_api.dialects.openai import routes as openai
-from rag_posfix_api.dialects.responses import routes as responses
-from rag_posfix_api.dialects.tei import errors as tei_errors
-from rag_posfix_api.dialects.tei import routes as tei
-from rag_posfix_api.dialects.vllm import routes as vllm
+from rag_posfix_api.dialects import (
+    anthropic,
+    attention,
+    cohere,
+    collections,
+    evaluate,
+    info,
+    keys,
+    ollama,
+    openai,
+    openai_completions,
+    openai_embeddings,
+    rerank,
+    responses,
+)
+from rag_posfix_api.dialects.errors import ANTHROPIC, COHERE, JINA, OLLAMA, OPENAI, TEI
 from rag_posfix_api.http.auth import ApiKeyAuth
 from rag_posfix_api.http.errors import ErrorRenderers, install_handlers
 from rag_posfix_api.http.hosts import AllowedHosts
@@ -40,36 +41,31 @@ from rag_posfix_api.runtime.service import Service, package_version
 
 __all__ = ["RENDERERS", "ROUTERS", "create_app"]
 
-ROUTERS = (
-    openai.router,
-    responses.router,
-    anthropic.router,
-    jina.router,
-    cohere.router,
-    ollama.router,
-    vllm.router,
-    tei.router,
-    keys.router,
-    collections.router,
-    evaluate.router,
-    info.router,
-    attention.router,
-    operations.router,
-    page.router,
-    api_docs.router,
-)
-"""The routes of every dialect, what orchestrators ask, and the page."""
+ROUTERS = {
+    "openai": (openai.router, openai_completions.router, openai_embeddings.router),
+    "responses": (responses.router,),
+    "anthropic": (anthropic.router,),
+    "cohere": (cohere.router, rerank.cohere),
+    "jina": (rerank.jina,),
+    "ollama": (ollama.router,),
+    "vllm": (rerank.vllm,),
+    "tei": (rerank.tei,),
+    "native": (keys.router, collections.router, evaluate.router, info.router),
+    "attention": (attention.router,),
+    "none": (operations.router, page.router, api_docs.router),
+}
+"""The routes of every dialect; what orchestrators ask, and the page, have none. No router holds another."""
 
 RENDERERS = ErrorRenderers(
-    openai_errors.render_error,
+    OPENAI,
     {
-        anthropic.PATH: anthropic_errors.render_error,
-        jina.PATH: jina_errors.render_error,
-        cohere.CHAT_PATH: cohere_errors.render_error,
-        cohere.RERANK_PATH: cohere_errors.render_error,
-        ollama.CHAT_PATH: ollama_errors.render_error,
-        ollama.TAGS_PATH: ollama_errors.render_error,
-        tei.PATH: tei_errors.render_error,
+        anthropic.PATH: ANTHROPIC,
+        cohere.PATH: COHERE,
+        ollama.CHAT_PATH: OLLAMA,
+        ollama.TAGS_PATH: OLLAMA,
+        rerank.JINA_PATH: JINA,
+        rerank.COHERE_PATH: COHERE,
+        rerank.TEI_PATH: TEI,
     },
 )
 """The dialect that reports errors: that of the path, OpenAI's elsewhere."""
@@ -111,15 +107,23 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service = state
-    for router in ROUTERS:
-        app.include_router(router)
+    for routers in ROUTERS.values():
+        for router in routers:
+            app.include_router(router)
     install_handlers(app, RENDERERS)
     app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes, renderers=RENDERERS)
     app.add_middleware(ApiKeyAuth, checker=state.key_checker, renderers=RENDERERS)
     if hosts is not None:
         app.add_middleware(AllowedHosts, names=hosts, renderers=RENDERERS)
     tracer = request_tracer(telemetry.tracer_provider)
-    app.add_middleware(ObservedRequests, metrics=state.metrics, renderers=RENDERERS, tracer=tracer)
+    dialects = {
+        route.endpoint: dialect
+        for dialect, routers in ROUTERS.items()
+        for router in routers
+        for route in router.routes
+        if isinstance(route, APIRoute)
+    }
+    app.add_middleware(ObservedRequests, metrics=state.metrics, dialects=dialects, renderers=RENDERERS, tracer=tracer)
     return app
 
 

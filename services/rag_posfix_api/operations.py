@@ -9,7 +9,7 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from rag_posfix_api.dialects.openai.errors import errors
+from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.runtime.service import ReadyService, ServiceState
 
 __all__ = ["Health", "Readiness", "router"]
@@ -41,7 +41,7 @@ async def live() -> Health:
     operation_id="health",
     response_model=Readiness,
     response_model_exclude_none=True,
-    responses=errors(503),
+    responses=OPENAI.responses(503),
     tags=["health"],
 )
 @router.get(
@@ -49,7 +49,7 @@ async def live() -> Health:
     operation_id="readyz",
     response_model=Readiness,
     response_model_exclude_none=True,
-    responses=errors(503),
+    responses=OPENAI.responses(503),
     tags=["health"],
 )
 async def ready(service: ReadyService) -> Readiness:

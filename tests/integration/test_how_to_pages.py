@@ -21,7 +21,7 @@ PAGES = {
     "add-a-reranker.md": (2, 1, ("tests/contract/test_rerankers.py", "word_overlap")),
     "add-an-order.md": (2, 1, ("tests/contract/test_orders.py", "best_at or every_order_is")),
     "add-a-cache-backend.md": (2, 2, None),
-    "add-a-dialect.md": (3, 2, None),
+    "add-a-dialect.md": (1, 1, None),
     "add-a-generator.md": (1, 0, None),
 }
 

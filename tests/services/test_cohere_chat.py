@@ -16,7 +16,7 @@ from rag_posfix.contracts.request import Usage
 from rag_posfix.errors import GenerationError
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.dialects.cohere.render import ChatRenderer
+from rag_posfix_api.dialects.cohere import ChatRenderer
 from tests.support.serving import (
     ANSWER,
     BRIDGE,

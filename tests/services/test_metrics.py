@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 
 from rag_posfix.assembly.assembler import Assembler
@@ -20,7 +21,7 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
+from rag_posfix_api.app import ROUTERS, create_app
 from tests.support.serving import (
     BRIDGE,
     CHAT,
@@ -310,3 +311,8 @@ def test_names_follow_the_conventions_of_prometheus():
         assert not family.name.endswith(("_ms", "_milliseconds", "_kb", "_mb", "_total")), family.name
         if family.type == "histogram" and family.name != "rag_posfix_decode_batch_size":
             assert family.name.endswith("_seconds"), "a histogram names its base unit"
+
+
+def test_every_route_of_a_dialect_has_its_label():
+    # A router inside of a router would hide its routes from the labels.
+    assert all(isinstance(route, APIRoute) for routers in ROUTERS.values() for one in routers for route in one.routes)

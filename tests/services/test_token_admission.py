@@ -6,7 +6,7 @@ import time
 import pytest
 
 from rag_posfix.errors import OverloadedError
-from rag_posfix_api.dialects.openai.errors import render_error
+from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.http.errors import TokenLimitError, error_response
 from rag_posfix_api.runtime.admission import Admission, Ticket
 from rag_posfix_api.runtime.work_rate import WorkRate
@@ -83,17 +83,17 @@ def test_when_to_try_again_comes_from_the_measured_rate():
     with pytest.raises(OverloadedError) as refused:
         admission.acquire(ticket(), 200)
     assert refused.value.retry_seconds == pytest.approx(15)  # 150 too many
-    assert error_response(refused.value, render_error).headers["retry-after"] == "15"
+    assert error_response(refused.value, OPENAI).headers["retry-after"] == "15"
     with pytest.raises(OverloadedError, match="queue_timeout_seconds") as refused:
         admission.acquire(ticket(), 33)
-    assert error_response(refused.value, render_error).headers["retry-after"] == "4"
+    assert error_response(refused.value, OPENAI).headers["retry-after"] == "4"
     full = Admission(1, 0, 1.0, rate=rate)
     full.acquire(ticket(), 70)
     with pytest.raises(OverloadedError, match="1 are allowed") as refused:
         full.acquire(ticket(), 1)
-    assert error_response(refused.value, render_error).headers["retry-after"] == "7"
+    assert error_response(refused.value, OPENAI).headers["retry-after"] == "7"
 
 
 def test_before_the_first_measurement_the_header_is_a_second_and_it_is_never_more_than_ten_minutes():
     for seconds, told in ((None, "1"), (0.2, "1"), (1.2, "2"), (1e6, "600")):
-        assert error_response(OverloadedError("full", seconds), render_error).headers["retry-after"] == told
+        assert error_response(OverloadedError("full", seconds), OPENAI).headers["retry-after"] == told

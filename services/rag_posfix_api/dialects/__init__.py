@@ -1,1 +1,1 @@
-"""Wire formats: one folder each with parse, render, schemas and errors of that format."""
+"""Wire formats: one file each with the bodies, the questions and the events of that format."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -206,8 +206,17 @@ class Problem:
     param: str | None = None
 
 
-RenderError = Callable[[Problem], Mapping[str, Any]]
-"""From a problem to the body of a dialect."""
+class RenderError(Protocol):
+    """From a problem to the body of a dialect."""
+
+    @property
+    def dialect(self) -> str:
+        """The wire format, as metrics name it."""
+        ...
+
+    def __call__(self, problem: Problem) -> Mapping[str, Any]:
+        """Return the body."""
+        ...
 
 
 class ErrorRenderers:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,7 +27,6 @@ _access = logging.getLogger("rag_posfix_api.access")
 
 # Goes into logs and headers as it came, so nothing but plain ids.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
-_DIALECT = re.compile(r"rag_posfix_api\.dialects\.(\w+)\.")
 _NO_DIALECT = "none"
 _QUIET = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics"})
 
@@ -36,6 +37,7 @@ class ObservedRequests:
     Args:
         app: The wrapped application.
         metrics: The metrics that count requests.
+        dialects: The wire format of each endpoint.
         renderers: Renders the error in the dialect of the path.
         tracer: Starts the span of each request but those of probes.
     """
@@ -44,11 +46,13 @@ class ObservedRequests:
         self,
         app: ASGIApp,
         metrics: Metrics,
+        dialects: Mapping[Callable[..., Any], str],
         renderers: ErrorRenderers,
         tracer: RequestTracer = UNTRACED_REQUESTS,
     ) -> None:
         self._app = app
         self._metrics = metrics
+        self._dialects = dialects
         self._tracer = tracer
         self._renderers = renderers
         self._identifiers = Identifiers()
@@ -116,9 +120,10 @@ class ObservedRequests:
         _access.log(level, "request", extra={"fields": fields})
 
     def _dialect(self, scope: Scope, status: int) -> str:
-        """Return the wire format of the response: the folder of its route, or of its error if none was reached."""
+        """Return the wire format of the response: that of its route, or of its error if none was reached."""
         endpoint = getattr(scope.get("route"), "endpoint", None)
         if endpoint is None and status in (404, 405):
             return _NO_DIALECT
-        found = _DIALECT.match(getattr(endpoint or self._renderers.of(scope["path"]), "__module__", ""))
-        return found[1] if found else _NO_DIALECT
+        if endpoint is None:
+            return self._renderers.of(scope["path"]).dialect
+        return self._dialects.get(endpoint, _NO_DIALECT)

@@ -27,16 +27,16 @@ class EventRenderer(Protocol):
     """Renders the server-sent events of one response in one dialect; each part is bytes that end an event."""
 
     def opening(self) -> Iterable[bytes]:
-        """Return the events before the answer."""
-        ...
+        """Return the events before the answer; none if the format has none."""
+        return ()
 
     def piece(self, chunk: AnswerChunk) -> Iterable[bytes]:
         """Return the events for a piece of the answer; the last piece has the complete answer."""
         ...
 
     def closing(self) -> Iterable[bytes]:
-        """Return the events after a complete answer."""
-        ...
+        """Return the events after a complete answer; none if the format has none."""
+        return ()
 
     def failure(self, problem: Problem) -> Iterable[bytes]:
         """Return the events that end a stream whose answer failed."""

@@ -1,0 +1,381 @@
+"""Anthropic messages, with documents and citations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from langchain_core.documents import Document
+from pydantic import BaseModel, ConfigDict, Field, Tag
+
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.contracts.request import Sampling
+from rag_posfix.parameters import shown
+from rag_posfix_api.dialects.answering import (
+    AnswerRenderer,
+    Provenance,
+    build_question,
+    chat_route,
+    provenance,
+    refuse_fields,
+    sampling_with,
+    stop_strings,
+)
+from rag_posfix_api.dialects.anthropic_citations import SEPARATOR, CitableDocument, TextBlock, cited_blocks, locations
+from rag_posfix_api.dialects.errors import ANTHROPIC
+from rag_posfix_api.dialects.requests import (
+    EXAMPLE,
+    Forms,
+    Integer,
+    PosfixInput,
+    RequestModel,
+    StopList,
+    Temperature,
+    TopK,
+    TopP,
+    check_count,
+    needs,
+)
+from rag_posfix_api.http.clean_json import CleanRoute
+from rag_posfix_api.http.encoding import event
+from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.runtime.service import Service
+
+
+def _kind(kind: str, field: str, value: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a part of one type, which needs one field."""
+    return {"required": ["type", field], "properties": {"type": {"const": kind}, field: value}}
+
+
+class CitationsConfig(RequestModel):
+    """Whether a document may be cited."""
+
+    enabled: bool | None = None
+
+
+class SourceText(RequestModel):
+    """A part of a document that is cited as a whole."""
+
+    model_config = ConfigDict(json_schema_extra=needs("text", {"type": "string"}))
+
+    type: str = Field(default="text", json_schema_extra={"enum": ["text"]})
+    text: str | None = None
+
+
+class DocumentSource(RequestModel):
+    """The text of a document: ``data`` of type ``text``, or ``content`` of type ``content``."""
+
+    model_config = ConfigDict(
+        extra="ignore",
+        json_schema_extra={
+            "anyOf": [
+                _kind("text", "data", {"type": "string"}),
+                _kind("content", "content", {"type": ["string", "array"]}),
+            ]
+        },
+    )
+
+    type: str = Field(json_schema_extra={"enum": ["text", "content"]})
+    media_type: str | None = None
+    data: str | None = None
+    content: (
+        Annotated[
+            Annotated[str, Tag("string")] | Annotated[list[SourceText], Field(fail_fast=True), Tag("array")],
+            Forms("string", "array"),
+        ]
+        | None
+    ) = None
+
+
+class AnthropicBlock(RequestModel):
+    """A part of a message: text, or a document to answer from."""
+
+    model_config = ConfigDict(
+        extra="allow",
+        json_schema_extra={
+            "anyOf": [_kind("text", "text", {"type": "string"}), _kind("document", "source", {"type": "object"})]
+        },
+    )
+
+    type: str = Field(json_schema_extra={"enum": ["text", "document"]})
+    text: str | None = None
+    source: DocumentSource | None = None
+    title: str | None = None
+    context: str | None = Field(default=None, description="Stands before the document's text, and is not cited.")
+    citations: (
+        Annotated[
+            Annotated[CitationsConfig, Tag("object")] | Annotated[list[Any], Tag("array")], Forms("object", "array")
+        ]
+        | None
+    ) = Field(default=None, description="Of a document: whether it may be cited. Of a text block: read over.")
+
+
+_Content = Annotated[
+    Annotated[str, Tag("string")] | Annotated[list[AnthropicBlock], Field(fail_fast=True), Tag("array")],
+    Forms("string", "array"),
+]
+
+
+class AnthropicMessage(RequestModel):
+    """A message of the conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(json_schema_extra={"enum": ["user", "assistant"]})
+    content: _Content
+
+
+def _texts_only(schema: dict[str, Any]) -> None:
+    """Say that instructions have no documents."""
+    for member in schema["anyOf"]:
+        if "oneOf" in member or "anyOf" in member or member.get("type") == "array":
+            parts = {
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            }
+            member.clear()
+            member["anyOf"] = [{"type": "string"}, {"type": "array", "items": {"type": "object", **parts}}]
+
+
+class AnthropicRequest(RequestModel):
+    """A request. Fields of Anthropic's API without effect here are ignored; ``parse`` refuses unsupported ones."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = Field(examples=["default"], description="The served model, or 'default'.")
+    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)] = Field(
+        min_length=1, examples=[EXAMPLE], description="The last one must be the user's: its text is the question."
+    )
+    max_tokens: Integer = Field(json_schema_extra={"minimum": 1})
+    system: _Content | None = Field(default=None, json_schema_extra=_texts_only)
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    stop_sequences: StopList | None = None
+    stream: bool | None = None
+    posfix: PosfixInput | None = Field(default=None, description="What this service adds to Anthropic's API.")
+
+
+class AnthropicUsage(BaseModel):
+    """Token counts. The prompt has the sum of the first two."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+    output_tokens: int
+
+
+class AnthropicResponse(BaseModel):
+    """A complete answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextBlock]
+    stop_reason: Literal["end_turn", "max_tokens"]
+    stop_sequence: None = None
+    usage: AnthropicUsage
+    posfix: Provenance = Field(description="What this service adds to Anthropic's API.")
+
+
+# Fields that would change the answer, with the values that ask for what happens anyway.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, {"type": "none"}, {"type": "auto"}),
+    "thinking": (None, {"type": "disabled"}),
+    "mcp_servers": (None, []),
+    "container": (None,),
+}
+
+
+def _question(
+    body: AnthropicRequest, defaults: Sampling, max_documents: int
+) -> tuple[Question, tuple[CitableDocument, ...]]:
+    """Return the question of a request, and its document blocks in their order."""
+    refuse_fields(body.model_extra, _REFUSED)
+    blocks = [block for message in body.messages for block in _documents_of(message)]
+    check_count(len(blocks), max_documents, "messages")
+    citable = tuple(_citable(block, index) for index, block in enumerate(blocks))
+    documents = [_document(one, block.context) for one, block in zip(citable, blocks, strict=True)]
+    question = build_question(
+        [_chat_message(message, index) for index, message in enumerate(body.messages)],
+        sampling_with(
+            defaults,
+            max_tokens=body.max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            stop=stop_strings(body.stop_sequences, "stop_sequences"),
+        ),
+        documents or None,  # without any, they are retrieved
+        body.posfix,
+        role=body.messages[-1].role,
+        system=None if body.system is None else _text(body.system, "system"),
+    )
+    return question, citable
+
+
+def _chat_message(message: AnthropicMessage, index: int) -> ChatMessage:
+    if message.role not in ("user", "assistant", "system"):
+        raise UnsupportedFeatureError(
+            f"messages[{index}]: role {shown(message.role)} is not supported; use user or assistant", param="messages"
+        )
+    return {"role": message.role, "content": _text(message.content, f"messages[{index}]")}
+
+
+def _text(content: str | Sequence[AnthropicBlock], place: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in content:
+        if block.type == "document" and place != "system":
+            continue
+        if block.type != "text" or block.text is None:
+            raise UnsupportedFeatureError(
+                f"{place}: a block of type {shown(block.type)} is not supported; use "
+                '{"type": "text", "text": ...} or a document with its text',
+                param=place.partition("[")[0],
+            )
+        texts.append(block.text)
+    return "\n".join(texts)
+
+
+def _documents_of(message: AnthropicMessage) -> list[AnthropicBlock]:
+    return [] if isinstance(message.content, str) else [one for one in message.content if one.type == "document"]
+
+
+def _citable(block: AnthropicBlock, index: int) -> CitableDocument:
+    blocks = _source_blocks(block.source, index)
+    return CitableDocument(
+        id=f"doc_{index}",
+        title=block.title,
+        text=SEPARATOR.join(blocks),
+        blocks=None if block.source is None or block.source.type == "text" else blocks,
+        enabled=isinstance(block.citations, CitationsConfig) and bool(block.citations.enabled),
+    )
+
+
+def _source_blocks(source: DocumentSource | None, index: int) -> tuple[str, ...]:
+    if source is None:
+        raise InvalidRequestError(f"document {index} has no source; give its text", param="messages")
+    if source.type == "text" and source.data is not None:
+        return (source.data,)
+    if source.type == "content" and source.content is not None:
+        parts = [source.content] if isinstance(source.content, str) else [part.text for part in source.content]
+        if None not in parts:
+            return tuple(part for part in parts if part is not None)
+    raise UnsupportedFeatureError(
+        f"document {index}: a source of type {shown(source.type)} without text is not supported; use "
+        '{"type": "text", "media_type": "text/plain", "data": ...}',
+        param="messages",
+    )
+
+
+def _document(citable: CitableDocument, context: str | None) -> Document:
+    text = citable.text if context is None else f"{context}\n{citable.text}"
+    return Document(
+        page_content=text, metadata={} if citable.title is None else {"title": citable.title}, id=citable.id
+    )
+
+
+class MessageRenderer(AnswerRenderer):
+    """Renders one message.
+
+    A stream has one text block: which parts of an answer are quotes is known at its end. Its citations come after its
+    text, each with the characters of the answer that it supports.
+
+    Args:
+        identity: Unique among all responses.
+        model: Name of the served model.
+        documents: The document blocks of the request.
+    """
+
+    def __init__(self, identity: str, model: str, documents: Sequence[CitableDocument]) -> None:
+        self._id = f"msg_{identity}"
+        self._model = model
+        self._documents = documents
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        return AnthropicResponse(
+            id=self._id,
+            model=self._model,
+            content=cited_blocks(answer, self._documents),
+            stop_reason=_stop_reason(answer),
+            usage=_usage(answer),
+            posfix=provenance(answer),
+        ).model_dump()
+
+    def opening(self) -> Iterator[bytes]:
+        """Yield the head of the message; its token counts are known at the end."""
+        message: dict[str, Any] = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": 0, "output_tokens": 0},
+        }
+        yield _event("message_start", message=message)
+        yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+
+    def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
+        """Yield the events for a piece of the answer; the last piece ends the message."""
+        if chunk.text:
+            yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": chunk.text})
+        if chunk.answer is None:
+            return
+        for location in locations(chunk.answer, self._documents):
+            delta = {"type": "citations_delta", "citation": location.model_dump()}
+            yield _event("content_block_delta", index=0, delta=delta)
+        yield _event("content_block_stop", index=0)
+        yield _event(
+            "message_delta",
+            delta={"stop_reason": _stop_reason(chunk.answer), "stop_sequence": None},
+            usage=_usage(chunk.answer).model_dump(),
+            posfix=provenance(chunk.answer).model_dump(),
+        )
+
+    def closing(self) -> Iterator[bytes]:
+        """Yield the last event of a complete stream."""
+        yield _event("message_stop")
+
+    def failure(self, problem: Problem) -> Iterator[bytes]:
+        """Yield the error event of a stream that failed."""
+        yield event(ANTHROPIC(problem), "error")
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return event({"type": name, **fields}, name)
+
+
+def _stop_reason(answer: Answer) -> Literal["end_turn", "max_tokens"]:
+    # Which stop string ended an answer is not known here: an end by one is an end of turn.
+    return "max_tokens" if answer.finish_reason == "length" else "end_turn"
+
+
+def _usage(answer: Answer) -> AnthropicUsage:
+    cached = answer.usage.cached_tokens
+    return AnthropicUsage(
+        input_tokens=answer.usage.prompt_tokens - cached,
+        cache_read_input_tokens=cached,
+        output_tokens=answer.usage.completion_tokens,
+    )
+
+
+PATH = "/v1/messages"
+
+router = APIRouter(route_class=CleanRoute)
+
+
+@chat_route(router, PATH, ANTHROPIC, "create_message", AnthropicResponse)
+def create_message(body: AnthropicRequest, service: Service) -> tuple[Question, AnswerRenderer]:
+    """Answer the last message from the document blocks of the request, or from retrieved passages."""
+    service.check_model(body.model)
+    question, documents = _question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
+    return question, MessageRenderer(service.identifiers.new(), service.model_id, documents)

@@ -1,1 +1,0 @@
-"""Anthropic messages, with documents and citations."""

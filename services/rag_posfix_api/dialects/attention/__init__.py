@@ -1,1 +1,0 @@
-"""Attention: how much the unmodified model attends to each passage. A format of this service."""

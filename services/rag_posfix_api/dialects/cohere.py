@@ -1,0 +1,282 @@
+"""Cohere chat with documents and citations, version 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.request import Sampling
+from rag_posfix_api.dialects.answering import (
+    AnswerRenderer,
+    Provenance,
+    build_question,
+    chat_route,
+    provenance,
+    refuse_fields,
+    sampling_with,
+    stop_strings,
+)
+from rag_posfix_api.dialects.errors import COHERE
+from rag_posfix_api.dialects.requests import (
+    DocumentObject,
+    Documents,
+    Integer,
+    MaxTokens,
+    Messages,
+    PosfixInput,
+    RequestModel,
+    Seed,
+    StopList,
+    Temperature,
+    TopP,
+    chat_message,
+    to_documents,
+    within,
+)
+from rag_posfix_api.http.clean_json import CleanRoute
+from rag_posfix_api.http.encoding import event
+from rag_posfix_api.http.errors import Problem
+from rag_posfix_api.runtime.service import Service
+
+FinishReason = Literal["COMPLETE", "MAX_TOKENS"]
+
+
+class CitationOptions(RequestModel):
+    """Options of citations."""
+
+    mode: str | None = Field(default=None, description="'OFF' or 'DISABLED' gives none; every other mode is the same.")
+
+
+class CohereChatRequest(RequestModel):
+    """A request. Fields of Cohere's API without effect here are ignored; ``parse`` refuses unsupported ones."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = Field(examples=["default"], description="The served model, or 'default'.")
+    messages: Messages
+    documents: Documents | None = Field(
+        default=None, description="The passages to answer from. Without any they are retrieved."
+    )
+    citation_options: CitationOptions | None = None
+    max_tokens: MaxTokens = None
+    temperature: Temperature = None
+    p: TopP = None
+    k: Integer | None = Field(
+        default=None, json_schema_extra=within(minimum=0), description="Samples from this many tokens."
+    )
+    seed: Seed | None = None
+    stop_sequences: StopList | None = None
+    stream: bool | None = None
+    posfix: PosfixInput | None = Field(default=None, description="What this service adds to Cohere's API.")
+
+    @property
+    def cites(self) -> bool:
+        """Whether the answer has citations."""
+        mode = self.citation_options.mode if self.citation_options is not None else None
+        return (mode or "").upper() not in ("OFF", "DISABLED")
+
+
+class CohereSource(BaseModel):
+    """A document that is cited, with the fields that the request gave it."""
+
+    type: Literal["document"] = "document"
+    id: str
+    document: dict[str, Any]
+
+
+class CohereCitation(BaseModel):
+    """A span of the answer, in code points, and its sources."""
+
+    start: int
+    end: int
+    text: str
+    sources: list[CohereSource]
+    content_index: int = 0
+    type: Literal["TEXT_CONTENT"] = "TEXT_CONTENT"
+
+
+class CohereText(BaseModel):
+    """The text of the answer."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class CohereMessage(BaseModel):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: list[CohereText]
+    citations: list[CohereCitation] | None
+
+
+class CohereTokens(BaseModel):
+    """Token counts."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+class CohereUsage(BaseModel):
+    """Token counts; the same ones as Cohere would bill them."""
+
+    billed_units: CohereTokens
+    tokens: CohereTokens
+    cached_tokens: int
+
+
+class CohereChatResponse(BaseModel):
+    """A complete answer."""
+
+    id: str
+    finish_reason: FinishReason
+    message: CohereMessage
+    usage: CohereUsage
+    posfix: Provenance = Field(description="What this service adds to Cohere's API.")
+
+
+# Fields that would change the answer, with the values that ask for what happens anyway.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "NONE"),
+    "response_format": (None, {"type": "text"}),
+    "logprobs": (None, False),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "thinking": (None, {"type": "disabled"}),
+}
+
+
+def _question(
+    body: CohereChatRequest, defaults: Sampling, max_documents: int
+) -> tuple[Question, dict[str, dict[str, Any]]]:
+    """Return the question of a request, and the fields of its documents by id."""
+    refuse_fields(body.model_extra, _REFUSED)
+    inputs = body.documents or []
+    documents = to_documents(inputs, max_documents)
+    question = build_question(
+        [chat_message(message, index) for index, message in enumerate(body.messages)],
+        sampling_with(
+            defaults,
+            max_tokens=body.max_tokens,
+            temperature=body.temperature,
+            top_p=body.p,
+            top_k=body.k,
+            seed=body.seed,
+            stop=stop_strings(body.stop_sequences, "stop_sequences"),
+        ),
+        documents or None,  # Cohere's clients send an empty list for none
+        body.posfix,
+        role=body.messages[-1].role,
+        seed=body.seed,
+    )
+    pairs = zip(documents, inputs, strict=True)
+    return question, {document.id or "": _fields(given) for document, given in pairs}
+
+
+def _fields(document: str | DocumentObject) -> dict[str, Any]:
+    if isinstance(document, str):
+        return {"text": document}
+    if document.data is not None:
+        return document.data.model_dump(exclude_none=True)
+    return document.model_dump(include={"title", "text"}, exclude_none=True)
+
+
+class ChatRenderer(AnswerRenderer):
+    """Renders one answer.
+
+    Args:
+        identity: Unique among all responses.
+        documents: The fields of the documents of the request, by id.
+        cites: Whether the answer has citations.
+    """
+
+    def __init__(self, identity: str, documents: Mapping[str, Mapping[str, Any]], *, cites: bool) -> None:
+        self._id = identity
+        self._documents = documents
+        self._cites = cites
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        message = CohereMessage(content=[CohereText(text=answer.text)], citations=self._citations(answer) or None)
+        response = CohereChatResponse(
+            id=self._id,
+            finish_reason=_finish_reason(answer),
+            message=message,
+            usage=_usage(answer),
+            posfix=provenance(answer),
+        )
+        return response.model_dump()
+
+    def opening(self) -> Iterator[bytes]:
+        """Yield the head of the answer."""
+        message = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
+        yield _event("message-start", id=self._id, delta={"message": message})
+        yield _event("content-start", index=0, delta={"message": {"content": {"type": "text", "text": ""}}})
+
+    def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
+        """Yield the events for a piece of the answer; the last piece ends it, after its citations."""
+        if chunk.text:
+            yield _event("content-delta", index=0, delta={"message": {"content": {"text": chunk.text}}})
+        if chunk.answer is None:
+            return
+        for index, citation in enumerate(self._citations(chunk.answer)):
+            yield _event("citation-start", index=index, delta={"message": {"citations": citation.model_dump()}})
+            yield _event("citation-end", index=index)
+        yield _event("content-end", index=0)
+        delta = {"finish_reason": _finish_reason(chunk.answer), "usage": _usage(chunk.answer).model_dump()}
+        yield _event("message-end", id=self._id, delta=delta, posfix=provenance(chunk.answer).model_dump())
+
+    def failure(self, problem: Problem) -> Iterator[bytes]:
+        """Yield the last event of a stream that failed."""
+        yield _event("message-end", id=self._id, delta={"finish_reason": "ERROR", "error": problem.message})
+
+    def _citations(self, answer: Answer) -> list[CohereCitation]:
+        """Return the quotes, and the sentences known by attention that hold no quote: spans do not overlap."""
+        if not self._cites:
+            return []
+        titles = {document.id: document.title for document in answer.documents}
+        quotes = [(one.start, one.end) for one in answer.citations if one.origin == "quote"]
+        found = []
+        for one in answer.citations:
+            overlaps = any(start < one.end and one.start < end for start, end in quotes)
+            if one.origin == "quote" or not overlaps:
+                sources = [self._source(identity, titles.get(identity)) for identity in one.document_ids]
+                found.append(CohereCitation(start=one.start, end=one.end, text=one.text, sources=sources))
+        return found
+
+    def _source(self, identity: str, title: str | None) -> CohereSource:
+        # A retrieved document has a title at most: its text is not part of an answer.
+        fields = self._documents.get(identity, {} if title is None else {"title": title})
+        return CohereSource(id=identity, document={"id": identity, **fields})
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return event({"type": name, **fields}, name)
+
+
+def _finish_reason(answer: Answer) -> FinishReason:
+    # Which stop string ended an answer is not known here: an end by one is a complete answer.
+    return "MAX_TOKENS" if answer.finish_reason == "length" else "COMPLETE"
+
+
+def _usage(answer: Answer) -> CohereUsage:
+    tokens = CohereTokens(input_tokens=answer.usage.prompt_tokens, output_tokens=answer.usage.completion_tokens)
+    return CohereUsage(billed_units=tokens, tokens=tokens, cached_tokens=answer.usage.cached_tokens)
+
+
+PATH = "/v2/chat"
+
+router = APIRouter(route_class=CleanRoute)
+
+
+@chat_route(router, PATH, COHERE, "cohere_chat", CohereChatResponse)
+def chat(body: CohereChatRequest, service: Service) -> tuple[Question, AnswerRenderer]:
+    """Answer the last message from documents: those of the request, or retrieved ones, with citations."""
+    service.check_model(body.model)
+    question, documents = _question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
+    return question, ChatRenderer(service.identifiers.new(), documents, cites=body.cites)

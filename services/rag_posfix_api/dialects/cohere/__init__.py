@@ -1,1 +1,0 @@
-"""Cohere chat with documents and citations, and rerank, version 2."""

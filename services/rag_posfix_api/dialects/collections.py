@@ -1,0 +1,307 @@
+"""Collections of the caller's tenant: create, list and delete them, their documents, search, precompute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+import anyio.to_thread
+from fastapi import APIRouter, Request
+from fastapi import Path as PathParameter
+from langchain_core.documents import Document
+from pydantic import BaseModel, ConfigDict, Field
+
+from rag_posfix_api.collections.store import NAME_PATTERN, CollectionInfo
+from rag_posfix_api.dialects.errors import OPENAI
+from rag_posfix_api.dialects.requests import Mitigation, Passages, RequestModel, check_count, mitigation_choice
+from rag_posfix_api.http.auth import CALLER
+from rag_posfix_api.http.clean_json import CleanRoute
+from rag_posfix_api.http.errors import InvalidRequestError, NotFoundError
+from rag_posfix_api.http.facts import RequestFacts
+from rag_posfix_api.runtime.precompute import PrecomputeState
+from rag_posfix_api.runtime.service import ReadyService, Service, ServiceState
+
+
+class NewCollection(RequestModel):
+    """A collection to create."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(pattern=NAME_PATTERN)
+
+
+class CollectionObject(BaseModel):
+    """A collection."""
+
+    name: str
+    object: Literal["collection"] = "collection"
+    created_at: int
+    documents: int
+
+
+class CollectionList(BaseModel):
+    """The collections of the caller's tenant, by name."""
+
+    object: Literal["list"] = "list"
+    data: list[CollectionObject]
+
+
+class NewDocument(RequestModel):
+    """A document to add."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str | None = Field(
+        default=None, min_length=1, max_length=256, description="Without it, a hash of title, text and metadata."
+    )
+    text: str = Field(min_length=1)
+    title: str | None = Field(default=None, max_length=1000)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class AddDocuments(RequestModel):
+    """Documents to add, or to replace by id."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    documents: Annotated[list[NewDocument], Field(fail_fast=True)] = Field(min_length=1)
+
+
+class AddedDocuments(BaseModel):
+    """What became of the documents. They are on the disk."""
+
+    ids: list[str]
+    added: int
+    replaced: int
+    unchanged: int
+    documents: int = Field(description="Number of documents of the collection.")
+
+
+class Deleted(BaseModel):
+    """What was deleted."""
+
+    id: str
+    deleted: bool
+
+
+class SearchRequest(RequestModel):
+    """A search."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    query: str = Field(json_schema_extra={"pattern": r"\S"})
+    k: Passages = 10
+
+
+class FoundDocument(BaseModel):
+    """A document and its relevance, 0 to 1."""
+
+    id: str
+    text: str
+    title: str | None = None
+    metadata: dict[str, Any]
+    score: float
+
+
+class SearchResults(BaseModel):
+    """The nearest documents, best first."""
+
+    object: Literal["list"] = "list"
+    data: list[FoundDocument]
+
+
+class Precompute(RequestModel):
+    """What is to be computed ahead."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mitigation: Mitigation | None = Field(
+        default=None, description="A method that reads passages independently; the default method if null."
+    )
+
+
+class PrecomputeStatus(BaseModel):
+    """How far a job is."""
+
+    status: Literal["none", "queued", "running", "done", "cancelled", "failed"] = Field(
+        description="'none' if no job was started since the service was."
+    )
+    done: int = Field(description="Documents whose keys and values are stored.")
+    documents: int = Field(description="Documents to read; 0 until they were counted.")
+    tokens: int | None = Field(description="Tokens that had to be computed; known at the end.")
+    error: str | None
+
+
+T = TypeVar("T")
+
+router = APIRouter(tags=["collections"], route_class=CleanRoute, prefix="/v1/collections")
+
+Name = Annotated[str, PathParameter(pattern=NAME_PATTERN)]
+
+
+@router.post(
+    "",
+    operation_id="create_collection",
+    response_model=CollectionObject,
+    status_code=201,
+    responses=OPENAI.responses(400, 401, 403, 409, 413, 422, 429, 500, 503),
+)
+async def create_collection(body: NewCollection, service: ReadyService) -> CollectionObject:
+    """Create an empty collection of the caller's tenant."""
+    make = partial(service.collections.create, CALLER.get().tenant, body.name, service.embeddings)
+    return _shown(await anyio.to_thread.run_sync(make))
+
+
+@router.get(
+    "", operation_id="list_collections", response_model=CollectionList, responses=OPENAI.responses(401, 403, 429, 500)
+)
+async def list_collections(service: ServiceState) -> CollectionList:
+    """List the collections of the caller's tenant, by name."""
+    found = await anyio.to_thread.run_sync(service.collections.of, CALLER.get().tenant)
+    return CollectionList(data=[_shown(info) for info in found])
+
+
+@router.get(
+    "/{name}",
+    operation_id="retrieve_collection",
+    response_model=CollectionObject,
+    responses=OPENAI.responses(401, 403, 404, 422, 429, 500),
+)
+async def retrieve_collection(name: Name, service: ServiceState) -> CollectionObject:
+    """Describe a collection."""
+    return _shown(await anyio.to_thread.run_sync(service.collections.info, CALLER.get().tenant, name))
+
+
+@router.delete(
+    "/{name}",
+    operation_id="delete_collection",
+    response_model=Deleted,
+    responses=OPENAI.responses(400, 401, 403, 404, 422, 429, 500, 503),
+)
+async def delete_collection(name: Name, service: ReadyService) -> Deleted:
+    """Delete a collection with its documents, and what is cached of them."""
+    await anyio.to_thread.run_sync(service.delete_collection, name)
+    return Deleted(id=name, deleted=True)
+
+
+@router.post(
+    "/{name}/documents",
+    operation_id="add_documents",
+    response_model=AddedDocuments,
+    responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504),
+)
+async def add_documents(
+    name: Name, body: AddDocuments, request: Request, service: ReadyService, facts: RequestFacts
+) -> AddedDocuments:
+    """Add documents, all or none; those with known ids are replaced. The response follows when they are on the disk.
+
+    The same request again changes nothing and costs no embedding.
+    """
+    check_count(len(body.documents), service.limits.max_documents)
+    facts.documents = len(body.documents)
+    documents = [_document(document, index) for index, document in enumerate(body.documents)]
+    collection = service.collection(name)
+    put = await _with_embeddings(service, request, lambda: collection.put(documents))
+    return AddedDocuments(**asdict(put))
+
+
+@router.delete(
+    "/{name}/documents/{document_id:path}",
+    operation_id="delete_document",
+    response_model=Deleted,
+    responses=OPENAI.responses(400, 401, 403, 404, 422, 429, 500, 503),
+)
+async def delete_document(name: Name, document_id: str, service: ReadyService) -> Deleted:
+    """Delete a document, and what is cached of it. The response follows when that is on the disk."""
+    collection = service.collection(name)
+    if not await anyio.to_thread.run_sync(collection.delete, [document_id]):
+        raise NotFoundError("the collection has no document with this id", param="document_id")
+    return Deleted(id=document_id, deleted=True)
+
+
+@router.post(
+    "/{name}/search",
+    operation_id="search_collection",
+    response_model=SearchResults,
+    responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504),
+)
+async def search_collection(
+    name: Name, body: SearchRequest, request: Request, service: ReadyService, facts: RequestFacts
+) -> SearchResults:
+    """Return the documents nearest to a query by embeddings, best first."""
+    if not body.query.strip():
+        raise InvalidRequestError("query is empty; give at least one visible character", param="query")
+    collection = service.collection(name)
+    found = await _with_embeddings(service, request, lambda: collection.search(body.query, body.k))
+    return SearchResults(data=[_found(document) for document in found])
+
+
+@router.post(
+    "/{name}/precompute",
+    operation_id="start_precompute",
+    response_model=PrecomputeStatus,
+    status_code=202,
+    responses=OPENAI.responses(400, 401, 403, 404, 409, 413, 422, 429, 500, 503),
+)
+async def start_precompute(name: Name, body: Precompute, service: ReadyService) -> PrecomputeStatus:
+    """Compute the keys and values of all documents in the background, so that the first question is fast."""
+    return _status(service.precompute(name, mitigation_choice(body.mitigation)))
+
+
+@router.get(
+    "/{name}/precompute",
+    operation_id="retrieve_precompute",
+    response_model=PrecomputeStatus,
+    responses=OPENAI.responses(401, 403, 404, 422, 429, 500),
+)
+async def retrieve_precompute(name: Name, service: ServiceState) -> PrecomputeStatus:
+    """Return how far the last job of a collection is. Jobs are known to the process that runs them."""
+    return _status(service.precomputing.state(await _existing(service, name)))
+
+
+@router.delete(
+    "/{name}/precompute",
+    operation_id="cancel_precompute",
+    response_model=PrecomputeStatus,
+    responses=OPENAI.responses(401, 403, 404, 422, 429, 500),
+)
+async def cancel_precompute(name: Name, service: ServiceState) -> PrecomputeStatus:
+    """End the job of a collection after its current batch. What was computed stays."""
+    return _status(service.precomputing.cancel(await _existing(service, name)))
+
+
+async def _existing(service: Service, name: str) -> tuple[str, str]:
+    """Return the tenant and the name of a collection of the caller; 404 without one."""
+    tenant = CALLER.get().tenant
+    await anyio.to_thread.run_sync(service.collections.info, tenant, name)
+    return tenant, name
+
+
+async def _with_embeddings(service: Service, request: Request, work: Callable[[], T]) -> T:
+    """Run ``work`` in a thread while nothing else embeds or reranks; stop when the client leaves."""
+    with service.rerank.open() as job:
+        return await job.until_gone(request.receive, lambda: job.permitted(work))
+
+
+def _document(given: NewDocument, index: int) -> Document:
+    if not given.text.strip():
+        raise InvalidRequestError(f"documents[{index}].text is empty; give visible text", param="documents")
+    titled = {} if given.title is None else {"title": given.title}
+    return Document(id=given.id, page_content=given.text, metadata=given.metadata | titled)
+
+
+def _found(document: Document) -> FoundDocument:
+    metadata = dict(document.metadata)
+    score = float(metadata.pop("relevance_score"))
+    title = metadata.pop("title") if isinstance(metadata.get("title"), str) else None
+    return FoundDocument(id=str(document.id), text=document.page_content, title=title, metadata=metadata, score=score)
+
+
+def _shown(info: CollectionInfo) -> CollectionObject:
+    return CollectionObject(name=info.name, created_at=info.created_at, documents=info.documents)
+
+
+def _status(state: PrecomputeState | None) -> PrecomputeStatus:
+    return PrecomputeStatus(**asdict(state or PrecomputeState("none")))

@@ -1,1 +1,0 @@
-"""What no other wire format has: API keys, collections, order evaluation and information about the service."""

@@ -1,1 +1,0 @@
-"""Ollama chat and tags."""

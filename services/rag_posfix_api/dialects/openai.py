@@ -1,0 +1,417 @@
+"""OpenAI chat completions and models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.request import Sampling, Usage
+from rag_posfix.contracts.token_scores import LEAST, MOST_ALTERNATIVES, ScoredToken, TokenScore
+from rag_posfix_api.dialects.answering import (
+    AnswerRenderer,
+    Provenance,
+    build_question,
+    chat_route,
+    check_top_logprobs,
+    provenance,
+    refuse_fields,
+    sampling_with,
+    stop_strings,
+)
+from rag_posfix_api.dialects.errors import OPENAI
+from rag_posfix_api.dialects.requests import (
+    Documents,
+    Integer,
+    MaxTokens,
+    Messages,
+    Mitigation,
+    Passages,
+    PosfixInput,
+    RequestModel,
+    Seed,
+    StopStrings,
+    Temperature,
+    TopK,
+    TopP,
+    chat_message,
+    to_documents,
+    within,
+)
+from rag_posfix_api.http.clean_json import CleanRoute
+from rag_posfix_api.http.encoding import event
+from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.runtime.service import ReadyService, Service
+
+
+class StreamOptions(RequestModel):
+    """Options of streaming."""
+
+    include_usage: bool | None = None
+
+
+_ALTERNATIVES_NEED_LOGPROBS: dict[str, Any] = {
+    "anyOf": [
+        {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
+        {"properties": {"top_logprobs": {"anyOf": [{"const": 0}, {"type": "null"}]}}},
+    ]
+}
+
+
+class ChatRequest(RequestModel):
+    """A request. Fields of OpenAI's API without effect here are ignored; ``parse`` refuses unsupported ones."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra=_ALTERNATIVES_NEED_LOGPROBS)
+
+    messages: Messages
+    model: str | None = Field(default=None, examples=["default"], description="The served model, or 'default'.")
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    max_tokens: MaxTokens = None
+    max_completion_tokens: MaxTokens = None
+    stop: StopStrings | None = None
+    seed: Seed | None = Field(default=None, description="Seeds sampling and the order 'random'.")
+    n: Integer | None = Field(default=None, json_schema_extra=within(enum=[1]))
+    logprobs: bool | None = Field(default=None, description="Whether the tokens come with their log-probabilities.")
+    top_logprobs: Integer | None = Field(
+        default=None,
+        json_schema_extra=within(minimum=0, maximum=MOST_ALTERNATIVES),
+        description="Likeliest tokens in the place of each token; needs ``logprobs``.",
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    documents: Documents | None = Field(
+        default=None,
+        description="The passages to answer from. Without the field they are retrieved, where an index is served; an "
+        "empty list answers without passages.",
+    )
+    mitigation: Mitigation | None = Field(default=None, description="A mitigation by name, or with its parameters.")
+    order: str | None = Field(default=None, description="The order that the passages stand in.")
+    k: Passages | None = Field(default=None, description="How many passages to retrieve.")
+    posfix: PosfixInput | None = Field(default=None, description="``mitigation``, ``order`` and ``k`` in one object.")
+    cache: bool | None = Field(default=None, description="False neither reads nor writes the answer cache.")
+
+
+class MessageOutput(BaseModel):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class TokenLogProb(BaseModel):
+    """A token and its log-probability, at least -9999."""
+
+    token: str = Field(description=r"Bytes that are no complete characters are written as \xNN.")
+    logprob: float
+    bytes: list[int]
+
+
+class AnswerTokenLogProb(TokenLogProb):
+    """A token of the answer, and the likeliest tokens in its place."""
+
+    top_logprobs: list[TokenLogProb]
+
+
+class ChoiceLogProbs(BaseModel):
+    """The tokens of the answer, or of a piece of it."""
+
+    content: list[AnswerTokenLogProb]
+    refusal: None = None
+
+
+class Choice(BaseModel):
+    """The one answer."""
+
+    index: int = 0
+    message: MessageOutput
+    logprobs: ChoiceLogProbs | None = None
+    finish_reason: str
+
+
+class PromptTokensDetails(BaseModel):
+    """Details of prompt tokens."""
+
+    cached_tokens: int
+
+
+class UsageOutput(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ChatCompletion(Provenance):
+    """A complete answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: UsageOutput
+    system_fingerprint: str
+
+
+class ModelObject(BaseModel):
+    """A served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "rag-posfix"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """The served models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelObject]
+
+
+# Fields that would change the answer, with the values that ask for what happens anyway.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "logit_bias": (None, {}),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "web_search_options": (None,),
+}
+
+
+def _question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Question:
+    _refuse(body)
+    return build_question(
+        [chat_message(message, index) for index, message in enumerate(body.messages)],
+        sampling_with(
+            defaults,
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            seed=body.seed,
+            stop=stop_strings(body.stop, "stop"),
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        ),
+        None if body.documents is None else to_documents(body.documents, max_documents),
+        _posfix(body),
+        role=body.messages[-1].role,
+        seed=body.seed,
+        use_cache=body.cache is not False,
+    )
+
+
+def _refuse(body: ChatRequest) -> None:
+    refuse_fields(body.model_extra, _REFUSED)
+    if body.n not in (None, 1):
+        raise UnsupportedFeatureError(f"n={body.n} is not supported; one answer is given, so n must be 1", param="n")
+    check_top_logprobs(body.top_logprobs, "top_logprobs")
+    if body.max_tokens is not None and body.max_tokens < 1:  # also where max_completion_tokens replaces it
+        raise InvalidRequestError(f"max_tokens={body.max_tokens} must be >= 1", param="max_tokens")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError(
+            f"top_logprobs={body.top_logprobs} needs logprobs, which is false; set logprobs to true",
+            param="top_logprobs",
+        )
+
+
+def _posfix(body: ChatRequest) -> PosfixInput:
+    """Return the fields of this service, which may stand beside ``messages`` or in ``posfix``."""
+    inside = body.posfix or PosfixInput()
+    beside: dict[str, Any] = {name: getattr(body, name) for name in ("mitigation", "order", "k")}
+    given = {name: value for name, value in beside.items() if value is not None}
+    for name, value in given.items():
+        if getattr(inside, name) not in (None, value):
+            raise InvalidRequestError(
+                f"{name} is given twice, beside messages and in posfix; give it once", param=name
+            )
+    return inside.model_copy(update=given)
+
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
+
+
+class Completion(AnswerRenderer):
+    """The common fields of all parts of one response.
+
+    Args:
+        identity: Unique among all responses.
+        model: Name of the served model.
+        fingerprint: Identity of its weights.
+        include_usage: Whether a stream ends with a chunk that has the usage.
+        log_probs: Whether the tokens of the answer are rendered with their log-probabilities.
+    """
+
+    def __init__(
+        self, identity: str, model: str, fingerprint: str, *, include_usage: bool = False, log_probs: bool = False
+    ) -> None:
+        self._include_usage = include_usage
+        self._log_probs = log_probs
+        self._shared = {
+            "id": f"chatcmpl-{identity}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"fp_{fingerprint[:12]}",
+        }
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        completion = ChatCompletion(
+            **self._shared,
+            choices=[
+                Choice(
+                    message=MessageOutput(content=answer.text),
+                    logprobs=chat_log_probs(answer.log_probs, len(answer.text)) if self._log_probs else None,
+                    finish_reason=answer.finish_reason,
+                )
+            ],
+            usage=usage_output(answer.usage),
+            **dict(provenance(answer)),
+        )
+        return completion.model_dump()
+
+    def opening(self) -> Iterator[bytes]:
+        """Yield the first chunk, which has the role."""
+        yield event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
+
+    def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
+        """Yield the chunks for a piece of the answer; the last piece ends it."""
+        tokens = self._tokens(chunk)
+        if chunk.text or (tokens and tokens["content"]):
+            yield event(self._chunk({"content": chunk.text}, log_probs=tokens))
+        if chunk.answer is None:
+            return
+        sources = provenance(chunk.answer).model_dump()
+        yield event(self._chunk({}, chunk.answer.finish_reason) | sources)
+        if self._include_usage:
+            yield event(self._head() | {"choices": [], "usage": usage_output(chunk.answer.usage).model_dump()})
+
+    def closing(self) -> Iterator[bytes]:
+        """Yield the last events of a complete stream."""
+        yield DONE
+
+    def failure(self, problem: Problem) -> Iterator[bytes]:
+        """Yield the error event of a stream that failed."""
+        yield event(OPENAI(problem))
+
+    def _head(self) -> dict[str, Any]:
+        return {**self._shared, "object": "chat.completion.chunk"}
+
+    def _tokens(self, chunk: AnswerChunk) -> dict[str, Any] | None:
+        if not self._log_probs:
+            return None
+        end = None if chunk.answer is None else len(chunk.answer.text)
+        return chat_log_probs(chunk.log_probs, end).model_dump()
+
+    def _chunk(
+        self, delta: dict[str, Any], finish_reason: str | None = None, log_probs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": finish_reason}
+        # OpenAI's clients expect the field in every chunk where they asked for it.
+        usage = {"usage": None} if self._include_usage else {}
+        return self._head() | {"choices": [choice]} | usage
+
+
+def chat_log_probs(scored: Sequence[ScoredToken], end: int | None = None) -> ChoiceLogProbs:
+    """Return the tokens of an answer's text, without those that end the answer.
+
+    ``end`` is the length of the answer, or None while it is being written.
+    """
+    return ChoiceLogProbs(
+        content=[
+            AnswerTokenLogProb(
+                **_fields(token.token), top_logprobs=[TokenLogProb(**_fields(other)) for other in token.top]
+            )
+            for token in scored
+            if end is None or token.start < end
+        ]
+    )
+
+
+def _fields(score: TokenScore) -> dict[str, object]:
+    return {"token": text_of(score), "logprob": log_prob_of(score), "bytes": list(score.data)}
+
+
+def log_prob_of(score: TokenScore) -> float:
+    """Return the log-probability of a token, at least -9999."""
+    return LEAST if score.log_prob is None else score.log_prob
+
+
+def text_of(score: TokenScore, mark: str = "") -> str:
+    r"""Return the text of a token; bytes that are no complete characters as ``\xNN``, after ``mark``."""
+    return mark + "".join(f"\\x{byte:02x}" for byte in score.data) if score.text is None else score.text
+
+
+def usage_output(usage: Usage) -> UsageOutput:
+    """Return token counts in OpenAI's form."""
+    return UsageOutput(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+    )
+
+
+router = APIRouter(route_class=CleanRoute)
+
+
+@chat_route(router, "/v1/chat/completions", OPENAI, "create_chat_completion", ChatCompletion)
+def create_chat_completion(body: ChatRequest, service: Service) -> tuple[Question, AnswerRenderer]:
+    """Answer the last message from documents: those of the request, or retrieved ones.
+
+    With ``stream`` the answer is sent as server-sent events; the last chunk before the usage has the sources.
+    """
+    service.check_model(body.model or "")
+    question = _question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    identity, fingerprint = service.identifiers.new(), service.pipeline.generator.fingerprint
+    renderer = Completion(identity, service.model_id, fingerprint, include_usage=usage, log_probs=bool(body.logprobs))
+    return question, renderer
+
+
+@router.get(
+    "/v1/models",
+    tags=["models"],
+    operation_id="list_models",
+    response_model=ModelList,
+    responses=OPENAI.responses(401, 403, 500, 503),
+)
+async def list_models(service: ReadyService) -> ModelList:
+    """List the served model."""
+    return ModelList(data=[_model(service)])
+
+
+@router.get(
+    "/v1/models/{model:path}",  # ids of the form owner/name hold a slash
+    tags=["models"],
+    operation_id="retrieve_model",
+    response_model=ModelObject,
+    responses=OPENAI.responses(401, 403, 404, 422, 500, 503),
+)
+async def retrieve_model(model: str, service: ReadyService) -> ModelObject:
+    """Describe the served model."""
+    service.check_model(model)
+    return _model(service)
+
+
+def _model(service: Service) -> ModelObject:
+    return ModelObject(
+        id=service.model_id, created=service.started, max_model_len=service.pipeline.generator.context_window
+    )

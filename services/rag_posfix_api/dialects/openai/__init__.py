@@ -1,1 +1,0 @@
-"""OpenAI chat completions, completions, embeddings and models."""

@@ -1,0 +1,114 @@
+"""OpenAI embeddings, of the embedding model of the index."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, Tag
+from starlette.responses import Response
+
+from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix_api.dialects.errors import OPENAI
+from rag_posfix_api.dialects.requests import VISIBLE, Count, Forms, RequestModel, check_count
+from rag_posfix_api.http.clean_json import CleanRoute
+from rag_posfix_api.http.encoding import encode_json
+from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
+from rag_posfix_api.http.facts import RequestFacts
+from rag_posfix_api.runtime.embed import embed_texts
+from rag_posfix_api.runtime.service import ReadyService
+
+
+class EmbeddingRequest(RequestModel):
+    """The texts to embed. Other fields of OpenAI's API have no effect here."""
+
+    input: Annotated[
+        Annotated[str, Tag("string"), Field(json_schema_extra=VISIBLE)]
+        | Annotated[
+            list[Annotated[str, Field(json_schema_extra=VISIBLE)]],
+            Field(min_length=1, fail_fast=True),
+            Tag("array"),
+        ],
+        Forms("string", "array"),
+    ] = Field(description="A text, or several; not empty. Lists of token ids are refused.")
+    model: str | None = Field(default=None, description="The embedding model, or 'default'.")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        default=None, description="'base64' gives the bytes of little-endian 32-bit floats."
+    )
+    dimensions: Count | None = Field(default=None, description="The length of the model's vectors; no other one.")
+
+
+class EmbeddingObject(BaseModel):
+    """The vector of one text."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    """Token counts, with the tokenizer of the served model."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    """The vectors, in the order of the texts."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingUsage
+
+
+router = APIRouter(tags=["embeddings"], route_class=CleanRoute)
+
+
+@router.post(
+    "/v1/embeddings",
+    operation_id="create_embeddings",
+    response_model=EmbeddingList,
+    responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503),
+)
+async def create_embeddings(
+    body: EmbeddingRequest, request: Request, service: ReadyService, facts: RequestFacts
+) -> Response:
+    """Embed texts with the embedding model of the index. Runs beside answers; rerankings wait for it."""
+    service.check_embedding_model(body.model or "")
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    check_count(len(texts), service.limits.max_documents, "input")
+    if not all(text.strip() for text in texts):
+        raise InvalidRequestError("input has an empty text; give each at least one visible character", param="input")
+    facts.documents = len(texts)
+    answer = partial(_embedded, service.pipeline, texts, body, service.embedding_model_id)
+    with service.rerank.open() as job:
+        content = await job.until_gone(request.receive, lambda: job.permitted(answer))
+    return Response(content, media_type="application/json")
+
+
+def _embedded(pipeline: Pipeline, texts: Sequence[str], body: EmbeddingRequest, model: str) -> bytes:
+    """Return the response, encoded here and not on the event loop: a thousand vectors take a while."""
+    embedded = embed_texts(pipeline, texts)
+    length = len(embedded.vectors[0])
+    if body.dimensions not in (None, length):
+        raise UnsupportedFeatureError(
+            f"dimensions={body.dimensions} is not supported; the model's vectors have {length}", param="dimensions"
+        )
+    # Plain data, not ``EmbeddingList``: it would check every number once more.
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+        for index, vector in enumerate(embedded.vectors)
+    ]
+    usage = {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens}
+    return encode_json({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+def _encoded(vector: Sequence[float], encoding_format: str | None) -> Sequence[float] | str:
+    if encoding_format != "base64":
+        return list(vector)
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")

@@ -1,0 +1,388 @@
+"""Bodies of requests: JSON types, documents, messages of text, and what this service adds to each wire format.
+
+A value of another JSON type is refused, not converted, as the schema says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final
+
+from langchain_core.documents import Document
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    Strict,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+
+from rag_posfix.contracts.arrangement_text import read_arrangement
+from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.parameters import shown
+from rag_posfix_api.collections.store import NAME_PATTERN
+from rag_posfix_api.http.errors import InvalidRequestError, TooManyDocumentsError, UnsupportedFeatureError
+
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 256
+
+VISIBLE: Final = {"pattern": r"\S"}
+"""A text with at least one visible character, for ``json_schema_extra``."""
+
+
+def within(**limits: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a function that adds limits to the schema of an optional number, for ``json_schema_extra``."""
+
+    def add(schema: dict[str, Any]) -> None:
+        for member in schema["anyOf"]:
+            if member["type"] != "null":
+                member |= limits
+
+    return add
+
+
+def needs(name: str, value: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """Return a function that makes a field of an object required, for ``json_schema_extra`` of a model.
+
+    The model itself need not require it: the parser then names what is wrong with it.
+    """
+
+    def add(schema: dict[str, Any]) -> None:
+        schema["properties"][name] = value
+        schema["required"] = sorted({*schema.get("required", ()), name})
+
+    return add
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, str):
+        return "string"
+    if isinstance(value, list | tuple):
+        return "array"
+    return "object" if isinstance(value, dict | BaseModel) else "other"
+
+
+def Forms(*allowed: str) -> Discriminator:  # reads as an annotation, as Field and Discriminator do
+    """Choose the member of a union by the JSON type of the value, so that errors name one member only.
+
+    Its tags are of ``string``, ``array`` and ``object``.
+    """
+    return Discriminator(
+        _form,
+        custom_error_type="form",
+        custom_error_message=f"input should be of type {' or '.join(allowed)}",
+    )
+
+
+class RequestModel(BaseModel):
+    """A part of a request. ``"1"`` is no number, and ``1`` is no truth value."""
+
+    model_config = ConfigDict(strict=True)
+
+
+def _whole(value: Any) -> Any:
+    """Return 226.0 as 226: JSON has one kind of number, and some clients write all of them with a point."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _in_64_bits(seed: int) -> int:
+    return seed if -(2**63) <= seed < 2**63 else seed % 2**63
+
+
+WHOLE = BeforeValidator(_whole)
+"""Takes whole numbers with a decimal point; stands after the bounds, or the schema loses them."""
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+"""A whole number, with or without a decimal point."""
+
+Natural = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+"""A whole number from 0 on."""
+
+Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+"""A whole number from 1 on."""
+
+Passages = Annotated[int, Field(ge=1, le=1000), BeforeValidator(_whole)]
+"""A number of passages to retrieve."""
+
+Seed = Annotated[int, BeforeValidator(_whole), AfterValidator(_in_64_bits)]
+"""A seed; those of more than 64 bits are reduced."""
+
+# Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
+MaxTokens = Annotated[Integer | None, Field(json_schema_extra=within(minimum=1))]
+Temperature = Annotated[FiniteFloat | None, Field(json_schema_extra=within(minimum=0, maximum=5))]
+TopP = Annotated[FiniteFloat | None, Field(json_schema_extra=within(exclusiveMinimum=0, maximum=1))]
+TopK = Annotated[Integer | None, Field(json_schema_extra=within(minimum=0))]
+
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+_STOPS = {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}
+
+StopList = Annotated[list[str], Field(fail_fast=True), WithJsonSchema(_STOPS)]
+"""Stop strings; ``stop_strings`` checks their limits, with status 400."""
+
+StopStrings = Annotated[
+    Annotated[str, Tag("string"), WithJsonSchema(_STOP)] | Annotated[StopList, Tag("array")], Forms("string", "array")
+]
+"""A stop string, or several."""
+
+
+Words = Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}]})]
+"""A text; numbers are taken as they are written."""
+
+
+def _with_text(name: str) -> dict[str, Any]:
+    return {"required": [name], "properties": {name: {"type": ["string", "number"]}}}
+
+
+_HAS_TEXT: dict[str, Any] = {"anyOf": [_with_text("text"), _with_text("snippet")]}
+
+
+class DocumentData(BaseModel):
+    """The content of a document in Cohere's format. Other fields come back with citations."""
+
+    model_config = ConfigDict(extra="allow", coerce_numbers_to_str=True)
+
+    title: Words | None = None
+    text: Words | None = None
+    snippet: Words | None = None
+
+
+class DocumentObject(BaseModel):
+    """A document: text, or Cohere's ``data``, with optional id, title, score and metadata."""
+
+    model_config = ConfigDict(
+        extra="ignore",
+        coerce_numbers_to_str=True,
+        json_schema_extra={
+            "anyOf": [
+                _with_text("text"),
+                {"required": ["data"], "properties": {"data": {"type": "object", **_HAS_TEXT}}},
+            ]
+        },
+    )
+
+    id: Words | None = None
+    title: Words | None = None
+    text: Words | None = None
+    data: DocumentData | None = None
+    score: Annotated[FiniteFloat, Strict()] | None = None
+    relevance_score: Annotated[FiniteFloat, Strict()] | None = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> DocumentObject:
+        if self.content is None:
+            raise ValueError("a document needs its text in 'text', 'data.text' or 'data.snippet'")
+        return self
+
+    @property
+    def content(self) -> str | None:
+        """The text, from any of its fields."""
+        if self.text is not None or self.data is None:
+            return self.text
+        return self.data.snippet if self.data.text is None else self.data.text
+
+    @property
+    def heading(self) -> str | None:
+        """The title, from any of its fields."""
+        return self.title if self.title is not None or self.data is None else self.data.title
+
+    @property
+    def relevance(self) -> float | None:
+        """The score, from any of its fields."""
+        return self.score if self.relevance_score is None else self.relevance_score
+
+
+DocumentInput = Annotated[
+    Annotated[str, Tag("string")] | Annotated[DocumentObject, Tag("object")], Forms("string", "object")
+]
+"""A document as clients send it."""
+
+
+def document_text(document: str | DocumentObject) -> str:
+    """Return the text of a document of any form."""
+    return document if isinstance(document, str) else document.content or ""
+
+
+Documents = Annotated[list[DocumentInput], Field(fail_fast=True)]
+
+
+def to_documents(inputs: Sequence[str | DocumentObject], max_documents: int) -> list[Document]:
+    """Return the documents of a request. A document without an id gets its index as id: ``doc_0``, ``doc_1``, ...
+
+    Raises:
+        TooManyDocumentsError: there are more than ``max_documents``.
+    """
+    check_count(len(inputs), max_documents)
+    return [_document(document, index) for index, document in enumerate(inputs)]
+
+
+def check_count(count: int, max_documents: int, param: str = "documents") -> None:
+    """Raise for too many documents; ``param`` is their field."""
+    if count > max_documents:
+        raise TooManyDocumentsError(
+            f"{param} has {count} entries, at most {max_documents} are allowed; send the best ones", param=param
+        )
+
+
+def _document(document: str | DocumentObject, index: int) -> Document:
+    if isinstance(document, str):
+        return Document(page_content=document, id=f"doc_{index}")
+    metadata = {"title": document.heading, "relevance_score": document.relevance}
+    return Document(
+        page_content=document.content or "",
+        metadata={name: value for name, value in metadata.items() if value is not None},
+        id=document.id or f"doc_{index}",
+    )
+
+
+EXAMPLE = [{"role": "user", "content": "When was Torvane lit?"}]
+"""Messages of a request, for the document of the API: its rule on the last message is no rule of a schema."""
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class Part(RequestModel):
+    """A part of a message; only text is supported."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra=needs("text", {"type": "string"}))
+
+    type: str = Field(default="text", json_schema_extra={"enum": ["text"]})
+    text: str | None = None
+
+
+class Message(RequestModel):
+    """A message of the conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(json_schema_extra={"enum": ["system", "developer", "user", "assistant"]})
+    content: (
+        Annotated[
+            Annotated[str, Tag("string")] | Annotated[list[Part], Field(fail_fast=True), Tag("array")],
+            Forms("string", "array"),
+        ]
+        | None
+    ) = None
+
+
+Messages = Annotated[
+    list[Message],
+    Field(
+        fail_fast=True,
+        min_length=1,
+        examples=[EXAMPLE],
+        description="The last one must be the user's: it is the question.",
+    ),
+]
+
+
+def chat_message(message: Message, index: int, param: str = "messages") -> ChatMessage:
+    """Return a message for the pipeline. Errors name its index and ``param``, the field of the messages.
+
+    Raises:
+        UnsupportedFeatureError: it has another role, or a part that is no text.
+    """
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise UnsupportedFeatureError(
+            f"{param}[{index}]: role {shown(message.role)} is not supported; use one of {', '.join(_ROLES)}",
+            param=param,
+        )
+    if isinstance(message.content, str):
+        return {"role": role, "content": message.content}
+    parts = message.content or []
+    for part in parts:
+        if part.type != "text" or part.text is None:
+            raise UnsupportedFeatureError(
+                f"{param}[{index}]: a part of type {shown(part.type)} is not supported; use "
+                '{"type": "text", "text": ...}',
+                param=param,
+            )
+    return {"role": role, "content": "\n".join(part.text or "" for part in parts)}
+
+
+MAX_FIELDS = 16
+
+
+class MitigationInput(RequestModel):
+    """A mitigation and its parameters."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, given: Any) -> Any:
+        # Each unknown field would be an error of its own.
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"{len(given)} fields are given; a mitigation has 'name' and 'parameters'")
+        return given
+
+
+Mitigation = Annotated[
+    Annotated[str, Tag("string")] | Annotated[MitigationInput, Tag("object")], Forms("string", "object")
+]
+"""A mitigation by name, or with its parameters."""
+
+
+class PosfixInput(RequestModel):
+    """What this service adds to the API of the dialect, in one object."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mitigation: Mitigation | None = Field(default=None, description="A mitigation by name, or with its parameters.")
+    order: str | None = Field(default=None, description="The order that the passages stand in.")
+    k: Passages | None = Field(default=None, description="How many passages to retrieve.")
+    index: str | None = Field(
+        default=None,
+        description="Name of the index to retrieve from (RAG_POSFIX_INDEXES); the default one without it.",
+    )
+    collection: str | None = Field(
+        default=None,
+        description="Retrieve the passages from this collection.",
+        json_schema_extra=within(pattern=NAME_PATTERN),
+    )
+    arrangement: str | None = Field(
+        default=None,
+        description="reranker/order/method in one text, for example 'likelihood+embedding/reverse/none', in place of "
+        "``mitigation`` and ``order``. An empty reranker is the service's own.",
+    )
+
+
+def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
+    """Return the fields of a ``Question`` that a request chooses; None takes the default.
+
+    Raises:
+        InvalidRequestError: an arrangement stands beside a mitigation or an order.
+        ConfigError: the arrangement cannot be read.
+    """
+    chosen: dict[str, Any] = {
+        "mitigation": mitigation_choice(posfix.mitigation),
+        "order": posfix.order,
+        "k": posfix.k,
+        "index": posfix.index,
+    }
+    if posfix.arrangement is None:
+        return chosen
+    beside = [name for name in ("mitigation", "order") if chosen[name] is not None]
+    if beside:
+        raise InvalidRequestError(
+            f"arrangement names method and order already; leave out {' and '.join(beside)}", param="posfix.arrangement"
+        )
+    reranker, order, mitigation = read_arrangement(posfix.arrangement)
+    return chosen | {"reranker": reranker, "order": order, "mitigation": mitigation}
+
+
+def mitigation_choice(mitigation: str | MitigationInput | None) -> MitigationChoice | None:
+    """Return the mitigation of a request, or None for the default."""
+    if isinstance(mitigation, MitigationInput):
+        return MitigationChoice(mitigation.name, mitigation.parameters)
+    return None if mitigation is None else MitigationChoice(mitigation)

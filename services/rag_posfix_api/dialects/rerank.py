@@ -1,0 +1,359 @@
+"""Rerank and score: bodies of Jina, Cohere (versions 1 and 2), vLLM and Text Embeddings Inference (TEI)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import AliasChoices, BaseModel, Discriminator, Field, Tag
+from starlette.responses import Response
+
+from rag_posfix_api.dialects.errors import COHERE, JINA, OPENAI, SCORING, TEI
+from rag_posfix_api.dialects.requests import (
+    Count,
+    DocumentObject,
+    Documents,
+    Forms,
+    Natural,
+    RequestModel,
+    check_count,
+    document_text,
+)
+from rag_posfix_api.http.clean_json import CleanRoute
+from rag_posfix_api.http.encoding import SafeJSONResponse
+from rag_posfix_api.http.errors import InvalidRequestError
+from rag_posfix_api.http.facts import Facts, RequestFacts
+from rag_posfix_api.runtime.rerank import Scored, score_texts
+from rag_posfix_api.runtime.service import ReadyService, Service
+
+_log = logging.getLogger(__name__)
+
+JINA_PATH, COHERE_PATH, TEI_PATH = "/v1/rerank", "/v2/rerank", "/rerank"
+
+jina, cohere, vllm, tei = (APIRouter(tags=["rerank"], route_class=CleanRoute) for _ in range(4))
+
+
+async def rank(
+    service: Service,
+    request: Request,
+    facts: Facts,
+    query: str,
+    documents: Sequence[str | DocumentObject],
+    param: str = "documents",
+) -> Scored:
+    """Return the scores of documents, best first; equal scores keep the order of the request.
+
+    Scores that are all equal are logged and counted: a scorer that cannot tell documents apart is usually broken. The
+    work stops when the client leaves. ``param`` is the field of the documents.
+
+    Raises:
+        InvalidRequestError: the query is blank, or there are too many documents.
+    """
+    check_count(len(documents), service.limits.max_documents, param)
+    if not query.strip():
+        raise InvalidRequestError("query is empty; give at least one visible character", param="query")
+    facts.documents = len(documents)
+    score = partial(score_texts, service.pipeline, query, [document_text(document) for document in documents])
+    with service.rerank.open() as job:
+        scored = await job.until_gone(request.receive, lambda: job.permitted(score))
+    if scored.tied:
+        service.metrics.tied_ranking()
+        _log.warning("reranking: all %d documents have the same score; check the reranker", len(documents))
+    return scored
+
+
+def _id(document: str | DocumentObject) -> str | None:
+    return None if isinstance(document, str) else document.id
+
+
+class RerankRequest(RequestModel):
+    """A query and the documents to score."""
+
+    model: str | None = Field(default=None, description="Read over: one reranker is served.")
+    query: str = Field(json_schema_extra={"pattern": r"\S"})
+    documents: Documents
+    top_n: Count | None = Field(default=None, description="How many to return; all without it.")
+    return_documents: bool | None = None
+
+
+class RerankDocument(BaseModel):
+    """The document that was scored."""
+
+    text: str
+    id: str | None = None
+
+
+class RerankResult(BaseModel):
+    """A document's score."""
+
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankUsage(BaseModel):
+    """Tokens of query and documents, counted with the served model's tokenizer."""
+
+    total_tokens: int
+    prompt_tokens: int
+
+
+class RerankResponse(BaseModel):
+    """Scores, best first. Cohere's version 1 has ``id`` and ``results`` as well."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: RerankUsage
+
+
+@jina.post(
+    JINA_PATH,
+    operation_id="rerank",
+    response_model=RerankResponse,
+    responses=JINA.responses(*SCORING),
+)
+async def rerank(body: RerankRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
+    """Score documents for a query, best first; documents with equal scores stay in the order of the request."""
+    scored = await rank(service, request, facts, body.query, body.documents)
+    results = []
+    for index, score in scored.ranked[: body.top_n]:
+        document = RerankDocument(text=document_text(body.documents[index]), id=_id(body.documents[index]))
+        shown = document if body.return_documents is not False else None
+        results.append(RerankResult(index=index, relevance_score=score, document=shown))
+    response = RerankResponse(
+        id=service.identifiers.new(),
+        model=service.embedding_model_id,
+        results=results,
+        usage=RerankUsage(total_tokens=scored.tokens, prompt_tokens=scored.tokens),
+    )
+    return SafeJSONResponse(response.model_dump(exclude_none=True))
+
+
+class CohereRerankRequest(RequestModel):
+    """A query and the documents to score. Other fields of Cohere's API have no effect here."""
+
+    model: str | None = Field(default=None, description="Read over: one reranker is served.")
+    query: str = Field(json_schema_extra={"pattern": r"\S"})
+    documents: Documents
+    top_n: Count | None = Field(default=None, description="How many to return; all without it.")
+
+
+class CohereResult(BaseModel):
+    """A document's score."""
+
+    index: int
+    relevance_score: float
+    id: str | None = Field(default=None, description="The id that the request gave the document.")
+
+
+class CohereVersion(BaseModel):
+    """The version of the API."""
+
+    version: Literal["2"] = "2"
+
+
+class CohereUnits(BaseModel):
+    """What Cohere would bill."""
+
+    search_units: int = 1
+
+
+class CohereMeta(BaseModel):
+    """The version of the API and what was used."""
+
+    api_version: CohereVersion = Field(default_factory=CohereVersion)
+    billed_units: CohereUnits = Field(default_factory=CohereUnits)
+
+
+class CohereRerankResponse(BaseModel):
+    """Scores, best first."""
+
+    id: str
+    results: list[CohereResult]
+    meta: CohereMeta = Field(default_factory=CohereMeta)
+
+
+@cohere.post(
+    COHERE_PATH,
+    operation_id="cohere_rerank",
+    summary="Rerank",
+    response_model=CohereRerankResponse,
+    responses=COHERE.responses(*SCORING),
+)
+async def cohere_rerank(
+    body: CohereRerankRequest, request: Request, service: ReadyService, facts: RequestFacts
+) -> Response:
+    """Score documents for a query, best first."""
+    scored = await rank(service, request, facts, body.query, body.documents)
+    results = [
+        CohereResult(index=index, relevance_score=score, id=_id(body.documents[index]))
+        for index, score in scored.ranked[: body.top_n]
+    ]
+    response = CohereRerankResponse(id=service.identifiers.new(), results=results)
+    return SafeJSONResponse(response.model_dump(exclude_none=True))
+
+
+class VllmRerankRequest(RequestModel):
+    """A query and the documents to score."""
+
+    model: str | None = Field(default=None, description="Read over: one reranker is served.")
+    query: str = Field(json_schema_extra={"pattern": r"\S"})
+    documents: Documents
+    top_n: Natural | None = Field(default=None, description="How many to return; all without it, and for 0.")
+
+
+class VllmDocument(BaseModel):
+    """The document that was scored."""
+
+    text: str
+    id: str | None = None
+
+
+class VllmResult(BaseModel):
+    """A document's score."""
+
+    index: int
+    document: VllmDocument
+    relevance_score: float
+
+
+class VllmUsage(BaseModel):
+    """Tokens of query and documents, counted with the served model's tokenizer."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class VllmRerankResponse(BaseModel):
+    """Scores, best first."""
+
+    id: str
+    model: str
+    usage: VllmUsage
+    results: list[VllmResult]
+
+
+_Texts = Annotated[
+    Annotated[str, Tag("string")] | Annotated[Documents, Tag("array")],
+    Forms("string", "array"),
+]
+
+
+class ScoreRequest(RequestModel):
+    """A text and the texts to score it against. One text on the left; several are not supported."""
+
+    model: str | None = Field(default=None, description="Read over: one reranker is served.")
+    text_1: str = Field(
+        validation_alias=AliasChoices("text_1", "queries", "data_1"), json_schema_extra={"pattern": r"\S"}
+    )
+    text_2: _Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
+
+    @property
+    def documents(self) -> list[Any]:
+        """The texts on the right."""
+        return [self.text_2] if isinstance(self.text_2, str) else list(self.text_2)
+
+
+class ScoreEntry(BaseModel):
+    """The score of a text."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreResponse(BaseModel):
+    """Scores, in the order of the request."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ScoreEntry]
+    usage: VllmUsage
+
+
+@vllm.post("/v1/score", operation_id="score_v1", response_model=ScoreResponse, responses=OPENAI.responses(*SCORING))
+@vllm.post("/score", operation_id="score", response_model=ScoreResponse, responses=OPENAI.responses(*SCORING))
+async def score(body: ScoreRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
+    """Score one text against others, in the order of the request."""
+    scored = await rank(service, request, facts, body.text_1, body.documents, "text_2")
+    response = ScoreResponse(
+        id=f"score-{service.identifiers.new()}",
+        created=int(time.time()),
+        model=service.embedding_model_id,
+        data=[ScoreEntry(index=index, score=score) for index, score in sorted(scored.ranked)],
+        usage=VllmUsage(prompt_tokens=scored.tokens, total_tokens=scored.tokens),
+    )
+    return SafeJSONResponse(response.model_dump())
+
+
+class TeiRerankRequest(RequestModel):
+    """A query and the texts to score."""
+
+    query: str = Field(json_schema_extra={"pattern": r"\S"})
+    texts: Annotated[list[str], Field(fail_fast=True)]
+    raw_scores: bool | None = Field(default=None, description="Without effect: scores are those of the reranker.")
+    return_text: bool | None = None
+    truncate: bool | None = Field(default=None, description="Without effect: a scorer truncates to its window.")
+    truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
+
+
+class TeiRank(BaseModel):
+    """A text's score."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
+def _form(body: Any) -> str:
+    if isinstance(body, dict):
+        return "form:vllm" if "documents" in body else "form:tei"
+    return "form:vllm" if isinstance(body, VllmRerankRequest) else "form:tei"
+
+
+Body = Annotated[
+    Annotated[TeiRerankRequest, Tag("form:tei")] | Annotated[VllmRerankRequest, Tag("form:vllm")],
+    Discriminator(_form),
+]
+"""TEI's body has ``texts`` and is answered with a list; vLLM's has ``documents``."""
+
+
+@tei.post(
+    TEI_PATH,
+    operation_id="tei_rerank",
+    summary="Rerank",
+    response_model=list[TeiRank] | VllmRerankResponse,
+    responses=TEI.responses(*SCORING),
+)
+async def tei_rerank(body: Body, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
+    """Score texts for a query, best first."""
+    if isinstance(body, VllmRerankRequest):
+        scored = await rank(service, request, facts, body.query, body.documents)
+        response = _vllm_response(body, scored, service)
+        return SafeJSONResponse(response.model_dump(exclude_none=True))
+    scored = await rank(service, request, facts, body.query, body.texts, "texts")
+    ranks = [
+        TeiRank(index=index, score=score, text=body.texts[index] if body.return_text else None)
+        for index, score in scored.ranked
+    ]
+    return SafeJSONResponse([entry.model_dump(exclude_none=True) for entry in ranks])
+
+
+def _vllm_response(body: VllmRerankRequest, scored: Scored, service: Service) -> VllmRerankResponse:
+    results = []
+    for index, score in scored.ranked[: body.top_n or None]:
+        document = VllmDocument(text=document_text(body.documents[index]), id=_id(body.documents[index]))
+        results.append(VllmResult(index=index, document=document, relevance_score=score))
+    return VllmRerankResponse(
+        id=f"rerank-{service.identifiers.new()}",
+        model=service.embedding_model_id,
+        usage=VllmUsage(prompt_tokens=scored.tokens, total_tokens=scored.tokens),
+        results=results,
+    )

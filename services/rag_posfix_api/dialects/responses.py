@@ -1,0 +1,327 @@
+"""OpenAI responses: text, whole and as numbered events. Responses are not stored."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, Tag
+
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.contracts.request import Sampling
+from rag_posfix.parameters import shown
+from rag_posfix_api.dialects.answering import (
+    AnswerRenderer,
+    Provenance,
+    build_question,
+    chat_route,
+    provenance,
+    refuse_fields,
+    sampling_with,
+)
+from rag_posfix_api.dialects.errors import OPENAI
+from rag_posfix_api.dialects.requests import (
+    VISIBLE,
+    Documents,
+    Forms,
+    MaxTokens,
+    Message,
+    Part,
+    PosfixInput,
+    RequestModel,
+    Temperature,
+    TopP,
+    chat_message,
+    needs,
+    to_documents,
+)
+from rag_posfix_api.http.clean_json import CleanRoute
+from rag_posfix_api.http.encoding import event
+from rag_posfix_api.http.errors import Problem, UnsupportedFeatureError
+from rag_posfix_api.runtime.service import Service
+
+
+class InputPart(RequestModel):
+    """A part of a message; only text is supported."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra=needs("text", {"type": "string"}))
+
+    type: str = Field(default="input_text", json_schema_extra={"enum": ["input_text", "output_text", "text"]})
+    text: str | None = None
+
+
+class InputItem(RequestModel):
+    """A message of the conversation."""
+
+    model_config = ConfigDict(
+        extra="allow",
+        json_schema_extra=needs("role", {"type": "string", "enum": ["system", "developer", "user", "assistant"]}),
+    )
+
+    type: str = Field(default="message", json_schema_extra={"enum": ["message"]})
+    role: str | None = None
+    content: (
+        Annotated[
+            Annotated[str, Tag("string")] | Annotated[list[InputPart], Field(fail_fast=True), Tag("array")],
+            Forms("string", "array"),
+        ]
+        | None
+    ) = None
+
+
+class ResponsesRequest(RequestModel):
+    """A request. Fields of OpenAI's API without effect here are ignored; ``parse`` refuses unsupported ones."""
+
+    model_config = ConfigDict(extra="allow")
+
+    input: Annotated[
+        Annotated[str, Tag("string"), Field(json_schema_extra=VISIBLE)]
+        | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("array")],
+        Forms("string", "array"),
+    ] = Field(description="The question, or a conversation that ends with it.")
+    model: str | None = Field(default=None, description="The served model, or 'default'.")
+    instructions: str | None = None
+    max_output_tokens: MaxTokens = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    stream: bool | None = None
+    documents: Documents | None = Field(
+        default=None, description="The passages to answer from. Without the field they are retrieved."
+    )
+    posfix: PosfixInput | None = Field(default=None, description="What this service adds to OpenAI's API.")
+
+
+class OutputText(BaseModel):
+    """The text of the answer."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] = Field(default_factory=list)
+
+
+class OutputMessage(BaseModel):
+    """The answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class InputTokensDetails(BaseModel):
+    """Details of input tokens."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(BaseModel):
+    """Details of output tokens."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(BaseModel):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails = Field(default_factory=OutputTokensDetails)
+    total_tokens: int
+
+
+class ResponseError(BaseModel):
+    """Why a stream failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(BaseModel):
+    """Why an answer is incomplete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class TextFormat(BaseModel):
+    """The format of the answer."""
+
+    type: Literal["text"] = "text"
+
+
+class TextOptions(BaseModel):
+    """Options of the answer's text."""
+
+    format: TextFormat = Field(default_factory=TextFormat)
+
+
+class ResponseObject(BaseModel):
+    """An answer, complete or not."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool = False
+    previous_response_id: None = None
+    store: Literal[False] = False
+    temperature: float
+    text: TextOptions = Field(default_factory=TextOptions)
+    tool_choice: Literal["none"] = "none"
+    tools: list[Any] = Field(default_factory=list)
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    posfix: Provenance | None = Field(default=None, description="What this service adds to OpenAI's API.")
+
+
+# Fields that would change the answer, with the values that ask for what happens anyway.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "prompt": (None,),
+    "background": (None, False),
+    "top_logprobs": (None, 0),
+    "text": (None, {}, {"format": {"type": "text"}}),
+}
+_TEXTS = ("input_text", "output_text", "text")
+
+
+def _question(body: ResponsesRequest, defaults: Sampling, max_documents: int) -> Question:
+    refuse_fields(body.model_extra, _REFUSED)
+    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    return build_question(
+        [_chat_message(item, index) for index, item in enumerate(items)],
+        sampling_with(defaults, max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p),
+        None if body.documents is None else to_documents(body.documents, max_documents),
+        body.posfix,
+        role=items[-1].role or "",
+        system=body.instructions,
+        param="input",
+    )
+
+
+def _chat_message(item: InputItem, index: int) -> ChatMessage:
+    if item.type != "message" or item.role is None:
+        raise UnsupportedFeatureError(
+            f"input[{index}]: an item of type {shown(item.type)} is not supported; use messages with a role",
+            param="input",
+        )
+    if item.content is None or isinstance(item.content, str):
+        return chat_message(Message(role=item.role, content=item.content), index, "input")
+    parts = [Part(type="text" if part.type in _TEXTS else part.type, text=part.text) for part in item.content]
+    return chat_message(Message(role=item.role, content=parts), index, "input")
+
+
+class ResponseRenderer(AnswerRenderer):
+    """Renders one response.
+
+    Args:
+        identity: Unique among all responses.
+        model: Name of the served model.
+        sampling: Sampling parameters of the question, which responses repeat.
+        instructions: The instructions of the request.
+    """
+
+    def __init__(self, identity: str, model: str, sampling: Sampling, instructions: str | None) -> None:
+        self._item_id = f"msg_{identity}"
+        self._numbers = itertools.count()
+        self._shared: dict[str, Any] = {
+            "id": f"resp_{identity}",
+            "created_at": int(time.time()),
+            "model": model,
+            "instructions": instructions,
+            "max_output_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        status = _status(answer)
+        return ResponseObject(
+            **self._shared,
+            status=status,
+            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+            output=[OutputMessage(id=self._item_id, status=status, content=[OutputText(text=answer.text)])],
+            usage=_usage(answer),
+            posfix=provenance(answer),
+        ).model_dump()
+
+    def opening(self) -> Iterator[bytes]:
+        """Yield the four events before the text."""
+        begun = ResponseObject(**self._shared, status="in_progress", output=[]).model_dump()
+        item = OutputMessage(id=self._item_id, status="in_progress", content=[])
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+        yield self._event("response.output_item.added", output_index=0, item=item.model_dump())
+        yield self._part_event("response.content_part.added", part=OutputText(text="").model_dump())
+
+    def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
+        """Yield the events for a piece of the answer; the last piece ends it."""
+        if chunk.text:
+            yield self._part_event("response.output_text.delta", delta=chunk.text, logprobs=[])
+        if chunk.answer is None:
+            return
+        response = self.whole(chunk.answer)
+        (item,) = response["output"]
+        (part,) = item["content"]
+        yield self._part_event("response.output_text.done", text=part["text"], logprobs=[])
+        yield self._part_event("response.content_part.done", part=part)
+        yield self._event("response.output_item.done", output_index=0, item=item)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def failure(self, problem: Problem) -> Iterator[bytes]:
+        """Yield the last event of a stream that failed."""
+        error = ResponseError(code=problem.code, message=problem.message)
+        failed = ResponseObject(**self._shared, status="failed", error=error, output=[])
+        yield self._event("response.failed", response=failed.model_dump())
+
+    def _event(self, name: str, **fields: Any) -> bytes:
+        return event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
+
+    def _part_event(self, name: str, **fields: Any) -> bytes:
+        return self._event(name, item_id=self._item_id, output_index=0, content_index=0, **fields)
+
+
+def _status(answer: Answer) -> Literal["completed", "incomplete"]:
+    return "incomplete" if answer.finish_reason == "length" else "completed"
+
+
+def _usage(answer: Answer) -> ResponseUsage:
+    usage = answer.usage
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )
+
+
+router = APIRouter(route_class=CleanRoute)
+
+
+@chat_route(router, "/v1/responses", OPENAI, "create_response", ResponseObject)
+def create_response(body: ResponsesRequest, service: Service) -> tuple[Question, AnswerRenderer]:
+    """Answer the input from documents: those of the request, or retrieved ones. Responses are not stored."""
+    service.check_model(body.model or "")
+    defaults = service.pipeline.defaults.sampling
+    question = _question(body, defaults, service.limits.max_documents)
+    sampling = question.sampling or defaults
+    return question, ResponseRenderer(service.identifiers.new(), service.model_id, sampling, body.instructions)

@@ -1,1 +1,0 @@
-"""OpenAI responses: text, whole and as events."""

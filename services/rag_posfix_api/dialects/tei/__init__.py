@@ -1,1 +1,0 @@
-"""Text Embeddings Inference (TEI) rerank, and vLLM's body on the same path."""

@@ -1,1 +1,0 @@
-"""vLLM rerank and score."""
