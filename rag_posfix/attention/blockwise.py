@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
 __all__ = [
+    "LSE_KERNELS",
     "attend_segments",
     "attend_with_lse",
     "efficient",
@@ -58,21 +59,24 @@ def attend_with_lse(
         )
     if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
         return _in_blocks(query, key, value, scaling, causal)
-    if query.device.type == "cuda":
-        return _on_gpu(query, key, value, scaling, causal and n_query > 1)
-    if has_lse_kernel(query.device):
-        if query.shape[1] > key.shape[1] and (n_query == 1 or (not causal and n_query >= FOLD_FROM)):
-            return _folded(query, key, value, scaling)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal and n_query > 1, scale=scaling
-        )
-        return out, lse
-    return _in_blocks(query, key, value, scaling, causal)
+    kernel = LSE_KERNELS.get(query.device.type, _in_blocks)
+    return kernel(query, key, value, scaling, causal and n_query > 1)
 
 
 def has_lse_kernel(device: torch.device) -> bool:
     """Return whether a fused kernel that returns the log-sum-exp is at hand."""
-    return device.type in ("cpu", "cuda")
+    return device.type in LSE_KERNELS
+
+
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the same as ``attend_with_lse`` by the CPU's flash attention."""
+    n_query = query.shape[2]
+    if query.shape[1] > key.shape[1] and (n_query == 1 or (not causal and n_query >= FOLD_FROM)):
+        return _folded(query, key, value, scaling)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, scale=scaling
+    )
+    return out, lse
 
 
 def _on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -109,6 +113,13 @@ def _folded(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[
     folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, Hkv, G Tq, D)
     out, lse = attend_with_lse(folded, key, value, scaling)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
+
+
+LSE_KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]] = {
+    "cpu": _on_cpu,
+    "cuda": _on_gpu,
+}
+"""Attention with its log-sum-exp by the type of the device; elsewhere it is computed in blocks."""
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -31,3 +31,12 @@ def tiny_cross_encoder(folder, *, num_labels=1, activation=None):
     options = {} if activation is None else {"activation_fn": activation}
     CrossEncoder(str(plain), **options).save_pretrained(str(folder / "model"))
     return folder / "model"
+
+
+def tiny_sentence_encoder(folder):
+    """Write the same BERT as a sentence encoder: the mean of its last states."""
+    from sentence_transformers import SentenceTransformer
+
+    tiny_cross_encoder(folder)
+    SentenceTransformer(str(folder / "plain"), device="cpu").save_pretrained(str(folder / "sentences"))
+    return folder / "sentences"

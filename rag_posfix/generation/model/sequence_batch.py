@@ -154,11 +154,12 @@ class SequenceBatch:
 
         Args:
             token_ids: (R, Tq), the tokens.
-            positions: (R, Tq) float32, where they stand: whole numbers.
+            positions: (R, Tq) float32, where they stand: whole numbers; they may be on the CPU.
             last_layer: The last layer that runs, from 0.
             observer: Receives the attention of the newest tokens.
         """
-        context = self.append(positions.to(self.loaded.device), observer, ends_prompt=False)
+        positions = positions.to(self.loaded.device)
+        context = self.append(positions, observer, ends_prompt=False)
         with contextlib.suppress(LastLayerRead):
             ids = position_ids(positions, integer=True)
             run_model(self.loaded, replace(context, last_layer=last_layer), self.cache, token_ids, ids, 1)
