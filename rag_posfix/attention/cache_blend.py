@@ -64,8 +64,10 @@ class SelectedAttention(AttentionOverride):
 
     def __init__(self, chosen: Tensor) -> None:
         self._chosen = chosen
-        lasts = [min(first + QUERY_BLOCK, len(chosen)) - 1 for first in range(0, len(chosen), QUERY_BLOCK)]
-        self._lasts: list[int] = chosen[lasts].tolist()  # once, not in every layer: it waits for the device
+        lasts = chosen[QUERY_BLOCK - 1 :: QUERY_BLOCK]
+        if len(chosen) % QUERY_BLOCK:
+            lasts = torch.cat((lasts, chosen[-1:]))
+        self._lasts: list[int] = lasts.tolist()  # once, not in every layer: it waits for the device
 
     def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """AttentionOverride block by block: a (256, Tk) mask at a time."""

@@ -101,15 +101,15 @@ class PassageAnswers(Mitigation):
                 relevance = relevance + given.to(said.device)
             share = said.diagonal() - said.logsumexp(dim=1)
             scores = self.relevance_weight * relevance + self.lift_weight * share  # (N,)
-            written = torch.tensor([bool(tokens) for tokens in drafts.tokens[:-1]], device=said.device)
-            if bool(written.any()):  # saying nothing is no answer
-                scores = scores.masked_fill(~written, float("-inf"))
+            silent = [not tokens for tokens in drafts.tokens[:-1]]
+            if any(silent) and not all(silent):  # saying nothing is no answer
+                scores = scores.masked_fill(torch.tensor(silent, device=said.device), float("-inf"))
             weights = scores.softmax(dim=0)
-            if self.pool == "chosen":
+            if self.pool == "chosen":  # indices stay on the device: reading them would wait for it
                 together = (drafts.same[:-1, :-1] * weights).sum(dim=1)
-                best = drafts.same[int(together.argmax()), :-1]
-                speaker = int(weights.masked_fill(~best, -1.0).argmax())
-                weights = torch.zeros_like(weights).index_fill(0, torch.tensor([speaker], device=said.device), 1.0)
+                best = drafts.same.index_select(0, together.argmax(dim=0, keepdim=True))[0, :-1]
+                speaker = weights.masked_fill(~best, -1.0).argmax(dim=0, keepdim=True)
+                weights = torch.zeros_like(weights).index_fill(0, speaker, 1.0)
             return torch.cat((weights, weights.new_zeros(1)))
 
         return choose

@@ -13,6 +13,9 @@ from rag_posfix.patching.spec import ModelSpec
 
 __all__ = ["rerotate"]
 
+CHUNK = 2**22
+"""Numbers that are rotated at a time, in float32: few operations for short passages, little memory for long ones."""
+
 
 def rerotate(model: Any, spec: ModelSpec, keys: Tensor, offset: float) -> Tensor:
     """Return keys of all layers as if each token stood ``offset`` positions further on.
@@ -24,9 +27,10 @@ def rerotate(model: Any, spec: ModelSpec, keys: Tensor, offset: float) -> Tensor
     """
     if not offset:
         return keys
-    at = torch.tensor([[offset]], dtype=torch.float32, device=keys.device)
-    moved = torch.empty_like(keys)
+    phases = LayerRotation(spec).phases(torch.full((1, 1), float(offset), device=keys.device))
+    n_layers = max(1, CHUNK // keys[0].numel())
+    moved = torch.cat([add_rotation(chunk, phases) for chunk in keys.split(n_layers)])
     for number, layer in enumerate(model.model.layers):
-        rotation = LayerRotation(spec, rotates=uses_rope(layer.self_attn))
-        moved[number] = add_rotation(keys[number][None], rotation.phases(at))[0]
+        if not uses_rope(layer.self_attn):
+            moved[number] = keys[number]
     return moved

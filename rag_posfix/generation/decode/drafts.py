@@ -57,10 +57,13 @@ def draft_answers(
     """
     answers = _write(batches, log_probs, max_tokens, text)
     keys = [text.key(answer) for answer in answers]
-    scored: dict[tuple[int, ...], Tensor] = {}
-    for answer in answers:
-        if answer not in scored:
-            scored[answer] = _score(batches, log_probs, answer)
+    distinct = list(dict.fromkeys(answers))
+    longest = max(map(len, distinct))
+    padded = [(*answer, *(0,) * (longest - len(answer))) for answer in distinct]
+    ids = torch.tensor(padded, dtype=torch.long, device=log_probs.device)  # one upload for all
+    scored = {
+        answer: _score(batches, log_probs, row[: len(answer)]) for answer, row in zip(distinct, ids, strict=True)
+    }
     return Drafts(
         tokens=tuple(answers),
         log_probs=torch.stack([scored[answer] for answer in answers]),
@@ -78,7 +81,8 @@ def _write(
     answers: list[list[int]] = [[] for _ in log_probs]
     open_rows = set(range(len(answers)))
     for step in range(max_tokens):
-        tokens: list[int] = agree(log_probs.argmax(dim=-1)).tolist()
+        likeliest = agree(log_probs.argmax(dim=-1))
+        tokens: list[int] = likeliest.tolist()
         for row in sorted(open_rows):
             if tokens[row] not in text.eos_ids:
                 answers[row].append(tokens[row])
@@ -86,17 +90,16 @@ def _write(
                 open_rows.discard(row)
         if not open_rows or step + 1 == max_tokens:
             break
-        log_probs = _step(running, torch.tensor(tokens, device=log_probs.device)[:, None])[:, -1]
+        log_probs = _step(running, likeliest[:, None])[:, -1]
     return [tuple(answer) for answer in answers]
 
 
-def _score(batches: Sequence[SequenceBatch], log_probs: Tensor, answer: tuple[int, ...]) -> Tensor:
-    """Return the summed log-probability of one answer in every row, (R,)."""
-    if not answer:
+def _score(batches: Sequence[SequenceBatch], log_probs: Tensor, ids: Tensor) -> Tensor:
+    """Return the summed log-probability of one answer, (n,), in every row, (R,)."""
+    if not len(ids):
         return log_probs.new_zeros(log_probs.shape[0])
     steps = log_probs[:, None]  # (R, 1, V)
-    ids = torch.tensor(answer, device=log_probs.device)
-    if len(answer) > 1:
+    if len(ids) > 1:
         given = ids[:-1].expand(log_probs.shape[0], -1)
         steps = torch.cat((steps, _step([batch.branch() for batch in batches], given)), dim=1)  # (R, n, V)
     return steps.gather(2, ids[None, :, None].expand(steps.shape[0], -1, 1)).sum(dim=(1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -197,22 +198,20 @@ class Session:
         """Weigh the rows by the short answers that they write; those of weight 0 are not read any further."""
         drafts = draft_answers(self._batches, self._log_probs, self._question, draft.max_tokens, text)
         weights = self._batches[0].loaded.spec.ranks.agree(draft.choose(drafts))
-        counts = [batch.n_rows for batch in self._batches]
-        kept = [part.nonzero().flatten().tolist() for part in torch.split(weights, counts)]
-        if sum(map(len, kept)) < len(weights):
-            self._batches = [
-                batch if len(own) == batch.n_rows else batch.select(own)
-                for batch, own in zip(self._batches, kept, strict=True)
-                if own
-            ]
-        kept_rows = weights > 0
-        self._weights, self._log_probs, self._question = (
-            weights[kept_rows],
-            self._log_probs[kept_rows],
-            self._question[kept_rows],
-        )
-        self._answer, self._confidence = self._answer[kept_rows], self._confidence[kept_rows]
-        self._attention = self._attention[kept_rows]
+        held = [weight > 0 for weight in weights.tolist()]  # read once
+        counts = itertools.accumulate((batch.n_rows for batch in self._batches), initial=0)
+        kept = [
+            [row for row in range(stop - start) if held[start + row]] for start, stop in itertools.pairwise(counts)
+        ]
+        self._batches = [
+            batch if len(rows) == batch.n_rows else batch.select(rows)
+            for batch, rows in zip(self._batches, kept, strict=True)
+            if rows
+        ]
+        rows = torch.tensor([row for row, weight in enumerate(held) if weight], device=weights.device)
+        self._weights, self._log_probs, self._question = weights[rows], self._log_probs[rows], self._question[rows]
+        self._answer, self._confidence = self._answer[rows], self._confidence[rows]
+        self._attention = self._attention[rows]
 
     def _combine(self, log_probs: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
         if self._plan.combine is None:

@@ -33,7 +33,7 @@ def prefill_blended(
 
     Cost with everything found: the first layers of the whole prompt, a fraction of it in all layers, the suffix.
     """
-    alone = replace(row, positions=window_positions(layout, windows_of(layout, None)).to(loaded.device))
+    alone = replace(row, positions=window_positions(layout, windows_of(layout, None)))
     states, cached = encode_passages(loaded, layout, [alone], kv_lookup)
     batch = _moved(loaded, row, states)
     chosen = _tokens_to_recompute(loaded, row, batch, blend)

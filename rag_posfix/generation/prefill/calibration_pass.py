@@ -70,9 +70,9 @@ def passage_attention(
             group = extend(loaded, layout, RowPlan(), whole.batch, _shared_tokens(layout, layouts[base]))
         else:
             group = prefill(loaded, layout, Plan())[0]
-        lengths = torch.tensor([max(len(span), 1) for span in layout.passages])
-        rows.append(group.passage_attention[0].float().cpu() / lengths)
-    return torch.stack(rows), whole
+        rows.append(group.passage_attention[0].float())
+    lengths = torch.tensor([[max(len(span), 1) for span in layout.passages] for layout in layouts])
+    return torch.stack(rows).cpu() / lengths, whole  # read once
 
 
 def _shared_tokens(layout: Layout, other: Layout) -> int:
