@@ -133,10 +133,12 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """
     if len(parts) == 1:
         return parts[0]
-    total = torch.stack([lse for _, lse in parts]).logsumexp(dim=0)
-    out = torch.zeros_like(parts[0][0], dtype=torch.float32)
-    for part, lse in parts:
-        out.addcmul_(part.float(), (lse - total).exp()[..., None])
+    lses = torch.stack([lse for _, lse in parts])
+    total = lses.logsumexp(dim=0)
+    weights = (lses - total).exp().unsqueeze(-1).unbind()
+    out = parts[0][0].float() * weights[0]
+    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
+        out.addcmul_(part.float(), weight)
     return out.to(parts[0][0].dtype), total
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rag_posfix.attention.blockwise import attend_with_lse, has_lse_kernel
+from rag_posfix.attention.blockwise import attend_with_lse, has_lse_kernel, merge
 
-__all__ = ["attend_causal", "attend_causal_fast", "attend_causal_rows", "attend_causal_tiled", "runs", "tiles"]
+__all__ = [
+    "attend_causal",
+    "attend_causal_each",
+    "attend_causal_fast",
+    "attend_causal_rows",
+    "attend_causal_tiled",
+    "runs",
+    "tiles",
+]
 
 TILE_SCORES = 3 * 2**19
 """Scores computed at a time, 3 or 6 MiB: few operations, in the processor's cache; allocators kv_lookup the memory."""
@@ -46,6 +54,8 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> 
 def attend_causal_rows(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: Sequence[int]) -> Tensor:
     """Return the same where row b has no tokens before ``starts[b]``: neighbours with equal starts share a call."""
     groups = list(runs(starts))
+    if not any(starts):
+        return attend_causal(query, key, value, scaling)
     if len(groups) == 1:
         return attend_causal(query, key[:, :, starts[0] :], value[:, :, starts[0] :], scaling)
     return torch.cat(
@@ -72,11 +82,42 @@ def attend_causal_fast(query: Tensor, key: Tensor, value: Tensor, scaling: float
     """
     if not query.shape[2]:
         return query
-    # On CPUs plain products of bfloat16 are faster than the fused kernel.
-    if query.device.type == "cpu" and query.dtype is torch.bfloat16:
+    if _in_tiles(query):
         grouped = query.reshape(key.shape[0] * key.shape[1], -1, *query.shape[2:])
         return attend_causal_tiled(grouped, key.flatten(0, 1), value.flatten(0, 1), scaling).view(query.shape)
     return attend_with_lse(query, key, value, scaling, causal=True)[0]
+
+
+def attend_causal_each(parts: Iterable[tuple[Tensor, Tensor, Tensor]], scaling: float) -> Tensor:
+    """Return ``attend_causal_fast`` of several queries, keys and values, the outputs end to end.
+
+    Attention to what is before the queries and to themselves is merged once for all parts: fewer calls.
+
+    Shapes:
+        parts: as ``attend_causal_fast``, each with keys before the queries, or one part alone with tokens.
+        returns: (B, Hq, sum of Tq, D).
+    """
+    outs, before, within = [], [], []
+    for query, key, value in parts:
+        past = key.shape[2] - query.shape[2]
+        if _in_tiles(query) or not past:
+            outs.append(attend_causal_fast(query, key, value, scaling))
+        elif query.shape[2]:
+            before.append(attend_with_lse(query, key[:, :, :past], value[:, :, :past], scaling))
+            within.append(attend_with_lse(query, key[:, :, past:], value[:, :, past:], scaling, causal=True))
+    if before:
+        outs.append(merge([_end_to_end(before), _end_to_end(within)])[0])
+    return torch.cat(outs, dim=2)
+
+
+def _end_to_end(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _in_tiles(query: Tensor) -> bool:
+    """Return whether plain products are faster than the fused kernel: on CPUs those of bfloat16 are."""
+    return query.device.type == "cpu" and query.dtype is torch.bfloat16
 
 
 def attend_causal_tiled(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

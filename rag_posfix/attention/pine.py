@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import attend_with_lse
-from rag_posfix.attention.causal import attend_causal_fast
+from rag_posfix.attention.causal import attend_causal_each
 from rag_posfix.attention.pine_importance import distances, document_importance, shares, token_importance
 from rag_posfix.attention.rope import ComplexPairs
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride, Rotated
@@ -84,7 +85,7 @@ class ByImportance(AttentionOverride):
     def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Return the output and the newest query's attention."""
         now, end, n_key = _Pass(self, given), len(self.offsets), given.key.shape[2]
-        outs = [now.read_prefix(), *now.read_documents()] if given.start == 0 else []
+        outs = [now.read_prefix(), now.read_documents()] if given.start == 0 else []
         newest = None
         for first in range(max(given.start, end), n_key, ROWS):
             out, newest = now.read_after(first, min(first + ROWS, n_key))
@@ -127,8 +128,8 @@ class _Pass:
         query, key = (part.tokens(span).vectors(dtype)[None] for part in (self._home_query(), self.home_key))
         return attend_with_lse(query, key, self.given.value[:, :, span], self.given.scaling, causal=True)[0][0]
 
-    def read_documents(self) -> list[Tensor]:
-        """Return the output of each document, (Hq, n, D).
+    def read_documents(self) -> Tensor:
+        """Return the output of the documents, (Hq, S, D).
 
         Queries stay at home; all other segments are moved to where they stand as seen from the document's beginning.
         """
@@ -139,14 +140,16 @@ class _Pass:
         # Moved keys differ between the heads of a group, and the kernels want as many heads of values.
         value = twice(given.value[:, :, : self.end].repeat_interleave(self.groups, dim=1))
         room = phases.new_empty(*phases.shape[1:3], self.end, phases.shape[-1])
-        outs = []
-        for own, span in enumerate(self.spans[1:]):
-            seen = slice(span.stop, self.end + span.stop)  # those after, the prefix, those before, and itself
-            torch.index_select(phases[own], 2, segments[seen], out=room).mul_(circle.pairs[..., seen, :])
-            key = ComplexPairs(room, circle.rest[..., seen, :]).vectors(dtype).flatten(0, 1)[None]
-            mine = query.tokens(span).vectors(dtype)[None]
-            outs.append(attend_causal_fast(mine, key, value[:, :, seen], given.scaling)[0])
-        return outs
+        queries = query.vectors(dtype)[None]
+
+        def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            for span, moves in zip(self.spans[1:], phases, strict=True):
+                seen = slice(span.stop, self.end + span.stop)  # those after, the prefix, those before, and itself
+                torch.index_select(moves, 2, segments[seen], out=room).mul_(circle.pairs[..., seen, :])
+                key = ComplexPairs(room, circle.rest[..., seen, :]).vectors(dtype).flatten(0, 1)[None]
+                yield queries[:, :, span], key, value[:, :, seen]
+
+        return attend_causal_each(parts(), given.scaling)[0]
 
     def _moves(self) -> Tensor:
         """Return what moves each segment for each document's queries, (N, Hkv, G, 1 + N, pairs) complex.
@@ -164,16 +167,17 @@ class _Pass:
     def _between_documents(self) -> Tensor:
         """Return how much each document matters to each in each head, (N, Hq, N); -inf for itself."""
         given, n_documents = self.given, len(self.lengths)
-        found = self.share.new_zeros(n_documents, given.query.shape[1], n_documents)
+        importance = self.share.new_zeros(n_documents, given.query.shape[1], n_documents)
         if n_documents > 2 and self.home_phases.shape[-1]:  # of two the other is nearest; without RoPE none is
             query = torch.unflatten(given.query[0], 0, (-1, self.groups))  # (Hkv, G, Tq, D)
             key, share, begin = twice(given.key[0, :, self.documents]), twice(self.share), self.documents.start
-            for own, span in enumerate(self.spans[1:]):
+            rows = []
+            for span in self.spans[1:]:
                 others = slice(span.stop - begin, self.end + span.start - 2 * begin)
-                of_group = document_importance(query[:, :, span], key[:, others], share[others], given.scaling)
-                found[own] = of_group.flatten(0, 1)
-        found.diagonal(dim1=0, dim2=2).fill_(float("-inf"))
-        return found
+                rows.append(document_importance(query[:, :, span], key[:, others], share[others], given.scaling))
+            importance = torch.stack(rows).flatten(1, 2)
+        importance.diagonal(dim1=0, dim2=2).fill_(float("-inf"))
+        return importance
 
     def _home_query(self) -> ComplexPairs:
         """Return the queries of prefix and documents at home; for passes that read the whole prompt."""

@@ -57,7 +57,7 @@ def document_importance(query: Tensor, key: Tensor, share: Tensor, scaling: floa
         scores = torch.baddbmm(unused, part, key[heads].transpose(1, 2), beta=0, alpha=scaling)
         weights = scores.softmax(dim=-1).view(-1, rows.stop - rows.start, key.shape[1])  # (h G, rows, S)
         summed = torch.bmm(weights.new_ones(len(weights), 1, weights.shape[1]), weights)
-        mass[heads] += summed.view(-1, groups, key.shape[1])
+        mass[heads].add_(summed.view(-1, groups, key.shape[1]))
     return mass @ share
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -39,10 +40,8 @@ def last_query_attention(
         starts: the first key of each row; those before it get 0.
         returns: (B, Tk), each row sums to 1.
     """
-    total = torch.zeros((query.shape[0], key.shape[2]), device=query.device)
-    for probabilities, share in _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, rough):
-        total += probabilities.mean(dim=(1, 2)) * share
-    return total
+    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, rough)
+    return reduce(torch.add, [probabilities.mean(dim=(1, 2)) * share for probabilities, share in blocks])
 
 
 def head_attention(
@@ -65,10 +64,8 @@ def head_attention(
     """
     per_key = query.shape[1] // key.shape[1]
     query, key = query[:, list(heads)], key[:, [head // per_key for head in heads]]
-    total = torch.zeros((query.shape[0], len(heads), key.shape[2]), device=query.device)
-    for probabilities, share in _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, rough=False):
-        total += probabilities.mean(dim=2) * share
-    return total
+    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, rough=False)
+    return reduce(torch.add, [probabilities.mean(dim=2) * share for probabilities, share in blocks])
 
 
 def _row_blocks(
@@ -92,7 +89,8 @@ def _row_blocks(
         logits = _masked(logits, mask, n_query - stop)
         if starts is not None and any(starts):
             for rows_alike, first in runs(starts):  # slices, not a mask: a mask would be an upload in every layer
-                logits[rows_alike, :, :, :first] = float("-inf")
+                if first:
+                    logits[rows_alike, :, :, :first] = float("-inf")
         yield logits.softmax(dim=-1), (stop - at) / count
 
 

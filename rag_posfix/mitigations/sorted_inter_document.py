@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import attend_segments
-from rag_posfix.attention.causal import attend_causal_fast
+from rag_posfix.attention.causal import attend_causal_each
 from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
@@ -36,7 +38,14 @@ class CircularAttention(AttentionOverride):
         self._prefix = len(layout.prefix)
         self._passages = layout.passages
         self._end = layout.suffix.start
+        self._ends = torch.tensor([span.stop for span in layout.passages], dtype=torch.float32)
         self.plain_from = self._end
+
+    def on(self, device: torch.device) -> CircularAttention:
+        """Return the same with its tensors on a device."""
+        placed = copy.copy(self)
+        placed._ends = self._ends.to(device)
+        return placed
 
     def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Prefix and passages arrive in one pass, with the suffix or without it; key positions are 0, 1, 2, ..."""
@@ -53,19 +62,21 @@ class CircularAttention(AttentionOverride):
     def _passage_rows(self, given: AttentionInput) -> Tensor:
         """Return the output of the passages' tokens, (B, Hq, E - P, D): each sees one segment of a circle."""
         first, end = self._prefix, self._end
-        own = slice(first, end)
-        room = given.key.new_empty(*given.key.shape[:2], first, given.key.shape[3])
-        key = torch.cat((room, rotated(given, given.key[:, :, own], float(first - end)), given.key[:, :, own]), dim=2)
-        value = torch.cat((room, given.value[:, :, own], given.value[:, :, own]), dim=2)
-        outs = []
-        for span in self._passages:
-            seen = slice(span.stop - first, span.stop - first + end)  # the prefix, those after, those before, itself
-            before = slice(seen.start, seen.start + first)  # no passage from here on sees what stood there
-            key[:, :, before] = rotated(given, given.key[:, :, :first], float(span.stop - end))
-            value[:, :, before] = given.value[:, :, :first]
-            mine = given.query[:, :, span.slice]
-            outs.append(attend_causal_fast(mine, key[:, :, seen], value[:, :, seen], given.scaling))
-        return torch.cat(outs, dim=2)
+        key, value, prefix_value = given.key[:, :, first:end], given.value[:, :, first:end], given.value[:, :, :first]
+        back = rotated(given, key, given.positions.new_full((1,), float(first - end)))
+        moved = rotated(given, given.key[:, :, :first], self._ends - end)  # for each passage (1, Hkv, P, D)
+        prefixes = torch.stack((moved, prefix_value.expand_as(moved)), dim=1)[:, :, None]
+        room = key.new_empty(2, *key.shape[:2], first, key.shape[3])
+        circle = torch.cat((room, torch.stack((back, value)), torch.stack((key, value))), dim=3)
+        keys, values = circle.unbind()
+
+        def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            for span, prefix in zip(self._passages, prefixes, strict=True):
+                seen = slice(span.stop - first, span.stop - first + end)  # prefix, those after, those before, itself
+                circle[..., seen.start : seen.start + first, :] = prefix  # no later passage sees what stood there
+                yield given.query[:, :, span.slice], keys[:, :, seen], values[:, :, seen]
+
+        return attend_causal_each(parts(), given.scaling)
 
     def visible(self, n_tokens: int) -> Tensor | None:
         """Return which token sees which: passages all of each other, themselves causally."""
@@ -76,9 +87,9 @@ class CircularAttention(AttentionOverride):
         return seen
 
 
-def rotated(given: AttentionInput, key: Tensor, distance: float) -> Tensor:
-    """Return rotated keys as if they stood ``distance`` later. Shapes: (B, Hkv, T, D)."""
-    return add_rotation(key, given.rotate.phases(given.positions.new_full((1, 1), distance)))
+def rotated(given: AttentionInput, key: Tensor, distances: Tensor) -> Tensor:
+    """Return rotated keys as if they stood each distance later. Shapes: (1, Hkv, T, D), (n,) -> (n, Hkv, T, D)."""
+    return add_rotation(key.expand(len(distances), -1, -1, -1), given.rotate.phases(distances[:, None]))
 
 
 @MITIGATIONS.register("sorted_inter_document", aliases=("rotor",))

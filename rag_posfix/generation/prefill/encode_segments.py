@@ -17,6 +17,9 @@ __all__ = ["Segment", "concatenate_kv", "copy_kv", "encode_segments"]
 BATCH_TOKENS = 8192
 """Segments are encoded together up to this many padded tokens: enough to fill the processor, little memory."""
 
+COPIED_NUMBERS = 2**24
+"""Keys or values of all rows that are copied at a time: few operations for short passages, little memory for long."""
+
 TILE = 16
 """Query rows that attention kernels compute at once. Those of an incomplete tile are computed in another way, in
 bfloat16 with other last bits. Padded to whole tiles, the encoding of a segment does not depend on the longest of its
@@ -60,8 +63,7 @@ def encode_segments(
             at[row, : len(segments[i])] = segments[i].positions
             at[row, len(segments[i]) :] = segments[i].positions[-1]
         batch.forward(tokens.to(loaded.device), at, keep=1)
-        for row, i in enumerate(some):
-            result[i] = copy_kv(batch, before, before + len(segments[i]), row)
+        result.update(zip(some, _copy_rows(batch, before, [len(segments[i]) for i in some]), strict=True))
     return [result[i] for i in range(len(segments))]
 
 
@@ -71,6 +73,20 @@ def copy_kv(batch: SequenceBatch, start: int, stop: int, row: int = 0) -> Tensor
     keys = torch.stack([layer.keys[row, :, start:stop] for layer in layers])
     values = torch.stack([layer.values[row, :, start:stop] for layer in layers])
     return torch.stack((keys, values))
+
+
+def _copy_rows(batch: SequenceBatch, start: int, lengths: Sequence[int]) -> list[Tensor]:
+    """Return a copy of the keys and values of each row's tokens from ``start`` on, (2, L, Hkv, length, D) each."""
+    layers, first = batch.cache.layers, batch.cache.layers[0].keys
+    copies = [first.new_empty((2, len(layers), first.shape[1], length, first.shape[3])) for length in lengths]
+    at_a_time = max(1, COPIED_NUMBERS // first.numel())
+    for at in range(0, len(layers), at_a_time):
+        some = layers[at : at + at_a_time]
+        for half, states in enumerate(([layer.keys for layer in some], [layer.values for layer in some])):
+            stacked = torch.stack(states)  # (l, R, Hkv, T, D)
+            for row, (copy, length) in enumerate(zip(copies, lengths, strict=True)):
+                copy[half, at : at + len(some)] = stacked[:, row, :, start : start + length]
+    return copies
 
 
 def concatenate_kv(
