@@ -1,11 +1,11 @@
-"""Rows of the tables about the service: first hour, clients, load, faults, queueing and routers."""
+"""Rows of the tables about the service and its device: first hour, clients, load, faults, queueing, routers, calls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["capacity_check", "clients", "faults", "first_answer", "ray_routing", "service_load"]
+__all__ = ["capacity_check", "clients", "device_calls", "faults", "first_answer", "ray_routing", "service_load"]
 
 Head = Mapping[str, Any]
 Row = list[str]
@@ -91,3 +91,18 @@ def clients(heads: Sequence[Head]) -> Iterator[Row]:
             name = cell["client"]
             known = f"`{name}` {versions[name]}" if name in versions else name
             yield [known, f"`{cell['route']}`", *(cell[form].replace("|", "\\|") for form in ("whole", "streamed"))]
+
+
+def device_calls(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row for the stock model and each method: calls, how many times the stock model's, and waits."""
+    methods = heads[0]["summary"]["methods"]
+    yield ["method", *(f"{part}: {text}" for part in ("prompt", "token") for text in ("calls", "reads + uploads"))]
+    for name, counts in methods.items():
+        cells = ["the stock model" if name == "stock" else f"`{name}`"]
+        for part in ("prompt", "step"):
+            ratio = counts[part]["calls"] / methods["stock"][part]["calls"]
+            cells += [
+                f"{counts[part]['calls']:,} ({ratio:.1f}x)",
+                f"{counts[part]['reads']} + {counts[part]['uploads']}",
+            ]
+        yield cells

@@ -13,7 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.service_tables import capacity_check, clients, faults, first_answer, ray_routing, service_load
+from benchmarks.service_tables import (
+    capacity_check,
+    clients,
+    device_calls,
+    faults,
+    first_answer,
+    ray_routing,
+    service_load,
+)
 from benchmarks.training_tables import TRAINING_LAYOUTS
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head
@@ -343,6 +351,7 @@ LAYOUTS: dict[str, Layout] = {
     "service-faults": faults,
     "capacity": capacity_check,
     "ray-routing": ray_routing,
+    "device-calls": device_calls,
     **TRAINING_LAYOUTS,
 }
 """By name; the layout of a record is that of its kind unless another is named."""

@@ -29,7 +29,7 @@ def rerotate(model: Any, spec: ModelSpec, keys: Tensor, offset: float) -> Tensor
         return keys
     phases = LayerRotation(spec).phases(torch.full((1, 1), float(offset), device=keys.device))
     n_layers = max(1, CHUNK // keys[0].numel())
-    moved = torch.cat([add_rotation(chunk, phases) for chunk in keys.split(n_layers)])
+    moved = torch.cat([add_rotation(chunk, phases) for chunk in torch.split(keys, n_layers)])
     for number, layer in enumerate(model.model.layers):
         if not uses_rope(layer.self_attn):
             moved[number] = keys[number]

@@ -42,3 +42,15 @@ def test_the_queueing_check_shows_what_was_predicted_and_measured():
     found = {"load": 0.7, "predicted_response_s": 0.5, "measured_response_s": 0.6, "measured_to_predicted": 1.2}
     head = {"kind": "capacity", "summary": {"check": {"equal": found}}}
     assert table([head]).splitlines()[2] == "| equal | 70 % | 0.500 s | 0.600 s | 1.20 |"
+
+
+def test_calls_of_a_method_stand_beside_those_of_the_stock_model():
+    step = {"calls": 500, "reads": 1, "uploads": 0}
+    methods = {
+        "stock": {"prompt": {"calls": 1000, "reads": 0, "uploads": 1}, "step": step},
+        "none": {"prompt": {"calls": 2500, "reads": 0, "uploads": 2}, "step": {**step, "calls": 550}},
+    }
+    assert table([{"kind": "device-calls", "summary": {"methods": methods}}]).splitlines()[2:] == [
+        "| the stock model | 1,000 (1.0x) | 0 + 1 | 500 (1.0x) | 1 + 0 |",
+        "| `none` | 2,500 (2.5x) | 0 + 2 | 550 (1.1x) | 1 + 0 |",
+    ]
