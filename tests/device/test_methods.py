@@ -11,11 +11,12 @@ from tests.support.twin_engines import TOLERANCE, tiny_engine_on
 
 TOKENS = (5, 9, 11, 20)
 LAYOUT = toy_layout(relevance=(0.9, 0.2, 0.4, 0.3))
+SHORT = {"passage_answers": {"answer_tokens": 4}}
 INVARIANT = [name for name, method in MITIGATIONS.items() if method.order_invariant]
 
 
 def choice(name: str) -> MitigationChoice:
-    return MitigationChoice(name, dict(MITIGATIONS.get(name).example))
+    return MitigationChoice(name, {**MITIGATIONS.get(name).example, **SHORT.get(name, {})})
 
 
 def log_probs(device: str, name: str, family: str = "llama", layout=LAYOUT, **settings: object) -> torch.Tensor:

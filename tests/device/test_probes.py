@@ -14,7 +14,7 @@ from tests.support.tiny_evaluation import EXAMPLES
 from tests.support.twin_engines import TOLERANCE, tiny_engine_on
 
 PARAMETERS = {
-    "attention-edit": {"pairs": 3, "prompts": 2},
+    "attention-edit": {"pairs": 3, "prompts": 1},
     "attention-mass": {"pairs": 3, "rounds": 1},
     "bias-at-init": {"strings": 2, "tokens": 32, "seeds": 1},
     "causal-perturbation": {"first": 20, "last": 40, "shift": 8, "tokens": 64, "strings": 2, "pairs": 3},
@@ -31,22 +31,22 @@ FROM_DATA = {"retrieval-heads", "slot-attention"}
 
 def probed(device: str, name: str) -> object:
     """Return what a probe measures of a model on a device."""
-    record = PROBES.get(name)(**PARAMETERS[name]).run(LanguageModel(tiny_engine_on(device)))
+    record = PROBES.get(name)(**PARAMETERS[name]).run(LanguageModel(tiny_engine_on(device, layers=2)))
     head = {name: value for name, value in record.head.items() if name not in ("device", "environment")}
     return [head, list(record.rows)]
 
 
 def retrieval_heads(device: str) -> object:
-    record = probe_retrieval_heads(EXAMPLES, documents=4, keep=3, engine=tiny_engine_on(device))
+    record = probe_retrieval_heads(EXAMPLES, documents=4, keep=3, engine=tiny_engine_on(device, layers=2))
     return [record.head["heads"], record.head["gains"], record.head["held_out"]]
 
 
 def slot_attention(device: str) -> object:
-    return mean_dummy_attention(tiny_engine_on(device).loaded, [toy_layout(), toy_layout(seed=1)])
+    return mean_dummy_attention(tiny_engine_on(device, layers=2).loaded, [toy_layout(), toy_layout(seed=1)])
 
 
 def by_head(device: str) -> object:
-    return question_attention_by_head(tiny_engine_on(device).loaded, [toy_layout()])
+    return question_attention_by_head(tiny_engine_on(device, layers=2).loaded, [toy_layout()])
 
 
 def test_every_probe_is_run():

@@ -15,7 +15,7 @@ from tests.support.tiny import toy_layout
 from tests.support.twin_engines import TOLERANCE, tiny_engine_on
 
 LAYOUT = toy_layout(relevance=(0.9, 0.2, 0.4, 0.3))
-METHODS = ["none", "context_experts", "inter_document", "passage_answers"]
+METHODS = ["none", "context_experts", "inter_document"]
 
 
 def request(name: str, **sampling: object) -> GenerationRequest:

@@ -52,7 +52,7 @@ def tuned(device: str, name: str, rank: int) -> list[object]:
         model, samples = tiny_folders(Path(folder))
         engine = load_engine(str(model), dtype="float32", device="cpu")
         loaded = LoadedModel(engine.loaded.model.to(device), engine.loaded.spec)
-        settings = replace(SETTINGS, steps=2, rank=rank, held_out=1)
+        settings = replace(SETTINGS, steps=1, rank=rank, held_out=1)
         record = tune(
             Engine(loaded, engine.encoder, "tiny", "print"), OBJECTIVES[name], samples, settings, Path(folder) / "out",
             base=str(model),
