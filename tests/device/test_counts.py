@@ -1,6 +1,6 @@
 """What a method asks of the device does not grow: calls and waits of a prompt and of a token after it.
 
-Numbers are those of ``benchmarks/device_calls.py`` for three layers and eight passages of 40 tokens. Lower a bound that
+Numbers are those of ``python -m benchmarks.device_calls --layers 3``: eight passages of 40 tokens. Lower a bound that
 is not reached any more.
 """
 
