@@ -191,8 +191,10 @@ class Engine:
             PromptTooLongError: a passage with prefix and suffix exceeds the context window.
         """
         around = len(layout.prefix) + len(layout.suffix)
-        self._check_prompt(around + max((len(span) for span in layout.passages), default=0))
-        return question_likelihood(self._loaded, layout, self._lookup(salt))
+        longest = around + max((len(span) for span in layout.passages), default=0)
+        self._check_prompt(longest)
+        loaded = self._loaded.reading(longest)
+        return question_likelihood(loaded, layout, self._lookup(loaded, salt))
 
     def question_attention(
         self,
@@ -217,8 +219,8 @@ class Engine:
             ConfigError: the prompts differ in more, or the model has no such layer.
             PromptTooLongError: one exceeds the context window.
         """
-        self._check_prompt(max((len(layout.token_ids) for layout in layouts), default=0))
-        return question_attention(self._loaded, layouts, self._lookup(salt), check, layers, heads)
+        loaded = self._loaded_for(layouts)
+        return question_attention(loaded, layouts, self._lookup(loaded, salt), check, layers, heads)
 
     @torch.inference_mode()
     def passage_attention(
@@ -237,13 +239,22 @@ class Engine:
         Raises:
             PromptTooLongError: one exceeds the context window.
         """
-        self._check_prompt(max((len(layout.token_ids) for layout in layouts), default=0))
-        measured, _ = passage_attention(self._loaded, layouts, 0, self._lookup(salt), check)
+        loaded = self._loaded_for(layouts)
+        measured, _ = passage_attention(loaded, layouts, 0, self._lookup(loaded, salt), check)
         return [tuple(row) for row in measured.tolist()]
 
-    def _lookup(self, salt: str) -> KVLookup | None:
-        """Return the store as prompts see it that are read as the model was trained to, whatever the method."""
-        return None if self._passages is None else KVLookup(self._passages, self._fingerprint, "", salt)
+    def _loaded_for(self, layouts: Sequence[Layout]) -> LoadedModel:
+        """Return the model as it reads prompts that begin alike. Errors as those of ``_check_prompt``."""
+        longest = max((len(layout.token_ids) for layout in layouts), default=0)
+        self._check_prompt(longest)
+        return self._loaded.reading(longest)
+
+    def _lookup(self, loaded: LoadedModel, salt: str, method: str = "") -> KVLookup | None:
+        """Return the store as a method sees it; without its identity, as prompts see it that are read unmodified."""
+        if self._passages is None:
+            return None
+        frequencies = "" if loaded is self._loaded else "+extended"  # keys have other angles
+        return KVLookup(self._passages, self._fingerprint + frequencies, method, salt)
 
     def _check_prompt(self, n_tokens: int) -> None:
         if self._loaded.spec.ranks.count > 1:
@@ -310,12 +321,12 @@ class Engine:
             choice: What the plan was made by; without it nothing is found in the passage store, or kept there.
             salt: As in ``GenerationRequest``.
         """
-        kv_lookup = None
+        kv_lookup, loaded = None, self._loaded.reading(max(_lengths(layout, plan)))
         # What is split over processes is kept by none: they would have to find the same, and each has its own heads.
-        if self._passages is not None and choice is not None and self._loaded.spec.ranks.count == 1:
-            kv_lookup = KVLookup(self._passages, self._fingerprint, self.describe(choice).fingerprint, salt)
+        if choice is not None and self._loaded.spec.ranks.count == 1:
+            kv_lookup = self._lookup(loaded, salt, self.describe(choice).fingerprint)
         text = AnswerText(self._encoder.eos_ids, self._encoder.decode_answer)
-        return Session(self._loaded, layout, plan, text, kv_lookup)
+        return Session(loaded, layout, plan, text, kv_lookup)
 
     def plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
         """Return what a mitigation does with a prompt. Runs no model. Errors as those of ``open``."""
@@ -328,20 +339,31 @@ class Engine:
         window = self.context_window
         if plan.draft is not None:
             max_tokens = max(max_tokens, plan.draft.max_tokens)
-        lengths = [len(prompt.token_ids) for prompt in plan.calibration.layouts] if plan.calibration else []
-        for row in plan.rows:
-            if row.positions is not None:
-                lengths.append(int(row.positions.max()) + 1)
-            elif row.passages is not None:
-                lengths.append(len(layout.select(row.passages).token_ids))
-            else:
-                lengths.append(len(layout.token_ids))
-        for needed in lengths:
-            if needed + max_tokens > window:
-                raise PromptTooLongError(
-                    f"the prompt takes {needed} tokens and max_tokens={max_tokens} more, but the context window is "
-                    f"{window}; use fewer or shorter passages, or lower max_tokens"
-                )
+        needed, original = max(_lengths(layout, plan)), self._loaded.spec.original_window
+        if needed + max_tokens > window:
+            raise PromptTooLongError(
+                f"the prompt takes {needed} tokens and max_tokens={max_tokens} more, but the context window is "
+                f"{window}; use fewer or shorter passages, or lower max_tokens"
+            )
+        if original is not None and needed <= original < needed + max_tokens - 1:  # the last token is not read
+            raise PromptTooLongError(
+                f"the prompt takes {needed} tokens and max_tokens={max_tokens} leads beyond {original}, where the "
+                f"model's rotary frequencies change for the whole prompt; set max_tokens to at most "
+                f"{original - needed + 1}, or use fewer or shorter passages"
+            )
+
+
+def _lengths(layout: Layout, plan: Plan) -> list[int]:
+    """Return how many positions each prompt of a plan takes."""
+    lengths = [len(prompt.token_ids) for prompt in plan.calibration.layouts] if plan.calibration else []
+    for row in plan.rows:
+        if row.positions is not None:
+            lengths.append(int(row.positions.max()) + 1)
+        elif row.passages is not None:
+            lengths.append(len(layout.select(row.passages).token_ids))
+        else:
+            lengths.append(len(layout.token_ids))
+    return lengths
 
 
 def mitigation_info(choice: MitigationChoice) -> MitigationInfo:

@@ -9,7 +9,7 @@ from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.spec import Family
 from rag_posfix.plan.model_shape import Capability, ModelShape
 
-__all__ = ["FAMILIES", "REFUSED", "family_of", "keeps_all_keys", "shape_of"]
+__all__ = ["FAMILIES", "REFUSED", "family_of", "keeps_all_keys", "original_window_of", "rope_type_of", "shape_of"]
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -70,12 +70,32 @@ def family_of(config: Any) -> Family:
     return FAMILIES[model_type]
 
 
+def rope_type_of(config: Any) -> str:
+    """Return the kind of rotary encoding; ``default`` too where each kind of layer has its own."""
+    return str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+
+
+def original_window_of(config: Any) -> int | None:
+    """Return the most positions that LongRoPE reads with its first set of frequencies; None for other models."""
+    if rope_type_of(config) != "longrope":
+        return None
+    window: int = config.rope_parameters["original_max_position_embeddings"]
+    return window if window < config.max_position_embeddings else None
+
+
 def keeps_all_keys(config: Any) -> bool:
-    """Return whether every layer keeps the keys of all tokens (no sliding window, no chunked attention)."""
+    """Return whether every layer keeps the keys of all tokens that the context window holds.
+
+    A sliding window as long as the context window drops none.
+    """
+    sliding_window = getattr(config, "sliding_window", None)
+    if sliding_window is not None and sliding_window >= config.max_position_embeddings:
+        sliding_window = None
     layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        return all(kind == "full_attention" for kind in layer_types)
-    return getattr(config, "sliding_window", None) is None
+    if layer_types is None:
+        return sliding_window is None
+    keeping = {"full_attention"} if sliding_window is not None else {"full_attention", "sliding_attention"}
+    return keeping.issuperset(layer_types)
 
 
 def shape_of(config: Any, family: Family) -> ModelShape:
@@ -108,10 +128,6 @@ def _lacks(config: Any, family: Family) -> dict[Capability, str]:
     if name == "gemma3_text":
         lacks[Capability.ANGLES] = f"{name} rotates by two sets of angles, one for each kind of layer"
         lacks[Capability.ROTATION] = lacks[Capability.ANGLES]
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rope in ("dynamic", "longrope"):  # a position that a plan makes up would count as a longer prompt
-        lacks[Capability.ANGLES] = f"its {rope} rotary encoding changes its frequencies with the length of the prompt"
-        lacks.setdefault(Capability.ROTATION, lacks[Capability.ANGLES])
     if Capability.ROTATION in lacks:
         lacks[Capability.HIDDEN_CHANNEL] = lacks[Capability.ROTATION]
     elif not family.linear:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.attention_hook import before_attention, hooked_attention, hooked_mask
-from rag_posfix.patching.families import family_of, shape_of
+from rag_posfix.patching.families import family_of, original_window_of, rope_type_of, shape_of
+from rag_posfix.patching.forward_context import current
 from rag_posfix.patching.placement import shape_as_placed
 from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.rotation import scaled_base_angles
@@ -29,6 +33,10 @@ def install(model: Any, ranks: Ranks | None = None) -> ModelSpec:
     Idle, the model computes bit for bit what it computed before with ``sdpa`` attention. No class is subclassed,
     copied or monkey-patched: the attention and mask functions are registered under one name (that of this library)
     and chosen for this model alone, and one hook is put in front of each of its attention modules.
+
+    LongRoPE and dynamic NTK scaling write frequencies on the rotary module that all threads share, by the last
+    position of each pass. Here the module keeps the frequencies of the original window, and ``ModelSpec.extended`` has
+    those beyond it. Idle, the model computes what it computed before within the original window only.
 
     Args:
         model: A causal language model of transformers.
@@ -49,28 +57,67 @@ def install(model: Any, ranks: Ranks | None = None) -> ModelSpec:
         )
     if config._attn_implementation == ATTENTION_NAME:
         raise UnsupportedModelError(f"{type(model).__name__} has the attention hook already; install it once, at load")
+    if rope_type_of(config) in ("dynamic", "longrope"):
+        rotary.inv_freq.copy_(rotary.original_inv_freq)
+        rotary.rope_type = "default"  # what transformers looks at before it writes other frequencies
     AttentionInterface.register(ATTENTION_NAME, hooked_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, hooked_mask)  # without it, causality and padding would be lost
     model.set_attn_implementation(ATTENTION_NAME)
+    spec = ModelSpec(
+        family=family,
+        shape=shape_as_placed(shape_of(config, family), model, modules),
+        angles=_angles_of(rotary),
+        handles=tuple(module.register_forward_pre_hook(before_attention, with_kwargs=True) for module in modules),
+        ranks=ranks or Ranks(),
+    )
+    window = original_window_of(config)
+    return spec if window is None else _with_extended(spec, rotary, config, window)
+
+
+def _angles_of(rotary: Any) -> Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]:
+    """Return ``ModelSpec.angles`` by a rotary module."""
     forward = type(rotary).forward
 
-    def angles(states: Tensor, positions: Tensor, base_factor: float | None) -> tuple[Tensor, Tensor]:
+    def angles(states: Tensor, positions: Tensor, base_factor: float | None = None) -> tuple[Tensor, Tensor]:
         if base_factor is not None and base_factor != 1.0:
             return scaled_base_angles(rotary, states, positions, base_factor)
         cos, sin = forward(rotary, states, positions)
         return cos, sin
 
-    return ModelSpec(
-        family=family,
-        shape=shape_as_placed(shape_of(config, family), model, modules),
-        angles=angles,
-        handles=tuple(module.register_forward_pre_hook(before_attention, with_kwargs=True) for module in modules),
-        ranks=ranks or Ranks(),
-    )
+    return angles
+
+
+def _new_rotary(rotary: Any, config: Any) -> Any:
+    """Return a rotary module as stock code makes it from the configuration."""
+    return type(rotary)(config).to(next(rotary.buffers()).device)
+
+
+def _with_extended(spec: ModelSpec, rotary: Any, config: Any, window: int) -> ModelSpec:
+    """Return what is known of a model with LongRoPE: contexts with ``extended`` rotate by the long frequencies."""
+    long = _new_rotary(rotary, config)
+    long(torch.zeros(1, device=long.inv_freq.device), torch.tensor([[window]], device=long.inv_freq.device))
+    long.rope_type = "default"
+    extended = replace(spec, angles=_angles_of(long))
+
+    def frequencies_of_the_call(_: Any, given: tuple[Any, ...], options: dict[str, Any], own: Any) -> Any:
+        context = current()
+        if context is None:
+            return own
+        contexts = [(part.rows, part.context) for part in context.slices] or [(slice(None), context)]
+        if not any(one.spec is extended for _, one in contexts):
+            return own
+        later = type(long).forward(long, *given, **options)
+        chosen = [(later if one.spec is extended else own, rows) for rows, one in contexts]
+        return tuple(torch.cat([angles[i][rows] for angles, rows in chosen]) for i in (0, 1))
+
+    handle = rotary.register_forward_hook(frequencies_of_the_call, with_kwargs=True)
+    return replace(spec, handles=(*spec.handles, handle), original_window=window, extended=extended)
 
 
 def stock_copy(model: Any, spec: ModelSpec) -> Any:
     """Return a second model over the same weights without the attention hook: for comparing in one process.
+
+    Its rotary module is made anew from the configuration.
 
     Args:
         model: A model with the attention hook; it stays as it is.
@@ -78,6 +125,7 @@ def stock_copy(model: Any, spec: ModelSpec) -> Any:
     """
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     stock = copy.deepcopy(model, shared)
+    stock.model.rotary_emb = _new_rotary(stock.model.rotary_emb, stock.config.get_text_config())
     handles = {handle.id for handle in spec.handles}
     for module in stock.modules():
         for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):

@@ -42,6 +42,9 @@ class ModelSpec:
             the model's own rotary module, in the dtype of ``states``.
         handles: The module hooks that were put on the model.
         ranks: The processes that the model is split over.
+        original_window: The most positions that a call may have under ``angles``; None: as many as the context window.
+        extended: The same model for calls with more positions: LongRoPE then rotates all of them by other
+            frequencies.
     """
 
     family: Family
@@ -49,3 +52,5 @@ class ModelSpec:
     angles: Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
     handles: tuple[Any, ...]
     ranks: Ranks = field(default_factory=Ranks)
+    original_window: int | None = None
+    extended: ModelSpec | None = None

@@ -64,9 +64,9 @@ class LanguageModel:
 
         Without anything to watch or change in attention the model's own attention runs.
         """
-        loaded = self.engine.loaded
-        ids = ids.to(loaded.device)
         at = torch.arange(ids.shape[1]) if change.positions is None else change.positions
+        loaded = self.engine.loaded.reading(int(at.max()) + 1)
+        ids = ids.to(loaded.device)
         positions = at.to(loaded.device)[None].expand(ids.shape[0], -1)
         overrides = Overrides(hidden_scale=change.hidden_scale)
         if watch.attention or change.attention:

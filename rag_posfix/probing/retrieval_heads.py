@@ -233,7 +233,8 @@ def passage_scores(
         passages = [tokenize_passage(engine.encoder, template, one.text, title=one.title) for one in checked]
         prompts = [tokenize_prompt(engine.encoder, template, query) for query in (CONTENT_FREE, example.question)]
         layouts = [prompt.with_passages(passages) for prompt in prompts]
-        without, asked = question_attention_by_head(engine.loaded, layouts)
+        loaded = engine.loaded.reading(max(len(layout.token_ids) for layout in layouts))
+        without, asked = question_attention_by_head(loaded, layouts)
         spans = [
             slice(span.start, text.stop) for span, text in zip(layouts[0].passages, layouts[0].texts, strict=True)
         ]

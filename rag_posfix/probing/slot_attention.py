@@ -189,7 +189,8 @@ def mean_dummy_attention(
         )
     total = torch.zeros(counts[0])
     for done, layout in enumerate(layouts):
-        measured, _ = passage_attention(loaded, [layout, *(with_dummy(layout, slot) for slot in range(counts[0]))])
+        prompts = [layout, *(with_dummy(layout, slot) for slot in range(counts[0]))]
+        measured, _ = passage_attention(loaded.reading(max(len(one.token_ids) for one in prompts)), prompts)
         total += measured[1:].diagonal()
         if progress is not None:
             progress(done + 1, len(layouts))

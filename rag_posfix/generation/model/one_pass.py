@@ -52,9 +52,11 @@ class AnsweredPrompt:
 def can_share_pass(loaded: LoadedModel, one: AnsweredPrompt) -> bool:
     """Return whether a prompt may be read in one pass with others: all that its plan changes is mask and positions.
 
-    Models with sliding windows have masks of their own. Models whose angles depend on the longest prompt of the pass
-    (dynamic RoPE scaling) would read a prompt differently beside another.
+    Models with sliding windows have masks of their own. Those with LongRoPE would read a prompt differently beside a
+    longer one.
     """
+    if loaded.spec.original_window is not None:
+        return False
     return one.overrides.masks_only and {Capability.FULL_CACHE, Capability.ANGLES} <= loaded.spec.shape.capabilities
 
 
@@ -82,9 +84,10 @@ def forward_with_answers(loaded: LoadedModel, parts: Sequence[AnsweredPrompt]) -
         _check(part.overrides)
     if len(parts) > 1 and not all(can_share_pass(loaded, part) for part in parts):
         raise PlanConflictError(
-            "a prompt whose plan changes more than mask and positions, or whose model has sliding windows or dynamic "
-            "RoPE scaling, cannot be packed with others; read it in a pass of its own"
+            "a prompt whose plan changes more than mask and positions, or whose model has sliding windows or "
+            "LongRoPE, cannot be packed with others; read it in a pass of its own"
         )
+    loaded = loaded.reading(max(int(part.positions.max()) + 1 + len(part.answer) for part in parts))
     rows = [_with_answer(loaded, part) for part in parts]
     positions = torch.cat([one for _, one in rows], dim=1)
     context = SequenceBatch(loaded, None, positions[:, :0]).append(positions)

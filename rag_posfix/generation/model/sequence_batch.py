@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from rag_posfix.errors import GenerationError
 from rag_posfix.generation.model.kv_cache import ConcatenatedCache, GrowingCache
 from rag_posfix.patching.forward_context import (
     BatchSlice,
@@ -53,6 +54,11 @@ class LoadedModel:
     def keeps_all_keys(self) -> bool:
         """Whether every layer keeps the keys of all tokens: their caches can be cut, joined and branched."""
         return Capability.FULL_CACHE in self.spec.shape.capabilities
+
+    def reading(self, n_positions: float) -> LoadedModel:
+        """Return the model as it reads calls of so many positions, answers included; see ``ModelSpec.extended``."""
+        window, extended = self.spec.original_window, self.spec.extended
+        return self if window is None or extended is None or n_positions <= window else replace(self, spec=extended)
 
 
 def new_cache(loaded: LoadedModel) -> Any:
@@ -169,6 +175,8 @@ class SequenceBatch:
     ) -> ForwardContext:
         """Count tokens as appended, at (R, Tq) positions, and return the context of the pass over them."""
         overrides = self.current_overrides()
+        if not self.prompt_length and self.loaded.spec.original_window is not None:
+            self._check_frequencies(float(positions.max()))
         self.positions = torch.cat((self.positions, positions), dim=1)
         self.length += positions.shape[1]
         if ends_prompt and not self.prompt_length:
@@ -182,6 +190,13 @@ class SequenceBatch:
             observer,
             starts=self.row_starts if self.loaded.keeps_all_keys else None,
         )
+
+    def _check_frequencies(self, last: float) -> None:
+        if self.loaded.reading(last + 1) is not self.loaded:
+            raise GenerationError(
+                f"a prompt with positions up to {last:g} was begun with the frequencies of the original window of "
+                f"{self.loaded.spec.original_window} positions; please report this"
+            )
 
     def next_positions(self, count: int = 1) -> Tensor:
         """Return the positions of the next ``count`` tokens: they continue after the last. (R, count)."""

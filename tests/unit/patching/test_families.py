@@ -11,7 +11,7 @@ import transformers
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.base import Mitigation
-from rag_posfix.patching.families import FAMILIES, REFUSED, family_of, shape_of
+from rag_posfix.patching.families import FAMILIES, REFUSED, family_of, original_window_of, shape_of
 from rag_posfix.patching.install import install
 from rag_posfix.plan.model_shape import Capability
 from tests.support.attention_hook import attention_of, count_hooks
@@ -153,14 +153,27 @@ def test_a_refusal_names_the_method_what_it_needs_and_each_reason_once():
     assert Needy().refusal(shape("Llama")) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Mistral", {"sliding_window": 512}),
+        ("Phi3", {"sliding_window": 1024}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1}),
+    ],
+)
+def test_a_sliding_window_as_long_as_the_context_window_drops_no_keys(name, settings):
+    found = shape(name, **settings)
+    assert found.context_window == 512
+    assert found.capabilities == set(Capability)
+    assert Capability.FULL_CACHE not in shape(name, **{**settings, "sliding_window": 511}).capabilities
+
+
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_frequencies_that_change_with_the_length_are_left_alone(rope_type):
-    # Phi-3's longrope and dynamic NTK look at the largest position: one that a plan makes up would switch them over.
+def test_frequencies_that_are_decided_by_the_whole_call_cost_no_method(rope_type):
     half = COMMON["hidden_size"] // COMMON["num_attention_heads"] // 2
     rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
     if rope_type == "longrope":
         rope |= {"short_factor": [1.0] * half, "long_factor": [2.0] * half}
-    shape = shape_of(transformers.LlamaConfig(**{**COMMON, "rope_parameters": rope}), FAMILIES["llama"])
-    assert shape.capabilities == {Capability.POSITIONS, Capability.FULL_CACHE}
-    assert f"its {rope_type} rotary encoding changes" in create("sorted_inter_document").refusal(shape)
-    assert create("parallel_encoding").refusal(shape) is None
+    config = transformers.LlamaConfig(**{**COMMON, "rope_parameters": rope})
+    assert shape_of(config, FAMILIES["llama"]).lacks == {}
+    assert original_window_of(config) == (128 if rope_type == "longrope" else None)

@@ -115,10 +115,15 @@ def test_each_prompt_is_in_one_pass_and_no_pass_is_too_long(loaded, sizes, most)
     assert all(len(one) == 1 or sum(sizes[number] for number in one) <= most for one in found)
 
 
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
+    "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "own"), [("mistral", {"sliding_window": 16}), ("llama", DYNAMIC)])
+@pytest.mark.parametrize(
+    ("family", "own"), [("mistral", {"sliding_window": 16}), ("llama", {"rope_parameters": LONG})]
+)
 def test_models_that_read_a_prompt_differently_beside_another_read_each_alone(family, own):
     loaded = loaded_model(family, **own)
     prompts = [prompt_of(loaded, "none", number) for number in range(3)]
