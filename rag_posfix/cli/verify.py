@@ -21,7 +21,7 @@ def verify(
 
         engine = build_engine(settings)
     loaded = engine.loaded
-    found = compare(loaded.model, loaded.spec)
+    found = compare(loaded.model, loaded.spec, thorough=True)
     ignored = generation_config_of(settings.model, settings.cache_dir).ignored
     reasons = {name: cls().refusal(loaded.spec.shape) for name, cls in MITIGATIONS.items()}
     supported = [name for name, reason in reasons.items() if reason is None]
@@ -34,6 +34,7 @@ def verify(
                 "dtype": str(loaded.model.dtype).removeprefix("torch."),
                 "device": str(loaded.device),
                 "max_logit_difference": found.max_logit_difference,
+                "differences": found.differences,
                 "eos_ids": sorted(engine.encoder.eos_ids),
                 "generation_config_not_applied": ignored,
                 "supported": supported,
@@ -44,6 +45,8 @@ def verify(
     console = out()
     console.print(f"{engine.model_id} ({loaded.spec.family.model_type}, {loaded.model.dtype})", highlight=False)
     console.print(f"largest logit difference with the attention hook: {found.max_logit_difference:g}", highlight=False)
+    checks = ", ".join(f"{check} {difference:g}" for check, difference in found.differences.items())
+    console.print(f"by check: {checks}", highlight=False)
     console.print(f"tokens that end an answer: {sorted(engine.encoder.eos_ids)}", highlight=False)
     if ignored:
         console.print(f"not applied of its generation config: {dict(ignored)}", highlight=False)

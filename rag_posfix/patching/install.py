@@ -22,7 +22,7 @@ from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.rotation import scaled_base_angles
 from rag_posfix.patching.spec import ModelSpec
 
-__all__ = ["ATTENTION_NAME", "install", "stock_copy"]
+__all__ = ["ATTENTION_NAME", "copy_over_weights", "install", "new_rotary", "stock_copy"]
 
 ATTENTION_NAME = "rag_posfix"
 
@@ -87,14 +87,14 @@ def _angles_of(rotary: Any) -> Callable[[Tensor, Tensor, float | None], tuple[Te
     return angles
 
 
-def _new_rotary(rotary: Any, config: Any) -> Any:
+def new_rotary(rotary: Any, config: Any) -> Any:
     """Return a rotary module as stock code makes it from the configuration."""
-    return type(rotary)(config).to(next(rotary.buffers()).device)
+    return type(rotary)(config).to(next(rotary.buffers()))
 
 
 def _with_extended(spec: ModelSpec, rotary: Any, config: Any, window: int) -> ModelSpec:
     """Return what is known of a model with LongRoPE: contexts with ``extended`` rotate by the long frequencies."""
-    long = _new_rotary(rotary, config)
+    long = new_rotary(rotary, config)
     long(torch.zeros(1, device=long.inv_freq.device), torch.tensor([[window]], device=long.inv_freq.device))
     long.rope_type = "default"
     extended = replace(spec, angles=_angles_of(long))
@@ -114,6 +114,12 @@ def _with_extended(spec: ModelSpec, rotary: Any, config: Any, window: int) -> Mo
     return replace(spec, handles=(*spec.handles, handle), original_window=window, extended=extended)
 
 
+def copy_over_weights(model: Any) -> Any:
+    """Return a copy of a model, hooks included, that shares all modules without modules inside: the weights."""
+    leaves = (module for module in model.modules() if next(module.children(), None) is None)
+    return copy.deepcopy(model, {id(each): each for each in chain(model.parameters(), model.buffers(), leaves)})
+
+
 def stock_copy(model: Any, spec: ModelSpec) -> Any:
     """Return a second model over the same weights without the attention hook: for comparing in one process.
 
@@ -123,9 +129,8 @@ def stock_copy(model: Any, spec: ModelSpec) -> Any:
         model: A model with the attention hook; it stays as it is.
         spec: What ``install`` returned for it.
     """
-    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    stock = copy.deepcopy(model, shared)
-    stock.model.rotary_emb = _new_rotary(stock.model.rotary_emb, stock.config.get_text_config())
+    stock = copy_over_weights(model)
+    stock.model.rotary_emb = new_rotary(stock.model.rotary_emb, stock.config.get_text_config())
     handles = {handle.id for handle in spec.handles}
     for module in stock.modules():
         for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):

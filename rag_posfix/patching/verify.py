@@ -1,94 +1,282 @@
-"""Checks, on the loaded model itself, that the attention hook computes what the model computes."""
+"""Checks, on the loaded model itself, that the attention hook computes what the stock model computes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache
 
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.forward_context import ForwardContext, Overrides, active
-from rag_posfix.patching.install import ATTENTION_NAME
+from rag_posfix.patching.install import copy_over_weights, new_rotary, stock_copy
 from rag_posfix.patching.placement import main_device
+from rag_posfix.patching.rotation import uses_rope
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 
 __all__ = ["Verification", "verify"]
 
 PROBE_TOKENS = 32
-# Largest difference between native logits and those through the hook, as a share of the spread of the logits. The hook
-# runs the same kernels on the same numbers, so it is 0 on every supported family; a wrong rotation is off by 1e-3.
+IDLE_TOKENS = 8
+DECODE_STEPS = 2
+LOGITS = 4
+"""Of how many last tokens logits are compared."""
+
+# Largest difference between the logits of the stock model and those through the hook, as a share of the spread of the
+# logits. The hook runs the same kernels on the same numbers, so it is 0 on every supported family; a wrong rotation is
+# off by 1e-3.
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+# Where the stock model computes the same numbers with matrices of other sizes, the last bits of each layer differ.
+ROUNDING: Mapping[str, int] = {"prompt": 10, "decode": 10, "long_prompt": 10, "batch": 10}
+
+LARGE = 10**9
+"""Parameters above which, on the CPU, loading compares the first layers alone: one pass through all layers reads all
+weights, some 5 % of the time that loading them took."""
+
+LONG_PROMPT_OPERATIONS: Mapping[str, float] = {"cpu": 5e9}
+"""Operations that a pass over the long prompt may take when a model is loaded: some tenths of a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What the check found.
+    """What the checks found.
 
     Attributes:
-        idle_difference: Largest logit difference, native against the idle hook; 0 on a sound model.
-        rotation_difference: The same with the rotation done in the hook; None where the model does not offer it.
+        differences: Check -> largest logit difference from the stock model. ``idle``: a prompt without a context, 0
+            on a sound model. ``rotation``: the same with the rotation done in the hook; missing where the model does
+            not offer it. ``prompt``, ``decode``: the prompt as an engine reads it, and steps after it.
+            ``long_prompt``: a prompt that crosses the model's windows, where that is cheap. ``batch``: prompts of two
+            lengths in one batch, against each alone; missing where layers drop keys. ``threads``: three prompts at
+            the same time, against each alone through the hook; missing where the model is split over processes.
     """
 
-    idle_difference: float
-    rotation_difference: float | None
+    differences: Mapping[str, float]
+
+    @property
+    def idle_difference(self) -> float:
+        """The difference of ``idle``."""
+        return self.differences["idle"]
+
+    @property
+    def rotation_difference(self) -> float | None:
+        """The difference of ``rotation``; None where the model does not offer it."""
+        return self.differences.get("rotation")
 
     @property
     def max_logit_difference(self) -> float:
-        """The larger of the two."""
+        """The larger of the two, which compare the same operations."""
         return max(self.idle_difference, self.rotation_difference or 0.0)
 
 
 @torch.inference_mode()
-def verify(model: Any, spec: ModelSpec) -> Verification:
-    """Compare the logits of a short prompt with and without the attention hook. Not for a model that is serving.
+def verify(model: Any, spec: ModelSpec, *, thorough: bool = False) -> Verification:
+    """Compare the model with the attention hook with the stock model over the same weights, run by stock code.
+
+    A short prompt is read through all layers, everything else through the first layers, as few as hold each kind of
+    layer and one more.
+
+    Cost: two passes of all layers over ``IDLE_TOKENS`` tokens (on the CPU one, for more than ``LARGE`` parameters); of
+    the first layers, 13 over at most ``PROBE_TOKENS`` tokens and three over the long prompt.
+
+    Args:
+        model: With the attention hook. Not while it is serving.
+        spec: What ``install`` returned for it.
+        thorough: Whether all layers are compared and the long prompt crosses the windows, whatever that costs.
 
     Raises:
-        UnsupportedModelError: they differ by more than rounding, or the stock model computes no finite logits.
+        UnsupportedModelError: a difference is more than rounding, the rotary frequencies are not those of the
+            configuration, or the model computes logits that are not finite.
     """
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=generator).to(main_device(model))
-    idle = _logits(model, ids)
-    model.set_attn_implementation("sdpa")
-    try:
-        native = _logits(model, ids)
-    finally:
-        model.set_attn_implementation(ATTENTION_NAME)
-    if not bool(native.isfinite().all()):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} computes logits that are not finite, also without the attention hook: weights "
-            "are damaged, or overflow in this dtype; load them again, or in another dtype"
-        )
-    rotated = None
-    if Capability.ROTATION in spec.shape.capabilities:
-        positions = torch.arange(PROBE_TOKENS, device=ids.device, dtype=torch.float32)[None]
-        with active(ForwardContext(Overrides(head_scale=_undivided), positions, spec)):
-            rotated = _logits(model, ids)
-    found = Verification(
-        idle_difference=_difference(idle, native),
-        rotation_difference=None if rotated is None else _difference(rotated, native),
+    _check_rotary(model)
+    ids = torch.randint(
+        0,
+        model.config.get_text_config().vocab_size,
+        (1, spec.shape.context_window),
+        generator=torch.Generator().manual_seed(0),
     )
-    allowed = TOLERANCE.get(native.dtype, 1e-5) * float(native.float().std())
-    if not found.max_logit_difference <= allowed:  # NaN differs too
+    hooked, stock = copy_over_weights(model), stock_copy(model, spec)
+    first = _Comparison(hooked, stock, spec, ids.to(main_device(model)))
+    results = list(first.idle_in_all_layers(thorough=thorough))
+    for each in (hooked, stock):
+        each.model.layers = each.model.layers[: _first_layers(model)]
+    results += first.results(thorough=thorough)
+    found: dict[str, float] = {}
+    excess: dict[str, str] = {}
+    for check, left, right in results:
+        allowed = TOLERANCE.get(right.dtype, 1e-5) * float(right.float().std()) * ROUNDING.get(check, 1)
+        difference = float((left.float() - right.float()).abs().max())
+        found[check] = max(difference, found.get(check, 0.0))
+        if not difference <= allowed:  # NaN differs too
+            excess[check] = f"{check} {difference:.1e}, allowed {allowed:.1e}"
+    if excess:
+        worst = max(found[check] for check in excess)
         raise UnsupportedModelError(
-            f"{type(model).__name__} differs from native by {found.max_logit_difference:.1e} with the attention hook "
-            f"(allowed: {allowed:.1e}); it cannot be patched safely"
+            f"{type(model).__name__} differs from native by {worst:.1e} with the attention hook "
+            f"({', '.join(excess.values())}); it cannot be patched safely"
         )
-    return found
+    return Verification(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Comparison:
+    """The logits of the model with the hook and of the stock model, check by check.
+
+    Attributes:
+        hooked: With the attention hook.
+        stock: Without, over the same weights.
+        spec: What ``install`` returned.
+        ids: (1, T) tokens, T the context window.
+    """
+
+    hooked: Any
+    stock: Any
+    spec: ModelSpec
+    ids: Tensor
+
+    def results(self, *, thorough: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield check, logits through the hook, logits of the stock model; a check may come several times."""
+        n = min(PROBE_TOKENS, self.spec.original_window or PROBE_TOKENS, self.ids.shape[1]) - DECODE_STEPS
+        n_long = self._long_length(thorough)
+        prompt, steps = self.ids[:, :n], [self.ids[:, at : at + 1] for at in range(n, n + DECODE_STEPS)]
+        keeps_all = Capability.FULL_CACHE in self.spec.shape.capabilities
+        native, *native_steps = _decoded(self.stock, prompt, steps, DynamicCache(config=self.stock.config))
+        yield "idle", _logits(self.hooked, prompt), native
+        if Capability.ROTATION in self.spec.shape.capabilities:
+            positions = torch.arange(n, device=prompt.device, dtype=torch.float32)[None]
+            with active(ForwardContext(Overrides(head_scale=_undivided), positions, self.spec)):
+                yield "rotation", _logits(self.hooked, prompt), native
+        read, *read_steps = self._read(prompt, steps)
+        yield "prompt", read, native
+        for left, right in zip(read_steps, native_steps, strict=True):
+            yield "decode", left, right
+        long = _logits(self.stock, self.ids[:, :n_long])
+        read_long = self._read_first(n_long)
+        yield "long_prompt", read_long, long
+        if keeps_all and n // 2 > LOGITS:
+            short = _logits(self.stock, self.ids[:, : n // 2])
+            yield "batch", self._read_batch(prompt, [n, n // 2]), torch.cat((native, short))
+        if self.spec.ranks.count == 1:  # threads of several processes would wait for each other's
+            alone = {n // 2: self._read_first(n // 2), n: read, n_long: read_long}
+            with ThreadPoolExecutor(len(alone)) as pool:
+                for left, right in zip(pool.map(self._read_first, alone), alone.values(), strict=True):
+                    yield "threads", left, right
+
+    def idle_in_all_layers(self, *, thorough: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield as ``results`` for a few tokens; nothing for large models on the CPU, which are read nevertheless.
+
+        Raises:
+            UnsupportedModelError: the logits are not finite.
+        """
+        few = self.ids[:, : min(IDLE_TOKENS, self.spec.original_window or IDLE_TOKENS)]
+        idle = _logits(self.hooked, few)
+        if not bool(idle.isfinite().all()):
+            raise UnsupportedModelError(
+                f"{type(self.stock).__name__} computes logits that are not finite, also without the attention hook: "
+                "weights are damaged, or overflow in this dtype; load them again, or in another dtype"
+            )
+        if thorough or few.device.type != "cpu" or sum(map(Tensor.numel, self.stock.parameters())) <= LARGE:
+            yield "idle", idle, _logits(self.stock, few)
+
+    @torch.inference_mode()
+    def _read_first(self, length: int) -> Tensor:
+        """Return the logits after the first tokens; for any thread."""
+        return self._read(self.ids[:, :length])[0]
+
+    def _read(self, prompt: Tensor, steps: Sequence[Tensor] = (), cache: Any = None) -> list[Tensor]:
+        """Return the logits of a prompt and of each step after it, read as an engine reads them."""
+        keeps_all = Capability.FULL_CACHE in self.spec.shape.capabilities
+        if cache is None:
+            cache = DynamicCache() if keeps_all else DynamicCache(config=self.hooked.config)
+        last = prompt.shape[1] + len(steps)
+        original = self.spec.original_window
+        spec = self.spec if original is None or last <= original else self.spec.extended
+        positions = torch.arange(last, device=prompt.device)[None]
+        found = []
+        for tokens in (prompt, *steps):
+            start = cache.get_seq_length()
+            at = positions[:, : start + tokens.shape[1]]
+            context = ForwardContext(positions=at.float(), spec=spec, starts=(0,) if keeps_all else None)
+            with active(context):
+                found.append(_logits(self.hooked, tokens, cache, at[:, start:]))
+        return found
+
+    def _long_length(self, thorough: bool) -> int:
+        """Return the length of the long prompt: just beyond the first window, as far as that may cost."""
+        config = self.stock.config.get_text_config()
+        windows = [self.spec.original_window, getattr(config, "sliding_window", None)]
+        first = min((window for window in windows if window is not None), default=2 * PROBE_TOKENS)
+        wanted = min(first + PROBE_TOKENS, self.ids.shape[1])
+        if thorough:
+            return wanted
+        n_parameters = sum(map(Tensor.numel, self.stock.model.layers.parameters()))
+        affordable = LONG_PROMPT_OPERATIONS.get(self.ids.device.type, 1e13) / (2 * n_parameters)
+        return min(wanted, max(2 * PROBE_TOKENS, int(affordable)))
+
+    def _read_batch(self, prompt: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return the logits after the first tokens of a prompt, a row for each length. Shape (R, LOGITS, V).
+
+        All but the last tokens are read alone and joined, padded in front; the last are read in one pass.
+        """
+        longest = max(lengths)
+        cache, alone = DynamicCache(), [DynamicCache() for _ in lengths]
+        for held, length in zip(alone, lengths, strict=True):
+            self._read(prompt[:, : length - LOGITS], cache=held)
+        for layer in range(len(alone[0].layers)):
+            padded = [
+                [
+                    pad(states, (0, 0, longest - length, 0))
+                    for states in (held.layers[layer].keys, held.layers[layer].values)
+                ]
+                for held, length in zip(alone, lengths, strict=True)
+            ]
+            cache.update(*(torch.cat(states) for states in zip(*padded, strict=True)), layer)
+        at = torch.arange(longest, device=prompt.device)
+        positions = torch.stack([at - (longest - length) for length in lengths]).clamp(min=0)
+        starts = tuple(longest - length for length in lengths)
+        rows = torch.cat([prompt[:, length - LOGITS : length] for length in lengths])
+        with active(ForwardContext(positions=positions.float(), spec=self.spec, starts=starts)):
+            return _logits(self.hooked, rows, cache, positions[:, -LOGITS:])
+
+
+def _check_rotary(model: Any) -> None:
+    """Compare the rotary frequencies with those that stock code makes from the configuration."""
+    rotary = model.model.rotary_emb
+    fresh = dict(new_rotary(rotary, model.config.get_text_config()).named_buffers())
+    for name, held in rotary.named_buffers():
+        if held.is_meta or torch.allclose(held.float(), fresh[name].float(), rtol=1e-5, atol=0.0):
+            continue
+        raise UnsupportedModelError(
+            f"the rotary frequencies of {type(model).__name__} ({name}) are not those of its configuration; they were "
+            "not initialised when it was loaded, load it again"
+        )
+
+
+def _first_layers(model: Any) -> int:
+    """Return how many first layers hold each kind of layer, and one more."""
+    layers = model.model.layers
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(layers)
+    kinds = [(kind, uses_rope(layer.self_attn)) for kind, layer in zip(types, layers, strict=True)]
+    return max(kinds.index(kind) for kind in set(kinds)) + 2
 
 
 def _undivided(layer: int, query: Tensor, key: Tensor) -> None:
     """Divide no head's positions: the hook rotates, as the model would."""
 
 
-def _logits(model: Any, ids: Tensor) -> Tensor:
-    logits: Tensor = model(input_ids=ids, use_cache=True).logits
+def _decoded(model: Any, prompt: Tensor, steps: Sequence[Tensor], cache: Any) -> list[Tensor]:
+    """Return the logits of a prompt and of each step after it, by stock code."""
+    return [_logits(model, tokens, cache) for tokens in (prompt, *steps)]
+
+
+def _logits(model: Any, ids: Tensor, cache: Any = None, positions: Tensor | None = None) -> Tensor:
+    logits: Tensor = model(
+        input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=LOGITS
+    ).logits
     return logits
-
-
-def _difference(left: Tensor, right: Tensor) -> float:
-    return float((left.float() - right.float()).abs().max())
