@@ -22,8 +22,8 @@ from rag_posfix.plan.model_shape import Capability
 
 __all__ = ["Verification", "verify"]
 
-PROBE_TOKENS = 32
-IDLE_TOKENS = 8
+PROBE_TOKENS = 16
+IDLE_TOKENS = 4
 DECODE_STEPS = 2
 LOGITS = 4
 """Of how many last tokens logits are compared."""
