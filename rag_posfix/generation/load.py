@@ -24,7 +24,6 @@ from rag_posfix.generation.model.packaged import PACKAGED, PackagedModel
 from rag_posfix.generation.model.precision import cpu_has_bfloat16
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.patching.computed import check_computed
 from rag_posfix.patching.families import family_of, shape_of
 from rag_posfix.patching.install import install
 from rag_posfix.patching.ranks import Ranks
@@ -272,7 +271,6 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
             **options,
         )
         check_tensors(source, model, report)
-        check_computed(model)
         return (model.eval() if _PLACED & options.keys() else model.eval().to(device)), tokenizer
 
 

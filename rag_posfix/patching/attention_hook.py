@@ -38,14 +38,11 @@ def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tupl
     states = given["hidden_states"]
     if context.on_hidden_states is not None:
         context.on_hidden_states(module.layer_idx, states)
-    contexts = [(part.rows, part.context) for part in context.slices] or [(slice(None), context)]
+    contexts = context.by_rows()
     if not any(one.overrides.rotates_in_hook or one.overrides.changes_angles for _, one in contexts):
         return None
     own = given["position_embeddings"]
     found = [_angles(one, module, states[rows], (own[0][rows], own[1][rows])) for rows, one in contexts]
-    if context.slices:
-        padding = slice(context.slices[-1].rows.stop, None)
-        found.append((own[0][padding], own[1][padding]))
     return arguments, {**given, "position_embeddings": tuple(torch.cat(part) for part in zip(*found, strict=True))}
 
 

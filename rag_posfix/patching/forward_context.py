@@ -144,6 +144,13 @@ class ForwardContext:
     last_layer: int | None = None
     slices: tuple[BatchSlice, ...] = ()
 
+    def by_rows(self) -> list[tuple[slice, ForwardContext]]:
+        """Return which rows of the pass have which context; rows of padding have one without overrides."""
+        if not self.slices:
+            return [(slice(None), self)]
+        padding = slice(self.slices[-1].rows.stop, None)
+        return [*((part.rows, part.context) for part in self.slices), (padding, ForwardContext())]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchSlice:

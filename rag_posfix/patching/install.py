@@ -103,11 +103,11 @@ def _with_extended(spec: ModelSpec, rotary: Any, config: Any, window: int) -> Mo
         context = current()
         if context is None:
             return own
-        contexts = [(part.rows, part.context) for part in context.slices] or [(slice(None), context)]
-        if not any(one.spec is extended for _, one in contexts):
+        contexts = context.by_rows()
+        if not any(part.spec is extended for _, part in contexts):
             return own
         later = type(long).forward(long, *given, **options)
-        chosen = [(later if one.spec is extended else own, rows) for rows, one in contexts]
+        chosen = [(later if part.spec is extended else own, rows) for rows, part in contexts]
         return tuple(torch.cat([angles[i][rows] for angles, rows in chosen]) for i in (0, 1))
 
     handle = rotary.register_forward_hook(frequencies_of_the_call, with_kwargs=True)

@@ -13,8 +13,9 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.patching.computed import check_computed
 from rag_posfix.patching.forward_context import ForwardContext, Overrides, active
-from rag_posfix.patching.install import copy_over_weights, new_rotary, stock_copy
+from rag_posfix.patching.install import copy_over_weights, stock_copy
 from rag_posfix.patching.placement import main_device
 from rag_posfix.patching.rotation import uses_rope
 from rag_posfix.patching.spec import ModelSpec
@@ -91,10 +92,10 @@ def verify(model: Any, spec: ModelSpec, *, thorough: bool = False) -> Verificati
         thorough: Whether all layers are compared and the long prompt crosses the windows, whatever that costs.
 
     Raises:
-        UnsupportedModelError: a difference is more than rounding, the rotary frequencies are not those of the
-            configuration, or the model computes logits that are not finite.
+        UnsupportedModelError: a difference is more than rounding, rotary frequencies or the scale of the embeddings are
+            not those of the configuration, or the model computes logits that are not finite.
     """
-    _check_rotary(model)
+    check_computed(model)
     ids = torch.randint(
         0,
         model.config.get_text_config().vocab_size,
@@ -243,19 +244,6 @@ class _Comparison:
         rows = torch.cat([prompt[:, length - LOGITS : length] for length in lengths])
         with active(ForwardContext(positions=positions.float(), spec=self.spec, starts=starts)):
             return _logits(self.hooked, rows, cache, positions[:, -LOGITS:])
-
-
-def _check_rotary(model: Any) -> None:
-    """Compare the rotary frequencies with those that stock code makes from the configuration."""
-    rotary = model.model.rotary_emb
-    fresh = dict(new_rotary(rotary, model.config.get_text_config()).named_buffers())
-    for name, held in rotary.named_buffers():
-        if held.is_meta or torch.allclose(held.float(), fresh[name].float(), rtol=1e-5, atol=0.0):
-            continue
-        raise UnsupportedModelError(
-            f"the rotary frequencies of {type(model).__name__} ({name}) are not those of its configuration; they were "
-            "not initialised when it was loaded, load it again"
-        )
 
 
 def _first_layers(model: Any) -> int:

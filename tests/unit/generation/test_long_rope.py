@@ -1,6 +1,7 @@
 """Models whose rotary frequencies depend on the length of the call: each answer is the stock model's, or refused."""
 
 import concurrent.futures
+from dataclasses import replace
 
 import pytest
 import torch
@@ -146,8 +147,9 @@ def test_a_short_answer_beside_a_long_one_is_that_of_the_stock_model(loaded, sto
         assert generation.token_ids == stock_answer(stock, one.layout, 10)
 
 
-def test_decode_steps_that_short_and_long_answers_share_have_the_stock_models_distributions(loaded, stock):
-    engine = engine_of(loaded)
+@pytest.mark.parametrize("least_rows", [1, 5])
+def test_decode_steps_that_short_and_long_answers_share_have_the_stock_models_distributions(loaded, stock, least_rows):
+    engine = engine_of(replace(loaded, least_rows=least_rows))  # 5: three rows of padding
     layouts = [BELOW, BEYOND, AT]
     steps = {0: 9, 1: 9, 2: 0}
     sessions = [engine.open(layout, MitigationChoice(), steps[i] + 1) for i, layout in enumerate(layouts)]
