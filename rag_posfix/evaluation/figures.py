@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ __all__ = ["OTHER_COLORS", "new_axes", "new_row", "save_figure", "svg_of", "with
 
 OTHER_COLORS = ("#1f6f54", "#33658a", "#f2a541", "#6a4c93", "#8a8a8a", "#2ca6a4", "#a23b72", "#5b4b2a")
 FORMATS = ("svg", "png")
+_LONG_NUMBER = re.compile(r"(?<![\d.#])[1-9]\d*\.\d{4,}")
+"""Coordinates, whose last digits depend on the processor; scales of glyphs are below 1."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,8 +72,8 @@ def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
 
 
 def svg_of(figure: Figure) -> str:
-    """Return a figure as SVG; equal figures give equal text."""
-    return _drawn(figure, "svg").decode()
+    """Return a figure as SVG; equal figures give equal text, on any processor."""
+    return _LONG_NUMBER.sub(lambda number: f"{float(number[0]):.3f}", _drawn(figure, "svg").decode())
 
 
 def _drawn(figure: Figure, kind: str) -> bytes:
