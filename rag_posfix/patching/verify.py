@@ -92,8 +92,8 @@ def verify(model: Any, spec: ModelSpec, *, thorough: bool = False) -> Verificati
         thorough: Whether all layers are compared and the long prompt crosses the windows, whatever that costs.
 
     Raises:
-        UnsupportedModelError: a difference is more than rounding, what transformers computed at loading differs from the
-            configuration, or the model computes logits that are not finite.
+        UnsupportedModelError: a difference is more than rounding, a computed buffer is not what the configuration
+            says, or the model computes logits that are not finite.
     """
     check_computed(model)
     ids = torch.randint(
