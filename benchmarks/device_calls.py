@@ -25,8 +25,6 @@ from tests.support.tiny import stock_model, toy_layout
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.twin_engines import start, tiny_engine_on
 
-__all__ = ["METHODS", "STOCK", "count_method"]
-
 STOCK = "stock"
 METHODS = (STOCK, "none", "default", *(name for name in MITIGATIONS.names() if name != "none"))
 PASSAGES, TOKENS = 8, 40
@@ -38,7 +36,6 @@ def count_method(name: str, layers: int) -> dict[str, dict[str, int]]:
 
     Args:
         name: A name in ``METHODS``.
-        layers: Layers of the model.
     """
     lengths = (TOKENS,) * PASSAGES
     layout = toy_layout(lengths, relevance=tuple(1 - index / (2 * PASSAGES) for index in range(PASSAGES)))

@@ -28,8 +28,6 @@ from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.settings import CacheSettings, Settings
 from tests.support.serving import CHAT, serving
 
-__all__ = ["compare_loads", "demo_bodies", "main"]
-
 METHODS = "none,sorted_inter_document,parallel_encoding,default"
 
 

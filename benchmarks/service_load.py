@@ -35,8 +35,6 @@ from rag_posfix_api.keys.store import KeyStore
 from tests.support.old_keys import make_old
 from tests.support.serving import CHAT, serving
 
-__all__ = ["main", "open_loop", "wrong_keys"]
-
 PARTS = ("cached", "rerank", "streams", "added", "keys")
 CONNECTIONS = 16
 _SECRET = 43

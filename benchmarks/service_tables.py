@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["capacity_check", "clients", "device_calls", "faults", "first_answer", "ray_routing", "service_load"]
-
 Head = Mapping[str, Any]
 Row = list[str]
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-__all__ = ["TRAINING_LAYOUTS"]
-
 Head = Mapping[str, Any]
 Row = list[str]
 

@@ -35,8 +35,6 @@ from tests.support.redis_server import RedisServer
 from tests.support.serving import CHAT, chat, make_pipeline, serving
 from tests.support.tiny import loaded_model, toy_layout
 
-__all__ = ["Walk", "main"]
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = tuple(str(ROOT / name) + "/" for name in ("rag_posfix", "services"))
 

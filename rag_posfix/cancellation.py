@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 
-__all__ = ["check_wanted", "watch"]
-
 _CHECK: ContextVar[Callable[[], None] | None] = ContextVar("rag_posfix_check_wanted", default=None)
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["check_encoder", "check_tensors", "folder_of", "refuse_adapter"]
-
 _ADAPTER = "adapter_config.json"
 _SHOWN = 3
 _COMPUTED = re.compile(r"rotary_emb\.\w*inv_freq$")
@@ -85,7 +83,6 @@ def check_tensors(source: str, model: Any, report: Mapping[str, Any]) -> None:
 
     Args:
         source: Folder or id, for the message.
-        model: The loaded model.
         report: What ``from_pretrained`` returns beside the model with ``output_loading_info=True``.
 
     Raises:

@@ -6,8 +6,6 @@ import os
 import secrets
 from pathlib import Path
 
-__all__ = ["flush", "replace_durably"]
-
 
 def flush(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk.
@@ -29,7 +27,6 @@ def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
 
     Args:
         path: The file; its folder exists.
-        content: Its content.
         mode: Permissions, from which the umask is taken.
 
     Raises:

@@ -119,7 +119,6 @@ class OverloadedError(RagPosfixError):
     """There is no capacity now; the caller may try again later.
 
     Args:
-        message: What is full, and what is allowed.
         retry_seconds: When to try again, if that is known.
     """
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["PASSAGES_FOLDER", "default_cache_dir", "default_data_dir"]
-
 PASSAGES_FOLDER = "passages"
 """Folder of the disk tier of the passage store, in the folder of caches."""
 

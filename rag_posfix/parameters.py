@@ -23,19 +23,6 @@ from typing import Any, Literal
 
 from rag_posfix.errors import ConfigError
 
-__all__ = [
-    "Number",
-    "Numbers",
-    "Parameter",
-    "Refused",
-    "Whole",
-    "check_fields",
-    "check_parameters",
-    "parameters_of",
-    "refused_by_pydantic",
-    "shown",
-]
-
 SHOWN_CHARACTERS = 200
 """A value is quoted in messages up to this length."""
 
@@ -45,8 +32,6 @@ class Refused(ValueError):
 
     Args:
         where: The wrong part of the value, "" for the whole value; ``[2]`` is the third entry of a list.
-        value: The wrong part.
-        allowed: Description of the allowed values.
     """
 
     def __init__(self, where: str = "", value: Any = None, allowed: str = "") -> None:
@@ -197,10 +182,6 @@ def _parameters_of(cls: Any) -> Mapping[str, Parameter]:
 
 def check_parameters(method: Any, label: str) -> None:
     """Check the parameters of a dataclass, and store each in its normal form; for ``__post_init__``.
-
-    Args:
-        method: The method.
-        label: Its name, for messages.
 
     Raises:
         ConfigError: a value has another type than the parameter, or is out of range.

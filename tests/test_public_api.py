@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -13,33 +12,34 @@ from pathlib import Path
 import pytest
 
 import rag_posfix
+from rag_posfix import evaluation
+from tests.support.exports import seen_by_type_checkers
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "transformers", "langchain_core", "pydantic", "numpy", "faiss", "sentence_transformers", "fastapi")
 
 
-def seen_by_type_checkers() -> dict[str, str]:
-    """Return the module that type checkers find each public name in."""
-    tree = ast.parse(Path(rag_posfix.__file__).read_text("utf-8"))
-    return {
-        alias.name: str(node.module)
-        for block in tree.body
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-
-
-@pytest.mark.parametrize(("name", "module"), seen_by_type_checkers().items())
+@pytest.mark.parametrize(("name", "module"), seen_by_type_checkers(rag_posfix).items())
 def test_every_public_name_is_that_of_the_module_that_type_checkers_see_it_in(name: str, module: str) -> None:
     home = import_module(module)
     assert getattr(rag_posfix, name) is getattr(home, name)
     assert name in home.__all__
 
 
+def test_only_modules_of_exported_names_have_all() -> None:
+    homes = {home for package in (rag_posfix, evaluation) for home in seen_by_type_checkers(package).values()}
+    modules = [file for folder in ("rag_posfix", "services") for file in (ROOT / folder).rglob("*.py")]
+    assert len(modules) > 400
+    with_all = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for file in modules
+        if file.name != "__init__.py" and "\n__all__ =" in file.read_text("utf-8")
+    }
+    assert with_all <= homes
+
+
 def test_the_public_names_are_listed_once_and_sorted_without_regard_to_case() -> None:
-    assert set(rag_posfix.__all__) == set(seen_by_type_checkers())
+    assert set(rag_posfix.__all__) == set(seen_by_type_checkers(rag_posfix))
     assert rag_posfix.__all__ == sorted(set(rag_posfix.__all__), key=str.casefold)
 
 

@@ -26,8 +26,6 @@ from benchmarks.faults.redis import FAILOVERS, FAULTS
 from benchmarks.faults.scenarios import disk_full, failover, leaving_clients, redis_fault, slow_clients
 from rag_posfix.evaluation.record import environment, write_record
 
-__all__ = ["main", "table"]
-
 COLUMNS = ("requests", "failed", "wrong", "undocumented", "lost", "added_ms", "worst_ms", "recovered_s")
 
 

@@ -14,8 +14,6 @@ import httpx2
 from benchmarks.faults.load import Connection, body_of, right_answer, text_of
 from tests.support.serving import CHAT
 
-__all__ = ["fuzz"]
-
 OF_OTHER_PATHS = frozenset({"307", "404", "405"})
 """Statuses of paths and methods that the document does not have; 307 leads to the path without a slash at its end."""
 STRINGS = (
@@ -51,7 +49,6 @@ class Maker:
     """Makes values of schemas; one in ``wrong`` is of another type.
 
     Args:
-        chance: Chooses.
         components: The schemas that others refer to.
         wrong: Share of values that do not follow their schema.
     """

@@ -18,8 +18,6 @@ from rag_posfix.caching.answers.build import build_answer_cache
 from rag_posfix.settings import CacheSettings
 from tests.support.serving import WordReranker, make_pipeline, serving
 
-__all__ = ["Host"]
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -56,8 +54,6 @@ class Host:
 
         Args:
             folder: Folder of its disk tier, or None for none.
-            limits: Settings of the service.
-            cache: Settings of its answer cache.
         """
         asked = {"folder": None if folder is None else str(folder), "limits": limits or {}, "cache": cache}
         assert self._process.stdin is not None

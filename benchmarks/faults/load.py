@@ -17,8 +17,6 @@ import httpx2
 
 from tests.support.serving import CHAT
 
-__all__ = ["Connection", "Load", "Outcome", "body_of", "right_answer", "summary", "tier_count"]
-
 QUESTIONS = 300
 
 

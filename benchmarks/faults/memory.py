@@ -10,8 +10,6 @@ from benchmarks.faults.host import Host
 from benchmarks.faults.load import QUESTIONS, Connection, body_of, right_answer, text_of
 from tests.support.serving import CHAT
 
-__all__ = ["growth"]
-
 
 def growth(host: Host, requests: int, samples: int = 40) -> dict[str, Any]:
     """Return the memory of the service and its growth for each request after the first half, which warms it up.
@@ -19,7 +17,6 @@ def growth(host: Host, requests: int, samples: int = 40) -> dict[str, Any]:
     Questions are asked whole and as streams, with and without the answer cache, and every tenth body is refused.
 
     Args:
-        host: Serves.
         requests: How many are sent.
         samples: How often memory is measured.
     """

@@ -12,8 +12,6 @@ from tests.support import faulty_server as faulty
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
-__all__ = ["FAILOVERS", "FAULTS", "Deployment"]
-
 
 @contextmanager
 def killed(server: RedisServer) -> Iterator[None]:

@@ -20,8 +20,6 @@ from tests.support.redis_server import RedisServer
 from tests.support.serving import CHAT, in_flight
 from tests.support.waiting import wait_until
 
-__all__ = ["disk_full", "failover", "leaving_clients", "redis_fault", "slow_clients"]
-
 DOCUMENTED = {200, 400, 401, 404, 413, 422, 429, 500, 503, 504}
 
 
@@ -29,7 +27,6 @@ def redis_fault(host: Host, name: str, seconds: float) -> dict[str, Any]:
     """Return the row of a fault of one Redis.
 
     Args:
-        host: Serves.
         name: One of ``FAULTS``.
         seconds: How long the load runs before, during and after the fault.
     """

@@ -9,8 +9,6 @@ from typing import Any
 from benchmarks.gpu.bench import Row
 from benchmarks.gpu.models import Scale
 
-__all__ = ["Ask", "asks"]
-
 
 @dataclass(frozen=True)
 class Ask:

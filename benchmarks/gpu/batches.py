@@ -13,8 +13,6 @@ from rag_posfix.contracts.request import Sampling
 from rag_posfix.generation.batching.session_batch import advance_batch
 from rag_posfix.generation.decode.sampling import Sampler, choose_together
 
-__all__ = ["cells"]
-
 METHODS = ("none", "parallel_encoding", "context_experts")
 
 

@@ -17,8 +17,6 @@ from rag_posfix.errors import RagPosfixError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
 
-__all__ = ["Bench", "Cell", "Part", "Row", "choice", "run_parts"]
-
 Row = dict[str, Any]
 
 
@@ -55,7 +53,6 @@ class Bench:
 
     Args:
         scale: How much is measured.
-        device: Where.
         dtype: Of the models of real shapes.
     """
 

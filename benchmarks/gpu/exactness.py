@@ -25,8 +25,6 @@ from rag_posfix.patching.install import stock_copy
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 
-__all__ = ["BF16", "FLOAT32", "RANKING", "Exactness", "cells", "idle_is_identical", "kernel"]
-
 FLOAT32, BF16 = 1e-4, 0.1
 LENGTHS = (7, 4, 9, 6)
 TOKENS = (5, 9, 11, 20)
@@ -34,12 +32,7 @@ RANKING = frozenset({"calibrated_attention", "head_scaling", "inter_document", "
 
 
 class Exactness:
-    """A small model on the CPU in float32 and on a device, and what differs between them.
-
-    Args:
-        model: The model.
-        device: The device.
-    """
+    """A small model on the CPU in float32 and on a device, and what differs between them."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self._model, self._device = model, device

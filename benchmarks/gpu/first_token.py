@@ -18,8 +18,6 @@ from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.install import stock_copy
 from rag_posfix.plan.layout import Layout
 
-__all__ = ["ASKED_METHODS", "STORE_BYTES", "cells"]
-
 ASKED_METHODS = ("none", "parallel_encoding", "context_experts", "sorted_inter_document", "inter_document")
 """Measured first: the asks are about them."""
 

@@ -17,8 +17,6 @@ from rag_posfix.patching.install import install
 from rag_posfix.patching.verify import verify
 from rag_posfix.plan.layout import Layout, Span
 
-__all__ = ["REAL", "TINY", "Model", "Scale", "Size", "engine_of", "free_memory", "loaded_model", "random_layout"]
-
 PREFIX_TOKENS, SUFFIX_TOKENS = 32, 32
 
 _LLAMA_8B: Mapping[str, Any] = MappingProxyType({

@@ -13,8 +13,6 @@ from benchmarks.gpu.models import random_layout
 from benchmarks.gpu.synchronisations import count_synchronisations
 from benchmarks.gpu.timing import seconds
 
-__all__ = ["cells"]
-
 METHODS = ("none", "context_experts", "inter_document")
 TOP = 15
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["environment", "write"]
-
 _PACKAGES = ("torch", "transformers", "numpy", "safetensors", "triton", "flash-attn")
 
 

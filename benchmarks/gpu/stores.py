@@ -25,8 +25,6 @@ from rag_posfix.generation.prefill.per_passage import encode_passages
 from rag_posfix.generation.prefill.resolved_row import resolve
 from rag_posfix.plan.layout import Layout
 
-__all__ = ["cells"]
-
 METHOD = "parallel_encoding"
 REPEATS = 3
 

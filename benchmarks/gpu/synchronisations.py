@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Synchronisations", "count_synchronisations"]
-
 _READS = dict.fromkeys(("item", "__int__", "__float__", "__bool__", "__index__"), "item")
 _READS.update(tolist="tolist", cpu="cpu", numpy="numpy")
 """Methods of tensors that read values, which a dispatch mode does not see everywhere."""

@@ -14,8 +14,6 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.generation.engine import Engine
 from rag_posfix.plan.layout import Layout
 
-__all__ = ["Reading", "median", "now", "peak_bytes", "read_method", "read_stock", "seconds"]
-
 
 def now(device: torch.device) -> float:
     """Return the time when the device has done all that it was given."""

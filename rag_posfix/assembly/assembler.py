@@ -117,11 +117,9 @@ class Assembler:
         """Return the prompt that asks ``question`` about ``documents``.
 
         Args:
-            question: The question.
             documents: Candidates with ``metadata["relevance_score"]`` or without, in any order; never changed.
             order: The order of the passages: a name, or ``name:parameter=value``.
             seed: For the order ``random``.
-            max_new_tokens: Tokens to reserve for the answer.
             budget_tokens: Token limit of all passages, headings and separators included; the rest of the context
                 window if None.
             history: Earlier messages; system messages among them move to the front.

@@ -10,16 +10,6 @@ from typing import Literal, get_args
 
 from rag_posfix.errors import ConfigError, PromptTooLongError
 
-__all__ = [
-    "FEWEST_TOKENS",
-    "Overflow",
-    "PassageBudget",
-    "Selection",
-    "select_passages",
-    "truncate",
-    "truncate_at_sentence",
-]
-
 FEWEST_TOKENS = 4
 """A passage is never cut to fewer text tokens than this."""
 
@@ -78,7 +68,6 @@ class PassageBudget:
         """Return a function from a rank to the token limit of its passage.
 
         Args:
-            count: Number of passages.
             budget: Token limit of all passages together.
         """
         tokens = self.tokens

@@ -17,17 +17,6 @@ from rag_posfix.assembly.orders import best_first
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import clean_text, content_hash
 
-__all__ = [
-    "CheckedDocument",
-    "DropReason",
-    "Dropped",
-    "checked_document",
-    "content_key",
-    "distinct_indices",
-    "document_id",
-    "ranked_indices",
-]
-
 DropReason = Literal["duplicate", "empty", "budget"]
 
 
@@ -64,9 +53,6 @@ class CheckedDocument:
 def content_key(document: Document) -> str:
     """Return the key of the document's passage in a layout: a content hash of its title and its text.
 
-    Args:
-        document: The document.
-
     Raises:
         ConfigError: it is no Document, or its content is no string.
     """
@@ -74,11 +60,7 @@ def content_key(document: Document) -> str:
 
 
 def document_id(document: Document) -> str:
-    """Return the id of a document in prompts and answers: its own, else ``metadata["id"]``, else a hash of its text.
-
-    Args:
-        document: The document.
-    """
+    """Return the id of a document in prompts and answers: its own, ``metadata["id"]``, or a hash of its text."""
     for given in (document.id, document.metadata.get("id")):
         if given is not None and str(given):
             return clean_text(str(given))
@@ -139,9 +121,6 @@ def ranked_indices(documents: Sequence[CheckedDocument]) -> tuple[int, ...]:
 
     Equal scores are ordered by content key, so that the documents that a budget keeps do not depend on the given
     order. Documents without a score rank last. If no document has a score, the given order counts as best first.
-
-    Args:
-        documents: The documents to rank.
     """
     return best_first([document.relevance for document in documents], [document.key for document in documents])
 
@@ -150,9 +129,6 @@ def distinct_indices(documents: Sequence[CheckedDocument]) -> tuple[tuple[int, .
     """Return the indices of the documents with text, without duplicates, ascending; and the documents left out.
 
     Of documents whose text differs in white space only, the highest ranked is kept; of equal rank, the first.
-
-    Args:
-        documents: The documents, in any order.
     """
     best: dict[str, int] = {}
     for index in ranked_indices(documents):

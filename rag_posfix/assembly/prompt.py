@@ -9,8 +9,6 @@ from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import clean_text, content_hash
 
-__all__ = ["BLANK_LINE", "ROLES", "PromptTemplate", "merge_messages"]
-
 BLANK_LINE = "\n\n"
 
 ROLES = ("system", "user", "assistant")
@@ -57,11 +55,7 @@ class PromptTemplate:
         return self.instruction + BLANK_LINE if self.instruction else ""
 
     def heading_for(self, title: str) -> str:
-        """Return the heading of a passage; empty without a title.
-
-        Args:
-            title: The passage's title.
-        """
+        """Return the heading of a passage; empty without a title."""
         return self.heading.replace("{title}", title) if title else ""
 
     def fingerprint(self) -> str:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["RecentPrompts"]
-
 
 class RecentPrompts:
     """Keeps the content keys of the passages of recent prompts, in prompt order. Safe to share between threads.

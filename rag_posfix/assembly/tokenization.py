@@ -21,16 +21,6 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.plan.layout import Layout, Span, Turn
 from rag_posfix.text import clean_text, content_hash
 
-__all__ = [
-    "RELEVANCE_FLOOR",
-    "TokenizedPassage",
-    "TokenizedPrompt",
-    "cut_passage",
-    "label_passage",
-    "tokenize_passage",
-    "tokenize_prompt",
-]
-
 RELEVANCE_FLOOR = 0.01
 """Scores are clipped to [this, 1] in a layout, because methods divide by them. A missing score becomes this."""
 
@@ -133,7 +123,6 @@ def tokenize_passage(
     Args:
         encoder: The generator's tokenizer.
         template: Gives heading and separator.
-        text: The document's text.
         title: Its title; empty for no heading.
         relevance: Its score, or None.
     """
@@ -155,7 +144,6 @@ def label_passage(encoder: TokenEncoder, passage: TokenizedPassage, label: str) 
 
     Args:
         encoder: The tokenizer that made the passage.
-        passage: The passage.
         label: Any text, such as a number.
     """
     heading, text, separator = passage.written
@@ -176,7 +164,6 @@ def cut_passage(
 
     Args:
         encoder: The tokenizer that made the passage.
-        passage: The passage.
         limit: Maximum number of tokens, heading and separator included.
         shorten: Cuts the tokens of the text, as ``truncate`` does.
         heading_limit: Maximum number of tokens of the heading; it is not cut if None.
@@ -234,7 +221,6 @@ def tokenize_prompt(
     Args:
         encoder: The generator's tokenizer.
         template: The text of the user's turn.
-        question: The question.
         history: Earlier messages; if the last is by the user, it is joined to this turn.
         has_passages: False for a prompt without passages: the user's turn is the question alone.
 

@@ -8,19 +8,6 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-__all__ = [
-    "LSE_KERNELS",
-    "attend_segments",
-    "attend_with_lse",
-    "efficient",
-    "flash",
-    "has_lse_kernel",
-    "last_row",
-    "merge",
-    "scores",
-    "weigh",
-]
-
 QUERY_BLOCK = 256
 """Queries per block where no fused kernel returns the log-sum-exp: bounds the score tensor."""
 

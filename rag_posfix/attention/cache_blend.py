@@ -11,8 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from rag_posfix.attention.blockwise import QUERY_BLOCK
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 
-__all__ = ["SelectedAttention", "deviation", "first_tokens", "most_deviating"]
-
 
 def deviation(fresh: Tensor, kept: Tensor) -> Tensor:
     """Return how far each token's values are from what they should be, (T,) float32.

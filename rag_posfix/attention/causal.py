@@ -11,16 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rag_posfix.attention.blockwise import attend_with_lse, has_lse_kernel, merge
 
-__all__ = [
-    "attend_causal",
-    "attend_causal_each",
-    "attend_causal_fast",
-    "attend_causal_rows",
-    "attend_causal_tiled",
-    "runs",
-    "tiles",
-]
-
 TILE_SCORES = 3 * 2**19
 """Scores computed at a time, 3 or 6 MiB: few operations, in the processor's cache; allocators kv_lookup the memory."""
 

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["jensen_shannon"]
-
 
 def jensen_shannon(left: Tensor, right: Tensor) -> Tensor:
     """Return the Jensen-Shannon divergence in bits: 0 for equal distributions, 1 for ones without a common token.

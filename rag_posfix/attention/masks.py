@@ -10,8 +10,6 @@ from torch import Tensor
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import MaskFunction
 
-__all__ = ["block_diagonal_mask", "causal_mask", "materialize", "segment_ids", "windows_mask"]
-
 
 def causal_mask(query: Tensor, key: Tensor) -> Tensor:
     """Let a token see itself and all before it."""

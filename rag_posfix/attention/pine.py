@@ -16,8 +16,6 @@ from rag_posfix.attention.rope import ComplexPairs
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride, Rotated
 from rag_posfix.plan.layout import Layout
 
-__all__ = ["ByImportance"]
-
 ROWS = 64
 """Tokens after the documents that are computed at a time: each has arrangements of its own."""
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from rag_posfix.attention.causal import tiles
 
-__all__ = ["distances", "document_importance", "shares", "token_importance"]
-
 
 def shares(lengths: Tensor) -> Tensor:
     """Return 1 / n_j where a token belongs to document j and 0 elsewhere, (sum of n_j, N) float32.

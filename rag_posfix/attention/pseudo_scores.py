@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["pseudo_log_mass"]
-
 
 def pseudo_log_mass(rows: Tensor, n_tokens: int, gamma: float) -> Tensor:
     """Return the log-sum-exp of the pseudo-scores of each row, -inf for a row without any.

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from rag_posfix.attention.rope import rotate_half_split
 
-__all__ = ["reference_attention", "reference_scores"]
-
 
 def reference_scores(query: Tensor, key: Tensor, distance: Tensor, frequencies: Tensor, scaling: float) -> Tensor:
     """Return q^T R(distance) k scaling for every pair: RoPE by relative distance alone.

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ComplexPairs", "add_rotation", "rotate_half_split"]
-
 
 def rotate_half_split(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first ``cos.shape[-1]`` channels of each vector, pairing channel i with channel i + half.

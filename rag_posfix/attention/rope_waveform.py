@@ -12,8 +12,6 @@ from torch import Tensor
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["search_factors", "trough_depth", "waveform"]
-
 TROUGH_SHARE = 0.1
 
 

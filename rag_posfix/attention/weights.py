@@ -11,8 +11,6 @@ from torch import Tensor
 from rag_posfix.attention.blockwise import scores
 from rag_posfix.attention.causal import runs
 
-__all__ = ["head_attention", "last_query_attention"]
-
 ROWS = 64
 """Queries at a time whose attention is materialised."""
 

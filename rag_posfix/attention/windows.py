@@ -15,8 +15,6 @@ from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import MaskFunction
 
-__all__ = ["Indentation", "WindowedAttention", "window_positions", "windows_of"]
-
 Indentation = Literal["left", "right"]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["AdaptiveDeadline"]
-
 
 class AdaptiveDeadline:
     """How long to wait for a store. It grows where the store, the network or this machine is busy.

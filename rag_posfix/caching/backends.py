@@ -14,8 +14,6 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from rag_posfix.registry import Registry
 
-__all__ = ["Backends", "Locality"]
-
 
 class Locality(IntEnum):
     """The distance of a backend's entries. A cache looks up its tiers in this order."""
@@ -63,10 +61,6 @@ class Backends(Generic[_SettingsT, _TierT]):
         tier, or None if the settings turn it off. It opens no file and connects to nothing; the tier does so at its
         first use.
 
-        Args:
-            name: Name of the backend and of its tiers.
-            locality: Locality of its entries.
-
         Raises:
             ConfigError: ``name`` is registered already.
         """
@@ -85,7 +79,6 @@ class Backends(Generic[_SettingsT, _TierT]):
         """Return the tiers that ``settings`` turn on, nearest first; none if the whole cache is turned off.
 
         Args:
-            settings: The settings of the cache.
             cache_dir: Folder of this process's caches; a backend that keeps files uses a folder of its own in it.
 
         Raises:

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from rag_posfix.errors import CacheError
 
-__all__ = ["CircuitBreaker"]
-
 
 class CircuitBreaker:
     """Decides whether a store may be used.

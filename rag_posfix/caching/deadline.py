@@ -13,8 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["DeadlineRunner"]
-
 _T = TypeVar("_T")
 _JOIN_SECONDS = 0.2
 

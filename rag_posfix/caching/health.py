@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 
-__all__ = ["Health"]
-
 _logger = logging.getLogger(__name__)
 
 
@@ -15,7 +13,6 @@ class Health:
 
     Args:
         label: Name of the store in the log, without a password.
-        cache: The cache of the store.
     """
 
     def __init__(self, label: str, cache: str) -> None:

@@ -14,8 +14,6 @@ from urllib.parse import unquote, urlsplit
 
 from rag_posfix.errors import CacheError, missing_extra
 
-__all__ = ["RedisTarget", "redis_target"]
-
 _ALLOWED = (
     "redis://[[user]:password@]host[:port][/db], rediss:// (TLS), unix://[[user]:password@]/path, "
     "redis-cluster://[[user]:password@]host:port[,host:port...] or "
@@ -41,7 +39,6 @@ def redis_target(url: str, timeout_seconds: float) -> RedisTarget:
     """Return the Redis at ``url``. Nothing is connected.
 
     Args:
-        url: Its address.
         timeout_seconds: Bound of connecting and of each read and write.
 
     Raises:

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["RedisKeyspace"]
-
 _COMMANDS_PER_ROUND_TRIP = 500
 _CLOCK_SKEW_SECONDS = 60.0
 
@@ -35,9 +33,6 @@ class RedisKeyspace:
         """Record that ``key`` has ``tags``. Do so before the entry is written: without its tags none could delete it.
 
         Args:
-            client: A connected client.
-            key: The key of the entry.
-            tags: Its tags.
             now: Seconds since 1970.
             ttl_seconds: How long the entry lives.
         """

@@ -16,8 +16,6 @@ from rag_posfix.caching.store_access import StoreAccess, StoreFailures
 from rag_posfix.caching.tier import Counters
 from rag_posfix.errors import CacheError
 
-__all__ = ["RedisLink"]
-
 _SLOWER = 10
 _LONGEST_SECONDS = 1.0
 _COOLDOWN_SECONDS = (0.5, 5.0)
@@ -38,9 +36,7 @@ class RedisLink:
     Args:
         url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``.
         timeout_seconds: Bound of one operation while Redis is fast, connecting included, > 0.
-        cache: The cache that uses it, for the log.
         counters: Where ``errors`` are counted.
-        breaker: Decides when a failing Redis is asked again.
 
     Raises:
         CacheError: The URL is not valid.

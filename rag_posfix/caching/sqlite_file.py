@@ -18,8 +18,6 @@ try:
 except ImportError:  # Windows: two processes that replace a damaged file at the same time may do so twice
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["SqliteFile", "is_damage", "is_refusal"]
-
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, value BLOB NOT NULL, expires_at REAL NOT NULL, used_at REAL NOT NULL

@@ -10,8 +10,6 @@ from rag_posfix.caching.breaker import CircuitBreaker
 from rag_posfix.caching.health import Health
 from rag_posfix.caching.tier import Counters
 
-__all__ = ["StoreAccess", "StoreFailures"]
-
 _T = TypeVar("_T")
 
 
@@ -56,7 +54,6 @@ class StoreAccess:
         """Return what ``operation`` returns, or None if it fails or the circuit breaker is open.
 
         Args:
-            operation: Asks the store.
             ignore_breaker: Ask the store even while the breaker is open.
         """
         breaker = self._failures.breaker

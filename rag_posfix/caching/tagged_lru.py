@@ -10,8 +10,6 @@ from typing import Generic, TypeVar
 
 from rag_posfix.caching.tier import Counters, TierStats
 
-__all__ = ["TaggedLRU"]
-
 _V = TypeVar("_V")
 
 
@@ -54,10 +52,7 @@ class TaggedLRU(Generic[_V]):
         """Store ``value`` under ``key``, replacing an earlier value; evict entries until it fits.
 
         Args:
-            key: The key.
-            value: The value.
             n_bytes: Size of the value. If it exceeds the limit, ``key`` has no value afterwards.
-            tags: Tags for deletion.
         """
         with self._lock:
             self._discard(key)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Counters", "Tier", "TierStats"]
-
 
 class Counters:
     """Named counts that several threads may add to."""
@@ -70,10 +68,6 @@ class TierStats:
         """Return the statistics of a tier that counts under the names of the fields above.
 
         Args:
-            name: Name of the backend.
-            counters: Counts of the tier.
-            entries: Entries held.
-            n_bytes: Bytes held.
             available: Whether the tier is used now.
         """
         return cls(

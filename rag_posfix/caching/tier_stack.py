@@ -11,8 +11,6 @@ from rag_posfix.caching.health import Health
 from rag_posfix.caching.tier import Tier
 from rag_posfix.errors import CacheError
 
-__all__ = ["FailSafeTier", "TierStack"]
-
 _TierT = TypeVar("_TierT", bound=Tier)
 _T = TypeVar("_T")
 
@@ -23,7 +21,6 @@ class FailSafeTier(Generic[_TierT]):
     Tiers handle the failures of their stores themselves; this catches what they did not foresee.
 
     Args:
-        tier: The tier.
         cache: The cache that the tier belongs to, for the log.
     """
 
@@ -84,7 +81,6 @@ class TierStack(Generic[_TierT]):
 
         Args:
             deletions: ``deletions`` before the search.
-            write: Writes the copy.
         """
         with self._copy_lock:
             if deletions == self._deletions and deletions % 2 == 0:

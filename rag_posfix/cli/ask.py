@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from rag_posfix.pipeline.pipeline import Pipeline, Question
     from rag_posfix.settings import Settings
 
-__all__ = ["ask"]
-
 _SHOWN_SOURCES = 5
 _SNIPPET_CHARACTERS = 120
 

@@ -18,8 +18,6 @@ from rag_posfix.cli.options import (
 )
 from rag_posfix.cli.output import emit_json, experiment_step, out, table
 
-__all__ = ["bench"]
-
 _COLUMNS = {
     "ttft_cold_ratio": "cold",
     "ttft_warm_memory_ratio": "warm",

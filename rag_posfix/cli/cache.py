@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from rag_posfix.caching.answers.tiered import TieredAnswerCache
     from rag_posfix.caching.kv.store import PassageStore
 
-__all__ = ["app", "clear", "stats"]
-
 app = typer.Typer(help="Show or clear the answer cache and the passage KV store.", no_args_is_help=True)
 
 

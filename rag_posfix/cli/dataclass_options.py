@@ -12,8 +12,6 @@ import typer
 
 from rag_posfix.parameters import Whole, parameters_of
 
-__all__ = ["with_options_of"]
-
 
 def with_options_of(cls: type[Any], name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator for a command whose parameter ``name`` is made from an option per field of ``cls``.
@@ -22,7 +20,6 @@ def with_options_of(cls: type[Any], name: str) -> Callable[[Callable[..., None]]
 
     Args:
         cls: A dataclass that checks its values itself.
-        name: The parameter of the command.
     """
     options = _options(cls)
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from rag_posfix.retrieval.dense import PassageRetriever
     from rag_posfix.settings import Settings
 
-__all__ = ["demo"]
-
 PASSAGES = 10
 GOLD_POSITIONS = {"first": 0, "middle": 5, "last": PASSAGES - 1}
 ANSWER_TOKENS = 20

@@ -22,8 +22,6 @@ from rag_posfix.cli.options import (
 from rag_posfix.cli.output import emit_json, experiment_step, out, table
 from rag_posfix.cli.rerank import rerank, rerank_positions
 
-__all__ = ["app", "permutations", "positions"]
-
 Data = Annotated[
     Path,
     typer.Option(

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from rag_posfix.retrieval.indexing import IndexUpdate
     from rag_posfix.settings import Settings
 
-__all__ = ["index"]
-
 _SHOWN_FILES = 10
 _SKIPPED = {
     "unreadable": "cannot be read",

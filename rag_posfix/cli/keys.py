@@ -15,8 +15,6 @@ from rag_posfix.errors import missing_extra
 if TYPE_CHECKING:
     from rag_posfix_api.keys.store import KeyStore
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Create, list and revoke API keys of the service.", no_args_is_help=True)
 
 DataDir = Annotated[

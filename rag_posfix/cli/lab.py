@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, checked_output, split_outside
+from rag_posfix.cli.options import AsJson, checked_output
 from rag_posfix.cli.output import emit_json, experiment_step, out, table
-from rag_posfix.contracts.method_spec import parse_method
+from rag_posfix.contracts.method_spec import parse_method, split_outside
 
 if TYPE_CHECKING:
     from rag_posfix.encodings import Encoding
     from rag_posfix.laboratory.tasks import Task
-
-__all__ = ["app", "list_laboratory", "maps", "run"]
 
 app = typer.Typer(help="Train small decoders with each position encoding on generated tasks.", no_args_is_help=True)
 

@@ -30,8 +30,6 @@ from rag_posfix.errors import RagPosfixError
 from rag_posfix.settings import wait_politely
 from rag_posfix.text import clean_text
 
-__all__ = ["app", "main"]
-
 _INTERRUPTED = 130
 
 app = typer.Typer(

@@ -12,8 +12,6 @@ from rag_posfix.cli.options import AsJson
 from rag_posfix.cli.output import emit_json, out, table
 from rag_posfix.contracts.method_spec import MethodSpec
 
-__all__ = ["describe_mitigation", "methods"]
-
 FIRST_STAGES = {
     "dense": "Retrieves by embeddings: the passages whose vectors have the highest cosine with the question's.",
     "bm25": "Retrieves by words: Lucene's BM25 on title and text, without stemming. Needs no embedding model.",

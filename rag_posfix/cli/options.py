@@ -20,39 +20,12 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", Settings, ServiceSettings)
 
-__all__ = [
-    "BASIC_METHODS",
-    "AdapterFolder",
-    "AsJson",
-    "DeviceName",
-    "EmbeddingModel",
-    "GoldPositions",
-    "ModelName",
-    "Split",
-    "check_arrangement",
-    "check_index",
-    "checked_choice",
-    "checked_choices",
-    "checked_choices_and_arrangements",
-    "checked_output",
-    "follows",
-    "gold_positions_of",
-    "parse_choice",
-    "parse_gold_positions",
-    "service_settings_from",
-    "setting_option",
-    "settings_from",
-    "split_outside",
-]
-
 
 def setting_option(flag: str, help: str, *, of: type[BaseSettings] = Settings, **limits: Any) -> Any:
     """Return an option that overrides the setting of its name, whose default ``--help`` shows.
 
     Args:
         flag: ``--max-tokens`` for the setting ``max_tokens``.
-        help: Its description.
-        of: The settings it belongs to.
         limits: Of ``typer.Option``.
     """
     default = of.model_fields[flag.removeprefix("--").replace("-", "_")].default

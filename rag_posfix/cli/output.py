@@ -22,19 +22,6 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-__all__ = [
-    "RateColumn",
-    "emit_json",
-    "err",
-    "experiment_step",
-    "out",
-    "progress_bar",
-    "progress_bars",
-    "status",
-    "table",
-]
-
-
 _NO_TERMINAL = 80
 _WIDTH_OF_FILES = 160
 """Characters of a line in a file or pipe, where rich would assume 80: names of methods then fit into one line."""
@@ -62,7 +49,6 @@ def table(*headings: str, **options: Any) -> Table:
     """Return a table whose cells are never cut: a word that is too long for its column continues on the next line.
 
     Args:
-        headings: Of the columns.
         options: Of ``rich.table.Table``.
     """
     return Table(*(Column(heading, overflow="fold") for heading in headings), **options)

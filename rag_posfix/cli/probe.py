@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rag_posfix.probing.base import Probe
     from rag_posfix.settings import Settings
 
-__all__ = ["ProbeGroup", "app", "list_probes", "probe_all"]
-
 Out = Annotated[Path, typer.Option("--out", callback=checked_output, help="Folder for the record and the picture.")]
 
 

@@ -25,8 +25,6 @@ from rag_posfix.errors import ConfigError
 if TYPE_CHECKING:
     from rag_posfix.evaluation import RerankerChoice
 
-__all__ = ["rerank", "rerank_positions"]
-
 Rerankers = Annotated[
     str, typer.Option("--reranker", help="Rerankers, comma-separated: name, or name:parameter=value with JSON values.")
 ]
@@ -160,10 +158,10 @@ def _reranker_choices(text: str, at_least: int = 0) -> list[RerankerChoice]:
     Raises:
         ConfigError: too few, a parameter without a value, or an unclosed bracket or quote.
     """
+    from rag_posfix.contracts.arrangement_text import read_reranker
     from rag_posfix.evaluation import RerankerChoice
     from rag_posfix.pipeline.file_parameters import with_file_parameters
     from rag_posfix.reranking import RERANKERS
-    from rag_posfix.reranking.build import read_reranker
 
     parts = split_outside(text, ",") if text.strip() else []
     if len(parts) < at_least:

@@ -21,8 +21,6 @@ from rag_posfix.cli.options import (
 from rag_posfix.errors import missing_extra
 from rag_posfix.settings import ServiceSettings
 
-__all__ = ["serve"]
-
 
 def serve(
     host: Annotated[str | None, setting_option("--host", "Address to listen on.", of=ServiceSettings)] = None,

@@ -8,8 +8,6 @@ from rag_posfix.cli.train_data import data
 from rag_posfix.cli.train_forgetting import forgetting
 from rag_posfix.cli.train_model import block, distill, in2
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Make training data and fine-tune models against position bias.", no_args_is_help=True)
 app.command("data")(data)
 app.command("in2")(in2)

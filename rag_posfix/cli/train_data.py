@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rag_posfix.contracts.generator import Generator
     from rag_posfix.evaluation.data.position_example import PositionExample
 
-__all__ = ["data"]
-
 Out = Annotated[
     Path, typer.Option("--out", callback=checked_output, help="Folder for samples.jsonl and its statistics.")
 ]

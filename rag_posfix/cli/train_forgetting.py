@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from rag_posfix.generation.engine import Engine
     from rag_posfix.settings import Settings
 
-__all__ = ["forgetting"]
-
 SEGMENT_WORDS = 300
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rag_posfix.settings import Settings
     from rag_posfix.training.objectives import Objective
 
-__all__ = ["block", "distill", "in2"]
-
 Data = Annotated[Path, typer.Option("--data", help="Samples, as rag-posfix train data writes them.")]
 Out = Annotated[
     Path, typer.Option("--out", callback=checked_output, help="Folder for checkpoint, record and adapter or model.")

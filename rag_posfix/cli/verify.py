@@ -5,8 +5,6 @@ from __future__ import annotations
 from rag_posfix.cli.options import AdapterFolder, AsJson, DeviceName, ModelName, settings_from
 from rag_posfix.cli.output import emit_json, out, status
 
-__all__ = ["verify"]
-
 
 def verify(
     model: ModelName = None, adapter: AdapterFolder = None, device: DeviceName = None, as_json: AsJson = False

@@ -12,8 +12,6 @@ from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import FinishReason, MitigationChoice, Sampling, Usage
 from rag_posfix.contracts.token_scores import ScoredToken
 
-__all__ = ["Answer", "AnswerChunk", "AnswerDocument", "Citation", "Question"]
-
 
 @dataclass(frozen=True, slots=True)
 class Question:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["collected_warnings", "warn"]
-
 _WARNINGS: ContextVar[list[str] | None] = ContextVar("rag_posfix_warnings", default=None)
 
 

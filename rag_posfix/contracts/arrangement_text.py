@@ -5,8 +5,6 @@ from __future__ import annotations
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method, split_outside
 from rag_posfix.errors import ConfigError
 
-__all__ = ["GIVEN_ORDER", "read_arrangement", "read_reranker"]
-
 GIVEN_ORDER = "original"
 """The order of an arrangement that names none: passages stay as they are given."""
 

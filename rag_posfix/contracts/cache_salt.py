@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["current_salt", "own_tags", "salted"]
-
 _SALT: ContextVar[str] = ContextVar("rag_posfix_salt", default="")
 
 

@@ -8,17 +8,6 @@ from typing import Protocol, runtime_checkable
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
 from rag_posfix.plan.layout import Layout, Span
 
-__all__ = [
-    "ChatMessage",
-    "Generator",
-    "PassageReader",
-    "PromptEncoder",
-    "ScoringGenerator",
-    "TokenEncoder",
-    "WatchedGenerator",
-    "gives_scores",
-]
-
 ChatMessage = Mapping[str, str]
 """``{"role": "system" | "user" | "assistant", "content": text}``."""
 
@@ -174,7 +163,6 @@ class WatchedGenerator(Generator, Protocol):
         """Do what ``stream`` does, with two callbacks that run in the thread of the model and must be quick.
 
         Args:
-            request: The prompt.
             check: Called before each step; an exception of ``check`` ends the answer and is raised in the stream.
             released: Called at most once, when the model has finished the answer, even if pieces wait to be read.
         """

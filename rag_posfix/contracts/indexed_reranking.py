@@ -14,8 +14,6 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import RerankingError
 
-__all__ = ["RankedDocument", "arerank_indexed", "rerank_indexed"]
-
 _INDEX = "_rag_posfix_index"
 
 
@@ -37,7 +35,6 @@ def rerank_indexed(reranker: Reranker, question: str, documents: Sequence[Docume
 
     Args:
         reranker: The reranker; it is not called without documents.
-        question: The question.
         documents: The documents; left untouched.
 
     Raises:
@@ -55,7 +52,6 @@ async def arerank_indexed(
 
     Args:
         reranker: The reranker; it is not called without documents.
-        question: The question.
         documents: The documents; left untouched.
     """
     if not documents:

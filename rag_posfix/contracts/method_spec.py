@@ -10,8 +10,6 @@ from typing import Any
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["MethodSpec", "parse_method", "parse_value", "split_outside"]
-
 MAX_CHARACTERS = 1 << 16
 """A method's text, its parameters included, has at most so many characters."""
 MAX_DEPTH = 16
@@ -47,7 +45,6 @@ def parse_method(text: str, kind: str, example: str) -> MethodSpec:
     read.
 
     Args:
-        text: The text.
         kind: The kind of method, for error messages.
         example: A parameter and its value, for error messages.
 

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path, PurePath
 
-__all__ = ["shown_model"]
-
 
 def shown_model(model_id: str) -> str:
-    """Return a name of a model without the folders of this machine; an id of the form owner/name stays.
-
-    Args:
-        model_id: An id, or the path of a folder.
-    """
+    """Return a name of a model without the folders of this machine; an id of the form owner/name stays."""
     path = PurePath(model_id)
     if model_id.startswith((".", "~")) or path.is_absolute() or ("/" in model_id and _is_folder(model_id)):
         return Path(model_id).expanduser().resolve().name or "model"

@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.parameters import parameters_of
 
-__all__ = ["Parametrised"]
-
 
 class Parametrised:
     """Base of registered dataclasses whose fields are their parameters.

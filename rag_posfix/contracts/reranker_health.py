@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-__all__ = ["FAILING_AFTER", "RerankerFailures", "RerankerHealth"]
-
 FAILING_AFTER = 3
 """Failures in a row after which a reranker counts as failing."""
 

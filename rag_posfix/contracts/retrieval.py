@@ -7,8 +7,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from langchain_core.documents import Document
 
-__all__ = ["Reranker", "Retriever"]
-
 
 @runtime_checkable
 class Retriever(Protocol):

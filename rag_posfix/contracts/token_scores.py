@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LEAST", "MOST_ALTERNATIVES", "ScoredToken", "TokenScore"]
-
 LEAST = -9999.0
 """Log-probabilities are at least this, as in OpenAI's API: JSON has no infinity."""
 

@@ -13,8 +13,6 @@ from rag_posfix.encodings.base import ENCODINGS, Encoding, Memory, Positions
 from rag_posfix.encodings.scores import attend_with_bias, distances
 from rag_posfix.encodings.shape import DecoderShape
 
-__all__ = ["Alibi", "alibi_bias", "alibi_slopes"]
-
 
 def alibi_slopes(heads: int) -> list[float]:
     """Return the slope of each head: a geometric sequence from 2^(-8 / heads) with that ratio.

@@ -20,8 +20,6 @@ from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.parameters import check_parameters
 from rag_posfix.registry import Registry
 
-__all__ = ["ENCODINGS", "Encoding", "Memory", "Positions", "create_encoding"]
-
 Memory = Literal["linear", "per head", "per sequence"]
 """What attention keeps in memory: no T x T tensor (fused SDPA), one per head that all sequences share (SDPA with a
 bias), or one per head and sequence (plain softmax, O(T^2))."""

@@ -13,8 +13,6 @@ from rag_posfix.encodings.scores import attend_scores, distances
 from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.parameters import Whole
 
-__all__ = ["Cope", "CopePositions", "contextual_positions", "interpolate"]
-
 
 def contextual_positions(gates: Tensor, p_max: int) -> Tensor:
     """Return how many gates are open from each key to the query, the query's own included, at most ``p_max``.

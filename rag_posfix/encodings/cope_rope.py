@@ -13,8 +13,6 @@ from rag_posfix.encodings.rope import RotaryAngles
 from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.parameters import Number, Whole
 
-__all__ = ["CopeRope"]
-
 
 class _Rotated(CopePositions):
     def __init__(self, tables: int, p_max: int, size: int, *, divide: bool, rotary: RotaryAngles) -> None:

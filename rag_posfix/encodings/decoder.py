@@ -20,8 +20,6 @@ from rag_posfix.encodings.base import ENCODINGS, Encoding, Positions
 from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.errors import ConfigError
 
-__all__ = ["Decoder", "KeysValues", "load_decoder"]
-
 KeysValues = tuple[tuple[Tensor, Tensor], ...]
 """Keys and values of each layer, (B, H, T, D), as they are projected: encodings work on them in every step."""
 

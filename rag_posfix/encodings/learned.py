@@ -13,8 +13,6 @@ from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Whole
 
-__all__ = ["Learned"]
-
 
 class _Table(Positions):
     def __init__(self, n_positions: int, width: int) -> None:

@@ -13,8 +13,6 @@ from rag_posfix.encodings.base import ENCODINGS, Encoding, Positions
 from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.parameters import Number
 
-__all__ = ["Nope"]
-
 
 class _UniformScale(Positions):
     def __init__(self, scale: float) -> None:

@@ -15,8 +15,6 @@ from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Number
 
-__all__ = ["Rope", "RotaryAngles"]
-
 
 @dataclass(frozen=True, slots=True)
 class RotaryAngles:

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["attend_scores", "attend_with_bias", "distances", "hide_future"]
-
 
 def distances(n_query: int, n_key: int, device: torch.device) -> Tensor:
     """Return i - j for query i and key j, where queries are the last of the tokens; below 0 for future keys.

@@ -8,8 +8,6 @@ from typing import Annotated, Literal
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Number, Whole, check_parameters
 
-__all__ = ["DecoderShape"]
-
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:

@@ -13,8 +13,6 @@ from rag_posfix.encodings.scores import attend_scores, distances
 from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.parameters import Whole
 
-__all__ = ["Shaw"]
-
 
 class _Vectors(Positions):
     def __init__(self, layers: int, max_distance: int, size: int) -> None:

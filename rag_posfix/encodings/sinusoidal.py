@@ -13,8 +13,6 @@ from rag_posfix.encodings.base import ENCODINGS, Encoding, Positions
 from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.parameters import Number
 
-__all__ = ["Sinusoidal", "sinusoids"]
-
 
 def sinusoids(positions: Tensor, width: int, base: float) -> Tensor:
     """Return PE(t, 2i) = sin(t / base^(2i / width)) and PE(t, 2i + 1) = cos of the same.

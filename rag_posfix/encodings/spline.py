@@ -13,8 +13,6 @@ from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Whole
 
-__all__ = ["Spline", "SplineAutoencoder", "spline_basis"]
-
 
 def spline_basis(n_points: int, degree: int, at: Tensor) -> Tensor:
     """Return the B-spline basis with a clamped uniform knot vector: the weight of each control point at each place.

@@ -17,8 +17,6 @@ from rag_posfix.encodings.scores import hide_future
 from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.parameters import Number, Whole
 
-__all__ = ["StableMask"]
-
 
 class _PseudoScores(Positions):
     def __init__(self, gamma: float, train_length: int, positions: str) -> None:

@@ -15,8 +15,6 @@ from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Whole
 
-__all__ = ["T5", "bucket_of"]
-
 
 def bucket_of(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     """Return the bucket of each distance: the distance itself in the first half, then logarithmic.

@@ -17,8 +17,6 @@ from rag_posfix.evaluation.whole_file import write_whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["OTHER_COLORS", "new_axes", "new_row", "save_figure", "svg_of", "with_picture"]
-
 OTHER_COLORS = ("#1f6f54", "#33658a", "#f2a541", "#6a4c93", "#8a8a8a", "#2ca6a4", "#a23b72", "#5b4b2a")
 FORMATS = ("svg", "png")
 _LONG_NUMBER = re.compile(r"(?<![\d.#])[1-9]\d*\.\d{4,}")
@@ -31,10 +29,6 @@ def with_picture(record: ExperimentRecord, draw: Callable[[Mapping[str, Any]], F
     """Return the record with a picture beside its files, as SVG and PNG; as it is if it has no files.
 
     Without matplotlib (extra ``eval``) there is no picture, and a warning says how to get one.
-
-    Args:
-        record: The record.
-        draw: Makes the figure from its head.
 
     Raises:
         EvaluationError: a file cannot be written.
@@ -52,10 +46,6 @@ def with_picture(record: ExperimentRecord, draw: Callable[[Mapping[str, Any]], F
 
 def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
     """Write a figure as SVG and PNG beside a record, and return the paths by format.
-
-    Args:
-        figure: The figure.
-        record: The path of the record's head.
 
     Raises:
         EvaluationError: a file cannot be written.
@@ -108,7 +98,6 @@ def new_row(count: int, size: tuple[float, float], *, share_y: bool = False) -> 
     """Return a figure with axes side by side.
 
     Args:
-        count: How many.
         size: Width and height in inches.
         share_y: Whether all have one scale of y.
 

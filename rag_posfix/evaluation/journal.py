@@ -20,8 +20,6 @@ from rag_posfix.evaluation.record import source_commit
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["LineJournal"]
-
 Row = TypeVar("Row", bound="DataclassInstance")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-__all__ = ["Progress", "silent"]
-
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 """Called with the name of a step when it begins; returns a context whose value is called with (done, total)."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from rag_posfix.errors import EvaluationError, RagPosfixError, missing_extra
 
-__all__ = ["connected", "fetched", "found_there"]
-
 
 @contextmanager
 def connected() -> Iterator[Any]:

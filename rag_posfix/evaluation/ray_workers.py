@@ -9,8 +9,6 @@ from typing import Any
 
 from rag_posfix.evaluation.ray_cluster import found_there
 
-__all__ = ["RayWorkers", "ray_workers"]
-
 RESTARTS = 3
 """A process that dies is started again so often, with the call that it was answering."""
 
@@ -19,10 +17,6 @@ class RayWorkers:
     """Processes that are called by the name of a method. Each answers one call at a time.
 
     Only processes that have started are called. A cluster that has no room for all of them answers with fewer.
-
-    Args:
-        ray: Ray's module, connected.
-        actors: Handles of the processes.
     """
 
     def __init__(self, ray: Any, actors: Sequence[Any]) -> None:
@@ -41,19 +35,11 @@ class RayWorkers:
         """Call a method once; return a reference to the result, which stays on the cluster.
 
         A failure is raised by what uses the reference.
-
-        Args:
-            method: Name of the method.
-            *arguments: Its arguments; a reference stands for its value.
         """
         return next(self._answered(method, [arguments]))[1]
 
     def one(self, method: str, *arguments: Any) -> Any:
         """Call a method once and return the result.
-
-        Args:
-            method: Name of the method.
-            *arguments: Its arguments; a reference stands for its value.
 
         Raises:
             EvaluationError: the call failed.
@@ -64,7 +50,6 @@ class RayWorkers:
         """Yield (index, result) of every call as results come.
 
         Args:
-            method: Name of the method.
             calls: The arguments of each call; a reference stands for its value, but not within a list or an object.
 
         Raises:
@@ -99,10 +84,8 @@ def ray_workers(ray: Any, made: type, arguments: Sequence[Any], count: int) -> I
     """Yield processes, which end with the block.
 
     Args:
-        ray: Ray's module, connected.
         made: The class of which each process holds an object. It should load models at the first call, and not when
             it is made: of an object that cannot be made, Ray tells the reason only within a longer text.
-        arguments: Arguments of the class.
         count: Number of processes, each with one CPU.
     """
     remote = ray.remote(made).options(num_cpus=1, max_restarts=RESTARTS, max_task_retries=RESTARTS)

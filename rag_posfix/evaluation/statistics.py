@@ -17,19 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "Comparison",
-    "bootstrap_interval",
-    "compare_all",
-    "difference_interval",
-    "holm",
-    "mcnemar_p",
-    "mean",
-    "mean_if_known",
-    "randomisation_p",
-    "t_test_p",
-]
-
 _EXACT_UP_TO = 16
 _RESAMPLES = 10_000
 _AT_ONCE = 2**20  # numbers in memory
@@ -59,8 +46,6 @@ def bootstrap_interval(
     Args:
         rows: One row per question, one column per condition. Resampling whole rows keeps conditions paired.
         statistic: Of the column means, for example ``min`` (worst position) or a difference of two of them.
-        resamples: Number of resamples.
-        seed: Seed of the resampling.
 
     Cost: questions x conditions x resamples.
     """
@@ -106,7 +91,6 @@ def compare_all(measure: str, values: Mapping[str, Sequence[float]], seed: int =
     """Compare each run with each one before it.
 
     Args:
-        measure: The measure's name.
         values: Run -> one value per query, the queries in the same order in every run.
         seed: Seeds resampling; every comparison draws the same.
     """
@@ -134,9 +118,7 @@ def randomisation_p(differences: Sequence[float], *, resamples: int = _RESAMPLES
     retrieval evaluation, section 2.1.
 
     Args:
-        differences: One per query.
         resamples: Patterns to draw where there are too many to count.
-        seed: Seed of the random patterns.
     """
     import numpy as np
 
@@ -159,9 +141,6 @@ def randomisation_p(differences: Sequence[float], *, resamples: int = _RESAMPLES
 def t_test_p(differences: Sequence[float]) -> float:
     """Return the two-sided p of the paired t-test; 1 for fewer than two queries or no difference at all.
 
-    Args:
-        differences: One per query.
-
     Raises:
         ConfigError: scipy is not installed.
     """
@@ -182,13 +161,7 @@ def t_test_p(differences: Sequence[float]) -> float:
 def difference_interval(
     differences: Sequence[float], *, resamples: int = _RESAMPLES, seed: int = 0
 ) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the mean, queries resampled.
-
-    Args:
-        differences: One per query.
-        resamples: How many.
-        seed: Seed of the resampling.
-    """
+    """Return the 95 % percentile interval of the mean, queries resampled."""
     import numpy as np
 
     found = np.asarray(differences, dtype=float)

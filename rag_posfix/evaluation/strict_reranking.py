@@ -10,8 +10,6 @@ from rag_posfix.contracts.answer_warnings import collected_warnings
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
 
-__all__ = ["rerank_or_raise"]
-
 
 def rerank_or_raise(
     reranker: Reranker, documents: Sequence[Document], question: str, *, label: str, query: str
@@ -20,9 +18,6 @@ def rerank_or_raise(
 
     Args:
         reranker: The reranker; one in a ``GuardedReranker`` may fail no more than any other.
-        documents: The documents.
-        question: The question.
-        label: Names the reranker, for messages.
         query: The question's id, for messages.
 
     Raises:

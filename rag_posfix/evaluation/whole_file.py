@@ -7,15 +7,12 @@ import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["write_whole"]
-
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
     """Write a file, replacing one that is there; after an error the old one is still there.
 
     Args:
         path: The file; its folder is made.
-        pieces: Its content.
 
     Raises:
         OSError: it cannot be written.

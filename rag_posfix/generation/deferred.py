@@ -14,8 +14,6 @@ from rag_posfix.generation.engine import mitigation_info
 from rag_posfix.generation.load import ModelFacts, read_facts
 from rag_posfix.generation.model.tokenizer import Tokenizer
 
-__all__ = ["DeferredGenerator", "deferred_generator"]
-
 
 class DeferredGenerator:
     """Implements ``contracts.generator.Generator``: describes prompts at once, and loads the model to answer one.

@@ -16,17 +16,11 @@ from rag_posfix.contracts.request import (
     whole_answer,
 )
 
-__all__ = ["DelegatingGenerator"]
-
 Inner = TypeVar("Inner", bound=Generator)
 
 
 class DelegatingGenerator(ABC, Generic[Inner]):
-    """Base of generators that answer with another one. Implements all of ``Generator`` but ``stream``.
-
-    Args:
-        inner: Does the work.
-    """
+    """Base of generators that answer with another one. Implements all of ``Generator`` but ``stream``."""
 
     def __init__(self, inner: Inner) -> None:
         self._inner = inner

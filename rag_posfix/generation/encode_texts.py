@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["TextEncoder"]
-
 
 class TextEncoder:
     """Encodes texts with one model on several cores.
@@ -31,7 +29,6 @@ class TextEncoder:
 
     Args:
         model: A SentenceTransformer. Weights are shared; every core has its own tokenizer.
-        batch_size: Texts per forward pass.
     """
 
     def __init__(self, model: Any, batch_size: int = 16) -> None:

@@ -38,8 +38,6 @@ from rag_posfix.plan.plan import Plan
 if TYPE_CHECKING:
     from rag_posfix.caching.kv.store import PassageStore
 
-__all__ = ["Engine", "mitigation_info"]
-
 
 class Engine:
     """Answers prompts with a patched model. Implements ``contracts.generator.Generator`` and ``PassageReader``.
@@ -298,8 +296,6 @@ class Engine:
         """Decode from a session that has read the request's prompt; as ``stream`` otherwise.
 
         Args:
-            session: The session.
-            request: What is answered.
             advance: Called with each token in the place of ``session.advance``.
             prompt: The tokens of the prompt with their log-probabilities, if the request asked for them.
         """
@@ -316,8 +312,6 @@ class Engine:
         """Read a prompt under a plan that was made for it by ``plan``, and return the session that continues it.
 
         Args:
-            layout: The prompt.
-            plan: What is done differently.
             choice: What the plan was made by; without it nothing is found in the passage store, or kept there.
             salt: As in ``GenerationRequest``.
         """

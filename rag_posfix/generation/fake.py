@@ -21,8 +21,6 @@ from rag_posfix.contracts.request import (
 from rag_posfix.contracts.token_scores import ScoredToken, TokenScore
 from rag_posfix.errors import PromptTooLongError
 
-__all__ = ["FakeGenerator"]
-
 _WORDS = re.compile(r"\s*\S+\s*")
 
 

@@ -17,16 +17,6 @@ from rag_posfix.assembly.orders import OrderFacts, apply_order, create_order
 from rag_posfix.contracts.indexed_reranking import RankedDocument, arerank_indexed, rerank_indexed
 from rag_posfix.errors import ConfigError
 
-__all__ = [
-    "DocumentOrderer",
-    "FrameworkDocument",
-    "OrderedDocument",
-    "checked_count",
-    "checked_order",
-    "create_reranker",
-    "ordered_documents",
-]
-
 
 class FrameworkDocument(NamedTuple):
     """The fields of a framework's document."""
@@ -72,7 +62,6 @@ class DocumentOrderer:
         """Return the documents in order.
 
         Args:
-            documents: The documents, in any order.
             query: The question; required with a reranker.
 
         Raises:
@@ -87,7 +76,6 @@ class DocumentOrderer:
         """Do what ``run`` does with the reranker's asynchronous method.
 
         Args:
-            documents: The documents, in any order.
             query: The question; required with a reranker.
         """
         if self.reranker is None:
@@ -114,10 +102,8 @@ def ordered_documents(
     The best are those with the highest ``metadata["relevance_score"]``; the first ones if none has a score.
 
     Args:
-        documents: The documents, in any order.
         order: A name in ``ORDERS``, or ``name:parameter=value``.
         k: Number of documents to return, all if None.
-        seed: For random orders.
         distinct: Whether to leave out documents without text, and all but the best of those with the same text.
 
     Raises:
@@ -131,8 +117,6 @@ def checked_count(name: str, count: object, *, optional: bool = True) -> None:
     """Raise for a number of documents below 1.
 
     Args:
-        name: Name of the parameter, for the message.
-        count: The number.
         optional: Whether None is allowed.
 
     Raises:
@@ -164,8 +148,6 @@ def create_reranker(
 
     Args:
         reranker: A reranker; a name (``rag-posfix methods``), or ``name:parameter=value``; or None.
-        embedding_model: For rerankers that use embeddings.
-        model: For rerankers that use a language model.
 
     Raises:
         ConfigError: no reranker has this name or these parameters.

@@ -22,8 +22,6 @@ try:
 except ImportError as error:
     raise missing_extra("haystack", "haystack") from error
 
-__all__ = ["PosfixRanker"]
-
 
 @component
 class PosfixRanker:
@@ -45,8 +43,6 @@ class PosfixRanker:
             cannot be serialised. None keeps the scores.
         top_k: Number of documents to keep, the best; all if None.
         seed: For the order ``random``.
-        embedding_model: For rerankers that use embeddings.
-        model: For rerankers that use a language model.
 
     Raises:
         ConfigError: an unknown order, or a number out of range.
@@ -82,7 +78,6 @@ class PosfixRanker:
         """Return copies of the documents in order, with their new scores.
 
         Args:
-            documents: The candidates.
             query: The question; required with a reranker.
             top_k: Number of documents to keep, in place of the component's.
 
@@ -99,7 +94,6 @@ class PosfixRanker:
         """Do what ``run`` does with the reranker's asynchronous method.
 
         Args:
-            documents: The candidates.
             query: The question; required with a reranker.
             top_k: Number of documents to keep, in place of the component's.
         """
@@ -128,11 +122,7 @@ class PosfixRanker:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> PosfixRanker:
-        """Return the component that ``to_dict`` returned as a dictionary.
-
-        Args:
-            data: The dictionary.
-        """
+        """Return the component that ``to_dict`` returned as a dictionary."""
         component: PosfixRanker = default_from_dict(cls, data)
         return component
 

@@ -24,8 +24,6 @@ try:
 except ImportError as error:
     raise missing_extra("llama_index", "llama-index") from error
 
-__all__ = ["PosfixNodePostprocessor"]
-
 _dispatcher = get_dispatcher(__name__)
 
 

@@ -5,14 +5,9 @@ from __future__ import annotations
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import missing_extra
 
-__all__ = ["checked_method"]
-
 
 def checked_method(spec: MethodSpec) -> MethodSpec:
     """Return ``spec`` if it names a mitigation with valid parameters.
-
-    Args:
-        spec: Name and parameters.
 
     Raises:
         UnknownNameError: no mitigation has this name; the message suggests similar names.

@@ -23,8 +23,6 @@ from rag_posfix.laboratory.tasks.language import KINDS, NAMES, WORDS, Language, 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Counted", "above_others", "counted", "gates_by_kind", "map_contextual_positions"]
-
 SHOWN_SENTENCES = 8
 COUNTERS = {"sentences": "sentence end", "paragraphs": "paragraph end"}
 """What a head may count, and the kind of word whose gates are then open."""
@@ -85,9 +83,6 @@ def gates_by_kind(decoder: Decoder, texts: int, words: int, seed: int = 0, peopl
 
     Args:
         decoder: As for ``counted``.
-        texts: Number of generated texts.
-        words: Of each text.
-        seed: Of the texts.
         people: Of the texts, as in ``sentences``.
 
     Shapes:
@@ -124,8 +119,6 @@ def map_contextual_positions(
     Args:
         folder: Of a decoder of ``rag-posfix lab run language --encoding cope``.
         texts: Number of texts for the mean gates.
-        words: Words of a text.
-        seed: Of the texts.
         people: Of the texts, as the decoder was trained with (``language:people=N``).
         out: Folder for the record and the picture; None writes nothing.
         progress: Progress callback (``evaluation.progress``).

@@ -26,8 +26,6 @@ from rag_posfix.laboratory.tasks.base import TRAINED, Task
 from rag_posfix.laboratory.training import Trainee, new_decoder, train
 from rag_posfix.parameters import parameters_of
 
-__all__ = ["run_laboratory"]
-
 FORMAT = 1
 """Part of the name of a run's folder; changes when the meaning of checkpoints or of the training does."""
 
@@ -45,8 +43,6 @@ def run_laboratory(
     """Train a small decoder per encoding and seed, and measure each in and out of the training distribution.
 
     Args:
-        task: The task.
-        encodings: The encodings to compare.
         seeds: Number of seeds; seed n has the same start values and examples for every encoding.
         settings: Sizes and training; the defaults if None.
         device: "cpu", "cuda", ...; "auto" is a GPU if there is one.

@@ -15,8 +15,6 @@ from rag_posfix.encodings.decoder import Decoder
 from rag_posfix.laboratory.settings import generator_for
 from rag_posfix.laboratory.tasks.base import IGNORED, Batch, Task
 
-__all__ = ["Measured", "measure"]
-
 TOKENS_AT_ONCE = 1 << 13
 """Tokens of a forward pass of an evaluation, so that O(T^2) encodings stay within memory at longer contexts."""
 
@@ -49,10 +47,7 @@ def measure(decoder: Decoder, task: Task, split: str, examples: int, device: tor
 
     Args:
         decoder: The decoder; it is set to evaluate and back.
-        task: Draws the examples.
         split: One of the task's splits.
-        examples: Number of examples.
-        device: The decoder's device.
     """
     training = decoder.training
     decoder.eval()

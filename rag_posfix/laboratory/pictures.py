@@ -10,17 +10,12 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, new_row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_laboratory"]
-
 
 def draw_laboratory(head: Mapping[str, Any]) -> Figure:
     """Return the figure of a record of ``lab run``.
 
     Tasks that measure by place have curves over the places, with axes for each split; perplexity has a curve over the
     splits; other tasks have bars by split. Bands and whiskers go from the lowest to the highest seed.
-
-    Args:
-        head: The head of the record.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -21,8 +21,6 @@ from rag_posfix.evaluation.whole_file import write_whole
 from rag_posfix.laboratory.measuring import Measured
 from rag_posfix.training_tensors import flattened, separated
 
-__all__ = ["FinishedRun", "RunFiles", "Snapshot"]
-
 _log = logging.getLogger(__name__)
 
 CHECKPOINT, RESULT = "checkpoint.safetensors", "run.json"

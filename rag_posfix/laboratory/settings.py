@@ -13,8 +13,6 @@ import torch
 from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.parameters import Number, Whole, check_parameters
 
-__all__ = ["TrainingSettings", "digest_of", "generator_for"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingSettings:

@@ -17,8 +17,6 @@ from rag_posfix.laboratory.run_files import FinishedRun, RunFiles, Snapshot
 from rag_posfix.laboratory.settings import TrainingSettings, generator_for
 from rag_posfix.laboratory.tasks.base import IGNORED, TRAINED, Task
 
-__all__ = ["Trainee", "new_decoder", "train"]
-
 _log = logging.getLogger(__name__)
 
 
@@ -61,8 +59,6 @@ def train(
     A run that was interrupted gives the result of one that was not; on one CPU with one number of threads bit for bit.
 
     Args:
-        trainee: What to train.
-        device: Where to compute.
         files: Checkpoint and result; a finished run is not repeated.
         report: Called with steps done and most steps.
 

@@ -19,8 +19,6 @@ from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan
 from rag_posfix.registry import Registry
 
-__all__ = ["MITIGATIONS", "Mitigation", "create"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Mitigation(ABC):

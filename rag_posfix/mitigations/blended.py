@@ -14,8 +14,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Blend, Plan
 
-__all__ = ["Blended"]
-
 
 @MITIGATIONS.register("blended", aliases=("cacheblend",))
 @dataclass(frozen=True)

@@ -21,8 +21,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import CalibrationPass, Plan, RowPlan
 
-__all__ = ["CalibratedAttention", "RedistributedAttention", "passage_weights", "redistribute"]
-
 EQUAL = 1e-5
 """Differences below this share of what is measured are rounding."""
 ROWS = 64

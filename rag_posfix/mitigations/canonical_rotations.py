@@ -15,8 +15,6 @@ from rag_posfix.plan.per_device import per_device
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
 from rag_posfix.plan.pooling import log_relevance, mixture
 
-__all__ = ["CanonicalRotations"]
-
 
 @MITIGATIONS.register("canonical_rotations")
 @dataclass(frozen=True)

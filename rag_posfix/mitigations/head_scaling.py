@@ -17,8 +17,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["HeadScaling", "divisors", "position_awareness"]
-
 
 def position_awareness(query: Tensor, key: Tensor, alpha: float) -> Tensor:
     """Return the share of keys with outstanding attention of the last query, for each key head.

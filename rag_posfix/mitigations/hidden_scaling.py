@@ -15,8 +15,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
 
-__all__ = ["HiddenScaling", "default_layers"]
-
 
 def default_layers(n_layers: int) -> range:
     """Return the paper's layers 10 to 25 of 32, at the same depths of another model; at least one."""

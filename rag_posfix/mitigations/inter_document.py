@@ -11,8 +11,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["InterDocument"]
-
 
 @MITIGATIONS.register("inter_document", aliases=("pine",))
 @dataclass(frozen=True)

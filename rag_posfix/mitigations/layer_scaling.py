@@ -16,8 +16,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["LayerScaling", "bezier"]
-
 
 def bezier(points: Sequence[float], at: float) -> float:
     """Return the height of a Bezier curve with these control heights at ``at``, 0 to 1, by de Casteljau's steps.

@@ -15,8 +15,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan, RowScores
 
-__all__ = ["MultiBase", "weigh_by_confidence"]
-
 
 def weigh_by_confidence(scores: RowScores) -> tuple[Tensor, Tensor]:
     """Combine rows, weighted by the probability of each row's likeliest token. A ``Combine`` of ``plan.plan``.

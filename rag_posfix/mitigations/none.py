@@ -10,8 +10,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["Unmodified"]
-
 
 @MITIGATIONS.register("none")
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["ParallelEncoding", "TwoGroupAttention"]
-
 
 class TwoGroupAttention(AttentionOverride):
     """Attention of question and answer to two groups of keys, passages and the rest, merged by log-sum-exp.

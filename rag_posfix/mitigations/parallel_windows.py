@@ -13,8 +13,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["ParallelWindows"]
-
 
 @MITIGATIONS.register("parallel_windows", aliases=("pcw",))
 @dataclass(frozen=True)

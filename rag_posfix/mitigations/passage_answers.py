@@ -16,8 +16,6 @@ from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan, RowScores
 from rag_posfix.plan.pooling import log_relevance, mixture
 
-__all__ = ["PassageAnswers"]
-
 CHOICES = {"relevance": ("both", "question", "given"), "pool": ("chosen", "mixture")}
 
 

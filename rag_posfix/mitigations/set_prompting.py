@@ -12,8 +12,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["SetPrompting"]
-
 
 @MITIGATIONS.register("set_prompting", aliases=("set_based_prompting",))
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["ShiftedRotary", "attend_band"]
-
 
 def attend_band(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, start: int, width: int

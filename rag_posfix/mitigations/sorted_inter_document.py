@@ -21,8 +21,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan, RowScores
 
-__all__ = ["CircularAttention", "SortedInterDocument"]
-
 
 class CircularAttention(AttentionOverride):
     """Attention of each passage to all others in a circular arrangement that ends with the passage itself.

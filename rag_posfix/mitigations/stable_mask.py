@@ -19,8 +19,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["StableMask"]
-
 
 class _PseudoScores(AttentionOverride):
     """One more score per query, the log-sum-exp of its pseudo-scores, whose value is zero."""

@@ -16,8 +16,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan
 
-__all__ = ["Stack"]
-
 MAX_METHODS = 16
 
 

@@ -24,8 +24,6 @@ from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.attention_override import AttentionInput, Rotated
 from rag_posfix.plan.plan import HeadScale
 
-__all__ = ["before_attention", "hooked_attention", "hooked_mask"]
-
 
 def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Pre-hook of every attention module: hands it the rotary angles that the context asks for.

@@ -9,8 +9,6 @@ import torch
 
 from rag_posfix.errors import UnsupportedModelError
 
-__all__ = ["check_computed"]
-
 
 def check_computed(model: Any) -> None:
     """Compare the rotary frequencies and the scale of the embeddings with what the configuration says.

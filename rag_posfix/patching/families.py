@@ -9,8 +9,6 @@ from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.spec import Family
 from rag_posfix.plan.model_shape import Capability, ModelShape
 
-__all__ = ["FAMILIES", "REFUSED", "family_of", "keeps_all_keys", "original_window_of", "rope_type_of", "shape_of"]
-
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (

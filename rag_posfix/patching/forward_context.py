@@ -13,8 +13,6 @@ from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.attention_override import AttentionOverride, Rotated
 from rag_posfix.plan.plan import HeadScale, HiddenScale, MaskFunction
 
-__all__ = ["BatchSlice", "ForwardContext", "LayerState", "Observer", "Overrides", "active", "current"]
-
 
 @dataclass(slots=True)
 class Observer:

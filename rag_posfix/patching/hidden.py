@@ -14,15 +14,11 @@ from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.rotation import LayerRotation
 from rag_posfix.plan.plan import HiddenScale
 
-__all__ = ["attend_with_scaled_channel", "channel_columns"]
-
 
 def channel_columns(module: Any, channel: int, n_heads: int, n_kv_heads: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Return what one hidden channel adds to queries and keys: (Hq, D) and (Hkv, D), a column of each weight.
 
     Args:
-        module: The attention module.
-        channel: The hidden channel.
         n_heads: Query heads that the module computes here, Hq; fewer than the model's where it is split over ranks.
         n_kv_heads: Key/value heads that it computes here, Hkv.
         ranks: The processes that it is split over.

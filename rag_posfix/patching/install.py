@@ -22,8 +22,6 @@ from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.rotation import scaled_base_angles
 from rag_posfix.patching.spec import ModelSpec
 
-__all__ = ["ATTENTION_NAME", "copy_over_weights", "install", "new_rotary", "stock_copy"]
-
 ATTENTION_NAME = "rag_posfix"
 
 

@@ -10,8 +10,6 @@ import torch
 
 from rag_posfix.plan.model_shape import Capability, ModelShape
 
-__all__ = ["devices_of", "main_device", "shape_as_placed"]
-
 _NOT_COMPUTED_ON = ("cpu", "disk", "meta")
 
 
@@ -32,13 +30,7 @@ def main_device(model: Any) -> torch.device:
 
 
 def shape_as_placed(shape: ModelShape, model: Any, modules: Sequence[Any]) -> ModelShape:
-    """Return the shape without what the loaded weights do not allow, each with the reason.
-
-    Args:
-        shape: By the configuration.
-        model: The loaded model.
-        modules: Its attention modules.
-    """
+    """Return the shape without what the loaded weights do not allow, each with the reason."""
     lacks: dict[Capability, str] = {}
     devices = devices_of(model)
     if len(devices) > 1:

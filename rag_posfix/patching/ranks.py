@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Ranks"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
@@ -54,9 +52,7 @@ class Ranks:
         Some families' projections are gathered before attention: there each rank has all heads already.
 
         Args:
-            own: What this rank has.
             size: What there is along the axis on all ranks together; returned as it is if this rank has as much.
-            dim: The axis.
         """
         if own.shape[dim] == size:
             return own

@@ -11,8 +11,6 @@ from rag_posfix.attention.rope import add_rotation
 from rag_posfix.patching.rotation import LayerRotation, uses_rope
 from rag_posfix.patching.spec import ModelSpec
 
-__all__ = ["rerotate"]
-
 CHUNK = 2**22
 """Numbers that are rotated at a time, in float32: few operations for short passages, little memory for long ones."""
 

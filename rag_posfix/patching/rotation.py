@@ -12,8 +12,6 @@ from rag_posfix.attention.rope import rotate_half_split
 from rag_posfix.patching.forward_context import Overrides
 from rag_posfix.patching.spec import ModelSpec
 
-__all__ = ["LayerRotation", "layer_rotation", "scaled_base_angles", "uses_rope"]
-
 
 def uses_rope(module: Any) -> bool:
     """Return whether an attention module rotates at all: SmolLM3 leaves every fourth layer unrotated."""

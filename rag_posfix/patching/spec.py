@@ -11,8 +11,6 @@ from torch import Tensor
 from rag_posfix.patching.ranks import Ranks
 from rag_posfix.plan.model_shape import ModelShape
 
-__all__ = ["Family", "ModelSpec", "Rotation"]
-
 Rotation = Literal["half", "interleaved"]
 
 

@@ -21,8 +21,6 @@ from rag_posfix.patching.rotation import uses_rope
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 
-__all__ = ["Verification", "verify"]
-
 PROBE_TOKENS = 16
 IDLE_TOKENS = 4
 DECODE_STEPS = 2

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from rag_posfix.contracts.request import TokenSource
 
-__all__ = ["LEAD", "SHARE", "SentenceAttribution", "attribute_sentences", "dominant"]
-
 _SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026](?=\s)|(?=\n)|$|[\u3002\uff01\uff1f])", re.DOTALL)
 
 SHARE = 1 / 3
@@ -41,7 +39,6 @@ def attribute_sentences(answer: str, sources: Sequence[TokenSource]) -> list[Sen
     sentence. A sentence without tokens is left out.
 
     Args:
-        answer: The answer.
         sources: The shares of the passages in each token, in the order of generation.
     """
     spans = [(found.start(), found.start() + len(found.group().rstrip())) for found in _SENTENCE.finditer(answer)]

@@ -23,6 +23,7 @@ from rag_posfix.caching.kv.build import build_passage_store
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.cancellation import check_wanted
+from rag_posfix.contracts.arrangement_text import read_reranker
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import MitigationChoice, Sampling
@@ -45,7 +46,7 @@ from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.pipeline.precompute import precompute
 from rag_posfix.pipeline.protocols import QuestionTracer
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import RerankerModels, build_reranker, read_reranker
+from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.reranking.guarded import GuardedReranker
 from rag_posfix.retrieval.any_retriever import as_retriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
@@ -249,7 +250,6 @@ def build_embeddings(settings: Settings, *, many: bool = False) -> SentenceEmbed
     """Return the embedding model of ``settings``; its weights are loaded at the first use.
 
     Args:
-        settings: The embedding model.
         many: Many texts will be embedded: compute on all cores, in bfloat16 where the processor has it.
     """
     encoder = TextEncoder if many else None
@@ -282,10 +282,6 @@ def invalidate_stored(documents: Sequence[Document], settings: Settings) -> tupl
 
     Running processes hold their copies in memory until these expire or are evicted. A tier that fails is skipped.
 
-    Args:
-        documents: The removed documents.
-        settings: Settings of the caches.
-
     Returns:
         Number of dropped answers, and of dropped passages.
     """
@@ -313,10 +309,7 @@ def precompute_stored(
     """Compute the keys and values of each document into the passage KV store of ``settings``.
 
     Args:
-        engine: The model.
-        documents: The documents.
         mitigation: A method with independent passages.
-        settings: Settings of the store, and the tenant.
         progress: Called with (number of documents done, number of documents).
 
     Returns:

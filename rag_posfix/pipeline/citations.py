@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["PassageWords", "Quote", "find_quotes"]
-
 _WORD = re.compile(r"\w+")
 MIN_WORDS = 3
 

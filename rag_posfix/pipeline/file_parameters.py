@@ -15,8 +15,6 @@ from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError
 from rag_posfix.registry import Registry
 
-__all__ = ["order_with_values", "with_file_parameters"]
-
 
 def with_file_parameters(spec: MethodSpec, registry: Registry[Any]) -> MethodSpec:
     """Return ``spec`` without alias and preset, with file parameters replaced by the values of their files.
@@ -24,7 +22,6 @@ def with_file_parameters(spec: MethodSpec, registry: Registry[Any]) -> MethodSpe
     Methods in the parameters of ``spec`` (``stack``) are processed in the same way.
 
     Args:
-        spec: A method as given by a user.
         registry: The registry of its kind; its classes declare the file parameters.
 
     Raises:

@@ -10,8 +10,6 @@ from rag_posfix.assembly.documents import content_key, document_id
 from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.pipeline.protocols import AnswerCache, DroppablePassages
 
-__all__ = ["invalidate"]
-
 
 def invalidate(
     documents: Sequence[Document],
@@ -22,7 +20,6 @@ def invalidate(
     """Drop the answers made from ``documents``, and the keys and values of their passages.
 
     Args:
-        documents: The removed documents.
         answers: The answer cache, or None.
         passages: The passage KV store, or None.
         salt: Drops the entries of this salt alone; those of all salts if None.

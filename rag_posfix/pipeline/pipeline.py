@@ -91,8 +91,6 @@ class Pipeline:
         assembler: Makes prompts for ``generator``.
         retriever: Finds passages. Without a retriever, questions have documents or are answered without.
         reranker: Scores documents without a ``relevance_score``; with ``candidates``, chooses among those retrieved.
-        cache: The answer cache.
-        defaults: Default values for questions.
         passages: The passage KV store of ``generator``; closed with the pipeline.
         recent: The memory of recent prompts for the order ``cache_aware``; a new one if None.
         on_close: Called when the pipeline is closed, to close a generator that only this pipeline uses.
@@ -155,11 +153,7 @@ class Pipeline:
         return self._with(retriever=retriever)
 
     def with_tracer(self, tracer: QuestionTracer) -> Pipeline:
-        """Return a pipeline with the same parts whose questions are traced; this pipeline does not change.
-
-        Args:
-            tracer: Traces every question.
-        """
+        """Return a pipeline with the same parts whose questions are traced; this pipeline does not change."""
         return self._with(tracer=tracer)
 
     def with_tenant(self, tenant: str) -> Pipeline:
@@ -203,7 +197,6 @@ class Pipeline:
         Other processes hold their copies in memory until these expire or are evicted.
 
         Args:
-            documents: The removed documents.
             tenant: Drops the entries of ``with_tenant(tenant)`` alone, so that no other tenant notices; those of all
                 tenants if empty.
         """
@@ -216,10 +209,6 @@ class Pipeline:
 
     def ask(self, question: Question | str, watcher: StageWatcher | None = None) -> Answer:
         """Return the answer. Equal concurrent questions are computed once.
-
-        Args:
-            question: The question.
-            watcher: Is notified of each stage.
 
         Raises:
             RagPosfixError: the question, its parameters or its documents are wrong, or generation failed. A failing
@@ -250,10 +239,6 @@ class Pipeline:
 
         Wrong input raises in this call, before the first piece is requested. A cached answer is one piece. Closing the
         iterator stops the computation.
-
-        Args:
-            question: The question.
-            watcher: Is notified of each stage.
         """
         asked = Question(question) if isinstance(question, str) else question
         with ExitStack() as opened:

@@ -15,8 +15,6 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
 from rag_posfix.pipeline.protocols import PassagePrecomputer, WritablePassages
 
-__all__ = ["precompute"]
-
 BATCH_PASSAGES = 16
 """Passages that are read in one batch, at most."""
 
@@ -44,10 +42,8 @@ def precompute(
         engine: A model with a passage KV store.
         documents: The documents. Skipped are documents without text, duplicates, and documents that exceed the context
             window, because a prompt contains them truncated.
-        mitigation: A method with independent passages.
         template: The prompt template; the default template if None.
         salt: As in ``GenerationRequest``.
-        progress: Called with (number of documents done, number of documents).
 
     Raises:
         ConfigError: the method's passages are not independent, or the engine has no store, or the store stores

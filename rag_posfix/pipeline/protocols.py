@@ -15,19 +15,6 @@ from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.plan.layout import Layout
 
-__all__ = [
-    "AnswerCache",
-    "DroppablePassages",
-    "PassagePrecomputer",
-    "PromptAssembler",
-    "PromptMemory",
-    "QuestionTrace",
-    "QuestionTracer",
-    "Stage",
-    "StageWatcher",
-    "WritablePassages",
-]
-
 
 class PromptAssembler(Protocol):
     """Makes prompts from questions and documents."""
@@ -90,8 +77,6 @@ class StageWatcher(Protocol):
 
         Args:
             name: ``retriever``, ``reranker`` or ``generator``; for a ``QuestionTrace`` also ``assembler``.
-            given: The question.
-            documents: The documents that a reranker scores.
         """
         ...
 
@@ -114,11 +99,6 @@ class QuestionTracer(StageWatcher, Protocol):
         """Return the context manager of a question; an exception that it sees is the failure of the question.
 
         For a stream it is entered in one call and left in another, which may run in another thread.
-
-        Args:
-            question: The question.
-            model: Name of the model.
-            stream: Whether the answer is read in pieces.
         """
         ...
 

@@ -10,15 +10,11 @@ from rag_posfix.contracts.cache_salt import salted
 from rag_posfix.contracts.indexed_reranking import rerank_indexed
 from rag_posfix.contracts.retrieval import Reranker
 
-__all__ = ["best_of", "score_in_place"]
-
 
 def best_of(reranker: Reranker, question: str, documents: Sequence[Document], k: int, salt: str) -> list[Document]:
     """Return the ``k`` best candidates, best first; the first ``k`` if the reranker kept the given order.
 
     Args:
-        reranker: The reranker.
-        question: The question.
         documents: The candidates, best first according to the retriever.
         k: Number of candidates to return.
         salt: Cached keys and values of documents are shared only with questions of the same salt.
@@ -31,9 +27,6 @@ def score_in_place(reranker: Reranker, question: str, documents: Sequence[Docume
     """Return scored copies in the given order: the order of the prompt is chosen later.
 
     Args:
-        reranker: The reranker.
-        question: The question.
-        documents: The documents.
         salt: As for ``best_of``.
 
     Raises:

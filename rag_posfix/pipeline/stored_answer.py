@@ -15,16 +15,9 @@ from rag_posfix.text import clean_text
 if TYPE_CHECKING:
     from rag_posfix.assembly.assembler import Assembled
 
-__all__ = ["answer_from", "readable", "to_store"]
-
 
 def to_store(assembled: Assembled, generation: Generation) -> dict[str, Any]:
-    """Return the cache entry of an answer. Attention is stored by content key, because ids belong to one question.
-
-    Args:
-        assembled: The prompt.
-        generation: The generated answer.
-    """
+    """Return the cache entry of an answer. Attention is stored by content key, because ids belong to one question."""
     attention = generation.attention or (0.0,) * assembled.layout.n_passages
     keys = assembled.layout.keys
     claims = attribute_sentences(generation.text, generation.sources)
@@ -46,9 +39,6 @@ def readable(stored: Any) -> bool:
     """Return whether a cache entry has the fields and types of ``to_store``; any other entry is a miss.
 
     Entries of older versions without claims are valid: their answers have no citations by attention.
-
-    Args:
-        stored: The cache entry.
     """
     numbers = ("prompt_tokens", "completion_tokens", "cached_tokens")
     return (
@@ -81,9 +71,6 @@ def answer_from(
 
     Args:
         stored: An entry of ``to_store``, new or cached.
-        assembled: The prompt of this question.
-        mitigation: Name of the mitigation.
-        timings: Seconds by stage.
         cached: Whether the entry comes from the cache.
     """
     return Answer(

@@ -7,8 +7,6 @@ from typing import Any
 
 from rag_posfix.contracts.token_scores import ScoredToken, TokenScore
 
-__all__ = ["are_scores", "scores_from", "stored_scores"]
-
 
 def stored_scores(scored: Sequence[ScoredToken]) -> list[Any]:
     """Return ``[start, [bytes, log-probability], [[bytes, log-probability], ...]]`` for each token."""

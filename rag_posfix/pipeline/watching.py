@@ -12,8 +12,6 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.pipeline.protocols import QuestionTrace, Stage, StageWatcher
 
-__all__ = ["UNTRACED", "Untraced", "watched_by"]
-
 
 class Untraced:
     """A tracer that traces nothing. It is its own trace, stage and context manager, so it costs a few calls."""
@@ -53,7 +51,6 @@ def watched_by(trace: QuestionTrace, watcher: StageWatcher | None) -> StageWatch
     """Return a watcher that passes each stage on to the trace and to the watcher of the caller.
 
     Args:
-        trace: The trace of the question.
         watcher: The watcher of the caller, or None.
     """
     if watcher is None:

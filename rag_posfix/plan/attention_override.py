@@ -11,8 +11,6 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionInput", "AttentionOverride", "Rotated", "Rotation"]
-
 
 class Rotation(Protocol):
     """A layer's own rotation, with whatever else the plan does to positions. The identity in layers without RoPE.

@@ -21,17 +21,6 @@ from typing import Any
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Numbers
 
-__all__ = [
-    "BIAS_PROFILE",
-    "FileReader",
-    "bias_profile_from",
-    "packaged_profiles",
-    "read_channel_profile",
-    "read_head_list",
-    "scaled",
-    "stretched",
-]
-
 FILE_BYTES = 1 << 20
 """A profile's file is read up to this size."""
 
@@ -50,9 +39,6 @@ def bias_profile_from(parameter: str) -> FileReader:
 
     The file is a record of ``rag-posfix probe slot-attention``, a JSON object with the list ``profile``, or the list
     alone. The numbers are checked by the method that takes them.
-
-    Args:
-        parameter: The parameter that takes the list.
     """
     return partial(_slot_profile, parameter)
 
@@ -130,7 +116,6 @@ def stretched(profile: Sequence[float], count: int) -> tuple[float, ...]:
 
     Args:
         profile: The measured values, two or more.
-        count: Number of slots.
     """
     if count == len(profile) or count < 2:
         return tuple(profile[:count])

@@ -9,8 +9,6 @@ from typing import Any
 from rag_posfix.errors import PlanConflictError
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["compose"]
-
 EITHER = ("independent_passages", "score_question")
 """Fields of a plan that hold if one of the two says so."""
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from rag_posfix.errors import PlanConflictError
 
-__all__ = ["Choose", "Draft", "Drafts"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drafts:

@@ -8,8 +8,6 @@ from itertools import cycle, islice
 
 from rag_posfix.plan.layout import Layout
 
-__all__ = ["filler", "with_dummy"]
-
 FILLER_TOKENS = 16
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["Layout", "Span", "Turn"]
-
 
 @dataclass(frozen=True, slots=True)
 class Span:

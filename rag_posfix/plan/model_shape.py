@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["Capability", "ModelShape"]
-
 
 class Capability(StrEnum):
     """What a model lets a plan change. A mitigation names what it needs; a model that lacks it is refused."""

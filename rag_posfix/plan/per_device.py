@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["per_device"]
-
 
 def per_device(tensor: Tensor) -> Callable[[torch.device], Tensor]:
     """Return a function that gives ``tensor`` on a device. It is copied to each device once, not at every token."""

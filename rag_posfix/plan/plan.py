@@ -17,18 +17,6 @@ from rag_posfix.plan.attention_override import AttentionOverride
 from rag_posfix.plan.draft import Draft
 from rag_posfix.plan.layout import Layout
 
-__all__ = [
-    "Blend",
-    "CalibrationPass",
-    "Combine",
-    "HeadScale",
-    "HiddenScale",
-    "MaskFunction",
-    "Plan",
-    "RowPlan",
-    "RowScores",
-]
-
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
 """Complete mask of the prompt: (query index, key index) -> bool, True = may attend. Both index tensors broadcast and
 count the row's own tokens from 0. Generated tokens see everything before them, whatever the mask."""

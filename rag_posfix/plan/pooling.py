@@ -9,8 +9,6 @@ from torch import Tensor
 
 from rag_posfix.plan.layout import Layout
 
-__all__ = ["RELEVANCE_FLOOR", "log_relevance", "mixture"]
-
 RELEVANCE_FLOOR = 0.01
 """Lower bound of a relevance, so that its logarithm is finite."""
 

@@ -17,8 +17,6 @@ from rag_posfix.evaluation.whole_file import write_whole
 from rag_posfix.probing.base import Probe
 from rag_posfix.probing.subject import Subject
 
-__all__ = ["ProbedModel", "probe_page", "run_probes"]
-
 PAGE = "probes.html"
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }

@@ -20,8 +20,6 @@ from rag_posfix.probing.subject import Change, Subject, Watch
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["AttentionEdit", "Choice", "choice_of", "scaled_score"]
-
 HEADS = 8
 
 

@@ -21,8 +21,6 @@ from rag_posfix.probing.subject import Subject, Watch
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["AttentionMass", "slot_masses"]
-
 
 def slot_masses(
     model: Subject, prompts: Sequence[KeyValuePrompt], progress: Callable[[int, int], None] | None = None

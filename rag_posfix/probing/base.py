@@ -19,8 +19,6 @@ from rag_posfix.registry import Registry
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PROBES", "Found", "MeasuredProbe", "Probe", "short"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:

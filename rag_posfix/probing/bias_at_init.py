@@ -23,8 +23,6 @@ from rag_posfix.probing.subject import Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BiasAtInit", "influence", "shares", "untrained"]
-
 PARTS = 10
 Forward = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Token ids (1, T) -> embeddings (1, T, width) and the last logits (vocabulary,), with a graph between them."""

@@ -24,8 +24,6 @@ from rag_posfix.probing.subject import Change, Subject, Watch
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CausalPerturbation", "cropped_mask", "implied_shift", "shifted_positions"]
-
 UNCHANGED, SHIFTED, CROPPED = "unchanged", "position ids shifted", "causal mask cropped"
 
 

@@ -20,8 +20,6 @@ from rag_posfix.probing.subject import Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Decomposition", "HiddenGeometry", "decompose", "low_frequency_share", "mean_cosine", "rank_of"]
-
 FREQUENCIES = 10
 ENERGY = 0.95
 

@@ -15,8 +15,6 @@ from rag_posfix.plan.layout import Span
 from rag_posfix.probing.language_model import LanguageModel
 from rag_posfix.probing.subject import Change, Subject, Watch
 
-__all__ = ["KeyValuePrompt", "key_value_prompts", "retrieval_losses"]
-
 TASK = "Find the value of the key in the data.\n\n"
 LETTERS = "abcdefghjkmnpqrstuvwxyz"
 

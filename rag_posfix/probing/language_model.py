@@ -16,8 +16,6 @@ from rag_posfix.patching.forward_context import ForwardContext, Overrides, activ
 from rag_posfix.probing.subject import Change, Subject, Watch
 from rag_posfix.probing.watched_attention import WatchedAttention
 
-__all__ = ["LanguageModel", "language_model"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LanguageModel:

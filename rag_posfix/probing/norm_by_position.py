@@ -22,8 +22,6 @@ from rag_posfix.probing.subject import Subject, Watch
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["NormByPosition", "NormCurves", "log_slope", "norm_curves", "resolution"]
-
 VOCABULARY = 512
 LAYERS = 4
 PAPER_DEVIATION = 0.02

@@ -9,8 +9,6 @@ from rag_posfix.probing.small_decoder import SmallDecoder, holds_decoder
 from rag_posfix.probing.subject import Subject
 from rag_posfix.settings import Settings
 
-__all__ = ["open_subject"]
-
 
 def open_subject(settings: Settings) -> Subject:
     """Return the model of the settings, loaded.

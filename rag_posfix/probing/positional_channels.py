@@ -24,16 +24,6 @@ from rag_posfix.probing.random_text import check_length, random_strings
 from rag_posfix.probing.subject import Subject, Watch
 from rag_posfix.settings import Settings
 
-__all__ = [
-    "PositionalChannel",
-    "PositionalChannelsRecord",
-    "channel_profile",
-    "found_channels",
-    "mean_hidden_states",
-    "probe_positional_channels",
-    "rank_channels",
-]
-
 WINDOW = 10
 FEWEST_TOKENS = 64
 

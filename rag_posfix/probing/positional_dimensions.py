@@ -35,8 +35,6 @@ from rag_posfix.probing.subject import Change, Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PositionalDimensions", "best_scale"]
-
 FACTORS = (0.5, 0.0, -0.5, -1.0)
 CURVES = 4
 PLACES = 128

@@ -20,8 +20,6 @@ from rag_posfix.probing.subject import Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PositionalVectors", "positional_vectors", "similarities"]
-
 PLACES = 48
 FORMED = 0.1
 

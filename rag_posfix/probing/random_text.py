@@ -10,8 +10,6 @@ from torch import Tensor
 from rag_posfix.errors import ConfigError
 from rag_posfix.probing.subject import Subject, Watch
 
-__all__ = ["check_length", "random_strings", "states_of"]
-
 
 def check_length(subject: Subject, tokens: int, fewest: int = 2) -> None:
     """Check that a model reads so many tokens at a time.

@@ -36,15 +36,6 @@ from rag_posfix.settings import Settings
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "RetrievalHeads",
-    "RetrievalHeadsRecord",
-    "best_heads",
-    "gold_ranks",
-    "passage_scores",
-    "probe_retrieval_heads",
-]
-
 CUT = 10
 """Ranks beyond this one count nothing."""
 

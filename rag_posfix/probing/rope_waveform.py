@@ -25,8 +25,6 @@ from rag_posfix.probing.subject import Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["RopeWaveform", "deepest_troughs", "own_waveform"]
-
 MOST_TROUGHS = 8
 
 

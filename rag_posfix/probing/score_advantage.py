@@ -20,8 +20,6 @@ from rag_posfix.probing.subject import Subject, Watch
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Advantage", "ScoreAdvantage", "advantage", "crossing", "score_curves"]
-
 FIRST = 1
 """The first token is no distractor: much attention goes to it whatever it is."""
 SMALLEST = 1e-30

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["Segment", "segmented_fit"]
-
 Segment = tuple[int, int, float, float]
 """First and last place of a piece, both included, and intercept and slope of its line over the places."""
 

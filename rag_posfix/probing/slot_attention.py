@@ -33,8 +33,6 @@ from rag_posfix.settings import Settings
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SlotAttention", "SlotAttentionRecord", "mean_dummy_attention", "probe_slot_attention"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotAttentionRecord(ExperimentRecord):

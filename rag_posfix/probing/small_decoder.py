@@ -16,8 +16,6 @@ from rag_posfix.encodings import Decoder, Positions
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.probing.subject import Change, Watch
 
-__all__ = ["SmallDecoder", "holds_decoder"]
-
 LONGEST = 1 << 20
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from rag_posfix.plan.plan import HiddenScale, MaskFunction
 
-__all__ = ["Change", "Subject", "Watch"]
-
 ByLayer = Callable[[int, Tensor], None]
 
 

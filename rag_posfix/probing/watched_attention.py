@@ -11,8 +11,6 @@ from rag_posfix.attention.blockwise import scores, weigh
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.probing.subject import Change, Watch
 
-__all__ = ["WatchedAttention"]
-
 
 @dataclass(frozen=True, eq=False)
 class WatchedAttention(AttentionOverride):

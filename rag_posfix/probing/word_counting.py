@@ -21,8 +21,6 @@ from rag_posfix.probing.subject import Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SENTENCES", "CountingPrompt", "WordCounting", "counting_prompts"]
-
 SENTENCES = (
     "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do.",
     "Once or twice she had peeped into the book her sister was reading, but it had no pictures in it.",

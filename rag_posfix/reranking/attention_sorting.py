@@ -14,8 +14,6 @@ from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import PassageReadingReranker, WindowedReranker
 from rag_posfix.reranking.score_normalization import sum_normalized
 
-__all__ = ["AttentionSortingReranker"]
-
 
 @RERANKERS.register("attention_sorting")
 class AttentionSortingReranker(PassageReadingReranker, WindowedReranker):

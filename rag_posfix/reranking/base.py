@@ -20,16 +20,6 @@ from rag_posfix.registry import Registry
 from rag_posfix.reranking.deadline import run_in_thread
 from rag_posfix.text import checked_question
 
-__all__ = [
-    "DETAILS",
-    "RERANKERS",
-    "DistinctDocuments",
-    "DocumentScore",
-    "ScoringReranker",
-    "distinct_documents",
-    "ranked_copies",
-]
-
 RERANKERS: Registry[type[BaseDocumentCompressor]] = Registry("reranker", parts=("embeddings", "generator"))
 
 DETAILS = "reranking"

@@ -13,8 +13,6 @@ from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.reranking import RERANKERS
 
-__all__ = ["RerankerModels", "build_reranker", "parse_reranker", "read_reranker"]
-
 
 @dataclass(frozen=True, slots=True)
 class RerankerModels:

@@ -18,8 +18,6 @@ from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import PassageReadingReranker, WindowedReranker
 from rag_posfix.reranking.score_normalization import sigmoid_of_z_scores
 
-__all__ = ["CalibratedAttentionReranker"]
-
 
 @RERANKERS.register("calibrated_attention")
 class CalibratedAttentionReranker(PassageReadingReranker, WindowedReranker):

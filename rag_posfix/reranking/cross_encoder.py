@@ -24,8 +24,6 @@ from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.score_normalization import sigmoid
 from rag_posfix.text import titled_text
 
-__all__ = ["ChunkedText", "CrossEncoderReranker", "split_into_chunks"]
-
 DEFAULT_MODEL = "cross-encoder/ms-marco-MiniLM-L6-v2"
 
 FEWEST_TOKENS = 8

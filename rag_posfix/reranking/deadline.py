@@ -17,8 +17,6 @@ from typing import TypeVar
 
 from rag_posfix.errors import RerankingTimeoutError
 
-__all__ = ["Deadline", "check_deadline", "deadline", "run_in_thread"]
-
 T = TypeVar("T")
 
 

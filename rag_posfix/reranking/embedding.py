@@ -16,8 +16,6 @@ from rag_posfix.errors import RerankingError
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker, distinct_documents
 from rag_posfix.text import checked_question, titled_text
 
-__all__ = ["EmbeddingReranker"]
-
 # The vector of one text differs by about 1e-7 with the batch that it was embedded in.
 _SCORE_DECIMALS = 6
 

@@ -18,8 +18,6 @@ from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.score_normalization import sigmoid, z_scores
 
-__all__ = ["FusedReranker"]
-
 SCORE_FLOOR = 1e-3
 """The logarithm of a score is that of at least this."""
 

@@ -19,8 +19,6 @@ from rag_posfix.contracts.reranker_health import RerankerFailures, RerankerHealt
 from rag_posfix.errors import ConfigError, RerankingTimeoutError
 from rag_posfix.reranking.deadline import deadline
 
-__all__ = ["GuardedReranker"]
-
 _log = logging.getLogger(__name__)
 
 MAX_THREADS = 8

@@ -19,8 +19,6 @@ from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import PassageReadingReranker, WindowedReranker
 from rag_posfix.reranking.score_normalization import sigmoid_of_z_scores
 
-__all__ = ["CONTENT_FREE", "INSTRUCTION", "InContextReranker", "calibrated_score"]
-
 CONTENT_FREE = "N/A"
 
 INSTRUCTION = "Find the passages above that hold information for the following query.\n\nQuery: "

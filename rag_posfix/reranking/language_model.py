@@ -20,15 +20,6 @@ from rag_posfix.errors import PromptTooLongError
 from rag_posfix.reranking.base import DocumentScore, ScoringReranker
 from rag_posfix.reranking.deadline import check_deadline
 
-__all__ = [
-    "FEWEST_TOKENS",
-    "FittedPassage",
-    "LanguageModelReranker",
-    "PassageReadingReranker",
-    "WindowedReranker",
-    "common_length_limit",
-]
-
 FEWEST_TOKENS = 16
 """A document is never cut to fewer tokens than this, heading and separator included."""
 

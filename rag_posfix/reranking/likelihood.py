@@ -17,8 +17,6 @@ from rag_posfix.reranking.base import RERANKERS, DocumentScore
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import FittedPassage, PassageReadingReranker
 
-__all__ = ["LikelihoodReranker"]
-
 RESTRICTION = " We can get the answer to this question in the given documents."
 
 MAX_TOKENS = 8192

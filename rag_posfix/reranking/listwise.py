@@ -17,8 +17,6 @@ from rag_posfix.reranking.base import RERANKERS
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import WindowedReranker
 
-__all__ = ["ListwiseReranker", "parse_ranking"]
-
 SLACK_TOKENS = 8
 """Tokens that are allowed for an answer beyond those of a complete ranking."""
 

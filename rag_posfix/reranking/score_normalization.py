@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["sigmoid", "sigmoid_of_z_scores", "sum_normalized", "z_scores"]
-
-
 ROUNDING = 1e-6
 """Scores whose standard deviation is below this share of the largest are equal."""
 

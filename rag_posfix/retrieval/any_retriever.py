@@ -15,8 +15,6 @@ from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.base import QuestionRetriever
 
-__all__ = ["RunnableRetriever", "as_retriever"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunnableRetriever:
@@ -33,10 +31,6 @@ class RunnableRetriever:
 
     def retrieve(self, question: str, k: int) -> list[Document]:
         """Return at most ``k`` documents for ``question``, in the order of the runnable.
-
-        Args:
-            question: The question.
-            k: Maximum number of documents.
 
         Raises:
             RetrievalError: the runnable returned something other than langchain documents.

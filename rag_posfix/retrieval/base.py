@@ -17,8 +17,6 @@ from pydantic import Field
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import checked_question
 
-__all__ = ["NOTHING_RELEVANT", "QuestionRetriever", "cosine_relevance"]
-
 
 class QuestionRetriever(BaseRetriever):
     """Base of retrievers. A subclass implements ``_search``, and ``_asearch`` if it can search asynchronously.
@@ -32,10 +30,6 @@ class QuestionRetriever(BaseRetriever):
     def retrieve(self, question: str, k: int) -> list[Document]:
         """Return at most ``k`` documents for ``question``, best first.
 
-        Args:
-            question: Must have a visible character.
-            k: Maximum number of documents.
-
         Raises:
             ConfigError: the question is empty, or ``k`` is below 1.
             RetrievalError: the passages cannot be searched.
@@ -43,12 +37,7 @@ class QuestionRetriever(BaseRetriever):
         return self._search(checked_question(question), _checked_count(k))
 
     async def aretrieve(self, question: str, k: int) -> list[Document]:
-        """Do what ``retrieve`` does without blocking the event loop.
-
-        Args:
-            question: Must have a visible character.
-            k: Maximum number of documents.
-        """
+        """Do what ``retrieve`` does without blocking the event loop."""
         return await self._asearch(checked_question(question), _checked_count(k))
 
     @abstractmethod

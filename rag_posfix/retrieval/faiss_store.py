@@ -151,7 +151,6 @@ class FaissVectorStore(VectorStore):
         """Delete documents by id, all of them if ``ids`` is None; an unknown id is no error.
 
         Args:
-            ids: Ids of the documents.
             **kwargs: Accepted for langchain and not used.
 
         Raises:
@@ -170,28 +169,19 @@ class FaissVectorStore(VectorStore):
             return [deep_copy(entry.document) for entry in self.table.entries.values()]
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Return copies of the documents with these ids, in this order; unknown ids are left out.
-
-        Args:
-            ids: Ids of the documents.
-        """
+        """Return copies of the documents with these ids, in this order; unknown ids are left out."""
         with self._contents.lock:
             keys = [key for key in map(self.table.key_of, ids) if key is not None]
             return [deep_copy(self.table.entries[key].document) for key in keys]
 
     def vectors_of(self, ids: Sequence[str]) -> NDArray[np.float32]:
-        """Return the unit vectors of documents that are in the store, one row per id.
-
-        Args:
-            ids: Ids of documents in the store.
-        """
+        """Return the unit vectors of documents that are in the store, one row per id."""
         return self._contents.rows_of(ids)
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
         """Return the ``k`` documents nearest to ``query``, best first.
 
         Args:
-            query: Any text.
             k: Maximum number of documents.
             **kwargs: ``filter``: see ``index.filters.MetadataFilter``. Any other raises ConfigError.
         """
@@ -203,7 +193,6 @@ class FaissVectorStore(VectorStore):
         With a filter, the ``k`` nearest of the matching documents are found.
 
         Args:
-            query: Any text.
             k: Maximum number of documents.
             **kwargs: ``filter``: see ``index.filters.MetadataFilter``. Any other raises ConfigError.
 
@@ -236,7 +225,6 @@ class FaissVectorStore(VectorStore):
         the nearest.
 
         Args:
-            query: Any text.
             k: Maximum number of documents.
             fetch_k: Number of nearest documents to choose from.
             lambda_mult: Weight of relevance, 0 to 1; the rest is the weight of variety.
@@ -279,11 +267,8 @@ class FaissVectorStore(VectorStore):
         """Return a new store of ``texts``.
 
         Args:
-            texts: The texts of the documents.
-            embedding: The embedding model.
             metadatas: One per text.
             ids: One per text.
-            kind: As for a new store.
             **kwargs: Accepted for langchain and not used.
         """
         store = cls(embedding, kind=kind)
@@ -389,9 +374,6 @@ class FaissVectorStore(VectorStore):
 
     def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return unit vectors of ``texts``. Equal texts are embedded once, so that their scores are exactly equal.
-
-        Args:
-            texts: The texts.
 
         Raises:
             RetrievalError: the embedding model returned unusable vectors.

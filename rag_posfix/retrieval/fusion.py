@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["min_max", "reciprocal_ranks", "weighted_scores"]
-
 
 def reciprocal_ranks(rankings: Sequence[Sequence[str]], weights: Sequence[float], constant: float) -> dict[str, float]:
     """Return the score of each id by reciprocal rank fusion, in [0, 1].
@@ -35,7 +33,6 @@ def weighted_scores(rankings: Sequence[Mapping[str, float]], weights: Sequence[f
     2210.11934) compare such convex combinations with reciprocal rank fusion.
 
     Args:
-        rankings: Scores by id.
         weights: One per ranking, none negative, at least one positive.
     """
     fused: dict[str, float] = {}

@@ -24,8 +24,6 @@ from rag_posfix.retrieval.ingest.ingest import FilesRead, no_documents, read_fil
 from rag_posfix.retrieval.ingest.skipped import SkippedFile
 from rag_posfix.retrieval.ingest.splitting import PassageSize
 
-__all__ = ["IndexUpdate", "build_index", "update_index"]
-
 _TEXTS_PER_STEP = 256
 """Texts that are embedded together and then kept: several batches for each core."""
 
@@ -97,8 +95,6 @@ def build_index(
     Args:
         paths: Files and folders, as for ``read_documents``.
         folder: New, empty, or an existing index.
-        embeddings: The embedding model.
-        progress: Called with (texts embedded, texts to embed).
         size: Limits of a passage; the defaults of PassageSize if None.
         kind: As for ``FaissVectorStore``.
 
@@ -137,7 +133,6 @@ def update_index(
         embeddings: The embedding model; that of an existing index.
         rebuild: Replace an existing index, which may be damaged or of another model, without reusing its vectors or
             keeping its other passages.
-        progress: Called with (texts embedded, texts to embed).
         reading: Called with (files read, files to read).
         size: Limits of a passage; the defaults of PassageSize if None.
         kind: As for ``FaissVectorStore``.

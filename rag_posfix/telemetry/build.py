@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
     from opentelemetry.trace import TracerProvider
 
-__all__ = ["OFF", "Telemetry", "open_telemetry", "question_tracer"]
-
 _log = logging.getLogger(__name__)
 
 
@@ -76,7 +74,6 @@ def question_tracer(
     Args:
         tracer_provider: Creates the spans; the global provider of the process if both providers are None.
         meter_provider: Creates the metrics; the global provider of the process if both providers are None.
-        content: Whether questions, answers and ids of documents are recorded.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -100,7 +97,6 @@ def open_telemetry(settings: TelemetrySettings, standard: OpenTelemetrySettings 
     program of a cluster.
 
     Args:
-        settings: Our settings.
         standard: OpenTelemetry's variables; read from the environment if None.
 
     Raises:

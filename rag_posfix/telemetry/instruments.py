@@ -9,8 +9,6 @@ from opentelemetry.metrics import MeterProvider
 from rag_posfix.contracts.answer import Answer
 from rag_posfix.telemetry import names
 
-__all__ = ["Instruments"]
-
 # The bounds that the conventions recommend for each metric.
 _DURATION_BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -18,11 +16,7 @@ _PER_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.
 
 
 class Instruments:
-    """Histograms of durations in seconds.
-
-    Args:
-        provider: Creates the instruments.
-    """
+    """Histograms of durations in seconds."""
 
     def __init__(self, provider: MeterProvider) -> None:
         meter = provider.get_meter("rag_posfix")
@@ -51,8 +45,6 @@ class Instruments:
         """Record a complete answer.
 
         Args:
-            answer: The answer.
-            seconds: From the question to the answer.
             first_token: From the question to the first token, or None for a cached answer.
             attributes: Operation, provider and model.
         """

@@ -7,40 +7,6 @@ names are literals.
 
 from __future__ import annotations
 
-__all__ = [
-    "CACHE",
-    "CACHED_TOKENS",
-    "CLOSED_EARLY",
-    "DOCUMENTS",
-    "DROPPED",
-    "DURATION",
-    "ERROR_TYPE",
-    "FINISH_REASONS",
-    "FIRST_TOKEN",
-    "INPUT_MESSAGES",
-    "INPUT_TOKENS",
-    "MAX_TOKENS",
-    "MITIGATION",
-    "OPERATION",
-    "ORDER",
-    "OUTPUT_MESSAGES",
-    "OUTPUT_TOKENS",
-    "PER_TOKEN",
-    "PROVIDER",
-    "PROVIDER_NAME",
-    "QUERY_TEXT",
-    "QUEUE_SECONDS",
-    "REQUEST_MODEL",
-    "RESPONSE_MODEL",
-    "RETRIEVED",
-    "SEED",
-    "STREAM",
-    "TEMPERATURE",
-    "TIME_TO_FIRST_CHUNK",
-    "TOP_K",
-    "TOP_P",
-]
-
 PROVIDER_NAME = "rag_posfix"
 
 ERROR_TYPE = "error.type"

@@ -31,8 +31,6 @@ from rag_posfix.telemetry import names
 from rag_posfix.telemetry.instruments import Instruments
 from rag_posfix.telemetry.stage_span import fail, stage_span
 
-__all__ = ["QuestionSpans"]
-
 _NANO = 1_000_000_000
 
 
@@ -44,9 +42,6 @@ class QuestionSpans:
     Args:
         tracer: Starts the spans. The parent is the current span.
         instruments: The metrics, or None.
-        question: The question.
-        model: Name of the model.
-        stream: Whether the answer is read in pieces.
         content: Whether the question, the answer and the ids of documents are recorded.
     """
 
@@ -111,8 +106,6 @@ class QuestionSpans:
 
         Args:
             name: ``retriever``, ``reranker``, ``assembler`` or ``generator``.
-            given: The question.
-            documents: The documents that a reranker scores.
         """
         if name == "generator":
             generation = _GenerationSpans(self, time.time_ns())
@@ -138,9 +131,6 @@ class QuestionSpans:
         Args:
             name: ``prefill`` or ``decode``.
             start: When it began, in nanoseconds since 1970.
-            end: When it ended.
-            attributes: Attributes of the span.
-            error: What it failed with.
         """
         span = self._tracer.start_span(name, self._context, attributes=attributes, start_time=start)
         if isinstance(error, GeneratorExit):

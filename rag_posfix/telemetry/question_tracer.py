@@ -16,16 +16,12 @@ from rag_posfix.telemetry.instruments import Instruments
 from rag_posfix.telemetry.question_spans import QuestionSpans
 from rag_posfix.telemetry.stage_span import stage_span
 
-__all__ = ["OpenTelemetryTracer"]
-
 
 class OpenTelemetryTracer:
     """Writes the spans and metrics of questions. Implements ``pipeline.protocols.QuestionTracer``.
 
     Args:
-        tracer_provider: Creates the tracer.
         meter_provider: Creates the instruments; None writes no metrics.
-        content: Whether questions, answers and ids of documents are recorded.
     """
 
     def __init__(

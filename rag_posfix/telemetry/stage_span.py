@@ -16,8 +16,6 @@ from rag_posfix.errors import GenerationCancelled
 from rag_posfix.pipeline.protocols import Stage
 from rag_posfix.telemetry import names
 
-__all__ = ["fail", "stage_span"]
-
 _STAGES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "retriever": ("retrieve", {names.OPERATION: "retrieval", names.PROVIDER: names.PROVIDER_NAME}),
     # The conventions have no operation for reranking; a value of one's own is allowed.
@@ -51,11 +49,8 @@ def stage_span(
     """Return the context manager of a stage. Its span is the current one: calls of others become its children.
 
     Args:
-        tracer: Starts the span.
         parent: The context of the parent span; None is the current one.
         name: ``retriever``, ``reranker`` or ``assembler``.
-        given: The question.
-        documents: The documents that a reranker scores.
         content: Whether the question and the ids of the documents are recorded.
     """
     span_name, attributes = _STAGES[name]

@@ -19,8 +19,6 @@ from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_an
 from rag_posfix.patching.forward_context import Overrides
 from rag_posfix.text import content_hash
 
-__all__ = ["BASE", "compare_perplexity", "text_losses"]
-
 BASE = "base"
 """Name of the model before training."""
 
@@ -31,8 +29,6 @@ def text_losses(engine: Engine, texts: Sequence[str], tokens: int, progress: Pro
     The unmodified model reads each text alone, without a chat template.
 
     Args:
-        engine: The model.
-        texts: The texts.
         tokens: Tokens of each that are read; the rest is left out.
         progress: Progress callback (``evaluation.progress``).
 
@@ -61,7 +57,6 @@ def compare_perplexity(
 
     Args:
         engines: ``base`` and the trained models, by name.
-        texts: The texts.
         tokens: As in ``text_losses``.
         out: Folder for the record; None writes nothing.
         progress: Progress callback (``evaluation.progress``).

@@ -15,15 +15,11 @@ from rag_posfix.generation.prefill.resolved_row import resolve
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan
 
-__all__ = ["answer_logits", "answer_loss", "answered_prompt", "distillation_loss"]
-
 
 def answered_prompt(loaded: LoadedModel, layout: Layout, plan: Plan, answer: Sequence[int]) -> AnsweredPrompt:
     """Return a prompt and its answer as a plan has the model read them.
 
     Args:
-        loaded: The model.
-        layout: The prompt.
         plan: The plan that a mitigation made for the prompt.
         answer: The tokens of the answer, that which ends it included.
 

@@ -14,8 +14,6 @@ from rag_posfix.training.objectives import Objective, place_at
 from rag_posfix.training.prompts import PromptMaker
 from rag_posfix.training.tuned_model import TunedModel
 
-__all__ = ["Curves", "best_share", "measure_places", "shares", "worst_of"]
-
 Curves = dict[str, tuple[float, ...]]
 """Method -> mean log-probability per token of the answer at each place."""
 

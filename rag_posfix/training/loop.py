@@ -20,8 +20,6 @@ from rag_posfix.training.settings import TrainSettings
 from rag_posfix.training.terms import Term, add_gradients
 from rag_posfix.training.tuned_model import TunedModel
 
-__all__ = ["Course", "train"]
-
 _log = logging.getLogger(__name__)
 
 MOST_GRADIENT = 1.0
@@ -64,8 +62,6 @@ def train(
     held-out samples, over all places and methods of the objective.
 
     Args:
-        model: The model.
-        course: What it is trained on.
         files: Checkpoint and best weights.
         report: Called with steps done and most steps.
 

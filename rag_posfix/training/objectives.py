@@ -16,8 +16,6 @@ from rag_posfix.training.forward import answered_prompt
 from rag_posfix.training.prompts import PromptMaker, TrainingPrompt
 from rag_posfix.training.terms import Term
 
-__all__ = ["Block", "Distill", "InformationIntensive", "Objective", "place_at"]
-
 
 class Objective(Protocol):
     """What is trained on a sample."""
@@ -35,9 +33,6 @@ class Objective(Protocol):
         """Yield the terms whose sum is the loss of a sample.
 
         Args:
-            loaded: The model.
-            prompts: Makes prompts for it.
-            sample: The sample.
             random: The generator of this sample in this step.
             best_place: Where the untrained model reads best, 0 (first) to 1 (last).
 
@@ -84,7 +79,6 @@ class Block:
 
     Args:
         full: The method of the full causal mask.
-        method: A method with independent passages.
     """
 
     name: ClassVar[str] = "block"
@@ -125,7 +119,6 @@ class Distill:
     Args:
         method: Teacher and student read under its plan.
         anchor: Weight of the second term.
-        temperature: Divisor of the logits.
     """
 
     name: ClassVar[str] = "distill"

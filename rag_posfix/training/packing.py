@@ -9,15 +9,11 @@ from torch import Tensor
 from rag_posfix.generation.model.one_pass import AnsweredPrompt, can_share_pass, forward_with_answers
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 
-__all__ = ["packs", "read_packed"]
-
 
 def packs(loaded: LoadedModel, prompts: Sequence[AnsweredPrompt], most_tokens: int) -> list[list[int]]:
     """Return the numbers of the prompts of each pass; a prompt goes into the first pass that has room for it.
 
     Args:
-        loaded: The model.
-        prompts: Prompts with their answers.
         most_tokens: Most tokens of a pass. A prompt with more is a pass of its own, and so is one that cannot share a
             pass (``can_share_pass``); with 0 all are.
     """

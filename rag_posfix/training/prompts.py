@@ -10,8 +10,6 @@ from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.plan.layout import Layout
 from rag_posfix.training.data.sample import Sample
 
-__all__ = ["PromptMaker", "TrainingPrompt", "end_of_answer"]
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingPrompt:
@@ -31,7 +29,6 @@ class PromptMaker:
 
     Args:
         encoder: The model's tokenizer.
-        context_window: Token limit of prompt and answer together.
     """
 
     def __init__(self, encoder: Tokenizer, context_window: int) -> None:

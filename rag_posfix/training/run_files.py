@@ -17,8 +17,6 @@ from rag_posfix.training.held_out import Curves, worst_of
 from rag_posfix.training.tuned_model import TunedModel
 from rag_posfix.training_tensors import flattened, separated
 
-__all__ = ["RunFiles", "RunState"]
-
 _log = logging.getLogger(__name__)
 
 CHECKPOINT, BEST, RESULT = "checkpoint.safetensors", "best.safetensors", "result.json"

@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal
 
 from rag_posfix.parameters import Number, Whole, check_parameters
 
-__all__ = ["TrainSettings"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainSettings:

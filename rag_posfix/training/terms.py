@@ -13,8 +13,6 @@ from rag_posfix.training.forward import answer_loss, distillation_loss
 from rag_posfix.training.packing import read_packed
 from rag_posfix.training.tuned_model import TunedModel
 
-__all__ = ["Term", "add_gradients"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Term:
@@ -48,9 +46,7 @@ def add_gradients(model: TunedModel, terms: Sequence[Term], divisor: int, most_t
     """Add the gradients of the sum of terms, divided by ``divisor``, to the model; return each loss undivided.
 
     Args:
-        model: The model.
         terms: Terms that may be read in one pass; a prompt of the untrained model that several have is read once.
-        divisor: What the losses are divided by.
         most_tokens: Most tokens of a pass, as in ``packs``.
 
     Cost: the graph of one pass at a time, and the untrained model's logits of all terms.

@@ -26,8 +26,6 @@ from rag_posfix.training.tuned_model import prepare
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["new_course", "tune"]
-
 
 def tune(
     engine: Engine,
@@ -47,9 +45,6 @@ def tune(
 
     Args:
         engine: The model; it is changed.
-        objective: What is trained.
-        data: A file of samples.
-        settings: How the model is trained.
         out: Folder of checkpoint, record, and ``adapter`` or, with rank 0, ``model``.
         base: What the model was loaded from.
         teacher: As in ``prepare``.
@@ -95,9 +90,6 @@ def new_course(engine: Engine, objective: Objective, samples: list[Sample], sett
 
     Args:
         engine: The model with its tokenizer.
-        objective: What is trained.
-        samples: All samples.
-        settings: Of the run.
     """
     cut = len(samples) - settings.held_out
     prompts = PromptMaker(engine.encoder, engine.context_window)
@@ -145,9 +137,6 @@ def _summary(objective: Objective, state: RunState, settings: TrainSettings) -> 
 
 def draw_training(head: Mapping[str, Any]) -> Figure:
     """Return the figure of a training record: the worst place of the held-out samples by step.
-
-    Args:
-        head: The head of the record.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -19,8 +19,6 @@ from rag_posfix.generation.model.one_pass import recompute_layers
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.training.settings import TrainSettings
 
-__all__ = ["TunedModel", "prepare"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TunedModel:

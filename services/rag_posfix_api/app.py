@@ -39,8 +39,6 @@ from rag_posfix_api.page import api_docs
 from rag_posfix_api.page import routes as page
 from rag_posfix_api.runtime.service import Service, package_version
 
-__all__ = ["RENDERERS", "ROUTERS", "create_app"]
-
 ROUTERS = {
     "openai": (openai.router, openai_completions.router, openai_embeddings.router),
     "responses": (responses.router,),
@@ -82,7 +80,6 @@ def create_app(
     """Return the application.
 
     Args:
-        settings: The model to load, and defaults of requests.
         pipeline: The pipeline to serve at once, instead of loading one.
         service: Settings of the service; read from the environment if None.
         hosts: Names in the header ``Host`` that are answered; all if None.

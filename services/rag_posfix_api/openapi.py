@@ -9,8 +9,6 @@ from pathlib import Path
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.app import create_app
 
-__all__ = ["document", "main"]
-
 
 def document() -> str:
     """Return the OpenAPI document. It depends on the routes only, not on the version of rag-posfix."""

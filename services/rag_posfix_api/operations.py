@@ -12,8 +12,6 @@ from starlette.responses import Response
 from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.runtime.service import ReadyService, ServiceState
 
-__all__ = ["Health", "Readiness", "router"]
-
 router = APIRouter()
 
 

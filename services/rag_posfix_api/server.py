@@ -27,8 +27,6 @@ from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.page.browser import address_of, open_page
 from rag_posfix_api.runtime.service import Service
 
-__all__ = ["bind", "make_server", "run"]
-
 _CUT_SECONDS = 5
 """How long requests that were ended at the end of the drain have to send their error."""
 
@@ -51,11 +49,9 @@ def run(
     process: what supervises it sees the exit status.
 
     Args:
-        settings: The model to load, and defaults of requests.
         host: Address to listen on, instead of ``service.host``.
         port: Port to listen on, instead of ``service.port``; 0 takes a free one.
         service: Settings of the service; read from the environment if None.
-        pipeline: The pipeline to serve, instead of loading one.
         log_format: ``json`` or ``text``, instead of ``service.log_format``.
         opens_page: Whether to open the page in a browser once the service is ready.
 
@@ -97,10 +93,6 @@ class DrainingServer(uvicorn.Server):
     the drain at once.
 
     Args:
-        config: The configuration of uvicorn.
-        service: The state of the application.
-        drain_seconds: Longest drain.
-        notice_seconds: Shortest drain.
         on_ready: Called once, when the service is ready; must be quick.
     """
 
@@ -163,9 +155,6 @@ def make_server(
     """Return the server, which runs on a socket of ``bind``.
 
     Args:
-        settings: The model to load, and defaults of requests.
-        service: Settings of the service.
-        pipeline: The pipeline to serve, instead of loading one.
         hosts: Names in the header ``Host`` that are answered; all if None.
         telemetry: Where traces and metrics go; what the settings and the environment say if None.
         on_ready: Called once, when the service is ready.
@@ -191,7 +180,6 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket. It is created first, so that a taken port is reported before a model is loaded.
 
     Args:
-        host: Name or address.
         port: Port; 0 takes a free one.
 
     Raises:

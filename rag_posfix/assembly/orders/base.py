@@ -13,17 +13,6 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import check_parameters
 from rag_posfix.registry import Registry
 
-__all__ = [
-    "ORDERS",
-    "Order",
-    "OrderFacts",
-    "apply_order",
-    "best_first",
-    "create_order",
-    "permute",
-    "ranks",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class OrderFacts:

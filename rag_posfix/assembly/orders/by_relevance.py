@@ -8,8 +8,6 @@ from typing import ClassVar
 
 from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first
 
-__all__ = ["EndsFirst", "Original", "Random", "Relevance", "Reverse"]
-
 
 @ORDERS.register("relevance")
 @dataclass(frozen=True, slots=True)

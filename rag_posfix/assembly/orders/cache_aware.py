@@ -9,8 +9,6 @@ from typing import Annotated, ClassVar
 from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first, ranks
 from rag_posfix.parameters import Number
 
-__all__ = ["CacheAware", "displacement"]
-
 
 @ORDERS.register("cache_aware")
 @dataclass(frozen=True, slots=True)

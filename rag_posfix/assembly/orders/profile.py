@@ -13,8 +13,6 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Numbers
 from rag_posfix.plan.bias_profile import FileReader, bias_profile_from, stretched
 
-__all__ = ["Profile"]
-
 
 @ORDERS.register("profile", aliases=("attnrank",))
 @dataclass(frozen=True, slots=True)

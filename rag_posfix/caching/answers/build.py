@@ -9,8 +9,6 @@ from rag_posfix.caching.answers.tier import ANSWER_BACKENDS
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.settings import CacheSettings
 
-__all__ = ["build_answer_cache"]
-
 
 def build_answer_cache(settings: CacheSettings, cache_dir: Path) -> TieredAnswerCache | None:
     """Return the answer cache that ``settings`` describe, or None if they turn off every tier.
@@ -18,7 +16,6 @@ def build_answer_cache(settings: CacheSettings, cache_dir: Path) -> TieredAnswer
     No file is opened and nothing is connected before the first use.
 
     Args:
-        settings: Which tiers there are, and their bounds.
         cache_dir: Folder of this process's caches; the disk tier uses ``answers`` in it.
 
     Raises:

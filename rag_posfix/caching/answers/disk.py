@@ -25,8 +25,6 @@ from rag_posfix.caching.tier import Counters, TierStats
 from rag_posfix.errors import CacheError
 from rag_posfix.settings import CacheSettings
 
-__all__ = ["DiskCache"]
-
 _MIN_BYTES = 128 * 1024
 _FOLDER = "answers"
 _FILE_NAME = "answers-v1.sqlite3"

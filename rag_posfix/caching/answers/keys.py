@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from rag_posfix.text import content_hash
 
-__all__ = ["SCHEMA_VERSION", "AnswerKey", "tenant_salt"]
-
 SCHEMA_VERSION = 2
 """Part of every key. Increase it when stored entries or their meaning change: older entries are then misses."""
 

@@ -14,8 +14,6 @@ from rag_posfix.caching.tier import Counters, TierStats
 from rag_posfix.errors import CacheError
 from rag_posfix.settings import CacheSettings
 
-__all__ = ["MemoryCache"]
-
 _ENTRY_OVERHEAD_BYTES = 512  # the key, the tags and the Python objects around a value, roughly
 
 

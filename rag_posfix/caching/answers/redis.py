@@ -20,8 +20,6 @@ from rag_posfix.caching.redis_link import RedisLink
 from rag_posfix.caching.tier import Counters, TierStats
 from rag_posfix.settings import CacheSettings
 
-__all__ = ["RedisCache"]
-
 _KEYSPACE = RedisKeyspace(entry_prefix="rag_posfix:answer:", tag_prefix="rag_posfix:tag:")
 _ENVELOPE_BYTES = 64 * 1024  # room for what is stored with an answer: its key and the tags of some thousand documents
 
@@ -33,7 +31,6 @@ class RedisCache:
         url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``.
         timeout_seconds: Bound of one operation while Redis is fast, connecting included, > 0.
         max_entry_bytes: Larger values are not sent.
-        breaker: Decides when a failing Redis is asked again.
         clock: Seconds since 1970, the same for every process that shares the Redis.
 
     Raises:

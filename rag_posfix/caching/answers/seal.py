@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["SEAL_BYTES", "seal", "unseal"]
-
 _MAGIC = b"RPX1"
 _DIGEST_BYTES = 16
 SEAL_BYTES = len(_MAGIC) + _DIGEST_BYTES

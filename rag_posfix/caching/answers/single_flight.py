@@ -12,8 +12,6 @@ from typing import Final
 from rag_posfix.cancellation import check_wanted
 from rag_posfix.errors import CacheError
 
-__all__ = ["SingleFlight"]
-
 _CHECK_SECONDS: Final = 0.05
 """How often a waiting thread asks whether it is still wanted."""
 _REMEMBERED: Final = 1024

@@ -9,8 +9,6 @@ from rag_posfix.caching.backends import Backends
 from rag_posfix.caching.tier import Tier
 from rag_posfix.settings import CacheSettings
 
-__all__ = ["ANSWER_BACKENDS", "ANSWER_CACHE", "ByteCache", "ListedCache"]
-
 ANSWER_CACHE = "answer cache"
 """What the log and errors call it."""
 

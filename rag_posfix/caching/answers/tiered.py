@@ -19,8 +19,6 @@ from rag_posfix.caching.tier_stack import FailSafeTier, TierStack
 from rag_posfix.errors import CacheError
 from rag_posfix.text import content_hash
 
-__all__ = ["TieredAnswerCache"]
-
 _ENVELOPE_VERSION = 1
 
 

@@ -12,8 +12,6 @@ from rag_posfix.caching.kv.tier import KV_BACKENDS, PassageStoreOptions
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["build_passage_store"]
-
 
 def build_passage_store(
     settings: PassageStoreOptions, cache_dir: Path, device: torch.device | str = "cpu"
@@ -23,7 +21,6 @@ def build_passage_store(
     No file is opened and nothing is connected before the first use.
 
     Args:
-        settings: Which tiers there are, and their bounds.
         cache_dir: Folder of this process's caches; the disk tier uses ``passages`` in it.
         device: Where entries are kept in memory and returned: the device of the model.
 

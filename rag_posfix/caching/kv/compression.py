@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import zlib
 
-__all__ = ["compress", "decompress"]
-
 _MAGIC = b"RPKZ"
 _LEVEL = 1
 
@@ -20,7 +18,6 @@ def decompress(data: object, max_bytes: int) -> object:
     """Return what ``compress`` was given; data that it has not compressed are returned unchanged.
 
     Args:
-        data: What was stored.
         max_bytes: Most bytes to decompress. Damaged data, and what would be larger, are None.
     """
     if not isinstance(data, bytes) or not data.startswith(_MAGIC):

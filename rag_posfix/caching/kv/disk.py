@@ -34,8 +34,6 @@ from rag_posfix.caching.tier import Counters, TierStats
 from rag_posfix.errors import CacheError
 from rag_posfix.folders import PASSAGES_FOLDER
 
-__all__ = ["DiskPassages"]
-
 _MIN_BYTES = 64 * 1024
 _TOUCH_SECONDS = 60.0  # the time of last use is written at most this often
 _HEADROOM = 16  # 1/16 of the bound: after writing so much the files are listed again; eviction frees so much more

@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = [
-    "EntryShape",
-    "PassageKV",
-    "allocate",
-    "deserialize",
-    "header_end",
-    "parse_tags",
-    "serialize",
-    "serialize_parts",
-]
-
 _MAGIC = b"RPKV0001"
 _SEAL_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
@@ -159,7 +148,6 @@ def deserialize(key: str, data: object, expected: EntryShape) -> PassageKV | Non
     """Return the entry in ``data``, on the CPU, or None if it is damaged, of another key or not as ``expected``.
 
     Args:
-        key: Its key.
         data: The serialised entry. The tensor shares the memory of a ``memoryview``; ``bytes`` are copied, as they
             must never change.
         expected: Shape and dtype that it must have.

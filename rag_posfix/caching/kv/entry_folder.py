@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["EntryFile", "EntryFolder"]
-
 _SUFFIX = ".kv"
 _INCOMING = "incoming"  # for unfinished files; in the same folder, because renaming needs the same file system
 _UNFINISHED_SECONDS = 15 * 60.0  # no write takes that long
@@ -55,7 +53,6 @@ class EntryFolder:
         """Return the content of a file and when it was last used.
 
         Args:
-            path: The file.
             max_bytes: Its largest size. What is larger, or no regular file, has empty content.
             allocate: Returns memory of a given size to read into.
         """

@@ -14,8 +14,6 @@ from rag_posfix.errors import CacheError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SCHEMA_VERSION", "Part", "passage_key"]
-
 SCHEMA_VERSION = 1
 """Part of every key. Increase it when stored entries or their meaning change: older entries are then misses."""
 
@@ -37,12 +35,10 @@ def passage_key(
     answered from the other.
 
     Args:
-        model_fingerprint: Identity of the weights.
         dtype: Type of the keys and values.
         part: What the plan changes in the encoding: first position, base of the rotation, scale per layer, ... 1 and
             1.0 are different parts.
         prefix_tokens: Tokens before the passage that it attends to.
-        tokens: Tokens of the passage.
         salt: Separates the entries of tenants.
 
     Raises:

@@ -12,8 +12,6 @@ from rag_posfix.caching.tagged_lru import TaggedLRU
 from rag_posfix.caching.tier import Counters, TierStats
 from rag_posfix.errors import CacheError
 
-__all__ = ["MemoryPassages"]
-
 _ENTRY_OVERHEAD_BYTES = 1024  # the key, the tags and the Python objects around a tensor, roughly
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["ReaderPool"]
-
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _THREADS = 4

@@ -25,8 +25,6 @@ from rag_posfix.caching.redis_link import RedisLink
 from rag_posfix.caching.tier import Counters, TierStats
 from rag_posfix.errors import CacheError
 
-__all__ = ["RedisPassages"]
-
 _KEYSPACE = RedisKeyspace(entry_prefix="rag_posfix:passage:", tag_prefix="rag_posfix:passage-tag:")
 _INDEX = "rag_posfix:passage-index"
 _MIN_BYTES = 64 * 1024
@@ -50,7 +48,6 @@ class RedisPassages:
             full Redis refuses or evicts entries, which are then misses.
         ttl_seconds: How long an entry is kept after it was written.
         compress: Whether entries are sent compressed.
-        breaker: Decides when a failing Redis is asked again.
         clock: Seconds since 1970, the same for every process that shares the Redis.
 
     Raises:

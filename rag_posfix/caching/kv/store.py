@@ -20,8 +20,6 @@ from rag_posfix.caching.tier_stack import TierStack
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PassageStore"]
-
 _CLOSE_SECONDS = 10.0
 
 

@@ -10,8 +10,6 @@ from rag_posfix.caching.backends import Backends
 from rag_posfix.caching.kv.entry import EntryShape, PassageKV
 from rag_posfix.caching.tier import Tier
 
-__all__ = ["KV_BACKENDS", "PASSAGE_STORE", "PassageStoreOptions", "PassageTier", "Secret", "TagsAtHand"]
-
 PASSAGE_STORE = "passage store"
 """What the log and errors call the passage KV store."""
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from rag_posfix.caching.kv.entry import PassageKV
 
-__all__ = ["WriteBehind"]
-
 _BATCH_BYTES = 32 * 1024**2
 _MAX_WAIT_SECONDS = 10.0
 
@@ -58,7 +56,6 @@ class WriteBehind:
         """Queue ``entries`` and return at once.
 
         Args:
-            entries: What to write.
             n_tiers: Passed on to ``write``.
 
         Returns:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["MAX_WORDS", "is_sound", "repeats", "summarize_form"]
-
 MAX_WORDS = 30
 """A short answer has at most this many words in its first line."""
 

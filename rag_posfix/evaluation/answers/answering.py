@@ -37,20 +37,6 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import content_hash
 
-__all__ = [
-    "QUESTIONS_TOGETHER",
-    "AnswerJournal",
-    "GradedAnswer",
-    "Trial",
-    "answer_all",
-    "answer_and_score",
-    "answer_key",
-    "best_subspan_em",
-    "first_line",
-    "normalize",
-    "score_passages",
-]
-
 QUESTIONS_TOGETHER = 8
 """Questions of one condition are answered together, so an answer has the same neighbours in every condition."""
 
@@ -259,7 +245,6 @@ def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_orde
     """Return a digest of everything that an answer depends on.
 
     Args:
-        engine: The model.
         trial: The question, its passages and the mitigation.
         max_new_tokens: Maximum number of tokens of the answer.
         any_order: Whether every order of the passages has the same key.

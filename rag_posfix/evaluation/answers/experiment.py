@@ -22,16 +22,6 @@ from rag_posfix.evaluation.speed.runs import with_store
 from rag_posfix.generation.engine import Engine
 from rag_posfix.settings import Settings
 
-__all__ = [
-    "EngineFacts",
-    "answers_head",
-    "arrangement_rerankers",
-    "checked_arrangements",
-    "engine_facts",
-    "load_models",
-    "with_passages_kept",
-]
-
 
 def checked_arrangements(choices: Sequence[MethodSpec | Arrangement]) -> list[Arrangement]:
     """Return methods and arrangements as arrangements, checked before a model is loaded.
@@ -50,7 +40,6 @@ def arrangement_rerankers(
     """Return the rerankers that ``arrangements`` name, by label.
 
     Args:
-        arrangements: What is compared.
         engine: The model, for rerankers that read passages with it.
         settings: Names the embeddings; read from the environment if None and needed.
     """

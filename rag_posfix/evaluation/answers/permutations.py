@@ -116,7 +116,6 @@ def evaluate_permutations(
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.
         max_tokens: Maximum number of tokens of an answer.
-        seed: Seed of the random orders.
         engine: The model; loaded by ``settings`` if None.
         reranker: Scores the passages; if None, the embeddings of ``settings``.
         settings: Read from the environment if None.
@@ -152,9 +151,7 @@ def draw_orders(count: int, n_orders: int, seed: int, name: str) -> list[tuple[i
     """Return distinct orders of ``count`` passages: the given one, then random ones.
 
     Args:
-        count: Number of passages.
         n_orders: Number of orders, including the given one.
-        seed: Seed of the random orders.
         name: Id of the question; it is part of the seed.
 
     Raises:
@@ -202,13 +199,9 @@ def answer_in_orders(
 
     Args:
         engine: The model; the same for all methods.
-        examples: The questions.
-        choices: What is compared.
         n_orders: Orders per question, the first included; the same for every method.
         n_documents: Number of passages per prompt.
         reranker: Scores the passages of a question, once, for arrangements without a reranker.
-        rerankers: The rerankers of arrangements, by label.
-        seed: Seed of the random orders.
         max_new_tokens: Maximum number of tokens of an answer.
         progress: Called with (done, total) after each answer.
 

@@ -10,8 +10,6 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_permutations", "draw_positions"]
-
 COLORS = {"none": "#b3382c"}
 NAMES = {"none": "unmodified model"}
 
@@ -29,7 +27,6 @@ def draw_positions(
     Accuracy is drawn where log-probabilities were not measured.
 
     Args:
-        head: The head of the record.
         title: Replaces the title, which names model, questions and data.
         names: Shown in the legend in place of a method's label.
         size: Width and height in inches.
@@ -61,11 +58,7 @@ def draw_positions(
 
 
 def draw_permutations(head: Mapping[str, Any]) -> Figure:
-    """Return the bars of a record of ``eval permutations``: the share of answers that change with the order.
-
-    Args:
-        head: The head of the record.
-    """
+    """Return the bars of a record of ``eval permutations``: the share of answers that change with the order."""
     methods = head["summary"]["mitigations"]
     figure, axes = new_axes((7.2, 1.2 + 0.4 * len(methods)))
     for number, (name, found) in enumerate(reversed(methods.items())):

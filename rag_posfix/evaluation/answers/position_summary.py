@@ -12,8 +12,6 @@ from rag_posfix.evaluation.answers.verdict import not_measured, position_verdict
 from rag_posfix.evaluation.data.position_example import GoldPosition, position_label
 from rag_posfix.evaluation.statistics import bootstrap_interval, mcnemar_p, mean, mean_if_known
 
-__all__ = ["CLOSED_BOOK", "GOLD_ONLY", "PositionRow", "summarize_positions"]
-
 CLOSED_BOOK = "closed_book"
 GOLD_ONLY = "gold_only"
 

@@ -175,12 +175,9 @@ def answer_at_positions(
 
     Args:
         engine: The model; the same for all conditions.
-        examples: The questions.
-        choices: What is compared.
         gold_positions: Positions of the gold passage, from 0; (0, 9) places two.
         n_documents: Number of passages per prompt.
         reranker: Scores the passages for arrangements without a reranker.
-        rerankers: The rerankers of arrangements, by label.
         max_new_tokens: Maximum number of tokens of an answer.
         progress: Called with (done, total) after each answer.
         journal: Answers of earlier runs, which are not computed again, and where new ones go.

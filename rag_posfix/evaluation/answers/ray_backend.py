@@ -32,8 +32,6 @@ from rag_posfix.evaluation.ray_workers import RayWorkers, ray_workers
 from rag_posfix.generation.remote.address import is_remote
 from rag_posfix.settings import Settings
 
-__all__ = ["AnswerRows", "CarriedJournal", "RayAnswers", "ray_answers"]
-
 
 class AnswerRows(Protocol):
     """Answers questions under every condition: ``positions.answer_at_positions`` with its settings filled in."""
@@ -56,11 +54,7 @@ Opener = Callable[[Sequence[Arrangement], Settings], tuple[Generator, Reranker, 
 
 
 class CarriedJournal(AnswerJournal):
-    """A journal in memory that begins with known answers, and knows which were asked for and which are new.
-
-    Args:
-        known: Answers by key.
-    """
+    """A journal in memory that begins with known answers, and knows which were asked for and which are new."""
 
     def __init__(self, known: Mapping[str, GradedAnswer]) -> None:
         super().__init__()
@@ -178,7 +172,6 @@ def ray_answers(
 
     Args:
         settings: Models; every actor loads its own.
-        arrangements: What is compared.
         actors: Processes that hold a model, each with one CPU. One that dies is started again with its block.
         kept_bytes: Bound of the keys and values that each keeps of passages; 0 keeps none.
         opener: Loads the models in an actor; by ``settings`` if None.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["not_measured", "permutation_verdicts", "position_verdicts"]
-
 BASELINE = "none"
 NOT_SCORED = "a remote generator answers with text and does not score given answers; accuracy and changes are measured"
 
@@ -21,20 +19,12 @@ def not_measured(log_probabilities: Sequence[float | None]) -> dict[str, dict[st
 
 
 def position_verdicts(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a sentence per method of ``eval positions``; about each alone if ``none`` is not among them.
-
-    Args:
-        methods: Their summaries by label.
-    """
+    """Return a sentence per method of ``eval positions``; about each alone if ``none`` is not among them."""
     return [f"{name}: {_changes(found, methods)}{_against(found)}." for name, found in methods.items()]
 
 
 def permutation_verdicts(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a sentence per method of ``eval permutations``.
-
-    Args:
-        methods: Their summaries by label.
-    """
+    """Return a sentence per method of ``eval permutations``."""
     sentences = []
     for name, found in methods.items():
         low, high = found["flip_rate_ci95"]

@@ -35,8 +35,6 @@ def beir_files(corpus: Path, queries: Path | None, qrels: Path | None, split: st
     Args:
         corpus: A BEIR folder (``corpus.jsonl``, ``queries.jsonl``, ``qrels/test.tsv``, each also as ``.gz``), or the
             file of documents.
-        queries: The file of queries.
-        qrels: The file of judgements.
         split: Name of the file in ``qrels/``.
 
     Raises:

@@ -14,8 +14,6 @@ from rag_posfix.evaluation.data.beir import BeirFiles, read_collection_documents
 from rag_posfix.evaluation.data.trec import Qrels, read_qrels
 from rag_posfix.text import content_hash
 
-__all__ = ["Collection", "Topic", "load_collection", "load_topics"]
-
 
 @dataclass(frozen=True, slots=True)
 class Topic:

@@ -12,8 +12,6 @@ from pydantic import ValidationError
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.whole_file import write_whole
 
-__all__ = ["checked_id", "malformed", "read_lines", "write_text"]
-
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (location, line) of every line with visible characters; a location reads ``file:number``.
@@ -55,8 +53,6 @@ def checked_id(value: object, location: str, what: str) -> str:
 
     Args:
         value: What stands where the id is expected; integers become text.
-        location: Where, for the message.
-        what: Of what, for the message.
 
     Raises:
         EvaluationError: it is missing, empty, of another type, or holds white space.

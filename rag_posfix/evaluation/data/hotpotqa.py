@@ -9,8 +9,6 @@ from langchain_core.documents import Document
 
 from rag_posfix.evaluation.data.position_example import PositionExample, question_and_answers
 
-__all__ = ["hotpotqa_example"]
-
 
 def hotpotqa_example(row: Mapping[str, Any], number: int) -> PositionExample:
     """Return the question of a row with ``question``, ``answer``, ``supporting_facts`` and ``context``.
@@ -20,7 +18,6 @@ def hotpotqa_example(row: Mapping[str, Any], number: int) -> PositionExample:
     paragraph are joined as they are, since they carry their spaces.
 
     Args:
-        row: The row.
         number: Its number in the file, for rows without ``id``.
 
     Raises:

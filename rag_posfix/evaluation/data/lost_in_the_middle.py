@@ -9,15 +9,9 @@ from langchain_core.documents import Document
 
 from rag_posfix.evaluation.data.position_example import PositionExample, question_and_answers
 
-__all__ = ["lost_in_the_middle_example"]
-
 
 def lost_in_the_middle_example(row: Mapping[str, Any], number: int) -> PositionExample:
     """Return the question of a row with ``question``, ``answers`` and ``ctxs``, of which one has ``isgold``.
-
-    Args:
-        row: The row.
-        number: Its number in the file.
 
     Raises:
         AttributeError, KeyError, StopIteration, TypeError, ValueError: the row is malformed.

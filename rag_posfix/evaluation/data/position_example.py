@@ -46,7 +46,6 @@ class PositionExample:
         """Return the gold passages and the first distractors, ``count`` in all.
 
         Args:
-            count: Number of passages.
             gold_position: Where the gold passages stand; None puts them first.
 
         Raises:

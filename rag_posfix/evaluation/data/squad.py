@@ -14,8 +14,6 @@ from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.files import malformed
 from rag_posfix.evaluation.data.position_example import PositionExample, question_and_answers, visible
 
-__all__ = ["squad_articles", "squad_examples"]
-
 
 def squad_articles(text: str, path: Path) -> list[Any] | None:
     """Return the articles of a file in SQuAD's format; None if its first JSON value is something else."""

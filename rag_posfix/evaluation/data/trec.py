@@ -10,8 +10,6 @@ from pathlib import Path
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.files import checked_id, read_lines, write_text
 
-__all__ = ["Qrels", "Run", "decreasing", "read_qrels", "read_run", "write_run"]
-
 Qrels = Mapping[str, Mapping[str, int]]
 """Query id -> document id -> grade."""
 

@@ -11,8 +11,6 @@ from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.files import read_lines
 from rag_posfix.text import clean_text
 
-__all__ = ["read_markup_documents", "read_markup_topics"]
-
 _TAG = re.compile(r"</?[A-Za-z][^>]*>")
 _TOPIC = re.compile(r"<topic\b[^>]*number\s*=\s*[\"']([^\"']+)[\"']", re.IGNORECASE)
 _NUMBER = re.compile(r"<num>\s*(?:number\s*:)?\s*([^\s<]+)", re.IGNORECASE)

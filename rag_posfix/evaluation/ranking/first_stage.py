@@ -45,18 +45,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "FIRST_STAGE",
-    "FIRST_STAGES",
-    "FirstStage",
-    "candidates_of",
-    "open_first_stage",
-    "rank_topic",
-    "retrieve",
-    "run_as_first_stage",
-    "stage_identity",
-]
-
 FIRST_STAGE = "first_stage"
 """What its run is called beside those of the rerankers."""
 
@@ -134,9 +122,6 @@ def run_as_first_stage(path: Path) -> tuple[FirstStage, frozenset[str]]:
 
     The score decides, ties as trec_eval orders them. Its seconds are 0: nothing was searched here.
 
-    Args:
-        path: The run.
-
     Raises:
         EvaluationError: the file is missing or malformed.
     """
@@ -162,10 +147,8 @@ def open_first_stage(
 
     Args:
         spec: A name in ``FIRST_STAGES`` and parameters, checked.
-        collection: The documents.
         embeddings: Returns the embedding model.
         folder: Where an index of vectors is kept for later runs; None keeps it in memory.
-        progress: Shows how far the embedding of documents is.
 
     Raises:
         RetrievalError: the documents cannot be indexed.
@@ -199,7 +182,6 @@ def stage_identity(spec: MethodSpec, collection: Collection, model: str | None) 
 
     Args:
         spec: A name in ``FIRST_STAGES`` and parameters.
-        collection: The documents.
         model: Identity of the embedding model, None without one.
     """
     made_from = [FIRST_STAGES.resolve(spec.name), repr(sorted(spec.parameters.items())), collection.digest]
@@ -210,10 +192,7 @@ def rank_topic(retriever: Retriever, name: str, topic: Topic, depth: int) -> Ran
     """Return at most ``depth`` documents for a topic.
 
     Args:
-        retriever: Finds them.
         name: Name of the first stage, for messages.
-        topic: The topic.
-        depth: Number of documents.
 
     Raises:
         RetrievalError: the documents cannot be searched.
@@ -232,10 +211,7 @@ def retrieve(
     """Run the first stage for every topic without a ranking in the journal.
 
     Args:
-        stage: The first stage.
-        topics: The topics.
         depth: Number of documents per topic.
-        journal: Stored rankings; new ones are added.
         progress: Progress callback (``evaluation.progress``).
 
     Raises:
@@ -264,9 +240,7 @@ def candidates_of(topics: Sequence[Topic], found: RankedTopics, collection: Coll
     """Return the input of rerankers: copies of the documents, in the order of the first stage, with its scores.
 
     Args:
-        topics: The topics.
         found: The rankings of the first stage.
-        collection: The documents.
 
     Raises:
         EvaluationError: the first stage ranks a document that is not in the collection.

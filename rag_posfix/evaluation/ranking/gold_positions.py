@@ -158,8 +158,6 @@ def rank_gold_positions(
     order, nothing that tells which passage is gold. Passages with equal scores keep the order that came in.
 
     Args:
-        ranker: The reranker.
-        examples: The questions.
         gold_positions: Positions of the gold passage, from 0.
         n_documents: Number of passages per list.
         journal: Rankings of earlier runs, and where new ones go.

@@ -21,20 +21,6 @@ from rag_posfix.evaluation.statistics import compare_all, difference_interval, m
 if TYPE_CHECKING:
     from ir_measures.measures import Measure
 
-__all__ = [
-    "DEFAULT_MEASURES",
-    "EvaluatedRun",
-    "MeasureValues",
-    "Measures",
-    "compare_runs",
-    "compute_measures",
-    "evaluate_run",
-    "parse_measures",
-    "per_query",
-    "run_files",
-    "summarize_run",
-]
-
 DEFAULT_MEASURES = ("nDCG@10", "RR@10", "R@10", "P@1")
 
 Measures: TypeAlias = "Sequence[Measure]"
@@ -70,7 +56,6 @@ def compute_measures(measures: Measures, qrels: Qrels, run: Run) -> MeasureValue
     in the collection. A judged query without a ranking scores 0 and counts in every mean, as with ``trec_eval -c``.
 
     Args:
-        measures: The measures.
         qrels: The judgements, of exactly the queries that count.
         run: Scores that differ within each query.
 
@@ -145,7 +130,6 @@ def run_files(folder: Path, labels: Sequence[str]) -> dict[str, Path]:
 
     Args:
         folder: Where runs go.
-        labels: What the systems are called.
     """
     names: dict[str, Path] = {}
     for label in labels:
@@ -164,9 +148,7 @@ def evaluate_run(
     """Measure rankings by exactly the scores that a TREC run of them holds, and write that run.
 
     Args:
-        ranked: The rankings.
         topics: The topics with their judgements; all of them count.
-        measures: What to compute.
         file: Where the run goes; None writes none.
 
     Raises:
@@ -184,9 +166,6 @@ def summarize_run(one: EvaluatedRun) -> dict[str, Any]:
     ``seconds``, ``forward_passes``, ``tokens_read`` and ``calls`` are means per query that had candidates; ``calls``
     (answers that the model was asked to write) is None where the reranker does not count them. ``ci95`` is the
     interval of each mean, queries resampled. ``run_file`` is the name of the TREC run, None where none was written.
-
-    Args:
-        one: The run.
     """
     asked = [ranking for ranking in one.ranked.rankings.values() if ranking.ids]
     seconds = [ranking.seconds for ranking in asked]
@@ -208,11 +187,7 @@ def summarize_run(one: EvaluatedRun) -> dict[str, Any]:
 
 
 def compare_runs(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
-    """Return the comparison of every run with each before it, by every measure (see ``Comparison``).
-
-    Args:
-        runs: The first stage and the rerankers, over the same topics.
-    """
+    """Return the comparison of every run with each before it, by every measure (see ``Comparison``)."""
     return [
         asdict(found)
         for name in runs[0].values
@@ -225,7 +200,6 @@ def per_query(runs: Sequence[EvaluatedRun], topics: Sequence[Topic]) -> Iterator
 
     Args:
         runs: The first stage and the rerankers.
-        topics: The topics.
     """
     for run in runs:
         for topic in topics:

@@ -16,17 +16,6 @@ from rag_posfix.evaluation.data.trec import decreasing
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.text import content_hash
 
-__all__ = [
-    "QueryCandidates",
-    "RankJournal",
-    "RankedTopics",
-    "Ranking",
-    "checked_ranking",
-    "relevance",
-    "rerank_key",
-    "retrieval_key",
-]
-
 KEY_VERSION = 2
 """2: prompts have the tokens of the stock model."""
 
@@ -114,7 +103,6 @@ def retrieval_key(identity: str, question: str, depth: int) -> str:
     Args:
         identity: Digest of the first stage, its parameters and its documents.
         question: The query's text.
-        depth: Number of documents.
     """
     return content_hash(json.dumps([KEY_VERSION, "retrieve", identity, question, depth]))
 
@@ -139,10 +127,7 @@ def checked_ranking(
     """Return ids and scores of what a reranker returned, highest score first, equal scores as they were returned.
 
     Args:
-        label: Names the reranker, for messages.
         query: The query's id, for messages.
-        given: What it was given.
-        returned: What it returned.
 
     Raises:
         EvaluationError: a document was not given or was returned twice, or its score is missing or not finite.

@@ -16,8 +16,6 @@ from rag_posfix.evaluation.ray_cluster import connected
 from rag_posfix.evaluation.ray_workers import ray_workers
 from rag_posfix.settings import Settings
 
-__all__ = ["ray_rankers"]
-
 Opener = Callable[[RerankerChoice, Settings], OpenedReranker]
 
 QUERIES_PER_CALL = 4

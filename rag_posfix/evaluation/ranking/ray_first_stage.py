@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from rag_posfix.retrieval.bm25 import BM25Index
 
-__all__ = ["EmbeddingsOpener", "ray_first_stage"]
-
 EmbeddingsOpener = Callable[[Settings], Embeddings]
 
 TOPICS_PER_CALL = 16
@@ -68,11 +66,9 @@ def ray_first_stage(
 
     Args:
         spec: A name in ``FIRST_STAGES`` and parameters, checked.
-        collection: The documents.
         settings: The embedding model; every process that needs it loads its own.
         workers: Processes that embed and search, each with one CPU. One that dies is started again with its call.
         folder: Where vectors are kept for later runs, in the process that asks; None does not keep them.
-        progress: Shows how far the embedding of documents is.
         opener: Makes the embedding model in a process; by ``settings`` if None.
 
     Raises:
@@ -153,11 +149,7 @@ class _Searcher:
 
 
 class _LoadedThere(Embeddings):
-    """Stands for the embedding model of the processes: it has its identity, and embeds nothing.
-
-    Args:
-        identity: Identity of the model.
-    """
+    """Stands for the embedding model of the processes: it has its identity, and embeds nothing."""
 
     def __init__(self, identity: str) -> None:
         self.identity = identity

@@ -10,8 +10,6 @@ from typing import Any
 
 from rag_posfix.errors import missing_extra
 
-__all__ = ["check_matplotlib", "draw_runs", "render_page"]
-
 _MAX_QUERIES = 100
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}"
@@ -75,7 +73,6 @@ def render_page(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], pict
         head: The head of the record: ``summary`` with ``first_stage``, ``runs`` and ``significance``, ``settings``,
             ``counts``, ``data``, ``at`` and ``versions``.
         rows: Its rows, one per run and query.
-        picture: A PNG.
     """
     summary = head["summary"]
     runs = {"first_stage": summary["first_stage"], **summary["runs"]}

@@ -83,9 +83,6 @@ class Ranker:
 def check_distinct(choices: Sequence[RerankerChoice]) -> None:
     """Raise if a reranker occurs twice with the same parameters.
 
-    Args:
-        choices: The rerankers.
-
     Raises:
         ConfigError: a reranker occurs twice.
     """
@@ -98,9 +95,6 @@ def check_distinct(choices: Sequence[RerankerChoice]) -> None:
 def check_reranker_choice(choice: RerankerChoice) -> None:
     """Check name and parameters without making the reranker: errors are reported before a model is loaded.
 
-    Args:
-        choice: The reranker.
-
     Raises:
         UnknownNameError: no reranker has this name.
         ConfigError: an unknown parameter, or a value out of range.
@@ -110,10 +104,6 @@ def check_reranker_choice(choice: RerankerChoice) -> None:
 
 def open_reranker(choice: RerankerChoice, models: RerankerModels) -> OpenedReranker:
     """Return a reranker with its loaded model.
-
-    Args:
-        choice: The reranker.
-        models: The models it may use.
 
     Raises:
         ConfigError: the name, a parameter or the model is wrong.
@@ -126,7 +116,6 @@ def rerank_one(opened: OpenedReranker, candidates: QueryCandidates) -> Ranking:
     """Rank the candidates of one query; without candidates the reranker is not called.
 
     Args:
-        opened: The reranker.
         candidates: The query and its documents, which are not changed.
 
     Raises:
@@ -152,11 +141,7 @@ def rerank_one(opened: OpenedReranker, candidates: QueryCandidates) -> Ranking:
 
 
 def local_ranker(opened: OpenedReranker) -> Ranker:
-    """Return a ranker that runs a reranker in this process, one query after the other.
-
-    Args:
-        opened: The reranker.
-    """
+    """Return a ranker that runs a reranker in this process, one query after the other."""
 
     def rank_all(queries: Sequence[QueryCandidates]) -> Iterator[tuple[int, Ranking]]:
         for index, candidates in enumerate(queries):
@@ -173,8 +158,6 @@ def rerank(
     Each new ranking is added to the journal at once, so that an interrupted run can be continued.
 
     Args:
-        ranker: The reranker.
-        queries: The queries and their candidates.
         journal: Stored rankings; new ones are added.
         progress: Progress callback (``evaluation.progress``).
 

@@ -104,7 +104,6 @@ def evaluate_reranking(
     is loaded.
 
     Args:
-        data: A BEIR folder, or the files of a collection.
         rerankers: All are given the same candidates; none measures the first stage alone.
         first_stage: ``bm25``, ``dense`` or ``hybrid``, with parameters as in ``bm25:k1=1.2``; or the path of a TREC
             run.
@@ -246,7 +245,6 @@ def summarize_runs(runs: Sequence[EvaluatedRun], first_stage: str, n_topics: int
 
     Args:
         runs: The first stage and the rerankers, over the same topics.
-        first_stage: Name of the first stage.
         n_topics: How many topics were asked.
     """
     summaries = {run.ranked.label: summarize_run(run) for run in runs}

@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     from rag_posfix.retrieval.bm25 import BM25Index
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
-__all__ = [
-    "EmbedBatches",
-    "count_words",
-    "documents_with_text",
-    "embedded",
-    "open_vectors",
-    "retriever_of",
-    "searched_texts",
-    "stored_ids",
-    "vectors_retriever",
-    "words_retriever",
-]
-
 DOCUMENTS_PER_BATCH = 128
 BATCHES_PER_SAVE = 16
 
@@ -51,9 +38,6 @@ EmbedBatches = Callable[[Sequence[list[str]]], "Iterable[tuple[int, NDArray[np.f
 def documents_with_text(collection: Collection) -> list[Document]:
     """Return the documents that are indexed.
 
-    Args:
-        collection: The documents.
-
     Raises:
         EvaluationError: no document has text.
     """
@@ -64,22 +48,14 @@ def documents_with_text(collection: Collection) -> list[Document]:
 
 
 def stored_ids(documents: Iterable[Document]) -> list[str]:
-    """Return the ids that an index has for documents.
-
-    Args:
-        documents: The documents.
-    """
+    """Return the ids that an index has for documents."""
     from rag_posfix.retrieval.index.documents import stored_id
 
     return [stored_id(document) for document in documents]
 
 
 def searched_texts(documents: Iterable[Document]) -> list[str]:
-    """Return the texts that are embedded and whose words are counted: title and text.
-
-    Args:
-        documents: The documents.
-    """
+    """Return the texts that are embedded and whose words are counted: title and text."""
     from rag_posfix.retrieval.index.documents import searchable_text, stored_copy
 
     return [searchable_text(stored_copy(document)) for document in documents]
@@ -89,7 +65,6 @@ def embedded(embeddings: Embeddings, texts: Sequence[str]) -> NDArray[np.float32
     """Return a unit vector for each text.
 
     Args:
-        embeddings: The embedding model.
         texts: A batch; the vector of a text may differ in its last digits with the batch.
 
     Raises:
@@ -111,7 +86,6 @@ def open_vectors(
     """Return a store with the vectors of all documents, which is saved as they are made: an interrupt loses few.
 
     Args:
-        documents: The documents with text.
         embeddings: The embedding model, or what has its identity.
         digest: Hash of the collection, which names the saved store together with the model.
         embed: Embeds what the saved store lacks.
@@ -148,7 +122,6 @@ def vectors_retriever(names: Sequence[str], rows: NDArray[np.float32], embedding
     """Return a retriever over vectors that a store returned; the documents that it finds have no text.
 
     Args:
-        names: Ids of the documents.
         rows: A unit vector for each.
         embeddings: The model that embeds questions.
     """
@@ -164,12 +137,7 @@ def vectors_retriever(names: Sequence[str], rows: NDArray[np.float32], embedding
 
 
 def count_words(texts: Sequence[str], parameters: Mapping[str, Any]) -> BM25Index:
-    """Return the word statistics of texts.
-
-    Args:
-        texts: The texts.
-        parameters: Those of the first stage.
-    """
+    """Return the word statistics of texts."""
     from rag_posfix.retrieval.bm25 import BM25Index
 
     own = {name: value for name, value in _given(parameters).items() if name in _BM25_PARAMETERS}
@@ -180,7 +148,6 @@ def words_retriever(names: Sequence[str], counted: BM25Index) -> Retriever:
     """Return a retriever over word statistics; the documents that it finds have no text.
 
     Args:
-        names: Ids of the documents.
         counted: Their statistics, in the same order.
     """
     import numpy as np
@@ -198,7 +165,6 @@ def retriever_of(retrievers: Sequence[Retriever], parameters: Mapping[str, Any])
 
     Args:
         retrievers: One, or one by embeddings and one by words.
-        parameters: Those of the first stage.
     """
     if len(retrievers) == 1:
         return retrievers[0]

@@ -103,8 +103,6 @@ def measure_speed(
 
     Args:
         choices: The methods; every registered one if None.
-        documents: Passages in the prompt.
-        tokens: Tokens of each passage.
         repeats: Rounds; ratios are medians over them.
         new_tokens: Decode steps per round.
         together: Requests that decode together in a further reading; 0 takes none.
@@ -190,9 +188,6 @@ def time_methods(
 
     Args:
         engine: The model. What it keeps passages in is left out of it.
-        layout: The prompt.
-        choices: The methods.
-        repeats: Rounds.
         new_tokens: Decode steps per reading.
         stores: Warm readings are taken from each of these, by name; they are filled first.
         together: Requests that decode together in another reading; 0 takes none.

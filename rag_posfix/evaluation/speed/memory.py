@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["PeakMemory", "peak_memory"]
-
 _STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"

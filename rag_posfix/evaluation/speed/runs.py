@@ -21,8 +21,6 @@ from rag_posfix.patching.install import stock_copy
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.text import content_hash
 
-__all__ = ["TimedRun", "bench_layout", "concurrent_run", "method_run", "stock_run", "with_store"]
-
 WORDS_APART = 97
 """Passages start this many words apart in the shipped corpus; it shares no divisor with the corpus, so all differ."""
 

@@ -12,8 +12,6 @@ from rag_posfix.generation.batching.request_handle import RunningRequest
 from rag_posfix.generation.batching.session_batch import advance_batch
 from rag_posfix.generation.decode.sampling import choose_together
 
-__all__ = ["decode_step"]
-
 _log = logging.getLogger(__name__)
 
 

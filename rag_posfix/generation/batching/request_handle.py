@@ -16,8 +16,6 @@ from rag_posfix.generation.decode.answer_writer import AnswerWriter
 from rag_posfix.generation.decode.prompt_scores import open_scored
 from rag_posfix.generation.decode.sampling import Sampler
 
-__all__ = ["RequestHandle", "RunningRequest"]
-
 
 def _nothing() -> None:
     """The default of ``check`` and ``released``."""
@@ -27,7 +25,6 @@ class RequestHandle:
     """A request and a queue of its chunks. The model's thread puts chunks, the consumer's thread takes them.
 
     Args:
-        request: What is asked.
         check: Raises if the answer is not request any more.
         released: Called once, when nothing more will be computed.
     """
@@ -99,7 +96,6 @@ class RunningRequest:
 
     Args:
         engine: Prefills the prompt, in the constructor.
-        handle: Receives the chunks.
 
     Raises:
         RagPosfixError: those of ``Engine.open``.

@@ -31,7 +31,6 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
     Cost: memory for the caches of ``max_running`` prompts.
 
     Args:
-        engine: The model.
         max_running: Answers that are decoded at the same time, >= 1; further requests wait, first come first served.
         on_step: Called before each decode step, in the thread of the model, with the number of answers that share it.
 
@@ -87,7 +86,6 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         """As ``stream``, followed from outside. Both functions run in the thread of the model: they must be quick.
 
         Args:
-            request: What is asked.
             check: Called before each step; what it raises ends the answer there, and is raised in the stream.
             released: Called when the model has done its last work for the answer, although pieces of it may still
                 wait to be read. Not called where the stream raises before it is taken in.

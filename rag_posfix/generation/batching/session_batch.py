@@ -23,8 +23,6 @@ from rag_posfix.patching.forward_context import Observer
 if TYPE_CHECKING:
     from rag_posfix.generation.engine import Engine
 
-__all__ = ["advance_batch", "generate_batch", "in_batches", "score_batch"]
-
 T = TypeVar("T")
 
 MAX_ROWS = 16

@@ -10,8 +10,6 @@ from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.plan.layout import Layout
 
-__all__ = ["SteppedGenerator"]
-
 
 @runtime_checkable
 class SteppedGenerator(Generator, Protocol):

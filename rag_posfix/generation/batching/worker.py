@@ -12,8 +12,6 @@ from rag_posfix.generation.batching.decode_step import decode_step
 from rag_posfix.generation.batching.request_handle import RequestHandle, RunningRequest
 from rag_posfix.generation.batching.stepped import SteppedGenerator
 
-__all__ = ["CLOSING_SECONDS", "Worker"]
-
 CLOSING_SECONDS = 60.0
 """How long ``close`` waits for the prompt or step that the model is at."""
 
@@ -25,7 +23,6 @@ class Worker:
     and a prompt never waits for a running answer to end while fewer than ``max_running`` are decoded.
 
     Args:
-        engine: The model.
         max_running: Answers that are decoded at the same time.
         on_step: Called before each decode step with the number of answers that share it. Must be quick.
     """

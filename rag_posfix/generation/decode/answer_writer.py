@@ -15,8 +15,6 @@ from rag_posfix.generation.decode.text_stream import TextStream
 from rag_posfix.generation.decode.token_scores import score_tokens
 from rag_posfix.generation.model.tokenizer import Tokenizer
 
-__all__ = ["AnswerWriter"]
-
 
 class AnswerWriter:
     """Writes one answer. Runs no model: whoever holds the session hands in log-probabilities and advances it.
@@ -24,7 +22,6 @@ class AnswerWriter:
     Args:
         encoder: The engine's tokenizer.
         session: A session that has just read the request's prompt.
-        request: What is answered.
         prompt: The tokens of the prompt with their log-probabilities, if the request asked for them.
 
     Attributes:

@@ -14,8 +14,6 @@ from torch import Tensor
 from rag_posfix.generation.model.sequence_batch import SequenceBatch, forward_batches
 from rag_posfix.plan.draft import Drafts
 
-__all__ = ["AnswerText", "draft_answers"]
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:

@@ -13,8 +13,6 @@ from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.decode.token_scores import score_tokens
 from rag_posfix.plan.layout import Layout
 
-__all__ = ["open_scored"]
-
 SCORES_AT_ONCE = 1 << 24
 """Scores that are held at the same time: 64 MiB in float32."""
 

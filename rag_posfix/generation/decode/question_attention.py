@@ -18,8 +18,6 @@ from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 
-__all__ = ["question_attention", "question_attention_by_head"]
-
 
 @torch.inference_mode()
 def question_attention(
@@ -39,8 +37,6 @@ def question_attention(
         not keep all keys (sliding windows), each prompt is read whole.
 
     Args:
-        loaded: The model.
-        layouts: Prompts that differ in their suffix alone.
         kv_lookup: The passage KV store; None computes all keys and values.
         check: Called before each suffix is read; what it raises ends the reading.
         layers: Which layers count, from 0; all if None.
@@ -80,8 +76,6 @@ def question_attention_by_head(
     Cost: as ``question_attention``, and (L, Hq, T) numbers per prompt.
 
     Args:
-        loaded: The model.
-        layouts: Prompts that differ in their suffix alone.
         kv_lookup: The passage KV store; None computes all keys and values.
 
     Returns:

@@ -11,8 +11,6 @@ from rag_posfix.generation.prefill.prefill import prefill
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan, RowPlan, RowScores
 
-__all__ = ["question_likelihood"]
-
 
 @torch.inference_mode()
 def question_likelihood(loaded: LoadedModel, layout: Layout, kv_lookup: KVLookup | None = None) -> tuple[float, ...]:

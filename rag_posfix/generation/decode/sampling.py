@@ -9,8 +9,6 @@ from torch import Tensor
 
 from rag_posfix.contracts.request import Sampling
 
-__all__ = ["Sampler", "choose_together"]
-
 
 class Sampler:
     """Chooses tokens for one answer. Seeded runs repeat on the same machine; no global random state is touched.

@@ -20,8 +20,6 @@ from rag_posfix.plan.draft import Draft
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan, RowScores
 
-__all__ = ["Session"]
-
 
 class Session:
     """One prompt under one plan.
@@ -29,9 +27,6 @@ class Session:
     Not for several threads at once; several sessions may share a model.
 
     Args:
-        loaded: The model.
-        layout: The prompt.
-        plan: What is done differently.
         text: What ends an answer; used where the plan drafts.
         kv_lookup: The passage KV store, for keys and values that need not be computed again; None computes all.
 
@@ -120,7 +115,6 @@ class Session:
 
         Args:
             token_id: The token.
-            logits: Of the pass that read it.
             observers: Those of ``observers``, after the pass.
 
         Shapes:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["StopMatcher"]
-
 
 class StopMatcher:
     """Matches several strings at once against a growing text, one character at a time.

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 from rag_posfix.generation.decode.stop_matcher import StopMatcher
 
-__all__ = ["TextStream"]
-
 REPLACEMENT = "\ufffd"
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from rag_posfix.generation.model.sequence_batch import SequenceBatch
 from rag_posfix.patching.forward_context import Observer
 
-__all__ = ["AttributionTracker", "attribution_layers", "can_attribute"]
-
 LAYERS = 4
 
 
@@ -19,9 +17,6 @@ def attribution_layers(n_layers: int) -> frozenset[int]:
     """Return the layers whose attention is tracked: four, evenly through the upper half.
 
     All of them would cost an eighth of a decode step and more; the lower half looks at neighbours mostly.
-
-    Args:
-        n_layers: Layers of the model.
     """
     upper = n_layers - n_layers // 2
     count = min(LAYERS, upper)

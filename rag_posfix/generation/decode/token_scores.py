@@ -9,8 +9,6 @@ from torch import Tensor
 
 from rag_posfix.contracts.token_scores import LEAST, ScoredToken, TokenScore
 
-__all__ = ["score_tokens"]
-
 
 def score_tokens(
     log_probs: Tensor, tokens: Sequence[int], starts: Sequence[int], n_top: int, data_of: Callable[[int], bytes]

@@ -9,8 +9,6 @@ from typing import Any
 
 from rag_posfix.errors import ConfigError, missing_extra
 
-__all__ = ["check_adapter", "merge_adapter"]
-
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 

@@ -14,8 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BatchInvariance", "least_rows", "rows_for"]
-
 BatchInvariance = Literal["auto", "on", "off"]
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = ["byte_of_character", "is_byte_level"]
-
 
 def byte_of_character() -> dict[str, int]:
     """Return the byte of each character of the alphabet.

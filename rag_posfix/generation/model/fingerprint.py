@@ -23,8 +23,6 @@ from typing import Any
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["FileDigests", "model_fingerprint", "sha256_of"]
-
 _log = logging.getLogger(__name__)
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf"})
@@ -52,7 +50,6 @@ def model_fingerprint(folder: Path, dtype: str, digests: FileDigests, adapters: 
     Args:
         folder: Holds the model, and possibly an adapter.
         dtype: What the weights are converted to.
-        digests: Of the files.
         adapters: Folders of adapters that lie elsewhere, in the order in which they are applied.
 
     Raises:

@@ -10,8 +10,6 @@ from typing import Any
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["GenerationConfig", "read_generation_config"]
-
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("temperature", "top_p", "typical_p", "top_h", "repetition_penalty", "guidance_scale"), (1.0,)),
     **dict.fromkeys(("encoder_repetition_penalty", "length_penalty"), (1.0,)),

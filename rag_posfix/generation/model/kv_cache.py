@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-__all__ = ["ConcatenatedCache", "GrowingCache"]
-
 SPARE_TOKENS = 64
 """Spare capacity of a buffer beyond what it is made for, in tokens, at least."""
 
@@ -86,11 +84,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class GrowingCache(Cache):  # type: ignore[misc]
-    """The KV cache of a batch, for models whose every layer keeps all keys.
-
-    Args:
-        n_layers: Layers of the model.
-    """
+    """The KV cache of a batch, for models whose every layer keeps all keys."""
 
     def __init__(self, n_layers: int) -> None:
         super().__init__(layers=[GrowingLayer() for _ in range(n_layers)])

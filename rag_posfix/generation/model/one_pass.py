@@ -18,14 +18,6 @@ from rag_posfix.patching.forward_context import Overrides, active, current
 from rag_posfix.plan.model_shape import Capability
 from rag_posfix.plan.plan import MaskFunction
 
-__all__ = [
-    "AnsweredPrompt",
-    "can_share_pass",
-    "forward_with_answers",
-    "mask_with_answer",
-    "recompute_layers",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnsweredPrompt:
@@ -68,7 +60,6 @@ def forward_with_answers(loaded: LoadedModel, parts: Sequence[AnsweredPrompt]) -
     one after another in one sequence, each with its own mask and positions, and see nothing of each other.
 
     Args:
-        loaded: The model.
         parts: The prompts with their answers; at least one.
 
     Shapes:

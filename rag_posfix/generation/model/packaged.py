@@ -13,8 +13,6 @@ from pathlib import Path
 from rag_posfix.errors import ConfigError
 from rag_posfix.weight_packages import WEIGHTS, fetch_command, located, package_version
 
-__all__ = ["PACKAGED", "PackagedModel"]
-
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:

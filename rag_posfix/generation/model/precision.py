@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["cpu_has_bfloat16"]
-
 
 def cpu_has_bfloat16() -> bool:
     """Return whether the processor has instructions for bfloat16; without them it is emulated, slower than float32."""

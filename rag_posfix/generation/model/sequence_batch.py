@@ -27,8 +27,6 @@ from rag_posfix.patching.placement import main_device
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 
-__all__ = ["LoadedModel", "SequenceBatch", "forward_batches", "new_cache", "position_ids", "run_model"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
@@ -263,7 +261,6 @@ def forward_batches(
     A pass of fewer than ``LoadedModel.least_rows`` tokens gets rows of padding, which nothing reads.
 
     Args:
-        batches: Batches of one model.
         token_ids: (R, Tq) of each batch, Tq the same for all.
         keep: Number of last tokens whose logits are returned.
         observers: Receive the attention of each batch's newest tokens; None where nobody asks.

@@ -18,8 +18,6 @@ from rag_posfix.generation.model.byte_level import byte_of_character, is_byte_le
 from rag_posfix.plan.layout import Span
 from rag_posfix.text import clean_text
 
-__all__ = ["Tokenizer"]
-
 _REPLACEMENT = "\ufffd"
 _MARK = "\ue000"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -85,11 +83,7 @@ class Tokenizer:
         return bool(getattr(self._chat, "chat_template", None))
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the tokens of ``text`` alone; control tokens written in it become ordinary text.
-
-        Args:
-            text: Any text.
-        """
+        """Return the tokens of ``text`` alone; control tokens written in it become ordinary text."""
         ids: list[int] = self._text.encode(self._writable(text), add_special_tokens=False).ids
         return ids
 
@@ -185,7 +179,6 @@ class Tokenizer:
 
         Args:
             messages: The chat, in a form that the template accepts.
-            open_answer: Whether an answer is to follow.
 
         Raises:
             ConfigError: the chat template refuses the messages.
@@ -205,11 +198,7 @@ class Tokenizer:
         return str(rendered)
 
     def save(self, folder: Path) -> None:
-        """Write the files of the tokenizer to a folder, as transformers reads them.
-
-        Args:
-            folder: The folder.
-        """
+        """Write the files of the tokenizer to a folder, as transformers reads them."""
         self._chat.save_pretrained(folder)
 
     def _writable(self, text: str) -> str:

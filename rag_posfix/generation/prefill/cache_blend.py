@@ -23,8 +23,6 @@ from rag_posfix.patching.rerotate import rerotate
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Blend
 
-__all__ = ["prefill_blended"]
-
 
 def prefill_blended(
     loaded: LoadedModel, layout: Layout, row: ResolvedRow, blend: Blend, kv_lookup: KVLookup | None

@@ -16,8 +16,6 @@ from rag_posfix.generation.prefill.prefilled import PrefilledGroup
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["passage_attention", "prefill_calibrated"]
-
 
 def prefill_calibrated(
     loaded: LoadedModel, layout: Layout, plan: Plan, kv_lookup: KVLookup | None = None

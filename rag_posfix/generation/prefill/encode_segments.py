@@ -12,8 +12,6 @@ from rag_posfix.generation.model.kv_cache import SPARE_TOKENS, GrowingCache
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch
 from rag_posfix.patching.forward_context import Overrides
 
-__all__ = ["Segment", "concatenate_kv", "copy_kv", "encode_segments"]
-
 BATCH_TOKENS = 8192
 """Segments are encoded together up to this many padded tokens: enough to fill the processor, little memory."""
 
@@ -99,7 +97,6 @@ def concatenate_kv(
     """Return a batch whose rows hold segments end to end; shorter rows are padded in front.
 
     Args:
-        loaded: The model.
         rows: The keys and values of each row's segments, (2, L, Hkv, T, D) each.
         positions: (1, T) of each row, all its segments together, on the CPU.
         more_tokens: Tokens that will follow at least: the cache gets capacity for them.

@@ -19,8 +19,6 @@ from rag_posfix.patching.forward_context import Overrides
 if TYPE_CHECKING:
     from rag_posfix.caching.kv.store import PassageStore
 
-__all__ = ["KVLookup", "KVRequest"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVRequest:

@@ -16,8 +16,6 @@ from rag_posfix.generation.prefill.resolved_row import ResolvedRow
 from rag_posfix.patching.forward_context import Observer, Overrides
 from rag_posfix.plan.layout import Layout, Span
 
-__all__ = ["can_share_batch", "encode_passages", "prefill_per_passage"]
-
 
 def can_share_batch(rows: Sequence[ResolvedRow]) -> bool:
     """Return whether the rows' passages may be encoded apart from the question, and the rows read in one batch."""

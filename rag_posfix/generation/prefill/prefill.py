@@ -21,8 +21,6 @@ from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan, RowPlan
 
-__all__ = ["extend", "prefill", "prefill_context"]
-
 
 def prefill(
     loaded: LoadedModel, layout: Layout, plan: Plan, kv_lookup: KVLookup | None = None
@@ -57,8 +55,6 @@ def prefill_context(
     For models whose every layer keeps all keys. Shares what ``kv_lookup`` finds with prompts that are read whole.
 
     Args:
-        loaded: The model.
-        layout: The prompt.
         kv_lookup: The passage KV store; it keeps all layers, so all are read.
         last_layer: Without ``kv_lookup``: the last layer that is read (``SequenceBatch.read_layers``); None reads all.
     """

@@ -13,8 +13,6 @@ from rag_posfix.generation.prefill.resolved_row import ResolvedRow
 from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.layout import Layout
 
-__all__ = ["PrefilledGroup", "logits_to_keep", "prefilled_group"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefilledGroup:
@@ -57,8 +55,6 @@ def prefilled_group(
     Args:
         batch: Has read the rows.
         logits: Of its last pass, see ``logits_to_keep``.
-        layout: The prompt.
-        rows: The rows that it has read.
         observer: Has seen the attention of the last token.
         cached_tokens: Tokens that were found, not computed.
     """

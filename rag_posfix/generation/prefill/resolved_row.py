@@ -12,8 +12,6 @@ from rag_posfix.patching.forward_context import Overrides
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import RowPlan
 
-__all__ = ["ResolvedRow", "passage_starts", "resolve"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResolvedRow:

@@ -8,8 +8,6 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["PREFIX", "RemoteModel", "is_remote", "parse_remote"]
-
 PREFIX = "openai:"
 EXAMPLE = "openai:qwen2.5-7b-instruct@http://127.0.0.1:8080/v1"
 _ADDRESS = re.compile(r"openai:(?P<name>.+)@(?P<url>https?://.+)", re.DOTALL)
@@ -39,9 +37,6 @@ def parse_remote(model: str) -> RemoteModel:
 
     The URL is the base URL of the API, as OpenAI's clients take it. A URL without a path gets ``/v1``. The name may
     contain ``@``. Nothing is looked up.
-
-    Args:
-        model: The text.
 
     Raises:
         ConfigError: the text has another form, or the URL holds a user, a password, a query or the path of a route.

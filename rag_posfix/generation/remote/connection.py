@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import httpx2
     from anyio.from_thread import BlockingPortal
 
-__all__ = ["Connection", "ServerLimits"]
-
 _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
@@ -63,9 +61,7 @@ class Connection:
     """Connections to one server. Safe to share between threads.
 
     Args:
-        url: Base URL.
         api_key: Sent as ``Authorization: Bearer``; None sends none. It is in no message and no log.
-        limits: Time limits and retries.
         still_wanted: Called while an answer is awaited; what it raises ends the request and is raised there.
 
     Raises:

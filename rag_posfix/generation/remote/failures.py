@@ -13,8 +13,6 @@ from typing import Any
 
 from rag_posfix.errors import GenerationError, OverloadedError, PromptTooLongError, UpstreamError, UpstreamTimeoutError
 
-__all__ = ["RETRIED", "error_message", "failure_of_status"]
-
 RETRIED = frozenset({429, 503})
 """Statuses that say that the same request may succeed later."""
 
@@ -28,13 +26,7 @@ _ADVICE = {
 
 
 def failure_of_status(server: str, status: int, body: bytes) -> GenerationError | OverloadedError | PromptTooLongError:
-    """Return the error for a response that is not a success.
-
-    Args:
-        server: URL of the server, for the message.
-        status: HTTP status.
-        body: The beginning of the body.
-    """
+    """Return the error for a response that is not a success."""
     reason = _stated_reason(body)
     said = f"{server} answered with status {status}{f': {reason}' if reason else ''}"
     if status in (400, 413, 422) and _TOO_LONG.search(reason):

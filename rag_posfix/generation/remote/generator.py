@@ -28,8 +28,6 @@ from rag_posfix.mitigations import create
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import clean_text, content_hash
 
-__all__ = ["DEFAULT_CONTEXT_WINDOW", "RemoteGenerator", "TokenLimitField", "check_remote_mitigation", "messages_of"]
-
 DEFAULT_CONTEXT_WINDOW = 8192
 TokenLimitField = Literal["max_tokens", "max_completion_tokens"]
 
@@ -47,9 +45,6 @@ class RemoteGenerator:
     prompts are estimates (``PieceEncoder``); ``usage`` of an answer is the server's where it sends one.
 
     Args:
-        model: Name and URL.
-        connection: Connections to that URL.
-        context_window: Token limit of prompt and answer together.
         token_limit_field: The field of the request that bounds the answer. OpenAI's newer models take
             ``max_completion_tokens`` alone, other servers know ``max_tokens``.
     """
@@ -229,10 +224,6 @@ class RemoteGenerator:
 def check_remote_mitigation(model_id: str, choice: MitigationChoice) -> MitigationInfo:
     """Return what caching needs to know of a mitigation of a remote generator.
 
-    Args:
-        model_id: Name of the model, for the message.
-        choice: The mitigation.
-
     Raises:
         UnknownNameError: no mitigation has this name.
         ConfigError: a parameter is unknown or out of range.
@@ -253,7 +244,6 @@ def messages_of(layout: Layout, encoder: TokenEncoder) -> list[ChatMessage]:
     """Return the messages of a prompt, for a server that applies a chat template of its own.
 
     Args:
-        layout: The prompt.
         encoder: The encoder that made it.
 
     Raises:

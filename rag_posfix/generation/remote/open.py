@@ -9,8 +9,6 @@ from rag_posfix.generation.remote.address import parse_remote
 from rag_posfix.generation.remote.connection import Connection, ServerLimits
 from rag_posfix.generation.remote.generator import DEFAULT_CONTEXT_WINDOW, RemoteGenerator, TokenLimitField
 
-__all__ = ["open_remote"]
-
 
 def open_remote(
     model: str,
@@ -27,7 +25,6 @@ def open_remote(
         model: ``openai:NAME@URL``.
         api_key: Sent as ``Authorization: Bearer`` to that server alone; None sends none.
         context_window: Token limit of prompt and answer together, on the server.
-        limits: Time limits and retries.
         token_limit_field: The field of the request that bounds the answer.
         still_wanted: Called while an answer is awaited; what it raises ends the request.
 

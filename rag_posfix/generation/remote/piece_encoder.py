@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.text import clean_text
 
-__all__ = ["PieceEncoder"]
-
 _PIECE = re.compile(r" ?[A-Za-z]{1,6}|[0-9]| {1,4}|\n{1,2}|[\s\S]")
 _MARK = b"\x01"  # before the bytes of a piece, so that leading zero bytes survive
 

@@ -14,8 +14,6 @@ from rag_posfix.errors import RagPosfixError
 from rag_posfix.generation.tensor_parallel.launch import follow_job
 from rag_posfix.generation.tensor_parallel.rank_config import RankConfig
 
-__all__ = ["main"]
-
 GRACE_SECONDS = 0.5
 
 

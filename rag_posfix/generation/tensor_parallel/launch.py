@@ -28,8 +28,6 @@ from rag_posfix.generation.tensor_parallel.rank_config import (
     rendezvous_store,
 )
 
-__all__ = ["TIMEOUT_SECONDS", "LaunchEnvironment", "follow_job", "follow_torchrun", "load_parallel"]
-
 TIMEOUT_SECONDS = 600.0
 STARTING_SECONDS = 600.0
 FOLLOWER = "rag_posfix.generation.tensor_parallel.follower"
@@ -131,7 +129,6 @@ class _WorkerGroup:
 
     Args:
         processes: None where torchrun started them, and ends them all when one ends.
-        threads: To go back to.
     """
 
     def __init__(self, processes: Processes | None, threads: int) -> None:

@@ -30,8 +30,6 @@ from rag_posfix.patching.ranks import Ranks
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan
 
-__all__ = ["Channel", "TensorParallelGenerator", "WorkerGroup", "follow"]
-
 _log = logging.getLogger(__name__)
 
 

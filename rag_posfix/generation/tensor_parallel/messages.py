@@ -11,8 +11,6 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.layout import Layout, Span, Turn
 
-__all__ = ["Advance", "Command", "End", "Free", "Prefill", "decode", "encode"]
-
 
 @dataclass(frozen=True, slots=True)
 class Prefill:

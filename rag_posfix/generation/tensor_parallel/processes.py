@@ -16,8 +16,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["Processes"]
-
 ENDING_SECONDS = 10.0
 MAX_LOG_BYTES = 1 << 14
 

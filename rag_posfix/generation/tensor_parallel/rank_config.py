@@ -12,8 +12,6 @@ from torch import distributed
 
 from rag_posfix.patching.ranks import Ranks
 
-__all__ = ["RankConfig", "abort_group", "join_group", "leave_group", "rendezvous_store"]
-
 FOREVER = timedelta(days=365)
 
 

@@ -50,9 +50,6 @@ class RagPosfixStore(BaseStore[str, bytes]):
     def mset(self, key_value_pairs: Sequence[tuple[str, bytes]]) -> None:
         """Store values under keys, replacing earlier values.
 
-        Args:
-            key_value_pairs: The keys and their values.
-
         Raises:
             ConfigError: a key is no encodable text, or a value is not bytes; then nothing is stored.
         """
@@ -62,11 +59,7 @@ class RagPosfixStore(BaseStore[str, bytes]):
             self._cache.set(key, value, self._ttl, [_tag(key)])
 
     def mdelete(self, keys: Sequence[str]) -> None:
-        """Delete keys; an unknown key is no error.
-
-        Args:
-            keys: The keys.
-        """
+        """Delete keys; an unknown key is no error."""
         self._cache.delete_tags([_tag(key) for key in keys])
 
     def yield_keys(self, *, prefix: str | None = None) -> Iterator[str]:

@@ -116,7 +116,6 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         """Return the answer.
 
         Args:
-            input: The question.
             config: Callbacks, tags, configurable values.
             **kwargs: ``k``, ``order``, ``mitigation``, ``tenant``.
 
@@ -129,7 +128,6 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         """Do what ``invoke`` does in another thread, without blocking the event loop.
 
         Args:
-            input: The question.
             config: Callbacks, tags, configurable values.
             **kwargs: As for ``invoke``.
         """
@@ -139,7 +137,6 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         """Yield the answer in chunks. Closing the iterator stops the computation.
 
         Args:
-            input: The question.
             config: Callbacks, tags, configurable values.
             **kwargs: As for ``invoke``.
         """
@@ -151,7 +148,6 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         """Do what ``stream`` does; each step runs in another thread.
 
         Args:
-            input: The question.
             config: Callbacks, tags, configurable values.
             **kwargs: As for ``invoke``.
         """
@@ -169,7 +165,6 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         """Do what ``stream`` does for a question that is streamed; it is asked when it is complete.
 
         Args:
-            input: Chunks of the question.
             config: Callbacks, tags, configurable values.
             **kwargs: As for ``invoke``.
         """
@@ -181,7 +176,6 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         """Do what ``transform`` does; each step runs in another thread.
 
         Args:
-            input: Chunks of the question.
             config: Callbacks, tags, configurable values.
             **kwargs: As for ``invoke``.
         """

@@ -13,8 +13,6 @@ from rag_posfix.contracts.answer import Question
 from rag_posfix.errors import ConfigError
 from rag_posfix.integrations.langchain.content_blocks import read_conversation
 
-__all__ = ["RAGInput", "joined_input", "question_fields"]
-
 RAGInput: TypeAlias = str | dict[str, Any] | Question | PromptValue | BaseMessage | Sequence[BaseMessage]
 """The question; or ``{"question", "documents", "history", ...}``, the fields of ``Question``; or messages."""
 
@@ -54,9 +52,6 @@ def question_fields(asked: RAGInput) -> dict[str, Any]:
 
 def joined_input(chunks: Sequence[RAGInput]) -> RAGInput:
     """Return the sum of the chunks of a streamed input.
-
-    Args:
-        chunks: The chunks.
 
     Raises:
         ConfigError: there is none.

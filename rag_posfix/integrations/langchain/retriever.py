@@ -63,7 +63,6 @@ class PosfixRetriever(BaseRetriever):
         """Return the ``k`` best documents, best first, whatever ``order`` is: the pipeline's interface of a retriever.
 
         Args:
-            question: The question.
             k: Maximum number of documents.
         """
         found = self.base_retriever.invoke(clean_text(question))

@@ -15,8 +15,6 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, LLMResul
 from rag_posfix.contracts.request import Generation
 from rag_posfix.pipeline.protocols import Stage
 
-__all__ = ["TracedStages"]
-
 
 class TracedStages:
     """Reports the stages of a pipeline to callbacks. Implements ``pipeline.protocols.StageWatcher``.
@@ -38,8 +36,6 @@ class TracedStages:
 
         Args:
             name: ``retriever``, ``reranker`` or ``generator``.
-            given: The question.
-            documents: The documents to rerank.
         """
         if name == "generator":
             run: _ChatModelRun | _RetrieverRun | _ChainRun = _ChatModelRun(self._callbacks, given, self._model_name)

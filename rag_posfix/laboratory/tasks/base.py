@@ -14,8 +14,6 @@ from rag_posfix.contracts.parametrised import Parametrised
 from rag_posfix.parameters import check_parameters
 from rag_posfix.registry import Registry
 
-__all__ = ["IGNORED", "TASKS", "TRAINED", "Batch", "Task", "joined", "next_token_targets"]
-
 IGNORED = -100
 """Target of a place where nothing is to be predicted."""
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
 from rag_posfix.parameters import Whole
 
-__all__ = ["Counting"]
-
 FEWEST_STEPS = 3
 MOST = 10
 WEIGHT_SET, WEIGHT_ADD, WEIGHT_PASS = 1.0, 7.0, 50.0

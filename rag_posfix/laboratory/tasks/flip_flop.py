@@ -11,8 +11,6 @@ import torch
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
 from rag_posfix.parameters import Number, Whole
 
-__all__ = ["FlipFlop"]
-
 WRITE, READ, IGNORE = 2, 3, 4
 
 

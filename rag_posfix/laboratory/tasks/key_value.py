@@ -12,8 +12,6 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
 from rag_posfix.parameters import Whole
 
-__all__ = ["KeyValue"]
-
 ASK = 0
 SPECIAL = 1
 

@@ -13,8 +13,6 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
 from rag_posfix.parameters import Whole
 
-__all__ = ["KINDS", "NAMES", "WORDS", "Language", "numbered", "sentences"]
-
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ian", "June", "Kim", "Lee")
 VERBS = ("sees", "finds", "paints", "sells", "moves", "keeps")
 ADJECTIVES = ("small", "red", "old", "heavy", "new", "blue")

@@ -12,8 +12,6 @@ from torch import Tensor
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
 from rag_posfix.parameters import Whole
 
-__all__ = ["LastSentence"]
-
 PAD, END = 0, 1
 FIRST_WORD = 2
 FEWEST_WORDS = 2

@@ -11,8 +11,6 @@ import torch
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
 from rag_posfix.parameters import Whole
 
-__all__ = ["SelectiveCopy"]
-
 BLANK, COPY = 0, 1
 SPECIAL = 2
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["BM25Index", "check_bm25_parameters", "split_words", "top_rows"]
-
 # Han, Hiragana and Katakana are written without spaces: each of their characters is a word.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
@@ -49,9 +47,7 @@ class BM25Index:
         term_scores: The contribution of each word to each text that contains it, word by word.
         texts: The text that each term score belongs to.
         starts: The offset in ``term_scores`` at which each word begins, and the end of the last.
-        count: Number of texts.
         k1: Term frequency saturation.
-        b: Length normalisation.
 
     Raises:
         ConfigError: bm25s is not installed, or a parameter is outside of its range.
@@ -134,11 +130,7 @@ class BM25Index:
         return scores
 
     def bound(self, question: str) -> float:
-        """Return an upper bound of all scores for ``question``: the sum of idf over its words, unknown ones included.
-
-        Args:
-            question: Any text.
-        """
+        """Return an upper bound of all scores for ``question``: the sum of idf over its words, also unknown ones."""
         return math.fsum(self._idf(word) for word in split_words(question))
 
     def _idf(self, word: str) -> float:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["DocumentVectors"]
-
 # The vector of one text differs by about 1e-7 with the batch that it was embedded in.
 _SCORE_DECIMALS = 6
 
@@ -32,7 +30,6 @@ class DocumentVectors:
 
     Args:
         kind: As for ``VectorIndex``.
-        table: The initial documents.
         vectors: Their vectors, under the keys of the table.
     """
 
@@ -70,9 +67,6 @@ class DocumentVectors:
     def remove(self, ids: Sequence[str]) -> list[Document]:
         """Remove documents by id, each of which is in the table, and return them.
 
-        Args:
-            ids: Their ids.
-
         Raises:
             ConfigError: the documents are memory-mapped and cannot be changed.
         """
@@ -87,11 +81,7 @@ class DocumentVectors:
             return removed
 
     def rows_of(self, ids: Sequence[str]) -> NDArray[np.float32]:
-        """Return the vectors of documents that are in the table, one row per id.
-
-        Args:
-            ids: Their ids.
-        """
+        """Return the vectors of documents that are in the table, one row per id."""
         import numpy as np
 
         with self.lock:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["DocumentTable", "IndexEntry", "deep_copy", "searchable_text", "stored_copy", "stored_id"]
-
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
@@ -172,9 +170,6 @@ class DocumentTable:
 
         Cost: with a dict, one pass over the documents when a field is first used, and a look-up afterwards; with a
         function, one call per document each time.
-
-        Args:
-            metadata_filter: A checked filter.
         """
         import numpy as np
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["EmbeddedTexts", "embedded_texts"]
-
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS model (identity TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS vectors (text BLOB PRIMARY KEY, vector BLOB NOT NULL) WITHOUT ROWID;
@@ -37,11 +35,7 @@ class EmbeddedTexts:
         self._connection = connection
 
     def get(self, texts: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-        """Return the vectors of those of ``texts`` that have one; all of the same dimension.
-
-        Args:
-            texts: The texts.
-        """
+        """Return the vectors of those of ``texts`` that have one; all of the same dimension."""
         import numpy as np
 
         by_key = {_key(text): text for text in texts}
@@ -58,7 +52,6 @@ class EmbeddedTexts:
         """Keep the vectors of texts.
 
         Args:
-            texts: The texts.
             vectors: One row per text.
         """
         rows = [(_key(text), vector.astype("<f4").tobytes()) for text, vector in zip(texts, vectors, strict=True)]
@@ -74,7 +67,6 @@ def embedded_texts(folder: Path, identity: str) -> Iterator[EmbeddedTexts | None
 
     Args:
         folder: The folder of the index; the caller holds its lock.
-        identity: Identity of the embedding model.
     """
     folder = Path(os.path.realpath(folder))
     file = folder.parent / f".{folder.name}.embedded"

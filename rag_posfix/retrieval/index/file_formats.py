@@ -26,18 +26,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "BM25_ROLES",
-    "map_documents",
-    "read_bm25_files",
-    "read_document_lines",
-    "read_offsets",
-    "read_vectors",
-    "write_bm25_files",
-    "write_document_lines",
-    "write_vectors",
-]
-
 BM25_ROLES = ("bm25_words", "bm25_shares", "bm25_texts", "bm25_starts")
 """Roles of the files of word statistics: words and parameters as JSON, then three arrays of ``BM25Index`` (.npy)."""
 

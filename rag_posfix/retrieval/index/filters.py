@@ -7,8 +7,6 @@ from typing import Any, TypeAlias
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["MetadataFilter", "allowed_keys", "check_filter", "comparison_key"]
-
 MetadataFilter: TypeAlias = Mapping[str, Any] | Callable[[Mapping[str, Any]], bool]
 """``{"year": 1999, "kind": ["book", "map"]}``: every field has this value, or one of these; or a function of the
 metadata. True is not 1, 1 is 1.0; a field that is missing matches nothing, not even None."""

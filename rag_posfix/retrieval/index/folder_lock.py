@@ -14,16 +14,9 @@ from pathlib import Path
 
 from rag_posfix.errors import IndexBusyError, RetrievalError, missing_extra
 
-__all__ = ["locked", "partial_folder"]
-
 
 def partial_folder(folder: Path, token: str) -> Path:
-    """Return the folder beside an index in which its next state is written.
-
-    Args:
-        folder: The folder of the index.
-        token: What distinguishes this state.
-    """
+    """Return the folder beside an index in which its next state is written."""
     return folder.parent / f".{folder.name}.{token}.partial"
 
 

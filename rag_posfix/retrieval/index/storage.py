@@ -43,20 +43,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "IndexContents",
-    "IndexFile",
-    "IndexManifest",
-    "check_sizes",
-    "check_writable",
-    "describe_file",
-    "read_bm25",
-    "read_entries",
-    "read_index",
-    "read_manifest",
-    "write_index",
-]
-
 _FORMAT: Final = "rag-posfix-index"
 _VERSION = 2
 _READABLE = (1, 2)
@@ -132,7 +118,6 @@ def write_index(folder: Path, contents: IndexContents) -> IndexManifest:
 
     Args:
         folder: New, empty, or an existing index.
-        contents: What to write.
 
     Raises:
         RetrievalError: the folder holds something else, metadata cannot be written as JSON, or writing failed.
@@ -207,8 +192,6 @@ def read_index(folder: Path, embedding: str, *, mmap: bool = False, verify: bool
     """Read vectors and documents after checking that they are complete and were built with the model ``embedding``.
 
     Args:
-        folder: Folder of the index.
-        embedding: Identity of the embedding model.
         mmap: Memory-map vectors and documents instead of reading them; the entries are then no dict. An index of
             version 1 is always read into memory.
         verify: Compare the hashes of all files, not only their sizes.
@@ -246,7 +229,6 @@ def read_entries(folder: Path, *, mmap: bool = False, verify: bool = True) -> Ma
     """Read the documents only; this needs no embedding model.
 
     Args:
-        folder: Folder of the index.
         mmap: As for ``read_index``.
         verify: As for ``read_index``.
 
@@ -264,7 +246,6 @@ def read_bm25(folder: Path, *, mmap: bool = False, verify: bool = True) -> tuple
     """Read the word statistics and the keys of their documents; None if the index has none.
 
     Args:
-        folder: Folder of the index.
         mmap: As for ``read_index``.
         verify: As for ``read_index``.
 

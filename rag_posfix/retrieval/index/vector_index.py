@@ -16,19 +16,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "BUILD_WIDTH",
-    "EXACT_UNTIL",
-    "GRAPH_FROM",
-    "NEIGHBOURS",
-    "SEARCH_WIDTH",
-    "IndexKind",
-    "VectorIndex",
-    "check_kind",
-    "import_faiss",
-    "unit_rows",
-]
-
 logger = logging.getLogger(__name__)
 
 IndexKind: TypeAlias = Literal["auto", "flat", "hnsw"]
@@ -71,7 +58,6 @@ class VectorIndex:
     Not safe for use by several threads at once.
 
     Args:
-        dimension: Length of a vector.
         kind: ``auto``, ``flat`` or ``hnsw``.
         stored: The initial vectors, as faiss read them from a file: an ``IndexIDMap2`` over ``IndexFlatIP`` or
             ``IndexHNSWFlat``, of this dimension. If it is of another kind than ``kind``, the next ``add`` converts it.
@@ -144,7 +130,6 @@ class VectorIndex:
         """Return the keys of the best ``k`` vectors and of all that may tie with the last of them.
 
         Args:
-            query: One row.
             k: At least 1.
             allowed: Keys that may be found, ascending; all if None. At least ``k`` are found if so many are allowed.
         """

@@ -12,8 +12,6 @@ from rag_posfix.retrieval.ingest.readers import TEXT_SUFFIXES
 from rag_posfix.retrieval.ingest.skipped import SkippedFile
 from rag_posfix.retrieval.ingest.tables import TABLE_SUFFIXES
 
-__all__ = ["SUFFIXES", "files_of"]
-
 SUFFIXES = tuple(sorted((*JSON_LINES_SUFFIXES, *TABLE_SUFFIXES, *TEXT_SUFFIXES)))
 """Suffixes of files that can be read, in upper or lower case."""
 

@@ -6,8 +6,6 @@ import codecs
 import re
 from html.parser import HTMLParser
 
-__all__ = ["decode_html", "html_text"]
-
 _INVISIBLE = frozenset(
     {"script", "style", "noscript", "template", "svg", "math", "head", "iframe", "object", "select"}
 )

@@ -143,7 +143,6 @@ def no_documents(paths: Iterable[Path], skipped: Sequence[SkippedFile] = ()) -> 
     """Return the error for paths without any document.
 
     Args:
-        paths: The paths.
         skipped: The files that were skipped; the first of them is told.
     """
     names = ", ".join(repr(str(path)) for path in paths) or "no path"

@@ -15,8 +15,6 @@ from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.ingest.readers import decode_text
 from rag_posfix.text import clean_text, content_hash, parse_json
 
-__all__ = ["ID_FIELDS", "JSON_LINES_SUFFIXES", "TEXT_FIELDS", "read_json_lines"]
-
 logger = logging.getLogger(__name__)
 
 JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz")

@@ -12,8 +12,6 @@ from rag_posfix.errors import NotTextError, RetrievalError, missing_extra
 from rag_posfix.retrieval.ingest.html_text import decode_html, html_text
 from rag_posfix.text import clean_text
 
-__all__ = ["TEXT_SUFFIXES", "FileText", "checked_text", "decode_text", "read_text"]
-
 logger = logging.getLogger(__name__)
 
 TEXT_SUFFIXES = (".docx", ".htm", ".html", ".md", ".pdf", ".txt")
@@ -49,9 +47,6 @@ def read_text(path: str | Path) -> FileText:
 
     Text is UTF-8, or UTF-16 with a byte order mark. Undecodable bytes are replaced, with a warning in the log.
 
-    Args:
-        path: The file.
-
     Raises:
         RetrievalError: the file cannot be read, is not text, or is named ``.pdf`` or ``.docx`` and is none.
         ConfigError: it is a PDF or Word file, and the extra ``pdf`` or ``docx`` is not installed.
@@ -80,7 +75,6 @@ def checked_text(data: bytes, place: str) -> str:
 
     Args:
         data: The bytes of the file.
-        place: The file, for messages.
 
     Raises:
         NotTextError: there is a NUL byte in the first 8 KiB, or too much of them is not UTF-8.
@@ -96,7 +90,6 @@ def _check_text(data: bytes, place: str, *, declared: bool = False) -> None:
 
     Args:
         data: The bytes of the file.
-        place: The file, for messages.
         declared: The file may name its encoding itself, as HTML does.
     """
     sample = data[:_SAMPLE_BYTES]

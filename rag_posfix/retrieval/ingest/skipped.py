@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["SkippedFile", "SkippedKind"]
-
 SkippedKind: TypeAlias = Literal["unsupported", "empty", "binary", "duplicate", "unreadable"]
 """Why a file gave no document of its own: type, no text, no text file, content of another file, or an error."""
 

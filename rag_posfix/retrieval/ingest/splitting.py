@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["CharSpan", "PassageSize", "split_passages"]
-
 # Tried in turn on a piece that is too long: breaks between paragraphs, then sentences and lines, then words.
 _BREAKS = (
     re.compile(r"\n[^\S\n]*\n\s*"),
@@ -55,7 +53,6 @@ def split_passages(text: str, size: PassageSize | None = None) -> list[CharSpan]
     is left out.
 
     Args:
-        text: Any text.
         size: Limits of a passage; the defaults of PassageSize if None.
     """
     size = size or PassageSize()

@@ -15,8 +15,6 @@ from rag_posfix.retrieval.ingest.json_lines import ID_FIELDS, TEXT_FIELDS
 from rag_posfix.retrieval.ingest.readers import checked_text
 from rag_posfix.text import clean_text, content_hash
 
-__all__ = ["TABLE_SUFFIXES", "read_csv"]
-
 TABLE_SUFFIXES = (".csv",)
 """Suffixes of tables, in upper or lower case."""
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.training.data.pair import Pair, Segment
 
-__all__ = ["Contamination"]
-
 _WORD = re.compile(r"\w+")
 
 
@@ -19,10 +17,6 @@ class Contamination:
     A text with fewer words than n counts as one sequence, so that short questions are found by equality.
 
     Source: An et al. (2024), IN2/FILM, section 3.2, 10-gram decontamination, https://arxiv.org/abs/2404.16811
-
-    Args:
-        examples: The evaluation data.
-        n: Words of a sequence.
     """
 
     def __init__(self, examples: Iterable[PositionExample] = (), n: int = 10) -> None:

@@ -16,8 +16,6 @@ from rag_posfix.training.data.contamination import Contamination
 from rag_posfix.training.data.pair import Pair, Segment, drawn
 from rag_posfix.training.data.texts import SHIPPED, segments_of
 
-__all__ = ["GivenPairs", "demo_examples", "read_examples"]
-
 
 class GivenPairs:
     """Pairs of a file, in an order that the seed decides; when all were used, they come in another order.
@@ -25,8 +23,6 @@ class GivenPairs:
     A gold passage of more words than a segment is cut to the part with the answer.
 
     Args:
-        examples: The questions.
-        seed: Of the order.
         words: Maximum number of words of a segment.
         contamination: Pairs that it knows are left out.
         own_distractors: The distractors of a question stand around it before any others do.

@@ -23,8 +23,6 @@ from rag_posfix.training.data.statistics import draw_places, statistics_of
 from rag_posfix.training.data.teacher import TeacherPairs
 from rag_posfix.training.data.templates import template_sources
 
-__all__ = ["DataSources", "make_training_data"]
-
 
 @dataclass(frozen=True, slots=True)
 class DataSources:
@@ -61,7 +59,6 @@ def make_training_data(
 
     Args:
         sources: Templates, pairs, a teacher; at least one of them.
-        settings: Lengths, shares and the seed.
         count_tokens: Returns the number of tokens of a text.
         out: Folder of ``samples.jsonl``, of the record and of its picture.
         tokenizer: Identity of what counts tokens.

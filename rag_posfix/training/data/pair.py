@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-__all__ = ["Pair", "PairSource", "Segment", "drawn"]
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:

@@ -16,8 +16,6 @@ from rag_posfix.training.data.contamination import Contamination
 from rag_posfix.training.data.pair import Pair, PairSource, Segment, drawn
 from rag_posfix.training.data.settings import DataSettings
 
-__all__ = ["Sample", "SampleMaker", "sample_of"]
-
 MOST_DRAWS = 200
 """Draws of a pair, or of a segment around it, in a row that may be refused."""
 SEGMENTS_OF_MULTI = 2
@@ -117,7 +115,6 @@ class SampleMaker:
 
     Args:
         sources: What makes the pairs, in turn.
-        settings: Lengths, shares and the seed.
         count_tokens: Returns the number of tokens of a text.
         segments: What stands around the pairs; each source's own segments if empty.
         contamination: What may not occur.

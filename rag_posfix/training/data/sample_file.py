@@ -12,8 +12,6 @@ from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.files import malformed
 from rag_posfix.training.data.sample import Sample, malformed_row, sample_of
 
-__all__ = ["SAMPLES", "read_samples", "write_samples"]
-
 _log = logging.getLogger(__name__)
 
 SAMPLES = "samples.jsonl"
@@ -32,8 +30,6 @@ def write_samples(
     Args:
         folder: The folder; made if missing.
         run: Digest of what decides the samples.
-        count: Number of samples.
-        make: Returns the sample of a number.
         report: Called with samples done and all samples.
 
     Raises:

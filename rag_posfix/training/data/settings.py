@@ -10,8 +10,6 @@ from typing import Annotated, Any
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Number, Whole, check_parameters
 
-__all__ = ["DataSettings"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DataSettings:

@@ -12,8 +12,6 @@ from rag_posfix.training.data.sample import Sample
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PLACE_BINS", "chi_square", "draw_places", "place_counts", "statistics_of"]
-
 PLACE_BINS = 10
 
 
@@ -84,9 +82,6 @@ def _counted(values: Iterable[int]) -> dict[str, int]:
 
 def draw_places(head: Mapping[str, Any]) -> Figure:
     """Return the figure of a record of ``train data``: gold passages by the part of the prompt that they are in.
-
-    Args:
-        head: The head of the record.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -15,8 +15,6 @@ from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sa
 from rag_posfix.errors import ConfigError
 from rag_posfix.training.data.pair import Pair, Segment
 
-__all__ = ["TeacherPairs", "read_answer"]
-
 _log = logging.getLogger(__name__)
 _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 _TASK = (

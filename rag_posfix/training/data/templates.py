@@ -7,8 +7,6 @@ from random import Random
 from rag_posfix.errors import ConfigError
 from rag_posfix.training.data.pair import Pair, PairSource, Segment
 
-__all__ = ["TEMPLATES", "template_sources"]
-
 _NAMES = (
     "amber", "birch", "cedar", "delta", "ember", "fjord", "garnet", "harbour", "indigo", "juniper", "kestrel",
     "laurel", "meadow", "nickel", "orchid", "pepper", "quartz", "raven", "saffron", "timber", "umber", "violet",

@@ -13,8 +13,6 @@ from rag_posfix.retrieval.ingest.ingest import read_documents
 from rag_posfix.retrieval.ingest.splitting import PassageSize, split_passages
 from rag_posfix.training.data.pair import Segment
 
-__all__ = ["SHIPPED", "read_segments", "segments_of"]
-
 SHIPPED = "demo"
 """In place of a path: the corpus that the package brings along."""
 _MANIFEST = "manifest.json"

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["LOG_BYTES", "WAIT_SECONDS", "Collection", "Put", "collection_lock"]
-
 _TEXTS_PER_STEP = 64
 LOG_BYTES = 8 * 1024**2
 """A checkpoint is made when the log is longer than this, and than the index."""
@@ -82,9 +80,6 @@ class Collection:
     """A collection, as this process sees it. Safe for several threads; each call sees the changes of other processes.
 
     Args:
-        folder: Its folder.
-        embeddings: The embedding model.
-        max_documents: Maximum number of documents.
         removed: Is called with documents that were deleted or replaced.
     """
 

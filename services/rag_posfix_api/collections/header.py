@@ -11,8 +11,6 @@ from rag_posfix.durable_files import replace_durably
 from rag_posfix.errors import RetrievalError
 from rag_posfix_api.collections.write_ahead_log import WriteAheadLog
 
-__all__ = ["Header", "header_signature", "log_of", "read_header", "write_header"]
-
 _FILE: Final = "collection.json"
 
 

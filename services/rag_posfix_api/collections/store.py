@@ -26,8 +26,6 @@ from rag_posfix_api.collections.collection import Collection, collection_lock
 from rag_posfix_api.collections.header import Header, header_signature, log_of, read_header, write_header
 from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, NotFoundError, StorageError, TooLargeError
 
-__all__ = ["NAME_PATTERN", "CollectionInfo", "Collections"]
-
 NAME_PATTERN: Final = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _NO_TENANT = "_"
@@ -68,11 +66,6 @@ class Collections:
 
     def create(self, tenant: str, name: str, embeddings: Embeddings) -> CollectionInfo:
         """Create an empty collection.
-
-        Args:
-            tenant: Its tenant; "" for none.
-            name: Its name.
-            embeddings: The embedding model.
 
         Raises:
             InvalidRequestError: the name is not allowed.
@@ -123,9 +116,6 @@ class Collections:
         """Return a collection.
 
         Args:
-            tenant: Its tenant.
-            name: Its name.
-            embeddings: The embedding model.
             removed: Is called with documents that are deleted or replaced; that of the first call counts.
 
         Raises:
@@ -143,11 +133,6 @@ class Collections:
 
     def delete(self, tenant: str, name: str, collection: Collection) -> list[Document]:
         """Delete a collection and return the documents that it had, as far as they can be read.
-
-        Args:
-            tenant: Its tenant.
-            name: Its name.
-            collection: The collection.
 
         Raises:
             NotFoundError: the tenant has none of this name.

@@ -16,8 +16,6 @@ from typing import Any
 from rag_posfix.durable_files import flush
 from rag_posfix.errors import RetrievalError
 
-__all__ = ["WriteAheadLog"]
-
 
 class WriteAheadLog:
     """One log file. Writers hold the lock of its collection; readers need none.

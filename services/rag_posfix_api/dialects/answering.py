@@ -130,8 +130,6 @@ def build_question(
     """Return the question that the last message asks.
 
     Args:
-        messages: The conversation.
-        sampling: Sampling parameters.
         documents: The passages; None retrieves them.
         posfix: What this service adds to the dialect.
         role: The role of the last message as the request has it, for the error.

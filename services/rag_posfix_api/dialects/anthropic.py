@@ -286,11 +286,6 @@ class MessageRenderer(AnswerRenderer):
 
     A stream has one text block: which parts of an answer are quotes is known at its end. Its citations come after its
     text, each with the characters of the answer that it supports.
-
-    Args:
-        identity: Unique among all responses.
-        model: Name of the served model.
-        documents: The document blocks of the request.
     """
 
     def __init__(self, identity: str, model: str, documents: Sequence[CitableDocument]) -> None:

@@ -190,7 +190,6 @@ class ChatRenderer(AnswerRenderer):
     """Renders one answer.
 
     Args:
-        identity: Unique among all responses.
         documents: The fields of the documents of the request, by id.
         cites: Whether the answer has citations.
     """

@@ -252,9 +252,6 @@ class Completion(AnswerRenderer):
     """The common fields of all parts of one response.
 
     Args:
-        identity: Unique among all responses.
-        model: Name of the served model.
-        fingerprint: Identity of its weights.
         include_usage: Whether a stream ends with a chunk that has the usage.
         log_probs: Whether the tokens of the answer are rendered with their log-probabilities.
     """

@@ -222,9 +222,6 @@ class CompletionRenderer(EventRenderer):
     """Renders the completions of one request, whole or as server-sent events.
 
     Args:
-        identity: Unique among all responses.
-        model: Name of the served model.
-        fingerprint: Identity of its weights.
         top_logprobs: Alternatives of each token; None renders no log-probabilities.
         include_usage: Whether a stream ends with a chunk that has the usage.
     """

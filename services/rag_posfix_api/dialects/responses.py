@@ -233,10 +233,7 @@ class ResponseRenderer(AnswerRenderer):
     """Renders one response.
 
     Args:
-        identity: Unique among all responses.
-        model: Name of the served model.
         sampling: Sampling parameters of the question, which responses repeat.
-        instructions: The instructions of the request.
     """
 
     def __init__(self, identity: str, model: str, sampling: Sampling, instructions: str | None) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from fastapi import Request
 from starlette.routing import Match
 
-__all__ = ["allowed_methods"]
-
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 

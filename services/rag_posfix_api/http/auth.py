@@ -33,8 +33,6 @@ from rag_posfix_api.http.errors import (
 )
 from rag_posfix_api.keys.store import SCOPES, ApiKey, KeyStore, digest, matches_scrypt, split_key
 
-__all__ = ["CALLER", "ApiKeyAuth", "Caller", "KeyChecker", "Pace", "Quotas", "required_scope"]
-
 _log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics", "/"})

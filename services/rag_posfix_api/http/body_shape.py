@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from rag_posfix_api.http.errors import TooDeepError, TooManyEntriesError, TooManyValuesError
 
-__all__ = ["MAX_DEPTH", "MAX_LIST", "MAX_VALUES", "check_lists", "check_shape"]
-
 MAX_VALUES: Final = 50_000
 """Strings, numbers, names, lists and objects in a body."""
 MAX_DEPTH: Final = 64
@@ -27,9 +25,6 @@ def check_shape(body: bytes) -> int:
     """Return an estimate of the number of values; raise for too many values or levels. The body may be invalid JSON.
 
     Cost: linear; about 40 ms for 8 MB.
-
-    Args:
-        body: The body.
 
     Raises:
         TooManyValuesError: there are more than ``MAX_VALUES`` values.
@@ -59,7 +54,6 @@ def check_lists(body: Any, max_list: int) -> None:
     """Raise if a field of the body is a list with too many entries. Dialects may allow fewer.
 
     Args:
-        body: The parsed body.
         max_list: How many entries are allowed, at least ``MAX_LIST``.
 
     Raises:

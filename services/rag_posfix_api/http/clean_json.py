@@ -15,8 +15,6 @@ from starlette.responses import Response
 from rag_posfix.errors import GenerationCancelled
 from rag_posfix_api.http.body_shape import check_lists, check_shape
 
-__all__ = ["CleanRoute"]
-
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

@@ -11,8 +11,6 @@ from prometheus_client.registry import Collector
 
 from rag_posfix.contracts.reranker_health import RerankerHealth
 
-__all__ = ["CacheTiers", "PassageCounts", "RerankingFailures", "Statistics"]
-
 Statistics = Callable[[], Mapping[str, Any]]
 """Returns the statistics of a cache (``TieredAnswerCache.stats``, ``PassageStore.stats``)."""
 

@@ -17,8 +17,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from rag_posfix_api.http.encoding import encode_json
 from rag_posfix_api.http.errors import Problem
 
-__all__ = ["bounded_connection"]
-
 _log = logging.getLogger("rag_posfix_api.access")
 
 

@@ -10,8 +10,6 @@ from starlette.responses import Response
 
 from rag_posfix.text import clean_text
 
-__all__ = ["SafeJSONResponse", "encode_json", "event"]
-
 
 def encode_json(payload: Any) -> bytes:
     """Return ``payload`` as compact UTF-8 JSON: a lone surrogate becomes U+FFFD, a number that is not finite null."""
@@ -26,7 +24,6 @@ def event(payload: Any, name: str | None = None) -> bytes:
     """Return one server-sent event.
 
     Args:
-        payload: Its data.
         name: Its type, for dialects whose clients read the type of events.
     """
     head = b"" if name is None else f"event: {name}\n".encode()

@@ -37,40 +37,6 @@ from rag_posfix_api.http.allowed_methods import allowed_methods
 from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.facts import facts_of
 
-__all__ = [
-    "TABLE",
-    "BodyTooLargeError",
-    "ConflictError",
-    "ErrorRenderers",
-    "ForbiddenError",
-    "ForbiddenHostError",
-    "InvalidRequestError",
-    "Kind",
-    "ModelNotFoundError",
-    "NotFoundError",
-    "NotReadyError",
-    "Problem",
-    "QuotaError",
-    "RenderError",
-    "RequestTimeoutError",
-    "StoppingError",
-    "StorageError",
-    "TokenLimitError",
-    "TooDeepError",
-    "TooLargeError",
-    "TooManyDocumentsError",
-    "TooManyEntriesError",
-    "TooManyValuesError",
-    "UnauthorizedError",
-    "UnsupportedFeatureError",
-    "code_of",
-    "error_response",
-    "install_handlers",
-    "kind_of",
-    "log_failure",
-    "problem_of",
-]
-
 _log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1
@@ -86,7 +52,6 @@ class InvalidRequestError(ConfigError):
 
     Args:
         message: What is wrong, the value, what is allowed, what to do.
-        param: Name of the field.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -224,7 +189,6 @@ class ErrorRenderers:
 
     Args:
         default: The dialect of every other path.
-        by_path: The dialect of a path.
     """
 
     def __init__(self, default: RenderError, by_path: Mapping[str, RenderError]) -> None:

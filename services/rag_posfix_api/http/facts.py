@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-__all__ = ["Facts", "RequestFacts", "facts_of"]
-
 
 @dataclass(slots=True)
 class Facts:

@@ -13,8 +13,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rag_posfix_api.http.errors import ErrorRenderers, ForbiddenHostError, error_response, kind_of
 
-__all__ = ["LOOPBACK_NAMES", "AllowedHosts"]
-
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -22,9 +20,7 @@ class AllowedHosts:
     """ASGI middleware that refuses requests to other names with 403. A request without the header passes.
 
     Args:
-        app: The wrapped application.
         names: The names that are allowed, without a port.
-        renderers: Renders the error in the dialect of the path.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str], renderers: ErrorRenderers) -> None:

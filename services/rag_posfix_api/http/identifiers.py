@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import uuid
 
-__all__ = ["Identifiers"]
-
 
 class Identifiers:
     """Makes identifiers of 32 hexadecimal digits: 16 random ones of this object, and a count.

@@ -8,17 +8,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rag_posfix_api.http.errors import BodyTooLargeError, ErrorRenderers, error_response, kind_of
 
-__all__ = ["BodyLimit"]
-
 
 class BodyLimit:
-    """ASGI middleware that limits the size of request bodies.
-
-    Args:
-        app: The wrapped application.
-        max_body_bytes: Size limit of a body.
-        renderers: Renders the error in the dialect of the path.
-    """
+    """ASGI middleware that limits the size of request bodies."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, renderers: ErrorRenderers) -> None:
         self._app = app

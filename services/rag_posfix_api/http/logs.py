@@ -14,8 +14,6 @@ import traceback
 from contextvars import ContextVar
 from typing import Any, Literal
 
-__all__ = ["REQUEST_ID", "JsonFormatter", "LogFormat", "TextFormatter", "configure_logging"]
-
 LogFormat = Literal["json", "text"]
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("rag_posfix_request_id", default=None)
@@ -69,7 +67,6 @@ def configure_logging(log_format: LogFormat = "json", level: int = logging.INFO)
 
     Args:
         log_format: ``json`` or ``text``.
-        level: The lowest level that is shown.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())

@@ -9,8 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from rag_posfix.contracts.reranker_health import RerankerHealth
 from rag_posfix_api.http.collectors import CacheTiers, PassageCounts, RerankingFailures, Statistics
 
-__all__ = ["ANSWER", "SCORE", "Metrics"]
-
 ANSWER, SCORE = "answer", "score"
 """The two kinds of work that wait in queues of their own: answers, and scores or vectors of texts."""
 
@@ -113,8 +111,6 @@ class Metrics:
         """Count one request.
 
         Args:
-            route: The template of its path.
-            status: The HTTP status of the response.
             seconds: How long it took.
             dialect: The wire format of the response.
             code: ``ok``, or the code of the error.
@@ -142,7 +138,6 @@ class Metrics:
         """Count one answer.
 
         Args:
-            timings: Seconds by stage.
             tokens: Tokens by kind: ``prompt``, ``cached`` (a part of the prompt) and ``completion``.
             cache: ``hit``, ``miss`` or ``off``.
         """

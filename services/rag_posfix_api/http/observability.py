@@ -21,8 +21,6 @@ from rag_posfix_api.http.logs import REQUEST_ID
 from rag_posfix_api.http.metrics import Metrics
 from rag_posfix_api.http.tracing import UNTRACED_REQUESTS, RequestSpan, RequestTracer
 
-__all__ = ["ObservedRequests"]
-
 _access = logging.getLogger("rag_posfix_api.access")
 
 # Goes into logs and headers as it came, so nothing but plain ids.
@@ -35,10 +33,7 @@ class ObservedRequests:
     """ASGI middleware, the outermost one of the app; it also turns an uncaught error into status 500.
 
     Args:
-        app: The wrapped application.
-        metrics: The metrics that count requests.
         dialects: The wire format of each endpoint.
-        renderers: Renders the error in the dialect of the path.
         tracer: Starts the span of each request but those of probes.
     """
 

@@ -16,8 +16,6 @@ from rag_posfix.errors import GenerationCancelled
 from rag_posfix_api.http.errors import Problem, kind_of, problem_of
 from rag_posfix_api.http.facts import Facts
 
-__all__ = ["SERVER_SENT_EVENTS", "AnswerStream", "EventRenderer", "StepRunner"]
-
 SERVER_SENT_EVENTS = "text/event-stream"
 
 T = TypeVar("T")
@@ -65,12 +63,9 @@ class AnswerStream(Response):
     ``open`` must be called first: an error before the first piece is an ordinary HTTP error.
 
     Args:
-        job: Runs the steps.
-        renderer: Renders the events.
         facts: Log fields; the code of an error is set.
         finished: Called with the complete answer.
         on_close: Closed after the response, also after an error.
-        media_type: Media type of what the renderer writes.
     """
 
     def __init__(

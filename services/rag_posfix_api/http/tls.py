@@ -7,8 +7,6 @@ from pathlib import Path
 
 from rag_posfix.errors import ConfigError
 
-__all__ = ["check_tls"]
-
 
 def check_tls(cert: Path | None, key: Path | None) -> None:
     """Raise unless both files are absent, or both are there, readable and belong together.

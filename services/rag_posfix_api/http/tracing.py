@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, TracerProvider
 
-__all__ = ["UNTRACED_REQUESTS", "RequestSpan", "RequestTracer", "request_tracer"]
-
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
 _CLOSED = 499
 """The client left before there was a response: this status was never sent."""
@@ -30,7 +28,6 @@ class RequestSpan(Protocol):
 
         Args:
             route: The template of the path, or None if no route was reached.
-            status: The HTTP status.
             code: ``ok``, or the code of the error.
         """
         ...

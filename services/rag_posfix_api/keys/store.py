@@ -30,8 +30,6 @@ from rag_posfix.durable_files import replace_durably
 from rag_posfix.errors import ConfigError, UnknownNameError, missing_extra
 from rag_posfix.parameters import shown
 
-__all__ = ["SCOPES", "TENANT_PATTERN", "ApiKey", "KeyStore", "KeyTable", "digest", "matches_scrypt", "split_key"]
-
 _log = logging.getLogger(__name__)
 
 SCOPES: Final = ("read", "write", "admin")

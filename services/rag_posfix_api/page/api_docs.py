@@ -13,8 +13,6 @@ from starlette.staticfiles import StaticFiles
 from rag_posfix_api.http.errors import NotFoundError
 from rag_posfix_api.page.routes import HEADERS
 
-__all__ = ["router"]
-
 _PACKAGE: Final = "fastapi_offline"
 """Ships Swagger UI; its code is not used."""
 _HEADERS: Final = HEADERS | {

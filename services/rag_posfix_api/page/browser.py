@@ -7,8 +7,6 @@ import logging
 import threading
 import webbrowser
 
-__all__ = ["address_of", "open_page"]
-
 _log = logging.getLogger(__name__)
 
 
@@ -17,7 +15,6 @@ def address_of(host: str, port: int, scheme: str = "http") -> str:
 
     Args:
         host: The address that the service listens on; that of loopback stands for "all addresses".
-        port: Its port.
         scheme: ``http`` or ``https``.
     """
     bound = ipaddress.ip_address(host.partition("%")[0])

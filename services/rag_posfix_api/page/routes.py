@@ -14,8 +14,6 @@ from rag_posfix_api.http.encoding import SafeJSONResponse
 from rag_posfix_api.http.errors import NotReadyError, UnsupportedFeatureError
 from rag_posfix_api.runtime.service import Service, ServiceState
 
-__all__ = ["HEADERS", "PageFacts", "router"]
-
 HEADERS: Final = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

@@ -30,17 +30,6 @@ from rag_posfix_api.ray_serve.replica import GeneratorReplica, HeldPassages, Rep
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-__all__ = [
-    "MODEL_DEPLOYMENT",
-    "ModelParts",
-    "application",
-    "build_ingress",
-    "describe_model",
-    "load_model",
-    "make_application",
-    "router_config",
-]
-
 MODEL_DEPLOYMENT = "Model"
 """Name of the deployment with the replicas of the model."""
 INGRESS_DEPLOYMENT = "Ingress"

@@ -10,8 +10,6 @@ from rag_posfix.errors import ConfigError
 from rag_posfix_api.ray_serve.scoring import QUEUE_WEIGHT
 from rag_posfix_api.ray_serve.sketch import MOST_MARKS
 
-__all__ = ["ApplicationOptions"]
-
 
 class ApplicationOptions(BaseModel):
     """How the service is laid out on a cluster. What it serves is in the settings, which replicas read as usual.

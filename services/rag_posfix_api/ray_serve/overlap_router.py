@@ -13,8 +13,6 @@ from rag_posfix_api.ray_serve.routed_request import RoutedRequest
 from rag_posfix_api.ray_serve.scoring import QUEUE_WEIGHT, Candidate, ranked
 from rag_posfix_api.ray_serve.sketch import Sketch
 
-__all__ = ["OverlapRouter"]
-
 
 class OverlapRouter(RequestRouter):
     """Ranks the replicas of a deployment by the overlap of a question's passages with their sketches.

@@ -6,8 +6,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable
 
-__all__ = ["RecentRoutes"]
-
 _MOST_MARKS = 16384
 
 

@@ -16,8 +16,6 @@ from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix_api.ray_serve.routed_request import RoutedRequest
 from rag_posfix_api.ray_serve.sketch import MOST_MARKS, ReadPassages, tags_of
 
-__all__ = ["GeneratorReplica", "HeldPassages", "ReplicaModel"]
-
 
 @runtime_checkable
 class HeldPassages(Protocol):
@@ -52,7 +50,6 @@ class GeneratorReplica:
         opener: Loads the model, in the process of the replica and by its settings.
         at_once: Answers that share the decode steps of the model.
         waiting: Further requests that may wait for it.
-        most_marks: Bound of the sketch.
     """
 
     def __init__(

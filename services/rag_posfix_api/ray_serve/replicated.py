@@ -21,8 +21,6 @@ from rag_posfix.errors import ConfigError, UpstreamError
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix_api.ray_serve.routed_request import RoutedRequest
 
-__all__ = ["ReplicaLost", "Replicas", "ReplicatedGenerator"]
-
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +46,6 @@ class ReplicatedGenerator(DelegatingGenerator[Generator]):
 
     Args:
         described: Says of the model what needs no weights: name, tokenizer, context window. It answers nothing.
-        replicas: Answer.
         attempts: How often one request is sent, >= 1, each time to a replica that is alive.
         new_seed: Returns the seed of a request that samples without one.
 

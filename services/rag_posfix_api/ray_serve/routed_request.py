@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from rag_posfix.contracts.request import GenerationRequest
 from rag_posfix_api.ray_serve.sketch import marked_passages
 
-__all__ = ["RoutedRequest"]
-
 _FIRST_CHARACTER = 0x10000
 """The characters from here on are whole code points, none of them half of a pair."""
 

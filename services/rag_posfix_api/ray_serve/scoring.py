@@ -9,8 +9,6 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["QUEUE_WEIGHT", "Candidate", "overlap", "ranked", "score"]
-
 QUEUE_WEIGHT = 0.25
 """Share of a question's passages that outweighs one request in the queue: with all of them, four requests."""
 
@@ -56,7 +54,6 @@ def ranked(
 
     Args:
         passages: Number of tokens of each passage, by mark.
-        candidates: The replicas.
         queue_weight: Share of the passages that outweighs one request in the queue, >= 0.
     """
     asked = ",".join(map(str, sorted(passages)))

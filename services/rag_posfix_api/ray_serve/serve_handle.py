@@ -13,8 +13,6 @@ from rag_posfix.errors import GenerationError, RagPosfixError
 from rag_posfix_api.ray_serve.replicated import ReplicaLost
 from rag_posfix_api.ray_serve.routed_request import RoutedRequest
 
-__all__ = ["ServeReplicas"]
-
 _LOST = (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError, ReplicaUnavailableError)
 """What Ray raises where a replica or its machine is gone, or the pieces that it had sent."""
 

@@ -18,8 +18,6 @@ from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.contracts.request import GenerationRequest
 from rag_posfix.errors import ConfigError
 
-__all__ = ["MOST_MARKS", "ReadPassages", "Sketch", "mark_of", "marked_passages", "tags_of"]
-
 MOST_MARKS = 4096
 """Marks of a sketch, unless said otherwise: 8 bytes each, sent from every replica to every router."""
 

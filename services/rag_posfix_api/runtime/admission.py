@@ -22,8 +22,6 @@ from rag_posfix.errors import GenerationCancelled, OverloadedError
 from rag_posfix_api.http.errors import RequestTimeoutError, StoppingError, TokenLimitError
 from rag_posfix_api.runtime.work_rate import WorkRate
 
-__all__ = ["Admission", "Ticket"]
-
 
 @dataclass(eq=False, slots=True)
 class Ticket:
@@ -80,7 +78,6 @@ class Admission:
     """Hands out tickets, places and permits. Safe to use from any thread.
 
     Args:
-        max_concurrent: Number of permits.
         max_queue: Number of places beyond the permits.
         queue_timeout: Seconds that a ticket waits for a permit.
         max_open: Number of tickets; no limit if None.
@@ -194,7 +191,6 @@ class Admission:
         """Wait for a permit, first come first served, with a place. Blocks the calling thread.
 
         Args:
-            ticket: The ticket.
             tokens: Tokens of the prompt and of the longest answer. Where requests have none, each counts as 1.
 
         Raises:

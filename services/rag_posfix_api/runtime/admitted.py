@@ -20,8 +20,6 @@ from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.pipeline.protocols import AnswerCache
 from rag_posfix_api.runtime.admission import Admission, Ticket
 
-__all__ = ["TICKET", "AdmittedCache", "AdmittedGenerator"]
-
 TICKET: ContextVar[Ticket | None] = ContextVar("rag_posfix_service_ticket", default=None)
 """The ticket of the request that this thread works for."""
 
@@ -31,10 +29,6 @@ class AdmittedGenerator(DelegatingGenerator[Generator]):
 
     Whole answers are generated as streams too, so that they can be stopped between two steps. A generator that
     computes ahead of its readers checks the ticket itself, and releases the permit when its computation is done.
-
-    Args:
-        generator: The generator.
-        admission: Hands out the permits.
     """
 
     def __init__(self, generator: Generator, admission: Admission) -> None:
@@ -74,7 +68,6 @@ class AdmittedCache:
     """An answer cache whose ``single_flight`` takes a place for the request: waiting is what places are for.
 
     Args:
-        cache: The cache.
         admission: Hands out the places.
     """
 

@@ -15,8 +15,6 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.plan.layout import Layout
 from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
 
-__all__ = ["PlainRequest", "complete"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlainRequest:
@@ -46,10 +44,6 @@ class _Prompt:
 
 def complete(pipeline: Pipeline, asked: PlainRequest) -> Iterator[AnswerChunk]:
     """Yield the completions of all prompts, one after another, in pieces; the last piece of each has its ``answer``.
-
-    Args:
-        pipeline: Its generator is used.
-        asked: The prompts.
 
     Raises:
         UnsupportedFeatureError: the generator takes no prompts without a chat template, or gives no log-probabilities.

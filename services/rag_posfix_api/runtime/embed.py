@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.http.errors import UnsupportedFeatureError
 
-__all__ = ["Embedded", "embed_texts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Embedded:

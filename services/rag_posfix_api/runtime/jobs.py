@@ -20,8 +20,6 @@ from rag_posfix.cancellation import watch
 from rag_posfix_api.runtime.admission import Admission, Ticket
 from rag_posfix_api.runtime.admitted import TICKET
 
-__all__ = ["Job", "Jobs"]
-
 T = TypeVar("T")
 
 _FREE_THREADS = 8
@@ -32,7 +30,6 @@ class Job:
     """The execution of one admitted request.
 
     Args:
-        ticket: The ticket of the request.
         admission: The admission that handed out the ticket.
         limiter: Limits the number of worker threads.
         queued: Called with the seconds that ``permitted`` waited for its permit, whether or not it got it.
@@ -83,7 +80,6 @@ class Job:
 
         Args:
             receive: Returns the ASGI events of the client after the body of the request.
-            work: The work.
 
         Raises:
             GenerationCancelled: the client has disconnected.
@@ -105,7 +101,6 @@ class Jobs:
     """Creates jobs with tickets of one admission.
 
     Args:
-        admission: Limits the jobs.
         timeout: Time limit of a job in seconds.
         queued: Called with the seconds that a job waited for a permit.
     """

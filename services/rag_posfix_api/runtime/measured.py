@@ -13,16 +13,9 @@ from rag_posfix_api.http.metrics import ANSWER, Metrics
 from rag_posfix_api.runtime.admission import Ticket
 from rag_posfix_api.runtime.admitted import TICKET
 
-__all__ = ["MeasuredGenerator"]
-
 
 class MeasuredGenerator(DelegatingGenerator[Generator]):
-    """Measures every answer of a generator that waits for a permit (``AdmittedGenerator``).
-
-    Args:
-        generator: The generator.
-        metrics: Receive the measurements.
-    """
+    """Measures every answer of a generator that waits for a permit (``AdmittedGenerator``)."""
 
     def __init__(self, generator: Generator, metrics: Metrics) -> None:
         super().__init__(generator)

@@ -7,8 +7,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["EvaluatedOrder", "OrderSummary", "orders_of", "summarize"]
-
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedOrder:
@@ -44,7 +42,6 @@ def orders_of(count: int, wanted: int, seed: int) -> list[EvaluatedOrder]:
     Args:
         count: Number of documents, at least 2.
         wanted: Number of orders; fewer are returned if there are no more permutations.
-        seed: Seed of the random ones.
     """
     original = tuple(range(count))
     found = [EvaluatedOrder("original", original), EvaluatedOrder("reverse", original[::-1])]

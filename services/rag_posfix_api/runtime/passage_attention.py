@@ -12,8 +12,6 @@ from rag_posfix.cancellation import check_wanted
 from rag_posfix.contracts.generator import PassageReader
 from rag_posfix.pipeline.pipeline import Pipeline
 
-__all__ = ["Attended", "attention_shares"]
-
 
 @dataclass(frozen=True, slots=True)
 class Attended:
@@ -45,9 +43,6 @@ def attention_shares(
 
     Args:
         pipeline: Its assembler makes the prompt, with room for one token of an answer.
-        reader: The served model.
-        question: The question.
-        documents: The passages.
         order: Name of the order of the passages in the prompt.
 
     Raises:

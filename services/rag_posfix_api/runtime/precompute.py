@@ -20,8 +20,6 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix_api.http.errors import ConflictError, kind_of, log_failure
 from rag_posfix_api.runtime.admission import Admission
 
-__all__ = ["PAUSE_SECONDS", "AdmittedPrecomputer", "PrecomputeJobs", "PrecomputeState"]
-
 Progress = Callable[[int, int], None]
 
 _BATCH_SECONDS = 600.0
@@ -66,7 +64,6 @@ class PrecomputeJobs:
         """Queue a job.
 
         Args:
-            key: What it is for.
             work: Does it, tells its progress, looks at the event that says to end, and returns the number of tokens.
 
         Raises:
@@ -138,13 +135,7 @@ class PrecomputeJobs:
 
 
 class AdmittedPrecomputer:
-    """A ``PassagePrecomputer`` that takes a permit for each batch, and stops when it is told to.
-
-    Args:
-        engine: Does the work.
-        admission: Hands out the permits.
-        cancelled: Says to stop.
-    """
+    """A ``PassagePrecomputer`` that takes a permit for each batch, and stops when it is told to."""
 
     def __init__(self, engine: PassagePrecomputer, admission: Admission, cancelled: threading.Event) -> None:
         self._engine = engine

@@ -14,8 +14,6 @@ from rag_posfix.errors import RerankingError
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.http.errors import UnsupportedFeatureError
 
-__all__ = ["Scored", "score_texts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Scored:

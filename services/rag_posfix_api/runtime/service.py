@@ -49,8 +49,6 @@ from rag_posfix_api.runtime.precompute import AdmittedPrecomputer, PrecomputeJob
 if TYPE_CHECKING:
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
 
-__all__ = ["ReadyService", "Service", "ServiceState", "package_version", "service_of"]
-
 _log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 2.0
@@ -63,8 +61,6 @@ class Service:
     """The state of one app.
 
     Args:
-        settings: The model to load, and defaults of requests.
-        limits: Settings of the service.
         telemetry: Where traces and metrics go.
     """
 

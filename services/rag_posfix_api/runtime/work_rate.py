@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["WorkRate"]
-
 _HALF_LIFE_SECONDS = 60.0
 
 
@@ -16,9 +14,6 @@ class WorkRate:
     A request counts with the tokens that it reserved, prompt and longest answer. The tokens that wait are counted in
     the same way, so that the quotient of both is a time. Formula: sum of tokens / sum of busy seconds, where both sums
     halve with every minute of work: a rate of an hour ago says little.
-
-    Args:
-        clock: Seconds of a monotonic clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +31,6 @@ class WorkRate:
         """Count a request that leaves the model.
 
         Args:
-            tokens: What it reserved.
             idle: Whether no other request works.
         """
         now = self._clock()

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 from rag_posfix import evaluation
+from tests.support.exports import seen_by_type_checkers
 
 
-def seen_by_type_checkers():
-    """Return the module that type checkers find each name in."""
-    tree = ast.parse(Path(evaluation.__file__).read_text("utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    return {alias.name: node.module for node in block.body for alias in node.names}
-
-
-@pytest.mark.parametrize(("name", "module"), seen_by_type_checkers().items())
+@pytest.mark.parametrize(("name", "module"), seen_by_type_checkers(evaluation).items())
 def test_every_exported_name_is_that_of_its_module(name, module):
     assert getattr(evaluation, name) is getattr(import_module(module), name)
     assert name in import_module(module).__all__
 
 
 def test_the_names_are_listed_once_for_users_and_for_type_checkers():
-    assert sorted(evaluation.__all__) == sorted(seen_by_type_checkers())
+    assert sorted(evaluation.__all__) == sorted(seen_by_type_checkers(evaluation))
     assert set(evaluation.__all__) <= set(dir(evaluation))
 
 
