@@ -63,7 +63,7 @@ def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
 
 def svg_of(figure: Figure) -> str:
     """Return a figure as SVG; equal figures give equal text, on any processor."""
-    return _LONG_NUMBER.sub(lambda number: f"{float(number[0]):.3f}", _drawn(figure, "svg").decode())
+    return _drawn(figure, "svg").decode()
 
 
 def _drawn(figure: Figure, kind: str) -> bytes:
@@ -72,7 +72,9 @@ def _drawn(figure: Figure, kind: str) -> bytes:
     drawn = io.BytesIO()
     with rc_context({"svg.hashsalt": "rag_posfix"}):  # equal figures give equal bytes
         figure.savefig(drawn, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    return drawn.getvalue()
+    if kind != "svg":
+        return drawn.getvalue()
+    return _LONG_NUMBER.sub(lambda number: f"{float(number[0]):.3f}", drawn.getvalue().decode()).encode()
 
 
 def new_axes(size: tuple[float, float]) -> tuple[Figure, Any]:

@@ -36,7 +36,7 @@ def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tupl
     states = given["hidden_states"]
     if context.on_hidden_states is not None:
         context.on_hidden_states(module.layer_idx, states)
-    contexts = context.by_rows()
+    contexts = context.by_rows(states.shape[0])
     if not any(one.overrides.rotates_in_hook or one.overrides.changes_angles for _, one in contexts):
         return None
     own = given["position_embeddings"]
@@ -197,8 +197,9 @@ class _Layer:
         for part in self.context.slices:
             alone = _Layer(self.module, part.context, None, self.options)
             outs.append(alone.run(query[part.rows], *part.keys(self.layer)))
-        n_padding = query.shape[0] - self.context.slices[-1].rows.stop
-        return torch.cat((*outs, outs[0].new_zeros((n_padding, *outs[0].shape[1:]))))
+        if n_padding := query.shape[0] - self.context.slices[-1].rows.stop:
+            outs.append(outs[0].new_zeros((n_padding, *outs[0].shape[1:])))
+        return torch.cat(outs)
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = self.mask

@@ -23,7 +23,7 @@ def check_computed(model: Any) -> None:
         loaded = dict(rotary.named_buffers())
         for name, expected in type(rotary)(config=rotary.config).named_buffers():
             held = loaded[name]
-            if not held.is_meta and not torch.allclose(held.cpu().float(), expected.cpu().float(), rtol=1e-5, atol=0):
+            if not held.is_meta and not torch.allclose(held, expected.to(held), rtol=1e-5, atol=0):
                 raise _not_computed(model, f"rotary_emb.{name}")
     for name, module in model.named_modules():
         expected = getattr(module, "scalar_embed_scale", None)

@@ -142,12 +142,13 @@ class ForwardContext:
     last_layer: int | None = None
     slices: tuple[BatchSlice, ...] = ()
 
-    def by_rows(self) -> list[tuple[slice, ForwardContext]]:
-        """Return which rows of the pass have which context; rows of padding have one without overrides."""
+    def by_rows(self, n_rows: int) -> list[tuple[slice, ForwardContext]]:
+        """Return which of the rows of the pass have which context; rows of padding have one without overrides."""
         if not self.slices:
             return [(slice(None), self)]
-        padding = slice(self.slices[-1].rows.stop, None)
-        return [*((part.rows, part.context) for part in self.slices), (padding, ForwardContext())]
+        contexts = [(part.rows, part.context) for part in self.slices]
+        stop = contexts[-1][0].stop
+        return contexts if stop == n_rows else [*contexts, (slice(stop, n_rows), ForwardContext())]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

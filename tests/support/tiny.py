@@ -91,10 +91,9 @@ def toy_layout(lengths=(7, 4, 9, 6), prefix=5, suffix=8, seed=0, relevance=None)
 
 def save_tiny(folder, family="llama", **overrides):
     """Write a tiny model and a tokenizer of letters, as a folder that from_pretrained reads."""
-    letters = {chr(code): code for code in range(VOCABULARY)}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])), eos_token="\x02"
-    )
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({chr(code): code for code in range(VOCABULARY)}, []))
+    backend.decoder = tokenizers.decoders.Fuse()  # without a decoder, tokens are joined by spaces
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="\x02")
     stock_model(family, **overrides).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -128,7 +128,7 @@ class ConcatenatedCache(Cache):  # type: ignore[misc]
 
     Args:
         caches: One per batch, in their order.
-        counts: Rows of each batch.
+        counts: Rows of each batch, then those of padding, if there are any.
     """
 
     def __init__(self, caches: Sequence[GrowingCache], counts: Sequence[int]) -> None:
@@ -140,9 +140,8 @@ class ConcatenatedCache(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Append each batch's new tokens to its cache; return the new tokens."""
-        n_rows = sum(self._counts)
-        keys, values = (torch.split(states[:n_rows], self._counts) for states in (key_states, value_states))
-        for cache, key, value in zip(self._caches, keys, values, strict=True):
+        keys, values = torch.split(key_states, self._counts), torch.split(value_states, self._counts)
+        for cache, key, value in zip(self._caches, keys, values, strict=False):
             cache.layers[layer_idx].update(key, value)
         return key_states, value_states
 

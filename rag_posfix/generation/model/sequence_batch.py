@@ -287,11 +287,12 @@ def forward_batches(
     ids, positions = torch.cat(list(token_ids)), torch.cat(newest)
     if n_padding:
         ids, positions = (torch.cat((rows, rows[:1].expand(n_padding, -1))) for rows in (ids, positions))
+        counts.append(n_padding)
     cache = ConcatenatedCache([batch.cache for batch in batches], counts)
     at_integers = position_ids(positions, all(batch.integer_positions for batch in batches))
     context = ForwardContext(slices=tuple(slices))
     logits = run_model(batches[0].loaded, context, cache, ids, at_integers, keep)
-    return list(torch.split(logits[: sum(counts)], counts))
+    return list(torch.split(logits, counts))[: len(batches)]
 
 
 def run_model(

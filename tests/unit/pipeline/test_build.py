@@ -279,9 +279,8 @@ def test_an_engine_and_embeddings_are_those_that_the_settings_name(tmp_path, mon
     monkeypatch.setattr(module, "load_engine", lambda model, **how: loads.append((model, how)))
     settings = Settings(model="m", embedding_model="e", dtype="float32", device="cpu", cache_dir=tmp_path)
     build_engine(settings)
-    assert loads == [
-        ("m", {"dtype": "float32", "device": "cpu", "device_map": None, "cache_dir": tmp_path, "adapter": None})
-    ]
+    how = {"dtype": "float32", "device": "cpu", "device_map": None, "cache_dir": tmp_path, "adapter": None}
+    assert loads == [("m", {**how, "batch_invariant": "auto"})]
     assert build_embeddings(settings).model == "e"
 
 
