@@ -104,3 +104,14 @@ def device_calls(heads: Sequence[Head]) -> Iterator[Row]:
                 f"{counts[part]['reads']} + {counts[part]['uploads']}",
             ]
         yield cells
+
+
+def equal_under_load(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per record, method and load: answers and log-probabilities that differ from those of one at a time."""
+    yield ["dtype", "batch-invariant", "method", "connections", "different answers", "different log-probabilities"]
+    for head in heads:
+        settings = head["settings"]
+        for row in head["summary"]["rows"]:
+            shares = [f"{row[key]} of {row['questions']}" for key in ("different_answers", "different_scores")]
+            method, together = f"`{row['method']}`", str(row["together"])
+            yield [settings["dtype"], f"`{settings['batch_invariant']}`", method, together, *shares]

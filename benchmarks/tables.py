@@ -17,6 +17,7 @@ from benchmarks.service_tables import (
     capacity_check,
     clients,
     device_calls,
+    equal_under_load,
     faults,
     first_answer,
     ray_routing,
@@ -352,6 +353,7 @@ LAYOUTS: dict[str, Layout] = {
     "capacity": capacity_check,
     "ray-routing": ray_routing,
     "device-calls": device_calls,
+    "equal-under-load": equal_under_load,
     **TRAINING_LAYOUTS,
 }
 """By name; the layout of a record is that of its kind unless another is named."""

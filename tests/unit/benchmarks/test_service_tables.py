@@ -54,3 +54,10 @@ def test_calls_of_a_method_stand_beside_those_of_the_stock_model():
         "| the stock model | 1,000 (1.0x) | 0 + 1 | 500 (1.0x) | 1 + 0 |",
         "| `none` | 2,500 (2.5x) | 0 + 2 | 550 (1.1x) | 1 + 0 |",
     ]
+
+
+def test_answers_under_load_say_how_many_differ():
+    row = {"method": "none", "together": 8, "questions": 12, "different_answers": 1, "different_scores": 12}
+    settings = {"dtype": "float32", "batch_invariant": "off"}
+    head = {"kind": "equal-under-load", "settings": settings, "summary": {"rows": [row]}}
+    assert table([head]).splitlines()[2:] == ["| float32 | `off` | `none` | 8 | 1 of 12 | 12 of 12 |"]
