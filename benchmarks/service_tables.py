@@ -107,7 +107,7 @@ def device_calls(heads: Sequence[Head]) -> Iterator[Row]:
 
 
 def equal_under_load(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per record, method and load: answers and log-probabilities that differ from those of one at a time."""
+    """Yield a row per record, method and load: answers and log-probabilities that are not those of one at a time."""
     yield ["dtype", "batch-invariant", "method", "connections", "different answers", "different log-probabilities"]
     for head in heads:
         settings = head["settings"]
