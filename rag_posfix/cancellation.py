@@ -1,7 +1,6 @@
-"""Whether the running call is still wanted, in a ``ContextVar``: long work and waits ask between their steps.
+"""Ends work for a request that was cancelled or timed out: long work and waits call ``check_cancelled`` between steps.
 
-A service ends work whose client has left or whose time is over. Assembly and waits in a cache are below interfaces
-that have no argument for that, so they read the check here.
+Assembly and waits in a cache are below interfaces that have no argument for the check: it is in a ``ContextVar``.
 """
 
 from __future__ import annotations
@@ -9,20 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 
-_CHECK: ContextVar[Callable[[], None] | None] = ContextVar("rag_posfix_check_wanted", default=None)
+_CHECK: ContextVar[Callable[[], None] | None] = ContextVar("rag_posfix_cancel_check", default=None)
 
 
-def check_wanted() -> None:
-    """Raise what the check of the running call raises if nobody waits for its result; nothing without a check."""
+def check_cancelled() -> None:
+    """Raise if the current request was cancelled or timed out."""
     check = _CHECK.get()
     if check is not None:
         check()
 
 
-def watch(check: Callable[[], None]) -> None:
-    """Set the check of the running context.
-
-    Args:
-        check: Raises if the result is not wanted any more; quick, and safe to call from any thread.
-    """
+def set_cancel_check(check: Callable[[], None]) -> None:
+    """Set the check of the running context: quick, callable from any thread; raises if the request has ended."""
     _CHECK.set(check)

@@ -21,7 +21,7 @@ __all__ = [
     "TelemetrySettings",
     "TorchrunSettings",
     "environment_with",
-    "wait_politely",
+    "limit_openmp_spinning",
 ]
 
 SPINS_OF_A_WAITING_THREAD = "10000"
@@ -32,7 +32,7 @@ def environment_with(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
-def wait_politely() -> None:
+def limit_openmp_spinning() -> None:
     """Limit the spinning of OpenMP threads that wait for each other. Must be called before torch is imported.
 
     The default of OpenMP spins so long that another busy program on the same cores makes the model many times slower.

@@ -25,7 +25,7 @@ from rag_posfix.assembly.tokenization import (
     tokenize_passage,
     tokenize_prompt,
 )
-from rag_posfix.cancellation import check_wanted
+from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError, PromptTooLongError
 from rag_posfix.plan.layout import Layout
@@ -188,7 +188,7 @@ class Assembler:
 
         def sizes() -> Iterator[int]:
             for index in ranked:
-                check_wanted()
+                check_cancelled()
                 tokenized.append(self._tokenize(candidates[index]))
                 yield len(tokenized[-1])
 

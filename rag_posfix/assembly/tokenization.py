@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rag_posfix.assembly.budget import truncate
 from rag_posfix.assembly.prompt import BLANK_LINE, PromptTemplate, merge_messages
-from rag_posfix.cancellation import check_wanted
+from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.layout import Layout, Span, Turn
@@ -300,7 +300,7 @@ def _render(
                 f"the chat template wrote message {index} ({role}) {counts[index]} times, must be once; "
                 f"it was given the roles {_shown(roles)}: leave that message out or use another chat template"
             )
-    check_wanted()
+    check_cancelled()
     trims = [(not left, not right) for left, right in zip(pieces[1::4], pieces[3::4], strict=True)]
     contents = [*(message["content"] for message in earlier), ""]
     parts = [pieces[0]]

@@ -27,7 +27,7 @@ from rag_posfix.cli import (
 )
 from rag_posfix.cli.output import emit_json, err
 from rag_posfix.errors import RagPosfixError
-from rag_posfix.settings import wait_politely
+from rag_posfix.settings import limit_openmp_spinning
 from rag_posfix.text import clean_text
 
 _INTERRUPTED = 130
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     "message"}}`` on stdout. Other exceptions have a traceback.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    wait_politely()
+    limit_openmp_spinning()
     try:
         app(args=given)
     except RagPosfixError as error:

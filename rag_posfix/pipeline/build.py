@@ -22,7 +22,7 @@ from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.caching.kv.build import build_passage_store
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.cancellation import check_wanted
+from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.arrangement_text import read_reranker
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec
@@ -225,7 +225,7 @@ def _remote(settings: Settings) -> RemoteGenerator:
         context_window=remote.context_window,
         limits=ServerLimits(remote.connect_timeout_seconds, remote.timeout_seconds, remote.retries),
         token_limit_field=remote.max_tokens_field,
-        still_wanted=check_wanted,
+        check_cancelled=check_cancelled,
     )
 
 

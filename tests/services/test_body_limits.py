@@ -98,11 +98,11 @@ def test_an_end_of_the_request_reaches_assembly(over: str):
     """Assembly takes no check as an argument; it reads the one of the running job."""
     import contextvars
 
-    from rag_posfix.cancellation import watch
+    from rag_posfix.cancellation import set_cancel_check
 
     ticket = Ticket(10 if over == "gone" else 0, time.monotonic(), cancelled=over == "gone")
     context = contextvars.copy_context()
-    context.run(watch, ticket.check)
+    context.run(set_cancel_check, ticket.check)
     turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 3
     with pytest.raises(GenerationCancelled if over == "gone" else RequestTimeoutError):
         context.run(make_pipeline().assembler.assemble, "Why?", (), history=turns)

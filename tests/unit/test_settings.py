@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from rag_posfix.folders import default_cache_dir
-from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings, TelemetrySettings, wait_politely
+from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings, TelemetrySettings, limit_openmp_spinning
 
 
 def test_defaults_need_no_environment(monkeypatch, tmp_path):
@@ -149,5 +149,5 @@ def test_threads_wait_shortly_unless_the_environment_says_how(monkeypatch, given
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    wait_politely()
+    limit_openmp_spinning()
     assert os.environ.get("GOMP_SPINCOUNT") == spins

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from rag_posfix.cancellation import check_wanted
+from rag_posfix.cancellation import check_cancelled
 from rag_posfix.errors import CacheError
 
 _CHECK_SECONDS: Final = 0.05
@@ -56,7 +56,7 @@ class SingleFlight:
         """Hold ``key`` while working on it; wait first if another thread holds it.
 
         The value is whether another thread may have done the work a moment ago: its result is worth looking up.
-        A wait ends early with the error of ``rag_posfix.cancellation.check_wanted``.
+        A wait ends early with the error of ``rag_posfix.cancellation.check_cancelled``.
         """
         with self._lock:
             key_lock = self._locks.setdefault(key, _KeyLock())
@@ -78,7 +78,7 @@ class SingleFlight:
         """Return whether the lock was acquired within the longest wait."""
         end = time.monotonic() + self._max_wait
         while (left := end - time.monotonic()) > 0:
-            check_wanted()
+            check_cancelled()
             if lock.acquire(timeout=min(left, _CHECK_SECONDS)):
                 return True
         return False

@@ -62,7 +62,7 @@ class Connection:
 
     Args:
         api_key: Sent as ``Authorization: Bearer``; None sends none. It is in no message and no log.
-        still_wanted: Called while an answer is awaited; what it raises ends the request and is raised there.
+        check_cancelled: Called while an answer is awaited; what it raises ends the request and is raised there.
 
     Raises:
         ConfigError: httpx2 is not installed.
@@ -73,11 +73,11 @@ class Connection:
         url: str,
         api_key: str | None = None,
         limits: ServerLimits | None = None,
-        still_wanted: Callable[[], None] = lambda: None,
+        check_cancelled: Callable[[], None] = lambda: None,
     ) -> None:
         self._url = url
         self._limits = limits or ServerLimits()
-        self._still_wanted = still_wanted
+        self._check_cancelled = check_cancelled
         self._client = _client(api_key, self._limits)
         self._opened = ExitStack()
         self._portal = _portal(self._opened)
@@ -127,7 +127,7 @@ class Connection:
 
     def _next(self, received: SimpleQueue[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
         while True:
-            self._still_wanted()
+            self._check_cancelled()
             try:
                 return received.get(timeout=POLL_SECONDS)
             except Empty:

@@ -17,7 +17,7 @@ def open_remote(
     context_window: int = DEFAULT_CONTEXT_WINDOW,
     limits: ServerLimits | None = None,
     token_limit_field: TokenLimitField = "max_tokens",
-    still_wanted: Callable[[], None] = lambda: None,
+    check_cancelled: Callable[[], None] = lambda: None,
 ) -> RemoteGenerator:
     """Return a generator that asks an OpenAI-compatible server. Nothing is sent before the first answer.
 
@@ -26,7 +26,7 @@ def open_remote(
         api_key: Sent as ``Authorization: Bearer`` to that server alone; None sends none.
         context_window: Token limit of prompt and answer together, on the server.
         token_limit_field: The field of the request that bounds the answer.
-        still_wanted: Called while an answer is awaited; what it raises ends the request.
+        check_cancelled: Called while an answer is awaited; what it raises ends the request.
 
     Raises:
         ConfigError: the model has another form, the key cannot be sent, or httpx2 is not installed.
@@ -34,5 +34,5 @@ def open_remote(
     address = parse_remote(model)
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
         raise ConfigError("RAG_POSFIX_REMOTE_API_KEY must be printable ASCII without line breaks; check how it is set")
-    connection = Connection(address.url, api_key, limits, still_wanted)
+    connection = Connection(address.url, api_key, limits, check_cancelled)
     return RemoteGenerator(address, connection, context_window=context_window, token_limit_field=token_limit_field)

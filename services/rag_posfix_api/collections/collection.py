@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
-from rag_posfix.cancellation import check_wanted
+from rag_posfix.cancellation import check_cancelled
 from rag_posfix.errors import IndexBusyError, OverloadedError, RetrievalError
 from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.embeddings import embedding_identity
@@ -172,7 +172,7 @@ class Collection:
 
     def _embed(self, texts: Sequence[str], rows: dict[str, NDArray[np.float32]]) -> None:
         for start in range(0, len(texts), _TEXTS_PER_STEP):
-            check_wanted()
+            check_cancelled()
             batch = texts[start : start + _TEXTS_PER_STEP]
             rows.update(zip(batch, self._store.embed_texts(batch), strict=True))
 

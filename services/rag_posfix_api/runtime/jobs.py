@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 from starlette.types import Receive
 
-from rag_posfix.cancellation import watch
+from rag_posfix.cancellation import set_cancel_check
 from rag_posfix_api.runtime.admission import Admission, Ticket
 from rag_posfix_api.runtime.admitted import TICKET
 
@@ -48,7 +48,7 @@ class Job:
         self._queued = queued
         self._context = contextvars.copy_context()
         self._context.run(TICKET.set, ticket)
-        self._context.run(watch, ticket.check)
+        self._context.run(set_cancel_check, ticket.check)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Return the result of ``function``, run in a worker thread."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from langchain_core.documents import Document
 
 from rag_posfix.caching.answers.keys import tenant_salt
-from rag_posfix.cancellation import check_wanted
+from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.generator import PassageReader
 from rag_posfix.pipeline.pipeline import Pipeline
 
@@ -50,12 +50,12 @@ def attention_shares(
         PromptTooLongError: the prompt exceeds the context window.
         UnsupportedModelError: the model gives no attention.
     """
-    check_wanted()
+    check_cancelled()
     assembled = pipeline.assembler.assemble(question, documents, order=order, max_new_tokens=1)
     layout = assembled.layout
     masses: list[float] = []
     if layout.n_passages:
-        (per_token,) = reader.passage_attention([layout], tenant_salt(pipeline.defaults.tenant), check_wanted)
+        (per_token,) = reader.passage_attention([layout], tenant_salt(pipeline.defaults.tenant), check_cancelled)
         masses = [mean * len(span) for mean, span in zip(per_token, layout.passages, strict=True)]
     total = sum(masses) or 1.0
     return Attended(

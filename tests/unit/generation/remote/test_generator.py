@@ -305,7 +305,7 @@ class TestCancelling:
             except GenerationError as error:
                 failed.append(error)
 
-        with asking(streamed("x", pause_before=-1), still_wanted=check) as (generator, server):
+        with asking(streamed("x", pause_before=-1), check_cancelled=check) as (generator, server):
             thread = threading.Thread(target=ask)
             thread.start()
             wait_until(lambda: server.bodies)
