@@ -4,7 +4,7 @@ A method is a class whose fields are its parameters: a frozen dataclass, checked
 checks itself. The type of a dataclass field, with one of the ranges below for numbers, defines the allowed values:
 
     fraction: Annotated[float, Number(0, 1)] = 0.15
-    experts: Annotated[int | None, Whole(1)] = None
+    experts: Annotated[int | None, Integer(1)] = None
     choose: Literal["deviation", "first"] = "deviation"
 """
 
@@ -16,6 +16,7 @@ import inspect
 import math
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Integer:
     """An integer of at least ``low``.
 
     Attributes:
@@ -92,52 +93,69 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class NumberList:
     """A list of numbers, stored as a tuple.
 
     Attributes:
         low: The smallest number.
         high: The largest number.
-        fewest: The smallest length.
-        most: The largest length.
+        min_length: The smallest length.
+        max_length: The largest length.
         nonzero: Whether at least one number must differ from 0.
     """
 
     low: float
     high: float
-    fewest: int
-    most: int
+    min_length: int
+    max_length: int
     nonzero: bool = False
 
     @property
     def allowed(self) -> str:
         """Description of the allowed values, for messages."""
-        rest = ", not all of them 0" if self.nonzero else ""
+        condition = ", not all of them 0" if self.nonzero else ""
+        length = f"a list of {self.min_length} to {self.max_length}"
         if math.isinf(self.low) and math.isinf(self.high):
-            return f"a list of {self.fewest} to {self.most} finite numbers{rest}"
-        return f"a list of {self.fewest} to {self.most} numbers between {self.low:g} and {self.high:g}{rest}"
+            return f"{length} finite numbers{condition}"
+        return f"{length} numbers between {self.low:g} and {self.high:g}{condition}"
 
     def check(self, value: Any) -> tuple[float, ...]:
         """Return ``value`` as a tuple of floats, or raise."""
-        if not isinstance(value, list | tuple) or not self.fewest <= len(value) <= self.most:
+        if not isinstance(value, list | tuple) or not self.min_length <= len(value) <= self.max_length:
             raise Refused
-        numbers = tuple(self._one(number, f"[{index}]") for index, number in enumerate(value))
+        numbers = tuple(self._checked(number, f"[{index}]") for index, number in enumerate(value))
         if self.nonzero and not any(numbers):
             raise Refused
         return numbers
 
-    def _one(self, value: Any, where: str) -> float:
-        one = Number(self.low, self.high)
+    def _checked(self, value: Any, where: str) -> float:
+        limits = Number(self.low, self.high)
         try:
-            number = one.check(value)
+            number = limits.check(value)
         except Refused:
-            raise Refused(where, value, one.allowed) from None
+            raise Refused(where, value, limits.allowed) from None
         if not math.isfinite(number):
             raise Refused(where, value, "a finite number")
         return number
 
 
-Range = Number | Whole | Numbers
+if not typing.TYPE_CHECKING:  # type checkers would take any name for one of this module
+
+    def __getattr__(name: str) -> Any:
+        """Return a class by its former name, with a ``DeprecationWarning``; until 1.0."""
+        if name not in ("Whole", "Numbers"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        new = {"Whole": "Integer", "Numbers": "NumberList(min_length, max_length)"}[name]
+        warnings.warn(f"rag_posfix.parameters.{name} is deprecated; use {new}", DeprecationWarning, stacklevel=2)
+        return Integer if name == "Whole" else _numbers
+
+
+def _numbers(low: float, high: float, fewest: int, most: int, nonzero: bool = False) -> NumberList:
+    """Return ``NumberList`` for the parameters of its former name."""
+    return NumberList(low, high, fewest, most, nonzero)
+
+
+Range = Number | Integer | NumberList
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +190,11 @@ def parameters_of(cls: Any) -> Mapping[str, Parameter]:
 def _parameters_of(cls: Any) -> Mapping[str, Parameter]:
     if dataclasses.is_dataclass(cls):
         hints = typing.get_type_hints(cls, include_extras=True)
-        own = [field for field in dataclasses.fields(cls) if field.init]
-        return {field.name: _parameter(field.name, hints[field.name], _default(field)) for field in own}
-    fields: Mapping[str, Any] = getattr(cls, "model_fields", {})
+        fields = [field for field in dataclasses.fields(cls) if field.init]
+        return {field.name: _parameter(field.name, hints[field.name], _default(field)) for field in fields}
     return {
-        name: Parameter(name, _type_text(field.annotation), _pydantic_default(field)) for name, field in fields.items()
+        name: Parameter(name, _type_text(info.annotation), _pydantic_default(info))
+        for name, info in getattr(cls, "model_fields", {}).items()
     }
 
 
@@ -187,15 +205,15 @@ def check_parameters(method: Any, label: str) -> None:
         ConfigError: a value has another type than the parameter, or is out of range.
     """
     for name, parameter in parameters_of(type(method)).items():
-        given = getattr(method, name)
+        value = getattr(method, name)
         if parameter.check is None:
             continue
         try:
-            kept = parameter.check(given)
+            normal_form = parameter.check(value)
         except Refused as error:
-            value, allowed = (error.value, error.allowed) if error.where else (given, parameter.allowed)
-            raise ConfigError(f"{label}: {name}{error.where}={shown(value)} must be {allowed}") from None
-        object.__setattr__(method, name, kept)
+            wrong, allowed = (error.value, error.allowed) if error.where else (value, parameter.allowed)
+            raise ConfigError(f"{label}: {name}{error.where}={shown(wrong)} must be {allowed}") from None
+        object.__setattr__(method, name, normal_form)
 
 
 def check_fields(model: Any, values: Mapping[str, Any]) -> None:
@@ -237,7 +255,9 @@ def shown(value: Any) -> str:
 
 
 def _parameter(name: str, hint: Any, default: Any) -> Parameter:
-    ranges = tuple(extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Number | Whole | Numbers))
+    ranges = tuple(
+        extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Number | Integer | NumberList)
+    )
     plain = hint.__origin__ if typing.get_origin(hint) is typing.Annotated else hint
     union = isinstance(plain, types.UnionType) or typing.get_origin(plain) is typing.Union
     members = typing.get_args(plain) if union else (plain,)
@@ -282,9 +302,9 @@ def _first(checks: list[Callable[[Any], Any]], value: Any) -> Any:
 
 
 def _one_of(values: tuple[Any, ...], value: Any) -> Any:
-    for one in values:
-        if type(one) is type(value) and one == value:
-            return one
+    for allowed in values:
+        if type(allowed) is type(value) and allowed == value:
+            return allowed
     raise Refused
 
 

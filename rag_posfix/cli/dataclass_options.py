@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.parameters import Whole, parameters_of
+from rag_posfix.parameters import Integer, parameters_of
 
 
 def with_options_of(cls: type[Any], name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -46,7 +46,7 @@ def _options(cls: type[Any]) -> list[inspect.Parameter]:
     for name, parameter in parameters_of(cls).items():
         hint = hints[name]
         plain = hint.__origin__ if typing.get_origin(hint) is Annotated else hint
-        ranges = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Whole)]
+        ranges = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Integer)]
         limits: dict[str, Any] = {"min": ranges[0].low} if ranges else {}
         stated: Any = "chosen by the command" if parameter.default is None else True
         kind, text = plain, texts[name]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rag_posfix.encodings.base import ENCODINGS, Encoding, Memory, Positions
 from rag_posfix.encodings.scores import attend_scores, distances
 from rag_posfix.encodings.shape import DecoderShape
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 
 
 def contextual_positions(gates: Tensor, p_max: int) -> Tensor:
@@ -117,7 +117,7 @@ class Cope(Encoding):
     deviations: ClassVar[tuple[str, ...]] = ("Gates divide by sqrt(D), as in the paper's code.",)
     memory: ClassVar[Memory] = "per sequence"
 
-    p_max: Annotated[int, Whole(1)] = 64
+    p_max: Annotated[int, Integer(1)] = 64
     shared: bool = False
     divide: bool = True
 

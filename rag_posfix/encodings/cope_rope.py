@@ -11,7 +11,7 @@ from rag_posfix.encodings.base import ENCODINGS, Encoding, Memory, Positions
 from rag_posfix.encodings.cope import CopePositions
 from rag_posfix.encodings.rope import RotaryAngles
 from rag_posfix.encodings.shape import DecoderShape
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 
 
 class _Rotated(CopePositions):
@@ -50,7 +50,7 @@ class CopeRope(Encoding):
     deviations: ClassVar[tuple[str, ...]] = ("Gates see queries and keys before rotation.",)
     memory: ClassVar[Memory] = "per sequence"
 
-    p_max: Annotated[int, Whole(1)] = 64
+    p_max: Annotated[int, Integer(1)] = 64
     shared: bool = False
     divide: bool = True
     base: Annotated[float, Number(1, 1e9, above=True)] = 10000.0

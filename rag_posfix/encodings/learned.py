@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rag_posfix.encodings.base import ENCODINGS, Encoding, Positions
 from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 
 
 class _Table(Positions):
@@ -49,7 +49,7 @@ class Learned(Encoding):
         "Gehring et al. (2017), Convolutional Sequence to Sequence Learning, https://arxiv.org/abs/1705.03122"
     )
 
-    max_positions: Annotated[int, Whole(1)] = 2048
+    max_positions: Annotated[int, Integer(1)] = 2048
 
     def build(self, shape: DecoderShape) -> Positions:
         """Return a table of random vectors with a norm of about 1."""

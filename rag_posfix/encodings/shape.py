@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import Number, Whole, check_parameters
+from rag_posfix.parameters import Integer, Number, check_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class DecoderShape:
         ConfigError: a value is out of range, or ``width`` is no multiple of twice ``heads``.
     """
 
-    vocabulary: Annotated[int, Whole(2)]
-    layers: Annotated[int, Whole(1)] = 2
-    heads: Annotated[int, Whole(1)] = 4
-    width: Annotated[int, Whole(2)] = 64
-    inner: Annotated[int, Whole(1)] = 256
+    vocabulary: Annotated[int, Integer(2)]
+    layers: Annotated[int, Integer(1)] = 2
+    heads: Annotated[int, Integer(1)] = 4
+    width: Annotated[int, Integer(2)] = 64
+    inner: Annotated[int, Integer(1)] = 256
     norm: Literal["pre", "post"] = "pre"
     dropout: Annotated[float, Number(0, 0.9)] = 0.0
 

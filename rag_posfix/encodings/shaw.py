@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rag_posfix.encodings.base import ENCODINGS, Encoding, Memory, Positions
 from rag_posfix.encodings.scores import attend_scores, distances
 from rag_posfix.encodings.shape import DecoderShape
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 
 
 class _Vectors(Positions):
@@ -52,7 +52,7 @@ class Shaw(Encoding):
     deviations: ClassVar[tuple[str, ...]] = ("Values have no relative vectors.", "Vectors start at 0.")
     memory: ClassVar[Memory] = "per sequence"
 
-    max_distance: Annotated[int, Whole(1)] = 64
+    max_distance: Annotated[int, Integer(1)] = 64
 
     def build(self, shape: DecoderShape) -> Positions:
         """Return vectors of zeros."""

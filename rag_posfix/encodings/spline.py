@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rag_posfix.encodings.base import ENCODINGS, Encoding, Positions
 from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 
 
 def spline_basis(n_points: int, degree: int, at: Tensor) -> Tensor:
@@ -73,8 +73,8 @@ class Spline(Encoding):
     deviations: ClassVar[tuple[str, ...]] = ("Tokens instead of continuous elements.",)
     causal: ClassVar[bool] = False
 
-    control_points: Annotated[int, Whole(2)] = 8
-    degree: Annotated[int, Whole(1)] = 3
+    control_points: Annotated[int, Integer(2)] = 8
+    degree: Annotated[int, Integer(1)] = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,7 @@ from rag_posfix.encodings.base import ENCODINGS, Encoding, Memory, Positions
 from rag_posfix.encodings.rope import RotaryAngles
 from rag_posfix.encodings.scores import hide_future
 from rag_posfix.encodings.shape import DecoderShape
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 
 
 class _PseudoScores(Positions):
@@ -73,7 +73,7 @@ class StableMask(Encoding):
     memory: ClassVar[Memory] = "per head"
 
     gamma: Annotated[float, Number(0, 100, above=True)] = 0.1
-    train_length: Annotated[int, Whole(1)] = 512
+    train_length: Annotated[int, Integer(1)] = 512
     positions: Literal["none", "rope", "alibi"] = "rope"
 
     def build(self, shape: DecoderShape) -> Positions:

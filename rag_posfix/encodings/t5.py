@@ -13,7 +13,7 @@ from rag_posfix.encodings.base import ENCODINGS, Encoding, Memory, Positions
 from rag_posfix.encodings.scores import attend_with_bias, distances
 from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 
 
 def bucket_of(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
@@ -72,8 +72,8 @@ class T5(Encoding):
     deviations: ClassVar[tuple[str, ...]] = ("Scores are divided by sqrt(D); biases start at 0.",)
     memory: ClassVar[Memory] = "per head"
 
-    buckets: Annotated[int, Whole(2)] = 32
-    max_distance: Annotated[int, Whole(2)] = 128
+    buckets: Annotated[int, Integer(2)] = 32
+    max_distance: Annotated[int, Integer(2)] = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()

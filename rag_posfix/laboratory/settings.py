@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from rag_posfix.encodings.shape import DecoderShape
-from rag_posfix.parameters import Number, Whole, check_parameters
+from rag_posfix.parameters import Integer, Number, check_parameters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,17 +38,17 @@ class TrainingSettings:
         ConfigError: a value is out of range.
     """
 
-    steps: Annotated[int, Whole(1)] = 2000
-    batch: Annotated[int, Whole(1)] = 32
+    steps: Annotated[int, Integer(1)] = 2000
+    batch: Annotated[int, Integer(1)] = 32
     learning_rate: Annotated[float, Number(0, 1, above=True)] = 1e-3
-    warmup: Annotated[int, Whole(0)] = 100
-    evaluate_every: Annotated[int, Whole(1)] = 200
-    examples: Annotated[int, Whole(1)] = 512
-    patience: Annotated[int, Whole(0)] = 3
-    layers: Annotated[int, Whole(1)] = 2
-    heads: Annotated[int, Whole(1)] = 4
-    width: Annotated[int, Whole(2)] = 64
-    inner: Annotated[int, Whole(0)] = 0
+    warmup: Annotated[int, Integer(0)] = 100
+    evaluate_every: Annotated[int, Integer(1)] = 200
+    examples: Annotated[int, Integer(1)] = 512
+    patience: Annotated[int, Integer(0)] = 3
+    layers: Annotated[int, Integer(1)] = 2
+    heads: Annotated[int, Integer(1)] = 4
+    width: Annotated[int, Integer(2)] = 64
+    inner: Annotated[int, Integer(0)] = 0
     norm: Literal["pre", "post"] = "pre"
     dropout: Annotated[float, Number(0, 0.9)] = 0.0
 

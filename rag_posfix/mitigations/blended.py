@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Blend, Plan
@@ -66,7 +66,7 @@ class Blended(Mitigation):
 
     fraction: Annotated[float, Number(0, 1)] = 0.15
     choose: Literal["deviation", "first"] = "deviation"
-    layers: Annotated[int, Whole(1)] = 2
+    layers: Annotated[int, Integer(1)] = 2
 
     def __post_init__(self) -> None:
         """Check the parameters."""

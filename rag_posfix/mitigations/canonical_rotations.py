@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from torch import Tensor
 
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.per_device import per_device
@@ -53,7 +53,7 @@ class CanonicalRotations(Mitigation):
     order_invariant: ClassVar[bool] = True
     decides_at_prompt_end: ClassVar[bool] = True
 
-    rows: Annotated[int | None, Whole(1)] = None
+    rows: Annotated[int | None, Integer(1)] = None
     relevance_weight: Annotated[float, Number(0, 20)] = 1.0
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:

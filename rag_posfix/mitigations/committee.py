@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.per_device import per_device
@@ -61,7 +61,7 @@ class Committee(Mitigation):
     relevance_weight: Annotated[float, Number(0, 20)] = 5.0
     relevance: Literal["question", "given", "both"] = "both"
     contrast: Annotated[float, Number(0, 2)] = 0.0
-    experts: Annotated[int | None, Whole(1)] = None
+    experts: Annotated[int | None, Integer(1)] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage, the row without passages, and the joint row."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from rag_posfix.attention.divergence import jensen_shannon
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.per_device import per_device
@@ -84,7 +84,7 @@ class ContextExperts(Mitigation):
     relevance: Literal["question", "given", "both"] = "question"
     pool: Literal["mixture", "max"] = "mixture"
     hold: Annotated[float, Number(0, 1)] = 1.0
-    experts: Annotated[int | None, Whole(1)] = None
+    experts: Annotated[int | None, Integer(1)] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage in canonical order (by content), then the row without passages."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -105,7 +105,7 @@ class HeadScaling(Mitigation):
     low: Annotated[float, Number(0.1, 10)] = 1.2
     high: Annotated[float, Number(0.1, 10)] = 1.8
     alpha: Annotated[float, Number(0, 100)] = 3.0
-    skip_layers: Annotated[int, Whole(0)] = 2
+    skip_layers: Annotated[int, Integer(0)] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.bias_profile import FileReader, read_channel_profile
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
@@ -71,10 +71,10 @@ class HiddenScaling(Mitigation):
     example: ClassVar[Mapping[str, Any]] = MappingProxyType({"channel": 3})
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"profile": read_channel_profile})
 
-    channel: Annotated[int | None, Whole(0)] = None
+    channel: Annotated[int | None, Integer(0)] = None
     factor: Annotated[float, Number(-10, 10)] = 0.0
-    first_layer: Annotated[int | None, Whole(0)] = None
-    last_layer: Annotated[int | None, Whole(0)] = None
+    first_layer: Annotated[int | None, Integer(0)] = None
+    last_layer: Annotated[int | None, Integer(0)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.parameters import Numbers
+from rag_posfix.parameters import NumberList
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -66,7 +66,7 @@ class LayerScaling(Mitigation):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"points": (1.0, 1.0, 1.0)})
     neutral_is_identity: ClassVar[bool] = True
 
-    points: Annotated[tuple[float, ...], Numbers(0.1, 10, fewest=1, most=16)] = (1.0, 1.5, 1.0)
+    points: Annotated[tuple[float, ...], NumberList(0.1, 10, min_length=1, max_length=16)] = (1.0, 1.5, 1.0)
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row whose layers divide positions by the values of the curve."""

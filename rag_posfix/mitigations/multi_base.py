@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from torch import Tensor
 
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.parameters import Numbers
+from rag_posfix.parameters import NumberList
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan, RowScores
@@ -70,7 +70,7 @@ class MultiBase(Mitigation):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"factors": (1.0,)})
     neutral_is_identity: ClassVar[bool] = True
 
-    factors: Annotated[tuple[float, ...], Numbers(0.1, 10, fewest=1, most=16)] = (1.0, 1.9, 2.8)
+    factors: Annotated[tuple[float, ...], NumberList(0.1, 10, min_length=1, max_length=16)] = (1.0, 1.9, 2.8)
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per factor; a row of factor 1 equals the unmodified model."""

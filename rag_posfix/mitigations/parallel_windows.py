@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from rag_posfix.attention.masks import windows_mask
 from rag_posfix.attention.windows import Indentation, WindowedAttention, window_positions, windows_of
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -57,7 +57,7 @@ class ParallelWindows(Mitigation):
     order_invariant: ClassVar[bool] = True
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
 
-    windows: Annotated[int | None, Whole(1)] = None
+    windows: Annotated[int | None, Integer(1)] = None
     indentation: Indentation = "left"
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.draft import Choose, Draft, Drafts
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
@@ -71,7 +71,7 @@ class PassageAnswers(Mitigation):
     relevance: Literal["both", "question", "given"] = "both"
     relevance_weight: Annotated[float, Number(0, 20)] = 2.5
     lift_weight: Annotated[float, Number(0, 5)] = 1.0
-    answer_tokens: Annotated[int, Whole(1)] = 24
+    answer_tokens: Annotated[int, Integer(1)] = 24
     pool: Literal["chosen", "mixture"] = "chosen"
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:

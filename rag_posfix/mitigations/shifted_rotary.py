@@ -14,7 +14,7 @@ from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, las
 from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
@@ -137,9 +137,9 @@ class ShiftedRotary(Mitigation):
     neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"share": 1.0})
     neutral_is_identity: ClassVar[bool] = True
 
-    threshold: Annotated[int | None, Whole(2)] = None
+    threshold: Annotated[int | None, Integer(2)] = None
     share: Annotated[float, Number(0, 1)] = 1 / 3
-    window: Annotated[int, Whole(0)] = 128
+    window: Annotated[int, Integer(0)] = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()

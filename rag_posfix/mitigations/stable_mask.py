@@ -13,7 +13,7 @@ from torch import Tensor
 from rag_posfix.attention.blockwise import attend_with_lse, last_row
 from rag_posfix.attention.pseudo_scores import pseudo_log_mass
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
@@ -81,7 +81,7 @@ class StableMask(Mitigation):
     decides_at_prompt_end: ClassVar[bool] = True
 
     gamma: Annotated[float, Number(0, 100, above=True)] = 0.1
-    train_length: Annotated[int | None, Whole(1)] = None
+    train_length: Annotated[int | None, Integer(1)] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row whose attention has pseudo-scores."""

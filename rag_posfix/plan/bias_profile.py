@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import Numbers
+from rag_posfix.parameters import NumberList
 
 FILE_BYTES = 1 << 20
 """A profile's file is read up to this size."""
 
-BIAS_PROFILE = Numbers(0, 1e6, fewest=2, most=1000, nonzero=True)
+BIAS_PROFILE = NumberList(0, 1e6, min_length=2, max_length=1000, nonzero=True)
 """What a slot profile may hold: attention in any unit."""
 
 PACKAGED = Path(__file__).parent / "profiles"

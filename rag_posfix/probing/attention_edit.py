@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.key_value_prompts import KeyValuePrompt, key_value_prompts
 from rag_posfix.probing.language_model import language_model
@@ -106,8 +106,8 @@ class AttentionEdit(MeasuredProbe):
     deviations: ClassVar[tuple[str, ...]] = ("Single layers and heads are edited too.", "Keys and values are short.")
     reads_text: ClassVar[bool] = True
 
-    pairs: Annotated[int, Whole(2)] = 8
-    prompts: Annotated[int, Whole(1)] = 8
+    pairs: Annotated[int, Integer(2)] = 8
+    prompts: Annotated[int, Integer(1)] = 8
     factor: Annotated[float, Number(0, 100)] = 2.0
     seed: int = 0
 

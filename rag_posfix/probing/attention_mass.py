@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.drawing import draw_map
 from rag_posfix.probing.key_value_prompts import KeyValuePrompt, key_value_prompts
@@ -70,8 +70,8 @@ class AttentionMass(MeasuredProbe):
     deviations: ClassVar[tuple[str, ...]] = ("Keys and values are short.",)
     reads_text: ClassVar[bool] = True
 
-    pairs: Annotated[int, Whole(2)] = 16
-    rounds: Annotated[int, Whole(1)] = 3
+    pairs: Annotated[int, Integer(2)] = 16
+    rounds: Annotated[int, Integer(1)] = 3
     seed: int = 0
 
     def measure(self, subject: Subject, progress: Progress) -> Found:

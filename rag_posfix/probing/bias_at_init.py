@@ -13,7 +13,7 @@ from rag_posfix.encodings import Decoder
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes
 from rag_posfix.evaluation.progress import Progress
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.language_model import LanguageModel
 from rag_posfix.probing.random_text import check_length, random_strings
@@ -118,9 +118,9 @@ class BiasAtInit(MeasuredProbe):
     source: ClassVar[str] = "Lost in the Middle at Birth (2026), https://arxiv.org/abs/2603.10123"
     deviations: ClassVar[tuple[str, ...]] = ("Gradients of whole models are measured.",)
 
-    strings: Annotated[int, Whole(1)] = 8
-    tokens: Annotated[int, Whole(32)] = 256
-    seeds: Annotated[int, Whole(1)] = 2
+    strings: Annotated[int, Integer(1)] = 8
+    tokens: Annotated[int, Integer(32)] = 256
+    seeds: Annotated[int, Integer(1)] = 2
     seed: int = 0
 
     def measure(self, subject: Subject, progress: Progress) -> Found:

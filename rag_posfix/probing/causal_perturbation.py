@@ -13,7 +13,7 @@ from torch import Tensor
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.key_value_prompts import KeyValuePrompt, key_value_prompts, retrieval_losses
 from rag_posfix.probing.language_model import language_model
@@ -92,13 +92,13 @@ class CausalPerturbation(MeasuredProbe):
     deviations: ClassVar[tuple[str, ...]] = ("The effect is told as a shift in tokens.", "The prompts are shorter.")
     reads_text: ClassVar[bool] = True
 
-    first: Annotated[int, Whole(1)] = 400
-    last: Annotated[int, Whole(2)] = 600
-    shift: Annotated[int, Whole(1)] = 200
-    tokens: Annotated[int, Whole(FEWEST_TOKENS)] = 700
-    strings: Annotated[int, Whole(1)] = 20
-    pairs: Annotated[int, Whole(2)] = 40
-    channel: Annotated[int | None, Whole(0)] = None
+    first: Annotated[int, Integer(1)] = 400
+    last: Annotated[int, Integer(2)] = 600
+    shift: Annotated[int, Integer(1)] = 200
+    tokens: Annotated[int, Integer(FEWEST_TOKENS)] = 700
+    strings: Annotated[int, Integer(1)] = 20
+    pairs: Annotated[int, Integer(2)] = 40
+    channel: Annotated[int | None, Integer(0)] = None
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.random_text import check_length, states_of
 from rag_posfix.probing.subject import Subject
@@ -129,10 +129,10 @@ class HiddenGeometry(MeasuredProbe):
         "The first positions are left out.",
     )
 
-    contexts: Annotated[int, Whole(2)] = 64
-    tokens: Annotated[int, Whole(16)] = 256
-    skip: Annotated[int, Whole(0)] = 4
-    words: Annotated[int, Whole(1)] = 16
+    contexts: Annotated[int, Integer(2)] = 64
+    tokens: Annotated[int, Integer(16)] = 256
+    skip: Annotated[int, Integer(0)] = 4
+    words: Annotated[int, Integer(1)] = 16
     seed: int = 0
 
     def measure(self, subject: Subject, progress: Progress) -> Found:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rag_posfix.encodings import Decoder, DecoderShape, create_encoding
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.random_text import check_length, random_strings
 from rag_posfix.probing.small_decoder import SmallDecoder
@@ -146,8 +146,8 @@ class NormByPosition(MeasuredProbe):
         "Models Without Positional Embeddings, https://arxiv.org/abs/2305.13571"
     )
 
-    strings: Annotated[int, Whole(2)] = 16
-    tokens: Annotated[int, Whole(16)] = 512
+    strings: Annotated[int, Integer(2)] = 16
+    tokens: Annotated[int, Integer(16)] = 512
     scale: Annotated[float, Number(0.01, 100)] = 3.0
     seed: int = 0
 

@@ -15,7 +15,7 @@ from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.hidden_scaling import default_layers
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 from rag_posfix.plan.model_shape import Capability
 from rag_posfix.plan.plan import HiddenScale
 from rag_posfix.probing.base import PROBES, Probe
@@ -120,11 +120,11 @@ class PositionalDimensions(Probe):
         "Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, https://arxiv.org/abs/2406.02536"
     )
 
-    strings: Annotated[int, Whole(1)] = 100
-    tokens: Annotated[int, Whole(FEWEST_TOKENS)] = 1000
-    top: Annotated[int, Whole(1)] = 10
+    strings: Annotated[int, Integer(1)] = 100
+    tokens: Annotated[int, Integer(FEWEST_TOKENS)] = 1000
+    top: Annotated[int, Integer(1)] = 10
     factor: float | None = None
-    pairs: Annotated[int, Whole(2)] = 12
+    pairs: Annotated[int, Integer(2)] = 12
     seed: int = 0
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.drawing import draw_map
 from rag_posfix.probing.random_text import check_length, states_of
@@ -82,9 +82,9 @@ class PositionalVectors(MeasuredProbe):
     )
     deviations: ClassVar[tuple[str, ...]] = ("Random tokens in place of texts.", "The first positions are left out.")
 
-    strings: Annotated[int, Whole(2)] = 64
-    tokens: Annotated[int, Whole(16)] = 256
-    skip: Annotated[int, Whole(0)] = 4
+    strings: Annotated[int, Integer(2)] = 64
+    tokens: Annotated[int, Integer(16)] = 256
+    skip: Annotated[int, Integer(0)] = 4
     seed: int = 0
 
     def measure(self, subject: Subject, progress: Progress) -> Found:

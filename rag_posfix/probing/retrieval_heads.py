@@ -26,7 +26,7 @@ from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
 from rag_posfix.generation.decode.question_attention import question_attention_by_head
 from rag_posfix.generation.engine import Engine
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Probe
 from rag_posfix.probing.language_model import language_model
 from rag_posfix.probing.subject import Subject
@@ -145,10 +145,10 @@ class RetrievalHeads(Probe):
     reads_text: ClassVar[bool] = True
 
     data: Path
-    documents: Annotated[int, Whole(2)] = 10
-    limit: Annotated[int, Whole(2)] = 40
-    skip: Annotated[int, Whole(0)] = 0
-    heads: Annotated[int, Whole(1)] = 8
+    documents: Annotated[int, Integer(2)] = 10
+    limit: Annotated[int, Integer(2)] = 40
+    skip: Annotated[int, Integer(0)] = 0
+    heads: Annotated[int, Integer(1)] = 8
     seed: int = 0
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ from rag_posfix.encodings.rope import RotaryAngles
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.patching.rotation import LayerRotation
 from rag_posfix.plan.model_shape import Capability
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
@@ -109,10 +109,10 @@ class RopeWaveform(MeasuredProbe):
         "The mean of the lowest tenth of the envelope is optimised.",
     )
 
-    context: Annotated[int, Whole(8)] = 2048
-    bases: Annotated[int, Whole(1)] = 7
+    context: Annotated[int, Integer(8)] = 2048
+    bases: Annotated[int, Integer(1)] = 7
     highest: Annotated[float, Number(1, 100, above=True)] = 3.0
-    candidates: Annotated[int, Whole(2)] = 41
+    candidates: Annotated[int, Integer(2)] = 41
 
     def measure(self, subject: Subject, progress: Progress) -> Found:
         """Compute the model's waveform and search bases; see ``Probe.run``."""

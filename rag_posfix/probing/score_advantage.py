@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.progress import Progress
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.random_text import check_length
 from rag_posfix.probing.subject import Subject, Watch
@@ -154,8 +154,8 @@ class ScoreAdvantage(MeasuredProbe):
     )
     deviations: ClassVar[tuple[str, ...]] = ("Measured on any attention.",)
 
-    strings: Annotated[int, Whole(1)] = 12
-    farthest: Annotated[int, Whole(4)] = 256
+    strings: Annotated[int, Integer(1)] = 12
+    farthest: Annotated[int, Integer(4)] = 256
     seed: int = 0
 
     def measure(self, subject: Subject, progress: Progress) -> Found:

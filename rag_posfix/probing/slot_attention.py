@@ -22,7 +22,7 @@ from rag_posfix.evaluation.record import ExperimentRecord, environment, write_re
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.prefill.calibration_pass import passage_attention
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 from rag_posfix.plan.dummy import with_dummy
 from rag_posfix.plan.layout import Layout
 from rag_posfix.probing.base import PROBES, Probe
@@ -117,9 +117,9 @@ class SlotAttention(Probe):
     reads_text: ClassVar[bool] = True
 
     data: Path
-    documents: Annotated[int, Whole(2)] = 10
-    limit: Annotated[int, Whole(1)] = 20
-    skip: Annotated[int, Whole(0)] = 0
+    documents: Annotated[int, Integer(2)] = 10
+    limit: Annotated[int, Integer(1)] = 20
+    skip: Annotated[int, Integer(0)] = 0
 
     def check(self) -> None:
         """Check that the file has questions with so many passages."""

@@ -13,7 +13,7 @@ import torch
 
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes
 from rag_posfix.evaluation.progress import Progress
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.language_model import LanguageModel, language_model
 from rag_posfix.probing.subject import Subject
@@ -109,7 +109,7 @@ class WordCounting(MeasuredProbe):
     deviations: ClassVar[tuple[str, ...]] = ("Short questions on eleven sentences; numbers are scored.",)
     reads_text: ClassVar[bool] = True
 
-    limit: Annotated[int, Whole(1)] = 80
+    limit: Annotated[int, Integer(1)] = 80
 
     def measure(self, subject: Subject, progress: Progress) -> Found:
         """Ask every prompt; see ``Probe.run``."""

@@ -8,7 +8,7 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from rag_posfix.parameters import Number, Whole, check_parameters
+from rag_posfix.parameters import Integer, Number, check_parameters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,22 +38,22 @@ class TrainSettings:
         ConfigError: a value is out of range.
     """
 
-    steps: Annotated[int, Whole(1)] = 200
-    batch: Annotated[int, Whole(1)] = 8
-    packing: Annotated[int, Whole(0)] = 0
+    steps: Annotated[int, Integer(1)] = 200
+    batch: Annotated[int, Integer(1)] = 8
+    packing: Annotated[int, Integer(0)] = 0
     learning_rate: Annotated[float, Number(0, 1, above=True)] = 1e-4
-    warmup: Annotated[int, Whole(0)] = 10
+    warmup: Annotated[int, Integer(0)] = 10
     weight_decay: Annotated[float, Number(0, 1)] = 0.0
-    rank: Annotated[int, Whole(0)] = 16
+    rank: Annotated[int, Integer(0)] = 16
     alpha: Annotated[float, Number(0, 1024, above=True)] = 32.0
     targets: str = "all-linear"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     checkpointing: bool = False
-    evaluate_every: Annotated[int, Whole(1)] = 50
-    held_out: Annotated[int, Whole(1)] = 16
-    places: Annotated[int, Whole(2)] = 3
-    patience: Annotated[int, Whole(0)] = 3
-    seed: Annotated[int, Whole(0)] = 0
+    evaluate_every: Annotated[int, Integer(1)] = 50
+    held_out: Annotated[int, Integer(1)] = 16
+    places: Annotated[int, Integer(2)] = 3
+    patience: Annotated[int, Integer(0)] = 3
+    seed: Annotated[int, Integer(0)] = 0
 
     def __post_init__(self) -> None:
         check_parameters(self, "train")

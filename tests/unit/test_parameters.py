@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rag_posfix import parameters
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.parameters import Number, Numbers, Whole, check_parameters, parameters_of
+from rag_posfix.parameters import Integer, Number, NumberList, check_parameters, parameters_of
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Method:
 
     share: Annotated[float, Number(0, 1)] = 0.5
     sharp: Annotated[float, Number(0, 100, above=True)] = 1.0
-    count: Annotated[int | None, Whole(1)] = None
-    weights: Annotated[tuple[float, ...], Numbers(-1, 1, fewest=1, most=3)] = (1.0,)
+    count: Annotated[int | None, Integer(1)] = None
+    weights: Annotated[tuple[float, ...], NumberList(-1, 1, min_length=1, max_length=3)] = (1.0,)
     choose: Literal["first", "best"] = "first"
     contrast: Annotated[float | Literal["divergence"], Number(0, 2)] = 0.0
     flag: bool = False
@@ -91,3 +92,12 @@ def test_every_parameter_of_a_mitigation_has_a_type_that_is_checked(name):
     for parameter in parameters_of(MITIGATIONS.get(name)).values():
         assert parameter.default is not inspect.Parameter.empty
         assert parameter.check is not None or (name, parameter.name) == ("stack", "methods")
+
+
+def test_former_names_of_ranges_work_and_warn():
+    with pytest.deprecated_call(match="use Integer"):
+        assert parameters.Whole is Integer
+    with pytest.deprecated_call(match=r"use NumberList\(min_length, max_length\)"):
+        assert parameters.Numbers(0, 1, fewest=1, most=2) == NumberList(0, 1, min_length=1, max_length=2)
+    with pytest.raises(AttributeError, match="'Wholes'"):
+        parameters.Wholes  # noqa: B018

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import Numbers
+from rag_posfix.parameters import NumberList
 from rag_posfix.plan.bias_profile import FileReader, bias_profile_from, stretched
 
 
@@ -42,7 +42,7 @@ class Profile(Order):
     example: ClassVar[Mapping[str, Any]] = MappingProxyType({"slots": (0.4, 0.2, 0.1, 0.3)})
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"file": bias_profile_from("slots")})
 
-    slots: Annotated[tuple[float, ...], Numbers(-math.inf, math.inf, fewest=2, most=1000)] = ()
+    slots: Annotated[tuple[float, ...], NumberList(-math.inf, math.inf, min_length=2, max_length=1000)] = ()
 
     def __post_init__(self) -> None:
         if not self.slots:

@@ -37,7 +37,7 @@ from rag_posfix.evaluation.ranking.stage_index import (
     words_retriever,
 )
 from rag_posfix.evaluation.record import file_digest
-from rag_posfix.parameters import Number, Numbers, Whole, check_parameters
+from rag_posfix.parameters import Integer, Number, NumberList, check_parameters
 from rag_posfix.registry import Registry
 from rag_posfix.text import content_hash
 
@@ -107,9 +107,9 @@ class HybridStage:
     """
 
     fusion: Literal["rank", "score"] | None = None
-    weights: Annotated[tuple[float, ...] | None, Numbers(0, 1e6, fewest=2, most=2, nonzero=True)] = None
+    weights: Annotated[tuple[float, ...] | None, NumberList(0, 1e6, min_length=2, max_length=2, nonzero=True)] = None
     rank_constant: Annotated[float | None, Number(0, 1e6)] = None
-    candidates: Annotated[int | None, Whole(1)] = None
+    candidates: Annotated[int | None, Integer(1)] = None
     k1: Annotated[float | None, Number(0, 10)] = None
     b: Annotated[float | None, Number(0, 1)] = None
 

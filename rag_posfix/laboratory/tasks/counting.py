@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 
 FEWEST_STEPS = 3
 MOST = 10
@@ -48,8 +48,8 @@ class Counting(Task):
         "Examples are drawn without end.",
     )
 
-    steps: Annotated[int, Whole(6)] = 64
-    variables: Annotated[int, Whole(1)] = 1
+    steps: Annotated[int, Integer(6)] = 64
+    variables: Annotated[int, Integer(1)] = 1
 
     @property
     def vocabulary(self) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import torch
 
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
-from rag_posfix.parameters import Number, Whole
+from rag_posfix.parameters import Integer, Number
 
 WRITE, READ, IGNORE = 2, 3, 4
 
@@ -40,7 +40,7 @@ class FlipFlop(Task):
     )
     deviations: ClassVar[tuple[str, ...]] = ("The loss counts the bits after reads alone.",)
 
-    pairs: Annotated[int, Whole(2)] = 64
+    pairs: Annotated[int, Integer(2)] = 64
     ignored: Annotated[float, Number(0, 1)] = 0.8
     ignored_far: Annotated[float, Number(0, 1)] = 0.98
 

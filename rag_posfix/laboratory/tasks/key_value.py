@@ -10,7 +10,7 @@ import torch
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 
 ASK = 0
 SPECIAL = 1
@@ -48,10 +48,10 @@ class KeyValue(Task):
     )
     measured_by_place: ClassVar[bool] = True
 
-    pairs: Annotated[int, Whole(2)] = 8
-    keys: Annotated[int, Whole(4)] = 32
-    values: Annotated[int, Whole(2)] = 8
-    questions: Annotated[int, Whole(1)] = 8
+    pairs: Annotated[int, Integer(2)] = 8
+    keys: Annotated[int, Integer(4)] = 32
+    values: Annotated[int, Integer(2)] = 8
+    questions: Annotated[int, Integer(1)] = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,7 +11,7 @@ import torch
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ian", "June", "Kim", "Lee")
 VERBS = ("sees", "finds", "paints", "sells", "moves", "keeps")
@@ -92,8 +92,8 @@ class Language(Task):
     deviations: ClassVar[tuple[str, ...]] = ("A generated text instead of Wikitext-103.",)
     metric: ClassVar[Literal["error", "perplexity"]] = "perplexity"
 
-    length: Annotated[int, Whole(8)] = 128
-    people: Annotated[int, Whole(2)] = len(NAMES)
+    length: Annotated[int, Integer(8)] = 128
+    people: Annotated[int, Integer(2)] = len(NAMES)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 
 PAD, END = 0, 1
 FIRST_WORD = 2
@@ -40,8 +40,8 @@ class LastSentence(Task):
     source: ClassVar[str] = "Golovneva et al. (2024), Contextual Position Encoding, https://arxiv.org/abs/2405.18719"
     deviations: ClassVar[tuple[str, ...]] = ("Random words instead of a text.",)
 
-    length: Annotated[int, Whole(3)] = 16
-    words: Annotated[int, Whole(2)] = 6
+    length: Annotated[int, Integer(3)] = 16
+    words: Annotated[int, Integer(2)] = 6
 
     @property
     def vocabulary(self) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import torch
 
 from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
-from rag_posfix.parameters import Whole
+from rag_posfix.parameters import Integer
 
 BLANK, COPY = 0, 1
 SPECIAL = 2
@@ -42,9 +42,9 @@ class SelectiveCopy(Task):
     )
     deviations: ClassVar[tuple[str, ...]] = ("The number of different tokens is our choice.",)
 
-    tokens: Annotated[int, Whole(1)] = 16
-    blanks: Annotated[int, Whole(2)] = 16
-    symbols: Annotated[int, Whole(2)] = 16
+    tokens: Annotated[int, Integer(1)] = 16
+    blanks: Annotated[int, Integer(2)] = 16
+    symbols: Annotated[int, Integer(2)] = 16
 
     @property
     def vocabulary(self) -> int:

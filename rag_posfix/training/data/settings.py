@@ -8,7 +8,7 @@ import json
 from typing import Annotated, Any
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import Number, Whole, check_parameters
+from rag_posfix.parameters import Integer, Number, check_parameters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ class DataSettings:
         ConfigError: a value is out of range.
     """
 
-    samples: Annotated[int, Whole(1)] = 1000
-    min_tokens: Annotated[int, Whole(1)] = 512
-    max_tokens: Annotated[int, Whole(1)] = 1536
-    length_bins: Annotated[int, Whole(1)] = 4
-    segment_words: Annotated[int, Whole(10)] = 100
+    samples: Annotated[int, Integer(1)] = 1000
+    min_tokens: Annotated[int, Integer(1)] = 512
+    max_tokens: Annotated[int, Integer(1)] = 1536
+    length_bins: Annotated[int, Integer(1)] = 4
+    segment_words: Annotated[int, Integer(10)] = 100
     multi: Annotated[float, Number(0, 1)] = 0.2
     own_distractors: bool = False
-    n_gram: Annotated[int, Whole(3)] = 10
-    seed: Annotated[int, Whole(0)] = 0
+    n_gram: Annotated[int, Integer(3)] = 10
+    seed: Annotated[int, Integer(0)] = 0
 
     def __post_init__(self) -> None:
         check_parameters(self, "train data")
