@@ -49,7 +49,7 @@ NEEDED_ON_DEMAND = {
     "rag_posfix/caching/redis_client.py": ("redis",),  # where passages are kept in Redis
     "rag_posfix/caching/redis_link.py": ("redis",),
     "rag_posfix/generation/remote/connection.py": ("httpx2", "anyio"),  # where the model is on a server
-    "rag_posfix/generation/model/adapters.py": ("peft",),  # where a model has an adapter
+    "rag_posfix/generation/model/checkpoint.py": ("peft",),  # where a model has an adapter
     "rag_posfix/checkpoints.py": ("huggingface_hub",),  # a package that transformers needs itself
 }
 """What a file imports inside of a function, for what the rooms that compute do not do themselves."""

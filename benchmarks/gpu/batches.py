@@ -11,7 +11,7 @@ from benchmarks.gpu.models import random_layout
 from benchmarks.gpu.timing import now
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.generation.batching.session_batch import advance_batch
-from rag_posfix.generation.decode.sampling import Sampler, choose_together
+from rag_posfix.generation.decode.answer_writer import Sampler, choose_together
 
 METHODS = ("none", "parallel_encoding", "context_experts")
 

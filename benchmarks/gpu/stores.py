@@ -20,9 +20,9 @@ from rag_posfix.caching.kv.entry import PassageKV
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.prefill.kv_lookup import KVLookup
 from rag_posfix.generation.prefill.per_passage import encode_passages
-from rag_posfix.generation.prefill.resolved_row import resolve
+from rag_posfix.generation.prefill.rows import resolve
+from rag_posfix.generation.prefill.segments import KVLookup
 from rag_posfix.plan.layout import Layout
 
 METHOD = "parallel_encoding"

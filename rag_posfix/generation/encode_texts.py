@@ -13,11 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from rag_posfix.generation.model.precision import cpu_has_bfloat16
-
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether the processor has instructions for bfloat16; without them it is emulated, slower than float32."""
+    import torch
+
+    able = torch.cpu.get_capabilities()
+    return bool(able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16"))
 
 
 class TextEncoder:

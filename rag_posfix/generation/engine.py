@@ -20,17 +20,16 @@ from rag_posfix.contracts.request import (
 from rag_posfix.contracts.token_scores import ScoredToken
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from rag_posfix.generation.decode.answer_writer import AnswerWriter
-from rag_posfix.generation.decode.drafts import AnswerText
-from rag_posfix.generation.decode.prompt_scores import open_scored
-from rag_posfix.generation.decode.question_attention import question_attention
-from rag_posfix.generation.decode.question_likelihood import question_likelihood
+from rag_posfix.generation.decode.candidate_answers import AnswerText
+from rag_posfix.generation.decode.question_scores import question_attention, question_likelihood
 from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.token_scores import open_scored
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.generation.prefill.calibration_pass import passage_attention
-from rag_posfix.generation.prefill.kv_lookup import KVLookup
 from rag_posfix.generation.prefill.per_passage import can_share_batch, encode_passages
-from rag_posfix.generation.prefill.resolved_row import ResolvedRow, passage_starts, resolve
+from rag_posfix.generation.prefill.prefill import passage_attention
+from rag_posfix.generation.prefill.rows import ResolvedRow, passage_starts, resolve
+from rag_posfix.generation.prefill.segments import KVLookup
 from rag_posfix.mitigations import Mitigation, create
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan

@@ -15,13 +15,18 @@ from typing import Any
 from rag_posfix.checkpoints import check_tensors, folder_of, refuse_adapter
 from rag_posfix.errors import ConfigError, RagPosfixError, missing_extra
 from rag_posfix.folders import default_cache_dir
+from rag_posfix.generation.encode_texts import cpu_has_bfloat16
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.model.adapters import check_adapter, merge_adapter
 from rag_posfix.generation.model.batch_invariance import BatchInvariance, rows_for
+from rag_posfix.generation.model.checkpoint import (
+    PACKAGED,
+    GenerationConfig,
+    PackagedModel,
+    check_adapter,
+    merge_adapter,
+    read_generation_config,
+)
 from rag_posfix.generation.model.fingerprint import REMEMBERED_IN, FileDigests, model_fingerprint
-from rag_posfix.generation.model.generation_config import GenerationConfig, read_generation_config
-from rag_posfix.generation.model.packaged import PACKAGED, PackagedModel
-from rag_posfix.generation.model.precision import cpu_has_bfloat16
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.patching.families import family_of, shape_of
@@ -41,6 +46,8 @@ __all__ = [
     "source_of",
     "usable_device",
 ]
+
+__all__ = ["load_engine"]
 
 _STARTS_OF_PATHS = ("/", "./", "../", "~")
 _PLACED = frozenset({"device_map", "distributed_config"})

@@ -37,8 +37,7 @@ from rag_posfix.generation.load import load_engine, quiet_loading, read_facts
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.remote.address import is_remote
 from rag_posfix.generation.remote.connection import ServerLimits
-from rag_posfix.generation.remote.generator import RemoteGenerator
-from rag_posfix.generation.remote.open import open_remote
+from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 from rag_posfix.pipeline.invalidation import invalidate

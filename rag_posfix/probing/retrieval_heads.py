@@ -24,7 +24,7 @@ from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_picture
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
-from rag_posfix.generation.decode.question_attention import question_attention_by_head
+from rag_posfix.generation.decode.question_scores import question_attention_by_head
 from rag_posfix.generation.engine import Engine
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Probe

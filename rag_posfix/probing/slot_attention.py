@@ -21,7 +21,7 @@ from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.generation.prefill.calibration_pass import passage_attention
+from rag_posfix.generation.prefill.prefill import passage_attention
 from rag_posfix.parameters import Integer
 from rag_posfix.plan.dummy import with_dummy
 from rag_posfix.plan.layout import Layout

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from rag_posfix.errors import PlanConflictError
 from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_answers
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.generation.prefill.resolved_row import resolve
+from rag_posfix.generation.prefill.rows import resolve
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan
 

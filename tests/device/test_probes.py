@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from rag_posfix.generation.decode.question_attention import question_attention_by_head
+from rag_posfix.generation.decode.question_scores import question_attention_by_head
 from rag_posfix.probing import PROBES
 from rag_posfix.probing.language_model import LanguageModel
 from rag_posfix.probing.retrieval_heads import probe_retrieval_heads

@@ -23,7 +23,7 @@ from rag_posfix.evaluation import evaluate_permutations
 from rag_posfix.evaluation.answers.arrangement import parse_arrangement
 from rag_posfix.evaluation.data.position_example import PositionExample
 from rag_posfix.folders import default_cache_dir
-from rag_posfix.generation.model.packaged import PACKAGED
+from rag_posfix.generation.model.checkpoint import PACKAGED
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline, Question
 from rag_posfix.settings import RemoteSettings, Settings

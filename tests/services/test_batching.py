@@ -16,7 +16,7 @@ import torch
 from fastapi.testclient import TestClient
 from langchain_core.documents import Document
 
-import rag_posfix.generation.batching.worker as worker_module
+import rag_posfix.generation.batching.scheduler as worker_module
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import Chunk, GenerationRequest, Sampling
 from rag_posfix.errors import GenerationCancelled

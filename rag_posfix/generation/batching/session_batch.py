@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.contracts.request import Generation, GenerationRequest, whole_answer
-from rag_posfix.generation.decode.answer_writer import AnswerWriter
-from rag_posfix.generation.decode.sampling import choose_together
+from rag_posfix.generation.decode.answer_writer import AnswerWriter, choose_together
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.model.sequence_batch import SequenceBatch, forward_batches
 from rag_posfix.patching.forward_context import Observer

@@ -3,17 +3,199 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
-from rag_posfix.contracts.request import Chunk, FinishReason, Generation, GenerationRequest, TokenSource, Usage
+from rag_posfix.contracts.request import (
+    Chunk,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Sampling,
+    TokenSource,
+    Usage,
+)
 from rag_posfix.contracts.token_scores import ScoredToken
-from rag_posfix.generation.decode.sampling import Sampler
 from rag_posfix.generation.decode.session import Session
-from rag_posfix.generation.decode.text_stream import TextStream
 from rag_posfix.generation.decode.token_scores import score_tokens
 from rag_posfix.generation.model.tokenizer import Tokenizer
+
+
+class Sampler:
+    """Chooses tokens for one answer. Seeded runs repeat on the same machine; no global random state is touched.
+
+    Args:
+        sampling: Temperature, top-p, top-k and seed.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._random = torch.Generator(device="cpu")
+        if sampling.seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(sampling.seed)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self._sampling.temperature == 0.0
+
+    def choose(self, log_probs: Tensor) -> int:
+        """Return a token id. Greedy takes the first of equals, so that a tie never depends on chance.
+
+        Shapes:
+            log_probs: (V,) float32.
+        """
+        if self.greedy:
+            return int(log_probs.argmax())
+        scores = log_probs.cpu().double()
+        # The best score becomes 0: divided by a temperature close to 0 it stays finite.
+        probabilities = self._filtered((scores - scores.max()) / self._sampling.temperature)
+        return int(torch.multinomial(probabilities, 1, generator=self._random))
+
+    def _filtered(self, scores: Tensor) -> Tensor:
+        """Return probabilities with everything outside of top-k and top-p at 0."""
+        top_k, top_p = self._sampling.top_k, self._sampling.top_p
+        if 0 < top_k < scores.shape[0]:
+            dropped = scores.sort(descending=True, stable=True).indices[top_k:]
+            scores = scores.index_fill(0, dropped, float("-inf"))
+        probabilities = scores.softmax(dim=-1)
+        if top_p < 1.0:
+            ordered, index = probabilities.sort(descending=True, stable=True)
+            # A token stays if the tokens ranked before it have not reached top_p: the most likely one always stays.
+            dropped = index[ordered.cumsum(dim=-1) - ordered >= top_p]
+            probabilities = probabilities.index_fill(0, dropped, 0.0)
+        return probabilities / probabilities.sum()
+
+
+def choose_together(samplers: Sequence[Sampler], log_probs: Sequence[Tensor]) -> list[int]:
+    """Return what each sampler chooses, in one read from the device, or two where some draw by chance.
+
+    Shapes:
+        log_probs: (V,) float32 each.
+    """
+    found: dict[int, int] = {}
+    greedy = [i for i, sampler in enumerate(samplers) if sampler.greedy]
+    if greedy:
+        found.update(zip(greedy, torch.stack([log_probs[i].argmax() for i in greedy]).tolist(), strict=True))
+    drawn = [i for i in range(len(samplers)) if i not in found]
+    if drawn:
+        scores = torch.stack([log_probs[i] for i in drawn]).cpu()
+        found.update((i, samplers[i].choose(own)) for i, own in zip(drawn, scores, strict=True))
+    return [found[i] for i in range(len(samplers))]
+
+
+class StopMatcher:
+    """Matches several strings at once against a growing text, one character at a time.
+
+    Source: Knuth, Morris and Pratt, "Fast pattern matching in strings" (SIAM J. Comput. 6, 1977), for each string.
+    Cost: a constant number of steps for each character and string, on average.
+
+    Args:
+        stops: The strings, none of them empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._borders = tuple(_borders(stop) for stop in self._stops)
+        self._matched = [0] * len(self._stops)  # of each string, how long a beginning the text ends with
+        self._length = 0
+
+    @property
+    def undecided(self) -> int:
+        """How many characters at the end of the text may be the beginning of a string."""
+        return max(self._matched, default=0)
+
+    def push(self, piece: str) -> int | None:
+        """Return the start of the first string in the text that ``piece`` completes, or None.
+
+        Of strings that ``piece`` completes together, the one that starts first counts.
+
+        Args:
+            piece: The characters that follow. Nothing may be pushed after a match.
+        """
+        if not self._stops:
+            return None
+        starts = [start for i in range(len(self._stops)) if (start := self._first(i, piece)) is not None]
+        self._length += len(piece)
+        return min(starts, default=None)
+
+    def _first(self, index: int, piece: str) -> int | None:
+        stop, borders, matched = self._stops[index], self._borders[index], self._matched[index]
+        for at, character in enumerate(piece):
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            if stop[matched] == character:
+                matched += 1
+            if matched == len(stop):
+                return self._length + at + 1 - matched
+        self._matched[index] = matched
+        return None
+
+
+def _borders(text: str) -> list[int]:
+    """Return for each end the length of the longest proper beginning of ``text`` that ends there."""
+    borders = [0] * len(text)
+    matched = 0
+    for end in range(1, len(text)):
+        while matched and text[matched] != text[end]:
+            matched = borders[matched - 1]
+        matched += text[matched] == text[end]
+        borders[end] = matched
+    return borders
+
+
+REPLACEMENT = "\ufffd"
+
+
+class TextStream:
+    """Decodes one answer incrementally.
+
+    Args:
+        decode: Tokens to text, special tokens left out.
+        stop: Strings that end the answer.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._matcher = StopMatcher(stop)
+        self._ids: list[int] = []
+        self._window = 0  # tokens before it are never decoded again
+        self._seen = 0  # characters of the window's text that are in `text` already
+        self._emitted = 0
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Add a token and return the text that is certain now; check ``stopped`` afterwards."""
+        self._ids.append(token_id)
+        window = self._decode(self._ids[self._window :])
+        if window.endswith(REPLACEMENT):  # half a character: wait for the rest
+            return ""
+        new = window[self._seen :]
+        # Keep a few tokens of context: some tokenizers write a word differently at the start of a text.
+        self._window = max(self._window, len(self._ids) - 4)
+        self._seen = len(self._decode(self._ids[self._window :]))
+        return self._emit(new, hold_back=True)
+
+    def finish(self) -> str:
+        """Return what was held back. Call once, at the end."""
+        rest = "" if self.stopped else self._decode(self._ids[self._window :])[self._seen :]
+        return self._emit(rest, hold_back=False)
+
+    def _emit(self, new: str, hold_back: bool) -> str:
+        self.text += new
+        found = None if self.stopped else self._matcher.push(new)
+        if found is not None:
+            self.text = self.text[:found]
+            self.stopped = True
+        end = len(self.text) - (self._matcher.undecided if hold_back and not self.stopped else 0)
+        certain = self.text[self._emitted : end]
+        self._emitted = max(self._emitted, end)
+        return certain
 
 
 class AnswerWriter:

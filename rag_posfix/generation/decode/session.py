@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.decode.drafts import AnswerText, draft_answers
+from rag_posfix.generation.decode.candidate_answers import AnswerText, draft_answers
 from rag_posfix.generation.decode.token_attribution import AttributionTracker, can_attribute
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, forward_batches
-from rag_posfix.generation.prefill.calibration_pass import prefill_calibrated
-from rag_posfix.generation.prefill.kv_lookup import KVLookup
+from rag_posfix.generation.prefill.prefill import prefill_calibrated
+from rag_posfix.generation.prefill.segments import KVLookup
 from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.draft import Draft
 from rag_posfix.plan.layout import Layout

@@ -1,13 +1,19 @@
-"""Log-probabilities of chosen tokens, and of the tokens that were likeliest in their places."""
+"""Log-probabilities of chosen tokens, of the likeliest tokens in their places, and of the tokens of a prompt."""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice
 from rag_posfix.contracts.token_scores import LEAST, ScoredToken, TokenScore
+from rag_posfix.errors import ConfigError
+from rag_posfix.generation.decode.session import Session
+from rag_posfix.plan.layout import Layout
 
 
 def score_tokens(
@@ -45,3 +51,58 @@ def score_tokens(
 
 def _score(token: int, log_prob: float, data_of: Callable[[int], bytes]) -> TokenScore:
     return TokenScore(data_of(token), max(log_prob, LEAST))
+
+
+SCORES_AT_ONCE = 1 << 24
+"""Scores that are held at the same time: 64 MiB in float32."""
+
+
+class _Open(Protocol):
+    def __call__(
+        self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1, salt: str = ""
+    ) -> Session: ...
+
+
+def open_scored(
+    opened: _Open, request: GenerationRequest, data_of: Callable[[int], bytes]
+) -> tuple[Session, list[ScoredToken]]:
+    """Return the session that has read a request's prompt, and the tokens of the prompt with their log-probabilities.
+
+    Formula: log p(t_i | t_0 ... t_{i-1}) for i >= 1; the first token has none.
+    Cost: one pass over the prompt, in parts of ``SCORES_AT_ONCE`` scores; the output layer runs on every token.
+
+    Args:
+        opened: Reads the beginning of the prompt (``Engine.open``).
+        request: The prompt, without passages.
+        data_of: Returns the bytes of a token.
+
+    Raises:
+        ConfigError: the prompt has passages.
+        PromptTooLongError: prompt and answer exceed the context window.
+    """
+    layout, sampling = request.layout, request.sampling
+    if layout.n_passages:
+        raise ConfigError(
+            f"prompt_scored needs a prompt without passages, and this one has {layout.n_passages}; leave them out"
+        )
+    first, rest = layout.token_ids[:1], layout.token_ids[1:]
+    session = opened(Layout.plain(first), request.mitigation, len(rest) + sampling.max_tokens, request.salt)
+    starts = _starts([data_of(token) for token in layout.token_ids])
+    scored = [ScoredToken(TokenScore(data_of(first[0]), None), 0)]
+    part = max(1, SCORES_AT_ONCE // session.next_log_probs().shape[0])
+    for at in range(0, len(rest), part):
+        tokens = rest[at : at + part]
+        log_probs = session.read_given(tokens)
+        some = starts[at + 1 : at + 1 + len(tokens)]
+        scored += score_tokens(log_probs, tokens, some, sampling.top_logprobs or 0, data_of)
+    return session, scored
+
+
+def _starts(pieces: Sequence[bytes]) -> list[int]:
+    """Return the number of characters before each piece. A character begins with its first byte."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    starts, length = [], 0
+    for piece in pieces:
+        starts.append(length)
+        length += len(decoder.decode(piece))
+    return starts

@@ -14,7 +14,6 @@ from typing import Any
 
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.model.byte_level import byte_of_character, is_byte_level
 from rag_posfix.plan.layout import Span
 from rag_posfix.text import clean_text
 
@@ -279,3 +278,21 @@ def _unwritable(backend: Any) -> re.Pattern[str] | None:
     ranges += [(low, high) for low, high in leading if lost(chr(low)) and lost(chr(high))]
     body = "".join(f"{re.escape(chr(low))}-{re.escape(chr(high))}" for low, high in ranges)
     return re.compile(f"[{body}]") if body else None
+
+
+def byte_of_character() -> dict[str, int]:
+    """Return the byte of each character of the alphabet.
+
+    Printable bytes of Latin-1 stand for themselves, the others for the characters from 256 on, in order. Source:
+    Radford et al. (2019), https://github.com/openai/gpt-2, and the ``ByteLevel`` decoder of tokenizers.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def is_byte_level(backend: Any) -> bool:
+    """Return whether a tokenizer's tokens are written in the alphabet: its decoder has a step ``ByteLevel``."""
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    steps = [decoder, *decoder.get("decoders", ())]
+    return any(step.get("type") == "ByteLevel" for step in steps)

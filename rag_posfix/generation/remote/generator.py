@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generated
-from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any, Literal
 
@@ -19,14 +20,51 @@ from rag_posfix.contracts.request import (
     Sampling,
     Usage,
 )
-from rag_posfix.errors import GenerationError, PromptTooLongError, UnsupportedModelError, UpstreamError
-from rag_posfix.generation.remote.address import RemoteModel
-from rag_posfix.generation.remote.connection import Connection
-from rag_posfix.generation.remote.failures import error_message
-from rag_posfix.generation.remote.piece_encoder import PieceEncoder
+from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError, UnsupportedModelError, UpstreamError
+from rag_posfix.generation.remote.address import RemoteModel, parse_remote
+from rag_posfix.generation.remote.connection import Connection, ServerLimits, error_message
 from rag_posfix.mitigations import create
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import clean_text, content_hash
+
+_PIECE = re.compile(r" ?[A-Za-z]{1,6}|[0-9]| {1,4}|\n{1,2}|[\s\S]")
+_MARK = b"\x01"  # before the bytes of a piece, so that leading zero bytes survive
+
+
+class PieceEncoder(TokenEncoder):
+    """Encodes text into pieces that hold their own characters. Decoding gives exactly the cleaned text back.
+
+    A piece is up to six ASCII letters with the space before them, a digit, up to four spaces, up to two line breaks,
+    or one other character. English prose has about as many pieces as a vocabulary of 32,000 to 128,000 entries has
+    tokens for it; the number is an estimate. There are no control tokens: text of a document cannot forge a
+    turn, because messages are sent as messages. Each part is encoded alone, so that decoding it gives the message.
+    """
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the pieces of ``text`` as numbers."""
+        return [_number(piece) for piece in _PIECE.findall(clean_text(text))]
+
+    def encode_template(self, text: str) -> list[int]:
+        """Return the pieces of ``text``; there are no control tokens."""
+        return [_number(piece) for piece in _PIECE.findall(text)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the exact text of pieces."""
+        return b"".join(_bytes(number) for number in token_ids).decode("utf-8", "replace")
+
+    def render_chat(self, messages: Sequence[ChatMessage], *, open_answer: bool = True) -> str:
+        """Return the messages as ChatML, whose marks stand for those that the server will add."""
+        turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
+        return "".join(turns) + ("<|im_start|>assistant\n" if open_answer else "")
+
+
+def _number(piece: str) -> int:
+    return int.from_bytes(_MARK + piece.encode("utf-8", "replace"), "big")
+
+
+def _bytes(number: int) -> bytes:
+    return number.to_bytes((number.bit_length() + 7) // 8, "big")[1:]
+
 
 DEFAULT_CONTEXT_WINDOW = 8192
 TokenLimitField = Literal["max_tokens", "max_completion_tokens"]
@@ -272,3 +310,31 @@ def _sampling_fields(sampling: Sampling, token_limit_field: str) -> dict[str, An
 
 def _count(value: object, otherwise: int) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else otherwise
+
+
+def open_remote(
+    model: str,
+    *,
+    api_key: str | None = None,
+    context_window: int = DEFAULT_CONTEXT_WINDOW,
+    limits: ServerLimits | None = None,
+    token_limit_field: TokenLimitField = "max_tokens",
+    check_cancelled: Callable[[], None] = lambda: None,
+) -> RemoteGenerator:
+    """Return a generator that asks an OpenAI-compatible server. Nothing is sent before the first answer.
+
+    Args:
+        model: ``openai:NAME@URL``.
+        api_key: Sent as ``Authorization: Bearer`` to that server alone; None sends none.
+        context_window: Token limit of prompt and answer together, on the server.
+        token_limit_field: The field of the request that bounds the answer.
+        check_cancelled: Called while an answer is awaited; what it raises ends the request.
+
+    Raises:
+        ConfigError: the model has another form, the key cannot be sent, or httpx2 is not installed.
+    """
+    address = parse_remote(model)
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
+        raise ConfigError("RAG_POSFIX_REMOTE_API_KEY must be printable ASCII without line breaks; check how it is set")
+    connection = Connection(address.url, api_key, limits, check_cancelled)
+    return RemoteGenerator(address, connection, context_window=context_window, token_limit_field=token_limit_field)

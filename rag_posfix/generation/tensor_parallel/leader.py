@@ -21,7 +21,7 @@ from torch import Tensor
 from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice
 from rag_posfix.errors import GenerationError, RagPosfixError, UnsupportedModelError
-from rag_posfix.generation.batching.worker import CLOSING_SECONDS
+from rag_posfix.generation.batching.scheduler import CLOSING_SECONDS
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.engine import Engine

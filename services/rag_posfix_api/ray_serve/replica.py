@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Chunk
 from rag_posfix.errors import GenerationError
-from rag_posfix.generation.batching.stepped import SteppedGenerator
+from rag_posfix.generation.batching.requests import SteppedGenerator
 from rag_posfix_api.ray_serve.routed_request import RoutedRequest
 from rag_posfix_api.ray_serve.sketch import MOST_MARKS, ReadPassages, tags_of
 

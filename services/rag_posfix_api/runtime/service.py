@@ -23,7 +23,7 @@ from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.contracts.reranker_health import RerankerHealth
 from rag_posfix.errors import GenerationError, OverloadedError, RagPosfixError, UpstreamError
-from rag_posfix.generation.batching.stepped import SteppedGenerator
+from rag_posfix.generation.batching.requests import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.precompute import precompute

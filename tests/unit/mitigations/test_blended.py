@@ -115,7 +115,7 @@ def test_the_deviation_is_measured_in_the_last_of_the_first_layers(layers, monke
         seen.append(fresh.clone())
         return deviation(fresh, kept)
 
-    monkeypatch.setattr("rag_posfix.generation.prefill.cache_blend.deviation", watched)
+    monkeypatch.setattr("rag_posfix.generation.prefill.per_passage.deviation", watched)
     loaded, layout = loaded_model(num_hidden_layers=4), toy_layout()
     said(loaded, layout, layers=layers)
     (batch,) = Session(loaded, layout, Plan()).batches

@@ -9,7 +9,7 @@ from rag_posfix.attention import weights
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.prefill.encode_segments import TILE
+from rag_posfix.generation.prefill.segments import TILE
 from rag_posfix.reranking import (
     AttentionSortingReranker,
     CalibratedAttentionReranker,

@@ -6,7 +6,7 @@ import torch
 from benchmarks.gpu.synchronisations import Synchronisations
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.batching.session_batch import advance_batch
-from rag_posfix.generation.decode.sampling import Sampler, choose_together
+from rag_posfix.generation.decode.answer_writer import Sampler, choose_together
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
 from tests.support.tiny import loaded_model, toy_layout

@@ -10,7 +10,7 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.generation.batching.session_batch import advance_batch
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.batch_invariance import ROW_COUNTS, least_rows, rows_for
-from rag_posfix.generation.prefill.encode_segments import Segment, encode_segments
+from rag_posfix.generation.prefill.segments import Segment, encode_segments
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.forward_context import Overrides
 from tests.support.number_encoder import NumberEncoder

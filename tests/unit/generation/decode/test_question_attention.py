@@ -13,7 +13,7 @@ from rag_posfix.contracts.generator import PassageReader
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
-from rag_posfix.generation.decode.question_attention import question_attention
+from rag_posfix.generation.decode.question_scores import question_attention
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.patching.ranks import Ranks

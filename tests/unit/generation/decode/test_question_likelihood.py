@@ -6,7 +6,7 @@ import torch
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.generation.decode.question_likelihood import question_likelihood
+from rag_posfix.generation.decode.question_scores import question_likelihood
 from rag_posfix.generation.engine import Engine
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout

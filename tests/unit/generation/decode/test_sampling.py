@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rag_posfix.contracts.request import Sampling
-from rag_posfix.generation.decode.sampling import Sampler
+from rag_posfix.generation.decode.answer_writer import Sampler
 
 HALF_AND_LESS = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.generation.decode.stop_matcher import StopMatcher
-from rag_posfix.generation.decode.text_stream import TextStream
+from rag_posfix.generation.decode.answer_writer import StopMatcher, TextStream
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), st.lists(st.text("abc", max_size=4), max_size=12))

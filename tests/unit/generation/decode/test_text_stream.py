@@ -2,7 +2,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rag_posfix.generation.decode.text_stream import TextStream
+from rag_posfix.generation.decode.answer_writer import TextStream
 
 
 def decode_bytes(ids):

@@ -7,7 +7,7 @@ from rag_posfix.contracts.request import GenerationRequest, Sampling
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation import load as module
 from rag_posfix.generation.load import generation_config_of, load_engine, read_facts
-from rag_posfix.generation.model.generation_config import read_generation_config
+from rag_posfix.generation.model.checkpoint import read_generation_config
 from tests.support.tiny import save_tiny, toy_layout
 
 # generation_config.json as they are published with these models.

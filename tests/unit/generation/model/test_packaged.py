@@ -10,7 +10,7 @@ import pytest
 from rag_posfix import weight_packages
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.load import load_engine
-from rag_posfix.generation.model.packaged import PACKAGED, PackagedModel
+from rag_posfix.generation.model.checkpoint import PACKAGED, PackagedModel
 from rag_posfix.weight_packages import WEIGHTS, Weights
 
 MODEL = PackagedModel("x", "x", "x.gguf", megabytes=1)
@@ -33,7 +33,7 @@ def site(tmp_path, monkeypatch):
         "default": Weights("default", (("packaged_part4", "x"),), "1", "", 1, default=True),
     }
     monkeypatch.setattr(weight_packages, "WEIGHTS", known)
-    monkeypatch.setattr("rag_posfix.generation.model.packaged.WEIGHTS", known)
+    monkeypatch.setattr("rag_posfix.generation.model.checkpoint.WEIGHTS", known)
     return tmp_path / "site"
 
 

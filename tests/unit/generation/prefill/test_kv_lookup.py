@@ -11,7 +11,7 @@ from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.prefill.kv_lookup import KVLookup
+from rag_posfix.generation.prefill.segments import KVLookup
 from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.mitigations.sorted_inter_document import CircularAttention
 from rag_posfix.patching.forward_context import Overrides

@@ -24,8 +24,7 @@ from rag_posfix.errors import (
     UpstreamTimeoutError,
 )
 from rag_posfix.generation.remote.connection import ServerLimits
-from rag_posfix.generation.remote.generator import RemoteGenerator
-from rag_posfix.generation.remote.open import open_remote
+from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.plan.layout import Layout, Span
 from tests.support.upstream import Reply, Upstream, as_json, error, event, piece, streamed, upstream, whole
 from tests.support.waiting import wait_until

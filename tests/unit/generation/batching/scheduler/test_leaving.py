@@ -15,8 +15,7 @@ import pytest
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, GenerationCancelled, GenerationError, PromptTooLongError, UnknownNameError
-from rag_posfix.generation.batching.decode_step import decode_step
-from rag_posfix.generation.batching.request_handle import RequestHandle, RunningRequest
+from rag_posfix.generation.batching.requests import RequestHandle, RunningRequest, decode_step
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
 from tests.support.scheduling import CLOSING_SECONDS, start_all, threads

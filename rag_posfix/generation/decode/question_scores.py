@@ -1,7 +1,4 @@
-"""How much attention a question pays to each token of each passage, for several questions about the same passages.
-
-Knows layouts and batches; knows no method, no text and no plan.
-"""
+"""What a question says of its passages: how much attention it pays to each, and how likely each makes it."""
 
 from __future__ import annotations
 
@@ -12,11 +9,12 @@ from torch import Tensor
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch
-from rag_posfix.generation.prefill.kv_lookup import KVLookup
-from rag_posfix.generation.prefill.prefill import prefill_context
+from rag_posfix.generation.prefill.prefill import prefill, prefill_context
+from rag_posfix.generation.prefill.segments import KVLookup
 from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.plan.plan import Plan, RowPlan, RowScores
 
 
 @torch.inference_mode()
@@ -136,3 +134,26 @@ def _of_suffix(
         raise ConfigError("no layer of the model reported its attention; load it with rag_posfix.load_engine")
     total: Tensor = observer.total[0] * loaded.spec.shape.n_heads  # the observer averages over heads
     return total.float().cpu()
+
+
+@torch.inference_mode()
+def question_likelihood(loaded: LoadedModel, layout: Layout, kv_lookup: KVLookup | None = None) -> tuple[float, ...]:
+    """Return for each passage the mean log-probability of the question's tokens after prefix and that passage alone.
+
+    Formula: (1 / N) sum_i log p(q_i | prefix, passage, suffix before q_i).
+    Cost: prefix and passages that ``kv_lookup`` lacks are encoded once, in a batch; the suffix is read in one row per
+        passage, all rows together. Where layers do not keep all keys, each row is read whole, one after another.
+    """
+    if not layout.n_passages:
+        return ()
+    rows = tuple(RowPlan(passages=(index,)) for index in range(layout.n_passages))
+    plan = Plan(rows=rows, combine=_first, independent_passages=True, score_question=True)
+    groups = prefill(loaded, layout, plan, kv_lookup)
+    return tuple(value for group in groups for value in group.question.tolist())
+
+
+def _first(scores: RowScores) -> tuple[Tensor, Tensor]:
+    """A plan of several rows must say how they speak; nothing is generated from these."""
+    weights = torch.zeros_like(scores.question)
+    weights[0] = 1.0
+    return scores.log_probs[0], weights
