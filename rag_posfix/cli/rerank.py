@@ -158,7 +158,7 @@ def _reranker_choices(text: str, at_least: int = 0) -> list[RerankerChoice]:
     Raises:
         ConfigError: too few, a parameter without a value, or an unclosed bracket or quote.
     """
-    from rag_posfix.contracts.arrangement_text import read_reranker
+    from rag_posfix.contracts.method_spec import read_reranker
     from rag_posfix.evaluation import RerankerChoice
     from rag_posfix.pipeline.file_parameters import with_file_parameters
     from rag_posfix.reranking import RERANKERS

@@ -1,1 +1,1 @@
-"""Contracts: what rooms pass to each other, and the protocols of retriever, reranker and generator."""
+"""Contracts: what packages pass to each other, and the protocols of retriever, reranker and generator."""

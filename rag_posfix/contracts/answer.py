@@ -1,16 +1,17 @@
-"""A question to a pipeline and its answer. Plain data."""
+"""A question to a pipeline and its answer, as plain data, and the warnings of the question that is answered."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from langchain_core.documents import Document
 
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.contracts.request import FinishReason, MitigationChoice, Sampling, Usage
-from rag_posfix.contracts.token_scores import ScoredToken
+from rag_posfix.contracts.request import FinishReason, MitigationChoice, Sampling, ScoredToken, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +143,25 @@ class AnswerChunk:
     text: str
     answer: Answer | None = None
     log_probs: tuple[ScoredToken, ...] = ()
+
+
+# langchain's interface of a reranker returns documents only, so that a reranker cannot return a warning with them.
+_WARNINGS: ContextVar[list[str] | None] = ContextVar("rag_posfix_warnings", default=None)
+
+
+@contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Yield the list to which ``warn`` adds during the block."""
+    warnings: list[str] = []
+    token = _WARNINGS.set(warnings)
+    try:
+        yield warnings
+    finally:
+        _WARNINGS.reset(token)
+
+
+def warn(message: str) -> None:
+    """Add a warning to the answer of the current question; no-op outside of a question."""
+    warnings = _WARNINGS.get()
+    if warnings is not None:
+        warnings.append(message)

@@ -30,11 +30,9 @@ def salted(salt: str) -> Iterator[None]:
 
 
 def own_tags(salt: str, tags: Sequence[str]) -> tuple[str, ...]:
-    """Return the tags by which a tenant drops entries of its own alone: no other salt gives the same ones.
+    """Return the tags by which one tenant drops its entries alone: no other salt gives the same ones.
 
-    Args:
-        salt: The salt of the entries; without one there is nobody to be told apart, and there are no such tags.
-        tags: What entries can be dropped by, over all salts.
+    An empty salt has no tenant tags. ``tags`` are what entries can be dropped by over all salts.
     """
     if not salt:
         return ()

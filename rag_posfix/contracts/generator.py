@@ -1,8 +1,9 @@
-"""Protocols of tokenizer and generator. No concrete class and no document is used."""
+"""Protocols of tokenizer and generator, and the display names of models. No concrete class is used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Protocol, runtime_checkable
 
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
@@ -167,3 +168,18 @@ class WatchedGenerator(Generator, Protocol):
             released: Called at most once, when the model has finished the answer, even if pieces wait to be read.
         """
         ...
+
+
+def shown_model(model_id: str) -> str:
+    """Return a name of a model without the folders of this machine; an id of the form owner/name stays."""
+    path = PurePath(model_id)
+    if model_id.startswith((".", "~")) or path.is_absolute() or ("/" in model_id and _is_folder(model_id)):
+        return Path(model_id).expanduser().resolve().name or "model"
+    return model_id
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False

@@ -1,4 +1,7 @@
-"""A method and its parameters, as data and as one line of text: ``name:parameter=value``. Knows no registry."""
+"""A method and its parameters, as data and as one line of text: ``name:parameter=value``; arrangements of methods.
+
+Names are not looked up in a registry, and files are not read.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,18 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import parameters_of
 
 MAX_CHARACTERS = 1 << 16
 """A method's text, its parameters included, has at most so many characters."""
 MAX_DEPTH = 16
 """Lists and objects nest at most so deep in a parameter."""
+
+GIVEN_ORDER = "original"
+"""The order of an arrangement that names none: passages stay as they are given."""
 
 _PAIRS = {"[": "]", "{": "}"}
 _SHOWN = 200
@@ -38,11 +45,32 @@ class MethodSpec:
         return ":".join([self.name, *(f"{name}={_value_text(value)}" for name, value in pairs)])
 
 
+class Parametrised:
+    """Base of registered dataclasses whose fields are their parameters.
+
+    Attributes:
+        name: Name in the registry of its kind.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters by name."""
+        return {name: getattr(self, name) for name in parameters_of(type(self))}
+
+    @property
+    def label(self) -> str:
+        """Name and the parameters that differ from their defaults, as text for ``parse_method``."""
+        fields = parameters_of(type(self))
+        changed = {name: value for name, value in self.parameters.items() if value != fields[name].default}
+        return MethodSpec(self.name, changed).label
+
+
 def parse_method(text: str, kind: str, example: str) -> MethodSpec:
     """Parse ``name`` or ``name:parameter=value:parameter=value``; a value that is valid JSON is parsed as JSON.
 
-    A JSON list or a string in double quotes may contain colons and commas. Names are not checked, and files are not
-    read.
+    A JSON list or a string in double quotes may contain colons and commas.
 
     Args:
         kind: The kind of method, for error messages.
@@ -50,8 +78,7 @@ def parse_method(text: str, kind: str, example: str) -> MethodSpec:
 
     Raises:
         ConfigError: a parameter without a value or given twice, an unclosed bracket or quote, or a text that is too
-        long
-            or nested too deeply.
+            long or nested too deeply.
     """
     name, *pairs = split_outside(text.strip(), ":")
     parameters: dict[str, Any] = {}
@@ -68,11 +95,7 @@ def parse_method(text: str, kind: str, example: str) -> MethodSpec:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of ``text`` as JSON, or ``text`` itself if it is not JSON.
-
-    Raises:
-        ConfigError: a number has too many digits.
-    """
+    """Return the value of ``text`` as JSON, or ``text`` itself if it is not JSON; refuse a number of many digits."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -112,6 +135,38 @@ def split_outside(text: str, separator: str) -> list[str]:
     if expected:
         raise ConfigError(f"{_shown(text)} lacks a closing {expected[-1]}; write values as JSON, quoted for the shell")
     return [*parts, text[start:]]
+
+
+def read_reranker(text: str) -> MethodSpec:
+    """Read ``name`` or ``name:parameter=value``; ``first+second`` is ``fused`` with these two scorers.
+
+    Raises:
+        ConfigError: text that cannot be read.
+    """
+    spec = parse_method(text.removeprefix("fused:") if "+" in text else text, "reranker", "top_n=5")
+    if "+" not in spec.name:
+        return spec
+    return MethodSpec("fused", {"scorers": spec.name.split("+"), **spec.parameters})
+
+
+def read_arrangement(text: str) -> tuple[MethodSpec | None, str, MethodSpec]:
+    """Return reranker, order and mitigation of an arrangement.
+
+    A bare method keeps the default reranker and order: None and ``GIVEN_ORDER``.
+
+    Raises:
+        ConfigError: two parts or more than three, or a part that cannot be read.
+    """
+    parts = [part.strip() for part in split_outside(text, "/")]
+    if len(parts) not in (1, 3) or not parts[-1]:
+        raise ConfigError(
+            f"arrangement {text[:200]!r} must be reranker/order/method, for example "
+            "likelihood+embedding/reverse/none, or a method alone; put values with slashes into double quotes"
+        )
+    mitigation = parse_method(parts[-1], "mitigation", "experts=5")
+    if len(parts) == 1:
+        return None, GIVEN_ORDER, mitigation
+    return read_reranker(parts[0]) if parts[0] else None, parts[1] or GIVEN_ORDER, mitigation
 
 
 def _value_text(value: Any) -> str:

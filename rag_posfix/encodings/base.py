@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from rag_posfix.attention.causal import attend_causal
-from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.contracts.parametrised import Parametrised
+from rag_posfix.contracts.method_spec import MethodSpec, Parametrised
 from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.parameters import check_parameters
 from rag_posfix.registry import Registry

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from langchain_core.documents import Document
 
-from rag_posfix.contracts.answer_warnings import collected_warnings
+from rag_posfix.contracts.answer import collected_warnings
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
 

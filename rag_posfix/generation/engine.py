@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.model_names import shown_model
+from rag_posfix.contracts.generator import shown_model
 from rag_posfix.contracts.request import (
     Chunk,
     Generation,
     GenerationRequest,
     MitigationChoice,
     MitigationInfo,
+    ScoredToken,
     whole_answer,
 )
-from rag_posfix.contracts.token_scores import ScoredToken
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from rag_posfix.generation.decode.answer_writer import AnswerWriter
 from rag_posfix.generation.decode.candidate_answers import AnswerText

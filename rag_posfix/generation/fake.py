@@ -16,9 +16,10 @@ from rag_posfix.contracts.request import (
     MitigationChoice,
     MitigationInfo,
     Sampling,
+    ScoredToken,
+    TokenScore,
     Usage,
 )
-from rag_posfix.contracts.token_scores import ScoredToken, TokenScore
 from rag_posfix.errors import PromptTooLongError
 
 _WORDS = re.compile(r"\s*\S+\s*")

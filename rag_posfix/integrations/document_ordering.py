@@ -14,7 +14,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.assembly.documents import checked_document, distinct_indices, ranked_indices
 from rag_posfix.assembly.orders import OrderFacts, apply_order, create_order
-from rag_posfix.contracts.indexed_reranking import RankedDocument, arerank_indexed, rerank_indexed
+from rag_posfix.contracts.retrieval import RankedDocument, arerank_indexed, rerank_indexed
 from rag_posfix.errors import ConfigError
 
 

@@ -23,9 +23,8 @@ from rag_posfix.caching.kv.build import build_passage_store
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.cancellation import check_cancelled
-from rag_posfix.contracts.arrangement_text import read_reranker
 from rag_posfix.contracts.generator import Generator
-from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.method_spec import MethodSpec, read_reranker
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError, UnsupportedModelError

@@ -14,12 +14,10 @@ from langchain_core.embeddings import Embeddings
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.recent_prompts import RecentPrompts
 from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
-from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.answer_warnings import collected_warnings
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, collected_warnings
 from rag_posfix.contracts.cache_salt import own_tags
-from rag_posfix.contracts.generator import Generator, gives_scores
+from rag_posfix.contracts.generator import Generator, gives_scores, shown_model
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.contracts.model_names import shown_model
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
 from rag_posfix.contracts.retrieval import Reranker, Retriever
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from langchain_core.documents import Document
 
 from rag_posfix.contracts.cache_salt import salted
-from rag_posfix.contracts.indexed_reranking import rerank_indexed
-from rag_posfix.contracts.retrieval import Reranker
+from rag_posfix.contracts.retrieval import Reranker, rerank_indexed
 
 
 def best_of(reranker: Reranker, question: str, documents: Sequence[Document], k: int, salt: str) -> list[Document]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rag_posfix.contracts.token_scores import ScoredToken, TokenScore
+from rag_posfix.contracts.request import ScoredToken, TokenScore
 
 
 def stored_scores(scored: Sequence[ScoredToken]) -> list[Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rag_posfix.contracts.parametrised import Parametrised
+from rag_posfix.contracts.method_spec import Parametrised
 from rag_posfix.evaluation.figures import with_picture
 from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.record import ExperimentRecord, environment

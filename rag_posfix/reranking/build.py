@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from langchain_core.documents import BaseDocumentCompressor
 from langchain_core.embeddings import Embeddings
 
-from rag_posfix.contracts.arrangement_text import read_reranker
 from rag_posfix.contracts.generator import Generator
-from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.method_spec import MethodSpec, read_reranker
 from rag_posfix.reranking import RERANKERS
 
 

@@ -14,8 +14,8 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from rag_posfix.caching.deadline import DeadlineRunner
-from rag_posfix.contracts.answer_warnings import warn
-from rag_posfix.contracts.reranker_health import RerankerFailures, RerankerHealth
+from rag_posfix.contracts.answer import warn
+from rag_posfix.contracts.retrieval import RerankerFailures, RerankerHealth
 from rag_posfix.errors import ConfigError, RerankingTimeoutError
 from rag_posfix.reranking.deadline import deadline
 

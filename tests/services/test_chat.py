@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.contracts.token_scores import ScoredToken, TokenScore
+from rag_posfix.contracts.request import (
+    Chunk,
+    Generation,
+    GenerationRequest,
+    MitigationChoice,
+    Sampling,
+    ScoredToken,
+    TokenScore,
+)
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.settings import Settings

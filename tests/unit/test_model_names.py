@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rag_posfix.contracts.model_names import shown_model
+from rag_posfix.contracts.generator import shown_model
 
 
 def test_a_folder_is_named_without_its_place():

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rag_posfix.assembly.orders import ORDERS, create_order
-from rag_posfix.contracts.arrangement_text import GIVEN_ORDER, read_arrangement
-from rag_posfix.contracts.method_spec import MethodSpec, parse_method
+from rag_posfix.contracts.method_spec import GIVEN_ORDER, MethodSpec, parse_method, read_arrangement
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.reranking import RERANKERS

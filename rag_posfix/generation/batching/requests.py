@@ -12,8 +12,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from rag_posfix.contracts.generator import Generator
-from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, whole_answer
-from rag_posfix.contracts.token_scores import ScoredToken
+from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, ScoredToken, whole_answer
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.batching.session_batch import advance_batch
 from rag_posfix.generation.decode.answer_writer import AnswerWriter, Sampler, choose_together

@@ -14,10 +14,10 @@ from rag_posfix.contracts.request import (
     Generation,
     GenerationRequest,
     Sampling,
+    ScoredToken,
     TokenSource,
     Usage,
 )
-from rag_posfix.contracts.token_scores import ScoredToken
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.decode.token_scores import score_tokens
 from rag_posfix.generation.model.tokenizer import Tokenizer

@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.request import GenerationRequest, MitigationChoice
-from rag_posfix.contracts.token_scores import LEAST, ScoredToken, TokenScore
+from rag_posfix.contracts.request import LEAST, GenerationRequest, MitigationChoice, ScoredToken, TokenScore
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.plan.layout import Layout

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.model_names import shown_model
+from rag_posfix.contracts.generator import shown_model
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice
 from rag_posfix.errors import GenerationError, RagPosfixError, UnsupportedModelError
 from rag_posfix.generation.batching.scheduler import CLOSING_SECONDS

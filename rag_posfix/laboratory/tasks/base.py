@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.parametrised import Parametrised
+from rag_posfix.contracts.method_spec import Parametrised
 from rag_posfix.parameters import check_parameters
 from rag_posfix.registry import Registry
 

@@ -14,8 +14,7 @@ from starlette.responses import Response
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.contracts.request import Sampling
-from rag_posfix.contracts.token_scores import MOST_ALTERNATIVES
+from rag_posfix.contracts.request import MOST_ALTERNATIVES, Sampling
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.dialects.errors import ANSWERING, ErrorForm

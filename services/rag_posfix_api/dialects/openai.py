@@ -10,8 +10,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.request import Sampling, Usage
-from rag_posfix.contracts.token_scores import LEAST, MOST_ALTERNATIVES, ScoredToken, TokenScore
+from rag_posfix.contracts.request import LEAST, MOST_ALTERNATIVES, Sampling, ScoredToken, TokenScore, Usage
 from rag_posfix_api.dialects.answering import (
     AnswerRenderer,
     Provenance,

@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, FiniteFloat, T
 from starlette.responses import Response
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk
-from rag_posfix.contracts.request import Sampling, Usage
-from rag_posfix.contracts.token_scores import MOST_ALTERNATIVES, ScoredToken
+from rag_posfix.contracts.request import MOST_ALTERNATIVES, Sampling, ScoredToken, Usage
 from rag_posfix_api.dialects.answering import (
     STREAMED,
     check_top_logprobs,

@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from rag_posfix.contracts.arrangement_text import read_arrangement
 from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.contracts.method_spec import read_arrangement
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.parameters import shown
 from rag_posfix_api.collections.store import NAME_PATTERN

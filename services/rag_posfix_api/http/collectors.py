@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from rag_posfix.contracts.reranker_health import RerankerHealth
+from rag_posfix.contracts.retrieval import RerankerHealth
 
 Statistics = Callable[[], Mapping[str, Any]]
 """Returns the statistics of a cache (``TieredAnswerCache.stats``, ``PassageStore.stats``)."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 
-from rag_posfix.contracts.reranker_health import RerankerHealth
+from rag_posfix.contracts.retrieval import RerankerHealth
 from rag_posfix_api.http.collectors import CacheTiers, PassageCounts, RerankingFailures, Statistics
 
 ANSWER, SCORE = "answer", "score"

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rag_posfix.contracts.generator import Generator
-from rag_posfix.contracts.request import Chunk, GenerationRequest
-from rag_posfix.contracts.token_scores import ScoredToken
+from rag_posfix.contracts.request import Chunk, GenerationRequest, ScoredToken
 from rag_posfix.errors import ConfigError, UpstreamError
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix_api.ray_serve.routed_request import RoutedRequest

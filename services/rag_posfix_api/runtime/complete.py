@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk
-from rag_posfix.contracts.generator import PromptEncoder, gives_scores
-from rag_posfix.contracts.model_names import shown_model
-from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling, Usage
-from rag_posfix.contracts.token_scores import ScoredToken
+from rag_posfix.contracts.generator import PromptEncoder, gives_scores, shown_model
+from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling, ScoredToken, Usage
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.plan.layout import Layout
 from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError

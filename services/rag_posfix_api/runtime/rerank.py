@@ -9,7 +9,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.cache_salt import salted
-from rag_posfix.contracts.indexed_reranking import rerank_indexed
+from rag_posfix.contracts.retrieval import rerank_indexed
 from rag_posfix.errors import RerankingError
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.http.errors import UnsupportedFeatureError

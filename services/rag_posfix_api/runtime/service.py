@@ -18,10 +18,9 @@ from langchain_core.embeddings import Embeddings
 
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
-from rag_posfix.contracts.generator import Generator, PassageReader
-from rag_posfix.contracts.model_names import shown_model
+from rag_posfix.contracts.generator import Generator, PassageReader, shown_model
 from rag_posfix.contracts.request import MitigationChoice, Sampling
-from rag_posfix.contracts.reranker_health import RerankerHealth
+from rag_posfix.contracts.retrieval import RerankerHealth
 from rag_posfix.errors import GenerationError, OverloadedError, RagPosfixError, UpstreamError
 from rag_posfix.generation.batching.requests import SteppedGenerator
 from rag_posfix.parameters import shown

@@ -3,7 +3,7 @@ import copy
 import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from rag_posfix.contracts.indexed_reranking import arerank_indexed, rerank_indexed
+from rag_posfix.contracts.retrieval import arerank_indexed, rerank_indexed
 from rag_posfix.errors import RerankingError
 
 

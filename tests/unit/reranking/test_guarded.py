@@ -8,9 +8,9 @@ import time
 import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from rag_posfix.contracts.answer_warnings import collected_warnings
+from rag_posfix.contracts.answer import collected_warnings
 from rag_posfix.contracts.cache_salt import current_salt, salted
-from rag_posfix.contracts.reranker_health import RerankerHealth
+from rag_posfix.contracts.retrieval import RerankerHealth
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking import GuardedReranker, LikelihoodReranker, ListwiseReranker
 from rag_posfix.reranking.base import ranked_copies

@@ -3,8 +3,15 @@ import math
 import pytest
 import torch
 
-from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.contracts.token_scores import LEAST, ScoredToken, TokenScore
+from rag_posfix.contracts.request import (
+    LEAST,
+    Chunk,
+    GenerationRequest,
+    MitigationChoice,
+    Sampling,
+    ScoredToken,
+    TokenScore,
+)
 from rag_posfix.errors import ConfigError, PromptTooLongError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.decode.token_scores import score_tokens
