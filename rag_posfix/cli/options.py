@@ -261,10 +261,10 @@ def follows(settings: Settings) -> bool:
     """
     if settings.tp == 1 or settings.adapter is not None:  # an adapter is refused where the model is loaded
         return False
-    from rag_posfix.generation.tensor_parallel.launch import follow_torchrun
+    from rag_posfix.generation.tensor_parallel.launch import run_torchrun_worker
     from rag_posfix.pipeline.build import launch_environment
 
-    return follow_torchrun(
+    return run_torchrun_worker(
         settings.model,
         tp=settings.tp,
         environment=launch_environment(),

@@ -67,23 +67,23 @@ class Ranks:
             return values
         return values[self.rank * n_own : (self.rank + 1) * n_own]
 
-    def agree(self, decided: Tensor) -> Tensor:
-        """Return what the first rank decided: what others computed may differ from it in the last digit."""
+    def broadcast_decision(self, decision: Tensor) -> Tensor:
+        """Return the first rank's decision: what others computed may differ from it in the last digit."""
         if self.count == 1:
-            return decided
-        told = decided.cpu().contiguous()
-        self.broadcast(told, patient=False)
-        return told.to(decided.device)
+            return decision
+        message = decision.cpu().contiguous()
+        self.broadcast(message, no_timeout=False)
+        return message.to(decision.device)
 
-    def broadcast(self, values: Tensor, *, patient: bool) -> None:
+    def broadcast(self, values: Tensor, *, no_timeout: bool) -> None:
         """Fill ``values`` on all ranks with those of the first one.
 
         Args:
             values: On the CPU.
-            patient: Wait as long as it takes, not only as long as in the middle of a step.
+            no_timeout: Wait as long as it takes, not only as long as in the middle of a step.
         """
         work: Any = torch.distributed.broadcast(values, 0, group=self.control, async_op=True)
-        if patient:
+        if no_timeout:
             work.wait()
         else:
             work.wait(self.patience)

@@ -63,7 +63,7 @@ def followers():
     return [
         child
         for child in psutil.Process().children()
-        if "rag_posfix.generation.tensor_parallel.follower" in child.cmdline()
+        if "rag_posfix.generation.tensor_parallel.launch" in child.cmdline()
     ]
 
 

@@ -75,11 +75,10 @@ def _write(
 ) -> list[tuple[int, ...]]:
     """Return each row's greedy answer, without what ends it."""
     running = [batch.branch() for batch in batches]
-    agree = batches[0].loaded.spec.ranks.agree
     answers: list[list[int]] = [[] for _ in log_probs]
     open_rows = set(range(len(answers)))
     for step in range(max_tokens):
-        likeliest = agree(log_probs.argmax(dim=-1))
+        likeliest = batches[0].loaded.spec.ranks.broadcast_decision(log_probs.argmax(dim=-1))
         tokens: list[int] = likeliest.tolist()
         for row in sorted(open_rows):
             if tokens[row] not in text.eos_ids:

@@ -191,7 +191,7 @@ class Session:
     def _draft(self, draft: Draft, text: AnswerText) -> None:
         """Weigh the rows by the short answers that they write; those of weight 0 are not read any further."""
         drafts = draft_answers(self._batches, self._log_probs, self._question, draft.max_tokens, text)
-        weights = self._batches[0].loaded.spec.ranks.agree(draft.choose(drafts))
+        weights = self._batches[0].loaded.spec.ranks.broadcast_decision(draft.choose(drafts))
         held = [weight > 0 for weight in weights.tolist()]  # read once
         counts = itertools.accumulate((batch.n_rows for batch in self._batches), initial=0)
         kept = [

@@ -8,53 +8,118 @@ tokens. A stream that is closed is not advanced any more, on any rank.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from rag_posfix.contracts.generator import shown_model
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice
-from rag_posfix.errors import GenerationError, RagPosfixError, UnsupportedModelError
+from rag_posfix.errors import ConfigError, GenerationError, RagPosfixError, UnsupportedModelError
 from rag_posfix.generation.batching.scheduler import CLOSING_SECONDS
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.tensor_parallel.messages import Advance, Command, End, Free, Prefill, decode, encode
+from rag_posfix.generation.tensor_parallel.processes import Processes
 from rag_posfix.patching.ranks import Ranks
-from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.layout import Layout, Span, Turn
 from rag_posfix.plan.plan import Plan
 
 _log = logging.getLogger(__name__)
 
 
-class WorkerGroup(Protocol):
-    """The processes of the other ranks, as the first rank sees them."""
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prefill a prompt: opens the session with this number, after which ``max_tokens`` may be generated."""
 
-    def failure(self, patience_seconds: float = 0.0) -> str | None:
-        """Return which of them ended, and how; None if none has by the end of the patience."""
-        ...
+    session: int
+    layout: Layout
+    mitigation: MitigationChoice
+    max_tokens: int
 
-    def kill(self) -> None:
-        """End them at once; what waits for them fails."""
-        ...
 
-    def close(self) -> None:
-        """Wait until they have ended, and clean up after them."""
-        ...
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Append a token to a session."""
+
+    session: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Forget a session."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Stop."""
+
+
+Command: TypeAlias = Prefill | Advance | Free | End
+
+
+def encode(command: Command) -> bytes:
+    """Return a command as JSON: nothing that is received is ever unpickled.
+
+    Raises:
+        ConfigError: a parameter of the mitigation is none of JSON's types.
+    """
+    try:
+        return json.dumps({"do": type(command).__name__, "with": command}, default=_json_value).encode()
+    except TypeError as error:
+        name = command.mitigation.name if isinstance(command, Prefill) else type(command).__name__
+        raise ConfigError(
+            f"the parameters of {name} cannot be sent to the other ranks: {error}; give numbers, text, lists, None"
+        ) from error
+
+
+def decode(data: bytes) -> Command:
+    """Return the command that ``encode`` wrote."""
+    message = json.loads(data)
+    kind, payload = message["do"], message["with"]
+    if kind == "Prefill":
+        choice = MitigationChoice(payload["mitigation"]["name"], payload["mitigation"]["parameters"])
+        return Prefill(payload["session"], _layout(payload["layout"]), choice, payload["max_tokens"])
+    if kind == "Advance":
+        return Advance(**payload)
+    return Free(**payload) if kind == "Free" else End()
+
+
+def _json_value(value: Any) -> dict[Any, Any]:
+    if isinstance(value, Mapping):  # parameters may be any mapping
+        return dict(value)
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    raise TypeError(f"{value!r} is none of JSON's types")
+
+
+def _layout(payload: Mapping[str, Any]) -> Layout:
+    relevance = payload["relevance"]
+    return Layout(
+        token_ids=tuple(payload["token_ids"]),
+        prefix=Span(**payload["prefix"]),
+        passages=tuple(Span(**span) for span in payload["passages"]),
+        texts=tuple(Span(**span) for span in payload["texts"]),
+        suffix=Span(**payload["suffix"]),
+        question=Span(**payload["question"]),
+        keys=tuple(payload["keys"]),
+        relevance=None if relevance is None else tuple(relevance),
+        turns=tuple(Turn(turn["role"], Span(**turn["content"])) for turn in payload["turns"]),
+    )
 
 
 class Channel:
-    """Carries commands from the first rank to the others, as bytes of JSON.
-
-    Args:
-        ranks: Its ``control`` group is used.
-    """
+    """Carries commands from the first rank to the others, as bytes of JSON, in the ``control`` group of ``ranks``."""
 
     BLOCK = 256
     """Bytes that are always sent: the length, and a short command whole."""
@@ -63,7 +128,7 @@ class Channel:
         self._ranks = ranks
 
     def send(self, command: bytes) -> None:
-        """Tell all other ranks what ``encode`` wrote; for the first rank."""
+        """Send to all other ranks what ``encode`` wrote; for the first rank."""
         data = len(command).to_bytes(8, "little") + command
         data = data.ljust(self.BLOCK, b" ")
         self._broadcast(bytearray(data[: self.BLOCK]))
@@ -72,23 +137,20 @@ class Channel:
 
     def receive(self) -> Command:
         """Return the next command; waits for it as long as it takes."""
-        block = self._broadcast(bytearray(self.BLOCK), patient=True)
+        block = self._broadcast(bytearray(self.BLOCK), no_timeout=True)
         length = int.from_bytes(block[:8], "little")
         data, missing = block[8 : 8 + length], length + 8 - self.BLOCK
         return decode(data + self._broadcast(bytearray(missing)) if missing > 0 else data)
 
-    def _broadcast(self, data: bytearray, *, patient: bool = False) -> bytes:
-        self._ranks.broadcast(torch.frombuffer(data, dtype=torch.uint8), patient=patient)
+    def _broadcast(self, data: bytearray, *, no_timeout: bool = False) -> bytes:
+        self._ranks.broadcast(torch.frombuffer(data, dtype=torch.uint8), no_timeout=no_timeout)
         return bytes(data)
 
 
-def follow(engine: Engine, channel: Channel) -> None:
-    """Do what the first rank tells until it says that it is over. Runs on every other rank."""
+def run_worker(engine: Engine, channel: Channel) -> None:
+    """Run the first rank's commands until ``End``; on every other rank."""
     sessions: dict[int, Session] = {}
-    while True:
-        command = channel.receive()
-        if isinstance(command, End):
-            return
+    while not isinstance(command := channel.receive(), End):
         if isinstance(command, Free):
             sessions.pop(command.session, None)
         elif isinstance(command, Advance):
@@ -109,10 +171,10 @@ class TensorParallelGenerator(DelegatingGenerator[Engine]):
     Args:
         engine: This rank's share of the model.
         channel: Reaches the other ranks.
-        workers: The other ranks' processes.
+        workers: The other ranks' processes, as far as this process started them.
     """
 
-    def __init__(self, engine: Engine, channel: Channel, workers: WorkerGroup) -> None:
+    def __init__(self, engine: Engine, channel: Channel, workers: Processes) -> None:
         super().__init__(engine)
         self._channel = channel
         self._workers = workers
@@ -197,13 +259,13 @@ class TensorParallelGenerator(DelegatingGenerator[Engine]):
 
     @contextmanager
     def _step(self, command: Command) -> Iterator[None]:
-        """Tell the other ranks, and run the same here while no other turn runs."""
-        told = encode(command)  # what cannot be sent is refused before anybody hears of it
+        """Send a command to the other ranks, and run the same here while no other turn runs."""
+        message = encode(command)  # an error of it is raised before any rank hears of the command
         with self._step_lock:
             self._free_sessions()
             self._check()
             try:
-                self._channel.send(told)
+                self._channel.send(message)
                 yield
             except RagPosfixError:  # follows from the request, so that every rank raised it and is where this one is
                 raise
@@ -227,8 +289,8 @@ class TensorParallelGenerator(DelegatingGenerator[Engine]):
         if not isinstance(error, Exception):
             self._over = "it was interrupted in the middle of a step"
         else:
-            said = " ".join(str(error).split())[:200]
-            self._over = self._workers.failure(patience_seconds=2.0) or f"a step failed: {said}"
+            reason = " ".join(str(error).split())[:200]
+            self._over = self._workers.failure(patience_seconds=2.0) or f"a step failed: {reason}"
         self._workers.kill()
 
     def _check(self, cause: Exception | None = None) -> None:

@@ -37,7 +37,7 @@ def test_alone_nobody_is_asked():
     alone, values, heads = Ranks(), torch.arange(6.0).view(1, 3, 2), torch.arange(3.0)
     alone.wait()
     assert alone.mean(values) is values
-    assert alone.agree(values) is values
+    assert alone.broadcast_decision(values) is values
     assert alone.gather(values, 3, 1) is values
     assert alone.own_heads(heads, 3) is heads
 

@@ -9,7 +9,7 @@ import pytest
 
 from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
 from rag_posfix.generation.tensor_parallel import launch as parallel
-from rag_posfix.generation.tensor_parallel.launch import follow_torchrun, load_parallel
+from rag_posfix.generation.tensor_parallel.launch import load_parallel, run_torchrun_worker
 from rag_posfix.generation.tensor_parallel.processes import Processes
 from rag_posfix.pipeline.build import launch_environment
 from rag_posfix.settings import Settings, environment_with
@@ -89,7 +89,7 @@ class TestWhatIsRefused:
     def test_another_number_than_torchrun_started(self, folder, nothing_starts, monkeypatch):
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "4")
-        for function in (load_parallel, follow_torchrun):
+        for function in (load_parallel, run_torchrun_worker):
             with pytest.raises(ConfigError, match="torchrun started 4 processes and tp=2"):
                 function(folder, tp=2, environment=launch_environment())
 
@@ -101,19 +101,19 @@ class TestWhatIsRefused:
 
 
 def test_a_process_that_torchrun_did_not_start_follows_nobody(folder):
-    assert follow_torchrun(folder, tp=2, environment=launch_environment()) is False
+    assert run_torchrun_worker(folder, tp=2, environment=launch_environment()) is False
 
 
 def test_the_first_process_of_torchrun_follows_nobody(folder, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert follow_torchrun(folder, tp=2, environment=launch_environment()) is False
+    assert run_torchrun_worker(folder, tp=2, environment=launch_environment()) is False
 
 
 def test_a_process_that_cannot_start_is_told_with_what_it_said(folder, monkeypatch):
     import torch
 
-    monkeypatch.setattr(parallel, "FOLLOWER", "rag_posfix.generation.nope")
+    monkeypatch.setattr(parallel, "WORKER_MODULE", "rag_posfix.generation.nope")
     with pytest.raises(GenerationError, match=r"over 2 processes: .*rank 1 of 2 ended with exit code 1 .*No module"):
         load_parallel(folder, tp=2, environment=launch_environment())
     assert not torch.distributed.is_initialized()

@@ -11,8 +11,16 @@ from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sa
 from rag_posfix.errors import ConfigError, GenerationError, PlanConflictError, PromptTooLongError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.tensor_parallel import leader
-from rag_posfix.generation.tensor_parallel.leader import TensorParallelGenerator, follow
-from rag_posfix.generation.tensor_parallel.messages import Advance, End, Free, Prefill, decode, encode
+from rag_posfix.generation.tensor_parallel.leader import (
+    Advance,
+    End,
+    Free,
+    Prefill,
+    TensorParallelGenerator,
+    decode,
+    encode,
+    run_worker,
+)
 from tests.support.number_encoder import NumberEncoder
 from tests.support.scheduling import DaemonThreads
 from tests.support.tiny import loaded_model, toy_layout
@@ -248,7 +256,7 @@ class TestTheOtherRanks:
             first.generator.generate(request("context_experts", max_tokens=4))
             first.generator.generate(request("passage_answers", max_tokens=4))
             there, seen[:] = list(seen), []
-            follow(engine, Recorder([*first.channel.sent, End()]))
+            run_worker(engine, Recorder([*first.channel.sent, End()]))
         finally:
             handle.remove()
         assert seen == there
@@ -266,7 +274,7 @@ class TestTheOtherRanks:
             return real(layout, plan)
 
         monkeypatch.setattr(engine, "prefill", read)
-        follow(engine, Recorder(commands))
+        run_worker(engine, Recorder(commands))
         assert len(calls) == 2
 
 
