@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from langchain_core.documents import Document
 from rag_posfix.errors import RetrievalError
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.errors import StorageError
+from tests.support.durable_stores import full_disk
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.opened_collection import opened, texts
 from tests.support.serving import ANSWER, BRIDGE, CHAT, HARBOUR, chat, make_pipeline
@@ -223,18 +223,10 @@ def test_answers_from_a_document_that_was_deleted_are_dropped(client: TestClient
     assert client.post(CHAT, json=ask).json()["cached"] is False
 
 
-@pytest.mark.parametrize("call", ["fsync", "write"])
-def test_a_full_disk_is_told_and_leaves_everything_as_it_was(
-    call: str, client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_disk_is_reported_and_leaves_everything_as_it_was(client: TestClient, tmp_path: Path):
     add(client, {"id": "a", "text": BRIDGE})
-
-    def full(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(f"rag_posfix_api.collections.write_ahead_log.os.{call}", full)
-    response = client.post(f"{NOTES}/documents", json={"documents": [{"id": "b", "text": HARBOUR}]})
-    monkeypatch.undo()
+    with full_disk(5000):
+        response = client.post(f"{NOTES}/documents", json={"documents": [{"id": "b", "text": HARBOUR * 100}]})
     assert (response.status_code, response.json()["error"]["code"]) == (500, "not_stored")
     assert str(tmp_path) not in response.text
     assert found(client, "harbour") == ["a"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,17 +16,13 @@ from typing import Any
 
 import httpx2
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from langchain_core.documents import Document
 
 import rag_posfix_api.collections.collection as collection_file
 from rag_posfix.errors import OverloadedError, RetrievalError
-from rag_posfix.retrieval.index.storage import read_manifest
+from rag_posfix.retrieval.index.document_file import DocumentFile
 from rag_posfix.settings import environment_with
-from rag_posfix_api.collections.collection import collection_lock
 from rag_posfix_api.collections.store import Collections
-from rag_posfix_api.collections.write_ahead_log import WriteAheadLog
 from rag_posfix_api.http.errors import NotFoundError
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.opened_collection import opened, texts
@@ -37,8 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTES = "/v1/collections/notes"
 
 
-def test_a_long_log_becomes_an_index_and_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(collection_file, "LOG_BYTES", 1000)
+def test_a_reader_follows_a_writer(tmp_path: Path):
     writer, reader = opened(tmp_path), opened(tmp_path)
     expected = {}
     for number in range(30):
@@ -47,78 +41,91 @@ def test_a_long_log_becomes_an_index_and_nothing_changes(tmp_path: Path, monkeyp
         if number % 7 == 0:
             writer.delete([f"d{number % 20}"])
             del expected[f"d{number % 20}"]
-        assert texts(reader) == expected
-    header = json.loads((writer.folder / "collection.json").read_text())
-    assert header["generation"] >= 2
-    assert read_manifest(writer.folder / "index").count > 0
-    logs = [path.name for path in writer.folder.glob("log-*")]
-    assert logs == [f"log-{header['generation']}.jsonl"]
-    assert texts(opened(tmp_path)) == expected
+        if number % 3 == 0:
+            assert texts(reader) == expected
+    assert texts(opened(tmp_path)) == texts(reader) == expected
+    (file,) = writer.folder.glob("*.sqlite")
+    assert file.stat().st_mode & 0o077 == 0, "documents are private"
 
 
-@pytest.mark.parametrize("at", ["save", "create", "write_header", "remove"])
-def test_a_checkpoint_that_stops_anywhere_loses_nothing(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def old_collection(root: Path) -> Path:
+    """Copy a collection of an earlier release: an index of a, b and c, and a log of three changes after it."""
+    folder = root / "acme" / "notes"
+    shutil.copytree(ROOT / "tests" / "data" / "old_stores" / "collection", folder)
+    return folder
+
+
+OLD_STATES = [
+    {"a": "text a", "b": "text b", "c": "text c"},
+    {"a": "text a", "c": "text c", "b": "text b anew", "d": "text d ü"},
+    {"c": "text c", "b": "text b anew", "d": "text d ü"},
+    {"c": "text c", "b": "text b anew", "d": "text d ü", "e": "text e"},
+]
+"""After the index and after each change of its log."""
+
+
+def test_a_collection_of_an_earlier_release_is_converted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    folder = old_collection(tmp_path)
+    assert [(info.name, info.documents) for info in Collections(tmp_path, 10, 10).of("acme")] == [("notes", 4)]
+    collection = opened(tmp_path)
+    assert texts(collection) == OLD_STATES[-1]
+    (best, *_) = collection.search("text e", 1)
+    # Letters of 'E text e': e 3, t 2, x 1; of 'text e': e 2, t 2, x 1; their cosine is 11 / sqrt(14 * 9).
+    assert (best.metadata["title"], best.metadata["relevance_score"]) == ("E", 0.979958)
+    assert [path.suffix for path in folder.iterdir()] == [".sqlite"]
+    assert [record.getMessage() for record in caplog.records] == [f"converted the collection {folder} to one file"]
+    collection.put([Document(id="f", page_content="new")])
+    assert texts(opened(tmp_path)) == OLD_STATES[-1] | {"f": "new"}
+
+
+@pytest.mark.parametrize("step", ["insert", "replace", "rmtree", "unlink"])
+def test_a_conversion_that_stops_anywhere_loses_nothing(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each step fails as if the process ended there; another process then reads the folder."""
-    writer = opened(tmp_path)
-    writer.put([Document(id="a", page_content="one"), Document(id="b", page_content="two")])
-    monkeypatch.setattr(collection_file, "LOG_BYTES", 0)
+    old_collection(tmp_path)
+    targets: dict[str, Any] = {"insert": DocumentFile, "replace": Path, "rmtree": shutil, "unlink": Path}
 
     def stop(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.EIO, "stopped")
+        raise KeyboardInterrupt
 
-    targets = {
-        "save": (collection_file.FaissVectorStore, "save"),
-        "create": (WriteAheadLog, "create"),
-        "write_header": (collection_file, "write_header"),
-        "remove": (WriteAheadLog, "remove"),
-    }
-    monkeypatch.setattr(*targets[at], stop)
-    writer.put([Document(id="b", page_content="three")])
-    writer.delete(["a"])
-    monkeypatch.undo()
-    assert texts(opened(tmp_path)) == {"b": "three"}
-    writer.put([Document(id="c", page_content="four")])
-    assert texts(opened(tmp_path)) == texts(writer) == {"b": "three", "c": "four"}
+    with monkeypatch.context() as patched:
+        patched.setattr(targets[step], step, stop)
+        with pytest.raises(KeyboardInterrupt):
+            opened(tmp_path).documents()
+    assert texts(opened(tmp_path)) == OLD_STATES[-1]
 
 
 @pytest.mark.parametrize("torn", [b"0", b'0badc0de {"op": "put"', b"\x00" * 100, b"deadbeef {}\n"])
-def test_what_a_killed_writer_left_is_not_read_and_is_cut_off(torn: bytes, tmp_path: Path):
-    writer = opened(tmp_path)
-    writer.put([Document(id="a", page_content="one")])
-    log = writer.folder / "log-0.jsonl"
-    with log.open("ab") as handle:
+def test_what_a_killed_writer_left_in_an_old_log_is_not_read(torn: bytes, tmp_path: Path):
+    folder = old_collection(tmp_path)
+    with (folder / "log-1.jsonl").open("ab") as handle:
         handle.write(torn)
-    again = opened(tmp_path)
-    assert texts(again) == {"a": "one"}
-    again.put([Document(id="b", page_content="two")])
-    assert texts(opened(tmp_path)) == texts(writer) == {"a": "one", "b": "two"}
-    assert torn not in log.read_bytes()
+    assert texts(opened(tmp_path)) == OLD_STATES[-1]
 
 
-def test_a_log_that_is_damaged_before_its_end_is_an_error(tmp_path: Path):
-    writer = opened(tmp_path)
-    for name in "abc":
-        writer.put([Document(id=name, page_content=name)])
-    log = writer.folder / "log-0.jsonl"
-    lines = log.read_bytes().split(b"\n")
-    log.write_bytes(b"\n".join([lines[0], lines[1].replace(b'"b"', b'"x"'), *lines[2:]]))
-    with pytest.raises(RetrievalError, match="damaged at byte"):
-        opened(tmp_path).documents()
+def test_an_old_log_gives_a_prefix_of_its_changes_wherever_it_is_cut(tmp_path: Path):
+    size = (old_collection(tmp_path / "whole") / "log-1.jsonl").stat().st_size
+    for end in range(0, size, 13):
+        folder = old_collection(tmp_path / str(end))
+        data = (folder / "log-1.jsonl").read_bytes()[:end]
+        (folder / "log-1.jsonl").write_bytes(data)
+        assert texts(opened(tmp_path / str(end))) == OLD_STATES[data.count(b"\n")], end
 
 
-@given(st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3), max_size=6), st.data())
-def test_a_log_gives_back_a_prefix_of_what_was_written_wherever_it_is_cut(
-    tmp_path_factory: pytest.TempPathFactory, changes: list[dict[str, str]], data: st.DataObject
-):
-    file = tmp_path_factory.mktemp("log") / "log"
-    log, ends = WriteAheadLog(file), [0]
-    for change in changes:
-        ends.append(log.append(change, ends[-1]))
-    size = data.draw(st.integers(0, ends[-1]))
-    if file.exists():
-        os.truncate(file, size)
-    whole = sum(end <= size for end in ends[1:])
-    assert log.read(0) == (changes[:whole], ends[whole])
+def test_old_files_that_are_damaged_are_errors_and_stay(tmp_path: Path):
+    folder = old_collection(tmp_path)
+    log, header = folder / "log-1.jsonl", folder / "collection.json"
+    for path, old, new, message in (
+        (log, b"anew", b"ANEW", "damaged at byte 0"),
+        (header, b"collection", b"colection", "damaged or of another release"),
+        (header, b"letters:26", b"others:26", "index .* was built with embedding model 'letters:26'"),
+    ):
+        content = path.read_bytes()
+        path.write_bytes(content.replace(old, new))
+        with pytest.raises(RetrievalError, match=message):
+            opened(tmp_path).documents()
+        path.write_bytes(content)
+    assert texts(opened(tmp_path)) == OLD_STATES[-1]
 
 
 @contextmanager
@@ -201,26 +208,31 @@ def test_a_reader_sees_what_others_change_delete_and_make_anew(tmp_path: Path):
     with pytest.raises(NotFoundError):
         reader.documents()
     others.create("acme", "notes", LetterEmbeddings())
-    assert texts(reader) == {}
+    opened(tmp_path).put([Document(id="b", page_content="two")])
+    assert texts(reader) == texts(writer) == {"b": "two"}
+    assert texts(opened(tmp_path)) == {"b": "two"}
+
+
+def test_a_damaged_collection_can_be_deleted(tmp_path: Path):
+    collection = opened(tmp_path)
+    (file,) = collection.folder.glob("*.sqlite")
+    file.write_bytes(b"no database" * 500)
+    with pytest.raises(RetrievalError, match="is damaged: file is not a database"):
+        collection.documents()
+    collections = Collections(tmp_path, 10, 1000)
+    assert collections.of("acme") == []
+    assert collections.delete("acme", "notes", collection) == []
+    assert list((tmp_path / "acme").iterdir()) == []
 
 
 def test_a_writer_that_finds_the_collection_locked_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     writer = opened(tmp_path)
     writer.put([Document(id="a", page_content="one")])
     monkeypatch.setattr(collection_file, "WAIT_SECONDS", 0.05)
-    held, free = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with collection_lock(writer.folder):
-            held.set()
-            assert free.wait(20)
-
-    with ThreadPoolExecutor(1) as pool:
-        holding = pool.submit(hold)
-        assert held.wait(20)
+    (path,) = writer.folder.glob("*.sqlite")
+    other = DocumentFile(path)
+    with other.transaction():
         with pytest.raises(OverloadedError, match="being changed by another request"):
             writer.put([Document(id="b", page_content="two")])
-        assert texts(writer) == {"a": "one"}  # reading waits for nobody
-        free.set()
-        holding.result()
+        assert texts(writer) == texts(opened(tmp_path)) == {"a": "one"}  # reading waits for nobody
     assert writer.put([Document(id="b", page_content="two")]).documents == 2

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import resource
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from tests.support.durable_stores import (
     Store,
     batch_of,
     damage_file,
+    full_disk,
     write_until_killed,
 )
 
@@ -76,17 +74,6 @@ def test_writers_that_are_killed_lose_nothing_that_they_acknowledged(make: Store
         stored = make(tmp_path).read()
         assert stored in (acknowledged, in_flight)  # the batch in flight: all of it or nothing
         acknowledged = stored
-
-
-@contextmanager
-def full_disk(max_bytes: int) -> Iterator[None]:
-    """Let no file of this process grow beyond a size: each write then fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @STORES

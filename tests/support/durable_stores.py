@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -44,6 +46,7 @@ class CollectionStore:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._writer: Collection | None = None
         self.folder = root / "acme" / "notes"
         if not self.folder.exists():
             Collections(root, 10, 100_000).create("acme", "notes", LetterEmbeddings())
@@ -53,7 +56,8 @@ class CollectionStore:
 
     def put(self, documents: Mapping[str, str]) -> None:
         """Add texts by id; return when they are on the disk."""
-        self._collection().put([Document(id=name, page_content=text) for name, text in documents.items()])
+        self._writer = self._writer or self._collection()  # as in a service
+        self._writer.put([Document(id=name, page_content=text) for name, text in documents.items()])
 
     def read(self) -> dict[str, str]:
         """Return all texts by id, as another process reads them."""
@@ -77,6 +81,17 @@ def damage_file(folder: Path, choose: random.Random) -> None:
     path.unlink()
     if kind != "remove":
         path.write_bytes(data)
+
+
+@contextmanager
+def full_disk(max_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size: each write then fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def write_until_killed(make: Store, root: Path, round_number: int, acknowledged: Connection) -> None:

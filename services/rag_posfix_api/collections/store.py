@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,19 +18,21 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.durable_files import flush
-from rag_posfix.errors import RagPosfixError, RetrievalError
+from rag_posfix.errors import IndexBusyError, RagPosfixError, RetrievalError
 from rag_posfix.parameters import shown
 from rag_posfix.retrieval.embeddings import embedding_identity
-from rag_posfix.retrieval.index.folder_lock import partial_folder
-from rag_posfix_api.collections.collection import Collection, collection_lock
-from rag_posfix_api.collections.header import Header, header_signature, log_of, read_header, write_header
-from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, NotFoundError, StorageError, TooLargeError
+from rag_posfix.retrieval.index.document_file import DocumentFile
+from rag_posfix.retrieval.index.folder_lock import locked, partial_folder
+from rag_posfix_api.collections.collection import Collection, existing_file, storage_errors
+from rag_posfix_api.collections.conversion import collection_file, is_collection
+from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, NotFoundError, TooLargeError
 
 NAME_PATTERN: Final = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _NO_TENANT = "_"
 """The folder of callers without a tenant; no tenant has this name."""
-_MOST_OPEN = 64
+_MAX_OPEN = 64
+_WAIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class CollectionInfo:
     Attributes:
         name: Its name.
         created_at: Seconds since 1970.
-        documents: Number of documents, as the last change noted it.
+        documents: Number of documents.
     """
 
     name: str
@@ -73,33 +75,29 @@ class Collections:
             TooLargeError: the tenant has too many collections.
             StorageError: it could not be written.
         """
-        folder = self._folder_of(tenant, name)
-        header = Header(uid=uuid.uuid4().hex, created_at=int(time.time()), embedding=embedding_identity(embeddings))
-        try:
+        folder, created_at = self._folder_of(tenant, name), int(time.time())
+        with storage_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with collection_lock(folder.parent), collection_lock(folder):
-                if header_signature(folder) is not None:
+            with locked(folder.parent, wait_seconds=_WAIT_SECONDS), locked(folder, wait_seconds=_WAIT_SECONDS):
+                if collection_file(folder) is not None:
                     raise ConflictError(f"there is a collection {name!r}; choose another name", param="name")
-                if len(self.of(tenant)) >= self._max_collections:
+                if len(self._folders(tenant)) >= self._max_collections:
                     raise TooLargeError(f"there are {self._max_collections} collections, and no more are allowed")
                 folder.mkdir(exist_ok=True, mode=0o700)
-                log_of(folder, header).create()
-                write_header(folder, header)
+                facts = {"embedding": embedding_identity(embeddings), "created_at": created_at}
+                path = folder / f"documents-{uuid.uuid4().hex}.sqlite"
+                DocumentFile.create(path, {**facts, "count": 0, "next_key": 0})
                 flush(folder.parent)
                 flush(folder.parent.parent)
-        except OSError as error:
-            raise StorageError(f"cannot write {str(folder)!r}: {error.strerror or error}") from error
-        return CollectionInfo(name, header.created_at, 0)
+        return CollectionInfo(name, created_at, 0)
 
     def of(self, tenant: str) -> list[CollectionInfo]:
         """Return the collections of a tenant, by name. Damaged ones are left out."""
-        found = []
-        with suppress(FileNotFoundError):
-            for folder in sorted(self._tenant_folder(tenant).iterdir()):
-                if _NAME.fullmatch(folder.name) and header_signature(folder) is not None:
-                    with suppress(RetrievalError):
-                        found.append(_info(folder))
-        return found
+        collections = []
+        for folder in self._folders(tenant):
+            with suppress(RagPosfixError):
+                collections.append(_info(folder))
+        return collections
 
     def info(self, tenant: str, name: str) -> CollectionInfo:
         """Return what a list says of one collection.
@@ -107,8 +105,7 @@ class Collections:
         Raises:
             NotFoundError: the tenant has none of this name.
         """
-        folder = self._existing(tenant, name)
-        return _info(folder)
+        return _info(self._folder_of(tenant, name))
 
     def get(
         self, tenant: str, name: str, embeddings: Embeddings, removed: Callable[[Sequence[Document]], None]
@@ -121,15 +118,16 @@ class Collections:
         Raises:
             NotFoundError: the tenant has none of this name.
         """
-        folder = self._existing(tenant, name)
+        folder = self._folder_of(tenant, name)
+        existing_file(folder)
         with self._lock:
-            place = (tenant, name)
-            if place not in self._open:
-                self._open[place] = Collection(folder, embeddings, self._max_documents, removed)
-            self._open.move_to_end(place)
-            while len(self._open) > _MOST_OPEN:
+            key = (tenant, name)
+            if key not in self._open:
+                self._open[key] = Collection(folder, embeddings, self._max_documents, removed)
+            self._open.move_to_end(key)
+            while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
-            return self._open[place]
+            return self._open[key]
 
     def delete(self, tenant: str, name: str, collection: Collection) -> list[Document]:
         """Delete a collection and return the documents that it had, as far as they can be read.
@@ -138,29 +136,36 @@ class Collections:
             NotFoundError: the tenant has none of this name.
             StorageError: it could not be deleted.
         """
-        folder = self._existing(tenant, name)
+        folder = self._folder_of(tenant, name)
+        path = existing_file(folder)
         documents: list[Document] = []
-        with collection_lock(folder):
-            if header_signature(folder) is None:
-                raise _not_found(name)
+        with storage_errors(folder), ExitStack() as stack:
+            try:
+                file = DocumentFile(path, wait_seconds=_WAIT_SECONDS)
+                stack.callback(file.close)
+                stack.enter_context(file.transaction())  # no writer meanwhile
+            except IndexBusyError:
+                raise
+            except RetrievalError:
+                pass  # a damaged file has no writers
+            if collection_file(folder) != path:
+                raise NotFoundError(f"there is no collection {name!r}; create it first", param="name")
             with suppress(RagPosfixError):
                 documents = collection.documents()
-            gone = partial_folder(folder, uuid.uuid4().hex[:12])
-            try:
-                folder.rename(gone)
-                flush(folder.parent)
-            except OSError as error:
-                raise StorageError(f"cannot delete {str(folder)!r}: {error.strerror or error}") from error
-            shutil.rmtree(gone, ignore_errors=True)  # the next writer removes what is left
+            removed_folder = partial_folder(folder, uuid.uuid4().hex[:12])
+            folder.rename(removed_folder)
+            flush(folder.parent)
+        shutil.rmtree(removed_folder, ignore_errors=True)  # the next collection of this name removes what is left
         with self._lock:
             self._open.pop((tenant, name), None)
         return documents
 
-    def _existing(self, tenant: str, name: str) -> Path:
-        folder = self._folder_of(tenant, name)
-        if header_signature(folder) is None:
-            raise _not_found(name)
-        return folder
+    def _folders(self, tenant: str) -> list[Path]:
+        """Return the folders of a tenant's collections, sorted."""
+        with suppress(FileNotFoundError):
+            folders = sorted(self._tenant_folder(tenant).iterdir())
+            return [folder for folder in folders if _NAME.fullmatch(folder.name) and is_collection(folder)]
+        return []
 
     def _tenant_folder(self, tenant: str) -> Path:
         if tenant and _NAME.fullmatch(tenant) is None:
@@ -177,12 +182,11 @@ class Collections:
         return self._tenant_folder(tenant) / name
 
 
-def _not_found(name: str) -> NotFoundError:
-    return NotFoundError(f"there is no collection {name!r}; create it first", param="name")
-
-
 def _info(folder: Path) -> CollectionInfo:
-    count = 0
-    with suppress(OSError, ValueError):
-        count = int((folder / "count").read_text(encoding="ascii"))
-    return CollectionInfo(folder.name, read_header(folder).created_at, count)
+    with storage_errors(folder):
+        file = DocumentFile(existing_file(folder))
+        try:
+            facts = file.facts()
+        finally:
+            file.close()
+    return CollectionInfo(folder.name, facts["created_at"], facts["count"])
