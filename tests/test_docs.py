@@ -18,8 +18,7 @@ from docs.tables import MARKED, fill_tables
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_record, save_record
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.plan.attention_override import AttentionOverride
-from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
+from rag_posfix.plan.plan import AttentionOverride, HiddenScale, Plan, RowPlan
 
 
 def test_generated_pages_and_tables_are_current():

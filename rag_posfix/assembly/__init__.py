@@ -4,8 +4,8 @@ from rag_posfix.assembly.assembler import Assembled, Assembler
 from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.documents import Dropped
 from rag_posfix.assembly.orders import ORDERS, Order, OrderFacts
+from rag_posfix.assembly.orders.cache_aware import RecentPrompts
 from rag_posfix.assembly.prompt import PromptTemplate, merge_messages
-from rag_posfix.assembly.recent_prompts import RecentPrompts
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 
 __all__ = [

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rag_posfix.attention.blockwise import QUERY_BLOCK
-from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride
 
 
 def deviation(fresh: Tensor, kept: Tensor) -> Tensor:

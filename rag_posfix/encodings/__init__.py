@@ -16,8 +16,7 @@ from rag_posfix.encodings import (  # noqa: F401
     stable_mask,
     t5,
 )
-from rag_posfix.encodings.base import ENCODINGS, Encoding, Positions, create_encoding
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Positions, create_encoding
 from rag_posfix.encodings.decoder import Decoder, load_decoder
-from rag_posfix.encodings.shape import DecoderShape
 
 __all__ = ["ENCODINGS", "Decoder", "DecoderShape", "Encoding", "Positions", "create_encoding", "load_decoder"]

@@ -9,9 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.encodings.base import ENCODINGS, Encoding, Memory, Positions
-from rag_posfix.encodings.scores import attend_with_bias, distances
-from rag_posfix.encodings.shape import DecoderShape
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Memory, Positions, attend_with_bias, distances
 
 
 def alibi_slopes(heads: int) -> list[float]:

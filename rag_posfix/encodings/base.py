@@ -1,4 +1,4 @@
-"""Base classes of position encodings: a frozen description, and the module that it builds for one decoder.
+"""Position encodings: a frozen description, and the module that it builds for one decoder.
 
 Letters of shapes: B sequences, H heads, T tokens, Tq queries, Tk keys, D channels of a head. Queries are the last Tq
 of the Tk tokens.
@@ -9,15 +9,101 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from rag_posfix.attention.causal import attend_causal
 from rag_posfix.contracts.method_spec import MethodSpec, Parametrised
-from rag_posfix.encodings.shape import DecoderShape
-from rag_posfix.parameters import check_parameters
+from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import Integer, Number, check_parameters
 from rag_posfix.registry import Registry
+
+
+def distances(n_query: int, n_key: int, device: torch.device) -> Tensor:
+    """Return i - j for query i and key j, where queries are the last of the tokens; below 0 for future keys.
+
+    Shapes:
+        returns: (Tq, Tk) int64.
+    """
+    at = torch.arange(n_key, device=device)
+    return at[n_key - n_query :, None] - at
+
+
+def hide_future(scores: Tensor) -> Tensor:
+    """Return scores with -inf at future keys.
+
+    Shapes:
+        scores: (..., Tq, Tk). returns: the same.
+    """
+    future = distances(scores.shape[-2], scores.shape[-1], scores.device) < 0
+    return scores.masked_fill(future, float("-inf"))
+
+
+def attend_scores(scores: Tensor, value: Tensor) -> Tensor:
+    """Return causal softmax(scores) V; the softmax is in float32.
+
+    Cost: O(Tq Tk) memory per head and sequence.
+
+    Shapes:
+        scores: (B, H, Tq, Tk), scaled. value: (B, H, Tk, D). returns: (B, H, Tq, D).
+    """
+    return hide_future(scores.float()).softmax(dim=-1).to(value.dtype) @ value
+
+
+def attend_with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    """Return causal softmax(Q K^T / sqrt(D) + bias) V.
+
+    Cost: the bias, O(Tq Tk) memory per head, is shared by the sequences of a batch; scores are not kept.
+
+    Shapes:
+        query: (B, H, Tq, D). key, value: (B, H, Tk, D). bias: (H | 1, Tq, Tk). returns: (B, H, Tq, D).
+    """
+    mask = hide_future(bias).to(query.dtype)[None]
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """The size of a small decoder.
+
+    Attributes:
+        vocabulary: Number of token ids.
+        layers: Number of layers.
+        heads: Number of attention heads of a layer; each has its own keys and values.
+        width: Channels of a hidden state; a multiple of twice the heads.
+        inner: Channels of the feed-forward part of a layer.
+        norm: "pre" normalises what a part of a layer reads, "post" what it has added to (as in the counting task of
+            the CoPE paper).
+        dropout: Share of channels that are set to 0 in training, below 1.
+
+    Raises:
+        ConfigError: a value is out of range, or ``width`` is no multiple of twice ``heads``.
+    """
+
+    vocabulary: Annotated[int, Integer(2)]
+    layers: Annotated[int, Integer(1)] = 2
+    heads: Annotated[int, Integer(1)] = 4
+    width: Annotated[int, Integer(2)] = 64
+    inner: Annotated[int, Integer(1)] = 256
+    norm: Literal["pre", "post"] = "pre"
+    dropout: Annotated[float, Number(0, 0.9)] = 0.0
+
+    def __post_init__(self) -> None:
+        check_parameters(self, "decoder")
+        if self.width % (2 * self.heads):
+            raise ConfigError(
+                f"decoder: width={self.width} must be a multiple of twice heads={self.heads}, so that the channels of "
+                f"a head pair up; try width={2 * self.heads * max(1, round(self.width / (2 * self.heads)))}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.width // self.heads
+
 
 Memory = Literal["linear", "per head", "per sequence"]
 """What attention keeps in memory: no T x T tensor (fused SDPA), one per head that all sequences share (SDPA with a

@@ -8,9 +8,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rag_posfix.encodings.base import ENCODINGS, Encoding, Memory, Positions
-from rag_posfix.encodings.scores import attend_scores, distances
-from rag_posfix.encodings.shape import DecoderShape
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Memory, Positions, attend_scores, distances
 from rag_posfix.parameters import Integer
 
 

@@ -7,10 +7,9 @@ from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from rag_posfix.encodings.base import ENCODINGS, Encoding, Memory, Positions
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Memory, Positions
 from rag_posfix.encodings.cope import CopePositions
 from rag_posfix.encodings.rope import RotaryAngles
-from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.parameters import Integer, Number
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.encodings.base import ENCODINGS, Encoding, Positions
-from rag_posfix.encodings.shape import DecoderShape
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Positions
 from rag_posfix.errors import ConfigError
 
 KeysValues = tuple[tuple[Tensor, Tensor], ...]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rag_posfix.attention.causal import attend_causal
-from rag_posfix.encodings.base import ENCODINGS, Encoding, Positions
-from rag_posfix.encodings.shape import DecoderShape
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Positions
 from rag_posfix.parameters import Number
 
 

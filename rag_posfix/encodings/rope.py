@@ -10,8 +10,7 @@ from torch import Tensor
 
 from rag_posfix.attention.causal import attend_causal
 from rag_posfix.attention.rope import rotate_half_split
-from rag_posfix.encodings.base import ENCODINGS, Encoding, Positions
-from rag_posfix.encodings.shape import DecoderShape
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Positions
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Number
 

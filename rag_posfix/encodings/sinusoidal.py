@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.encodings.base import ENCODINGS, Encoding, Positions
-from rag_posfix.encodings.shape import DecoderShape
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Positions
 from rag_posfix.parameters import Number
 
 

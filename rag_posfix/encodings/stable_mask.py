@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from rag_posfix.attention.pseudo_scores import pseudo_log_mass
+from rag_posfix.attention.masks import pseudo_log_mass
 from rag_posfix.encodings.alibi import alibi_bias
-from rag_posfix.encodings.base import ENCODINGS, Encoding, Memory, Positions
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Memory, Positions, hide_future
 from rag_posfix.encodings.rope import RotaryAngles
-from rag_posfix.encodings.scores import hide_future
-from rag_posfix.encodings.shape import DecoderShape
 from rag_posfix.parameters import Integer, Number
 
 

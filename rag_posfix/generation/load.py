@@ -31,7 +31,7 @@ from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.patching.families import family_of, shape_of
 from rag_posfix.patching.install import install
-from rag_posfix.patching.ranks import Ranks
+from rag_posfix.patching.spec import Ranks
 from rag_posfix.patching.verify import verify
 from rag_posfix.plan.model_shape import ModelShape
 

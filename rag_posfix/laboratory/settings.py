@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from rag_posfix.encodings.shape import DecoderShape
+from rag_posfix.encodings.base import DecoderShape
 from rag_posfix.parameters import Integer, Number, check_parameters
 
 

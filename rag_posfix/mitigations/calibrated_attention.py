@@ -14,12 +14,10 @@ from rag_posfix.attention.blockwise import scores, weigh
 from rag_posfix.attention.masks import segment_ids
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number
-from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
-from rag_posfix.plan.bias_profile import BIAS_PROFILE, FileReader, bias_profile_from, scaled
-from rag_posfix.plan.dummy import with_dummy
+from rag_posfix.plan.bias_profile import BIAS_PROFILE, FileReader, bias_profile_from, scaled, with_dummy
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import CalibrationPass, Plan, RowPlan
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, CalibrationPass, Plan, RowPlan
 
 EQUAL = 1e-5
 """Differences below this share of what is measured are rounding."""

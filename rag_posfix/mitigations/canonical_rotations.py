@@ -11,9 +11,8 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
-from rag_posfix.plan.per_device import per_device
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import log_relevance, mixture
+from rag_posfix.plan.pooling import log_relevance, mixture, per_device
 
 
 @MITIGATIONS.register("canonical_rotations")

@@ -52,7 +52,7 @@ class MultiBase(Mitigation):
 
     Args:
         factors: Factors of the model's RoPE base, 1 to 16 numbers, 0.1 to 10; (1,) changes nothing.
-            ``attention.rope_waveform.search_factors`` finds factors whose minima do not coincide; it chose the default
+            ``attention.rope.search_factors`` finds factors whose minima do not coincide; it chose the default
             from the paper's range, 1 to 2.8, for the default model.
     """
 

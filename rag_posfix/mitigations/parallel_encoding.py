@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
-from rag_posfix.attention.masks import windows_mask
-from rag_posfix.attention.windows import window_positions, windows_of
+from rag_posfix.attention.masks import window_positions, windows_mask, windows_of
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number
-from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Plan, RowPlan
 
 
 class TwoGroupAttention(AttentionOverride):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from rag_posfix.attention.masks import windows_mask
-from rag_posfix.attention.windows import Indentation, WindowedAttention, window_positions, windows_of
+from rag_posfix.attention.masks import Indentation, WindowedAttention, window_positions, windows_mask, windows_of
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer
 from rag_posfix.plan.layout import Layout

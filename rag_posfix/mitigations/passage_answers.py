@@ -10,10 +10,9 @@ from torch import Tensor
 
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
-from rag_posfix.plan.draft import Choose, Draft, Drafts
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan, RowScores
+from rag_posfix.plan.plan import Choose, Draft, Drafts, Plan, RowPlan, RowScores
 from rag_posfix.plan.pooling import log_relevance, mixture
 
 CHOICES = {"relevance": ("both", "question", "given"), "pool": ("chosen", "mixture")}
@@ -24,7 +23,7 @@ CHOICES = {"relevance": ("both", "question", "given"), "pool": ("chosen", "mixtu
 class PassageAnswers(Mitigation):
     """Generate a short answer from each passage alone, and choose the passage whose answer is most specific to it.
 
-    Each row holds one passage, so passages have no order, and the answer cannot depend on it. Whole answers are
+    Each row holds one passage, so passages have no order, and the answer cannot depend on it. Integer answers are
     compared instead of next tokens. An answer that the model would also give without the passage, or with another one,
     is no evidence for the passage.
 

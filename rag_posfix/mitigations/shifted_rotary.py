@@ -15,10 +15,9 @@ from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
-from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Plan, RowPlan
 
 
 def attend_band(

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import attend_with_lse, last_row
-from rag_posfix.attention.pseudo_scores import pseudo_log_mass
+from rag_posfix.attention.masks import pseudo_log_mass
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
-from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Plan, RowPlan
 
 
 class _PseudoScores(AttentionOverride):

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields
 from torch import Tensor
 
 from rag_posfix.patching.spec import ModelSpec
-from rag_posfix.plan.attention_override import AttentionOverride, Rotated
-from rag_posfix.plan.plan import HeadScale, HiddenScale, MaskFunction
+from rag_posfix.plan.plan import AttentionOverride, HeadScale, HiddenScale, MaskFunction, Rotated
 
 
 @dataclass(slots=True)

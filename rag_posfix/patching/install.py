@@ -15,12 +15,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.attention_hook import before_attention, hooked_attention, hooked_mask
-from rag_posfix.patching.families import family_of, original_window_of, rope_type_of, shape_of
+from rag_posfix.patching.families import family_of, original_window_of, rope_type_of, shape_as_placed, shape_of
 from rag_posfix.patching.forward_context import current
-from rag_posfix.patching.placement import shape_as_placed
-from rag_posfix.patching.ranks import Ranks
 from rag_posfix.patching.rotation import scaled_base_angles
-from rag_posfix.patching.spec import ModelSpec
+from rag_posfix.patching.spec import ModelSpec, Ranks
 
 ATTENTION_NAME = "rag_posfix"
 

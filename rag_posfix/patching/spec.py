@@ -1,15 +1,92 @@
-"""What patching learned of a model. Data only."""
+"""What patching knows of a model, and the processes that it is split over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from rag_posfix.patching.ranks import Ranks
 from rag_posfix.plan.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranks:
+    """What a process knows of the others. Alone it asks nobody: every method returns what it was given.
+
+    Methods are collective: all ranks call them in the same order, with tensors of the same shape.
+
+    Attributes:
+        count: How many processes.
+        rank: Which of them this is, from 0.
+        control: Process group for what is not on the model's device; needed with two processes or more. It waits for
+            ever: the others wait in it for the first rank to tell them something.
+        patience: How long ranks wait for each other in the middle of a step.
+    """
+
+    count: int = 1
+    rank: int = 0
+    control: Any = None
+    patience: timedelta = timedelta(minutes=10)
+
+    def wait(self) -> None:
+        """Wait until all ranks are here, as long as it takes; one that has ended is an error."""
+        if self.count > 1:
+            torch.distributed.barrier(group=self.control)
+
+    def mean(self, over_heads: Tensor) -> Tensor:
+        """Return a mean over this rank's heads as the mean over all heads. Ranks have equally many heads."""
+        if self.count == 1:
+            return over_heads
+        total = over_heads.clone()
+        torch.distributed.all_reduce(total)
+        return total / self.count
+
+    def gather(self, own: Tensor, size: int, dim: int) -> Tensor:
+        """Return what all ranks have, in their order, along one axis.
+
+        Some families' projections are gathered before attention: there each rank has all heads already.
+
+        Args:
+            size: What there is along the axis on all ranks together; returned as it is if this rank has as much.
+        """
+        if own.shape[dim] == size:
+            return own
+        own = own.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.count)]
+        torch.distributed.all_gather(parts, own)
+        return torch.cat(parts, dim=dim)
+
+    def own_heads(self, values: Tensor, n_own: int) -> Tensor:
+        """Return those of all heads' values that belong to this rank. Shapes: (H, ...) -> (n_own, ...)."""
+        if values.shape[0] == n_own:
+            return values
+        return values[self.rank * n_own : (self.rank + 1) * n_own]
+
+    def broadcast_decision(self, decision: Tensor) -> Tensor:
+        """Return the first rank's decision: what others computed may differ from it in the last digit."""
+        if self.count == 1:
+            return decision
+        message = decision.cpu().contiguous()
+        self.broadcast(message, no_timeout=False)
+        return message.to(decision.device)
+
+    def broadcast(self, values: Tensor, *, no_timeout: bool) -> None:
+        """Fill ``values`` on all ranks with those of the first one.
+
+        Args:
+            values: On the CPU.
+            no_timeout: Wait as long as it takes, not only as long as in the middle of a step.
+        """
+        work: Any = torch.distributed.broadcast(values, 0, group=self.control, async_op=True)
+        if no_timeout:
+            work.wait()
+        else:
+            work.wait(self.patience)
+
 
 Rotation = Literal["half", "interleaved"]
 

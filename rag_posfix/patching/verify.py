@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,13 +14,41 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.patching.computed import check_computed
+from rag_posfix.patching.families import main_device
 from rag_posfix.patching.forward_context import ForwardContext, Overrides, active
 from rag_posfix.patching.install import copy_over_weights, stock_copy
-from rag_posfix.patching.placement import main_device
 from rag_posfix.patching.rotation import uses_rope
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
+
+
+def check_computed(model: Any) -> None:
+    """Compare the rotary frequencies and the scale of the embeddings with what the configuration says.
+
+    A buffer that its module did not fill holds whatever was in that memory, another model at every load.
+
+    Raises:
+        UnsupportedModelError: they differ.
+    """
+    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
+    if rotary is not None:
+        loaded = dict(rotary.named_buffers())
+        for name, expected in type(rotary)(config=rotary.config).named_buffers():
+            held = loaded[name]
+            if not held.is_meta and not torch.allclose(held, expected.to(held), rtol=1e-5, atol=0):
+                raise _not_computed(model, f"rotary_emb.{name}")
+    for name, module in model.named_modules():
+        expected = getattr(module, "scalar_embed_scale", None)
+        if expected is not None and not math.isclose(float(module.embed_scale), expected, rel_tol=1e-2):  # bfloat16
+            raise _not_computed(model, f"{name}.embed_scale")
+
+
+def _not_computed(model: Any, name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} was loaded with a {name} that is not what its configuration says: transformers left "
+        "memory uninitialised; load it again, or with another version of transformers"
+    )
+
 
 PROBE_TOKENS = 16
 IDLE_TOKENS = 4

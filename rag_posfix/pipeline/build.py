@@ -45,7 +45,7 @@ from rag_posfix.pipeline.precompute import precompute
 from rag_posfix.pipeline.protocols import QuestionTracer
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
-from rag_posfix.reranking.guarded import GuardedReranker
+from rag_posfix.reranking.deadline import GuardedReranker
 from rag_posfix.retrieval.any_retriever import as_retriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.dense import PassageRetriever

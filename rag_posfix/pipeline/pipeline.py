@@ -12,7 +12,7 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.assembly.documents import content_key
-from rag_posfix.assembly.recent_prompts import RecentPrompts
+from rag_posfix.assembly.orders.cache_aware import RecentPrompts
 from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, collected_warnings
 from rag_posfix.contracts.cache_salt import own_tags

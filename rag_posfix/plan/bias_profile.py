@@ -1,4 +1,4 @@
-"""Bias profiles: how a model favours places of a prompt, measured once. Reading, checking and stretching them.
+"""Bias profiles: how a model favours positions of a prompt, measured once, and the dummy passages that measure it.
 
 A slot profile holds one number for each slot of a prompt: the attention that a dummy passage got there. A channel
 profile names the hidden channel that follows the position. A head list names the attention heads that find passages.
@@ -8,18 +8,21 @@ shipped: where a method takes the path of a file, ``smollm2`` or ``gemma3-270m``
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import NumberList
+from rag_posfix.plan.layout import Layout
 
 FILE_BYTES = 1 << 20
 """A profile's file is read up to this size."""
@@ -142,3 +145,32 @@ def scaled(profile: Sequence[float], measured: Sequence[float]) -> tuple[float, 
     found = stretched([value / largest for value in profile], len(measured))
     total = math.fsum(found)
     return tuple(value * math.fsum(measured) / total for value in found) if total > 0 else found
+
+
+FILLER_TOKENS = 16
+
+
+def filler(layout: Layout) -> tuple[int, ...]:
+    """Return the tokens that stand in the most passages, up to 16: words that tell no passage from another.
+
+    Of tokens in equally many passages, the more frequent comes first, then the smaller id. The order of the passages
+    makes no difference.
+    """
+    texts = [layout.tokens(text) for text in layout.texts]
+    passages = Counter(token for text in texts for token in set(text))
+    count = Counter(token for text in texts for token in text)
+    return tuple(sorted(passages, key=lambda token: (-passages[token], -count[token], token))[:FILLER_TOKENS])
+
+
+def with_dummy(layout: Layout, slot: int) -> Layout:
+    """Return the same prompt with passage ``slot`` replaced by a dummy of as many tokens.
+
+    Heading and text are replaced by the filler tokens over and over; the separator after them stays, so that all
+    spans stay where they are.
+    """
+    words = filler(layout)
+    replaced = slice(layout.passages[slot].start, layout.texts[slot].stop if words else layout.passages[slot].start)
+    ids = list(layout.token_ids)
+    ids[replaced] = islice(cycle(words), replaced.stop - replaced.start)
+    keys = tuple("dummy" if index == slot else key for index, key in enumerate(layout.keys))
+    return dataclasses.replace(layout, token_ids=tuple(ids), keys=keys)

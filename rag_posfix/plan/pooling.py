@@ -1,8 +1,9 @@
-"""What methods with several rows share: the relevance of passages as log weights, and the mixture of rows."""
+"""Methods with several rows: the relevance of passages as log weights, and the mixture of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,3 +32,8 @@ def mixture(log_probs: Tensor, log_weights: Tensor) -> Tensor:
     """
     pooled = (log_probs + log_weights[:, None]).logsumexp(dim=0)
     return pooled - pooled.logsumexp(dim=0)
+
+
+def per_device(tensor: Tensor) -> Callable[[torch.device], Tensor]:
+    """Return a function that gives ``tensor`` on a device. It is copied to each device once, not at every token."""
+    return functools.cache(lambda device: tensor.to(device))

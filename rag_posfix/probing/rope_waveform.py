@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.rope_waveform import search_factors, trough_depth, waveform
+from rag_posfix.attention.rope import search_factors, trough_depth, waveform
 from rag_posfix.encodings.rope import RotaryAngles
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row

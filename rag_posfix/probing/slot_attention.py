@@ -23,7 +23,7 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.prefill.prefill import passage_attention
 from rag_posfix.parameters import Integer
-from rag_posfix.plan.dummy import with_dummy
+from rag_posfix.plan.bias_profile import with_dummy
 from rag_posfix.plan.layout import Layout
 from rag_posfix.probing.base import PROBES, Probe
 from rag_posfix.probing.language_model import language_model

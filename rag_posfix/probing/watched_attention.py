@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.blockwise import scores, weigh
-from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride
 from rag_posfix.probing.subject import Change, Watch
 
 

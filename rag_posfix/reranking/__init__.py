@@ -7,9 +7,9 @@ from rag_posfix.reranking.attention_sorting import AttentionSortingReranker
 from rag_posfix.reranking.base import RERANKERS
 from rag_posfix.reranking.calibrated_attention import CalibratedAttentionReranker
 from rag_posfix.reranking.cross_encoder import CrossEncoderReranker
+from rag_posfix.reranking.deadline import GuardedReranker
 from rag_posfix.reranking.embedding import EmbeddingReranker
 from rag_posfix.reranking.fused import FusedReranker
-from rag_posfix.reranking.guarded import GuardedReranker
 from rag_posfix.reranking.in_context import InContextReranker
 from rag_posfix.reranking.likelihood import LikelihoodReranker
 from rag_posfix.reranking.listwise import ListwiseReranker

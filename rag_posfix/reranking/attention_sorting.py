@@ -9,10 +9,9 @@ from pydantic import Field
 
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_prompt
 from rag_posfix.contracts.cache_salt import current_salt
-from rag_posfix.reranking.base import RERANKERS
+from rag_posfix.reranking.base import RERANKERS, sum_normalized
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import PassageReadingReranker, WindowedReranker
-from rag_posfix.reranking.score_normalization import sum_normalized
 
 
 @RERANKERS.register("attention_sorting")

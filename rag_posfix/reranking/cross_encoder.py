@@ -19,9 +19,8 @@ from pydantic_core import PydanticCustomError
 from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.checkpoints import check_encoder
 from rag_posfix.errors import RerankingError, missing_extra
-from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker
+from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker, sigmoid
 from rag_posfix.reranking.deadline import check_deadline
-from rag_posfix.reranking.score_normalization import sigmoid
 from rag_posfix.text import titled_text
 
 DEFAULT_MODEL = "cross-encoder/ms-marco-MiniLM-L6-v2"

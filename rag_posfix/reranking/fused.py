@@ -14,9 +14,8 @@ from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import RagPosfixError
-from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker
+from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker, sigmoid, z_scores
 from rag_posfix.reranking.deadline import check_deadline
-from rag_posfix.reranking.score_normalization import sigmoid, z_scores
 
 SCORE_FLOOR = 1e-3
 """The logarithm of a score is that of at least this."""

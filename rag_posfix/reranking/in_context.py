@@ -14,10 +14,9 @@ from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_prompt
 from rag_posfix.contracts.cache_salt import current_salt
 from rag_posfix.plan.bias_profile import FileReader, read_head_list
-from rag_posfix.reranking.base import RERANKERS
+from rag_posfix.reranking.base import RERANKERS, sigmoid_of_z_scores
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import PassageReadingReranker, WindowedReranker
-from rag_posfix.reranking.score_normalization import sigmoid_of_z_scores
 
 CONTENT_FREE = "N/A"
 

@@ -230,7 +230,6 @@ IMPORT_RULES = [
             "rag_posfix.errors",
             "rag_posfix.parameters",
             "rag_posfix.plan.bias_profile",
-            "rag_posfix.plan.dummy",
             "rag_posfix.registry",
             "rag_posfix.reranking",
             "rag_posfix.text",

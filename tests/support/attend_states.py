@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.rope import rotate_half_split
-from rag_posfix.plan.attention_override import AttentionInput, AttentionOverride, Rotated
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Rotated
 
 N_HEADS, N_KV_HEADS, HEAD_DIM = 6, 2, 8
 FREQUENCIES = 100.0 ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))

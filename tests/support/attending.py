@@ -1,12 +1,11 @@
-"""Runs an ``AttentionOverride`` without a model, on random queries and keys that it may rotate."""
+"""Runs an ``AttentionOverride`` without a model, and computes what it must: float32, every score materialised."""
 
 from __future__ import annotations
 
 import torch
 
-from rag_posfix.attention.reference import reference_attention, reference_scores
 from rag_posfix.attention.rope import rotate_half_split
-from rag_posfix.plan.attention_override import AttentionInput, Rotated
+from rag_posfix.plan.plan import AttentionInput, Rotated
 
 HEADS, KV_HEADS, SIZE = 6, 2, 8
 FREQUENCIES = 10.0 ** -torch.arange(SIZE // 2).float()
@@ -62,3 +61,32 @@ def reference(query, key, value, distance, visible, scale=1.0):
     """Return attention by explicit distances and visibility, (Hq, T, D)."""
     scores = reference_scores(query[0], key[0], distance, FREQUENCIES, scale**2 * SIZE**-0.5)
     return reference_attention(scores, value[0], visible)
+
+
+def reference_scores(query, key, distance, frequencies, scaling):
+    """Return q^T R(distance) k scaling for every pair: RoPE by relative distance alone.
+
+    Source: Su et al. (2021), RoFormer, equation 16, https://arxiv.org/abs/2104.09864
+    Formula: score(m, n) = (R_{m - n} q_m)^T k_n; with ``distance`` in the place of m - n.
+
+    Shapes:
+        query: (Hq, Tq, D) and key: (Hkv, Tk, D), unrotated. distance: (Tq, Tk) or (Hq, Tq, Tk), may be fractional.
+        frequencies: (rotated / 2,). returns: (Hq, Tq, Tk) float32.
+
+    Cost: a (Hq, Tq, Tk, D) tensor. For tests.
+    """
+    key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0).float()
+    angle = distance.expand(query.shape[0], -1, -1)[..., None].float() * frequencies.float()
+    angle = torch.cat((angle, angle), dim=-1)  # (Hq, Tq, Tk, rotated)
+    turned = rotate_half_split(query.float()[:, :, None].expand(-1, -1, key.shape[1], -1), angle.cos(), angle.sin())
+    return (turned * key[:, None]).sum(dim=-1) * scaling
+
+
+def reference_attention(scores, value, visible):
+    """Return softmax over the visible keys, times V.
+
+    Shapes:
+        scores: (Hq, Tq, Tk). value: (Hkv, Tk, D). visible: (Tq, Tk) bool. returns: (Hq, Tq, D) float32.
+    """
+    value = value.repeat_interleave(scores.shape[0] // value.shape[0], dim=0).float()
+    return scores.float().masked_fill(~visible, float("-inf")).softmax(dim=-1) @ value

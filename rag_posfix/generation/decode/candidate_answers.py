@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.generation.model.sequence_batch import SequenceBatch, forward_batches
-from rag_posfix.plan.draft import Drafts
+from rag_posfix.plan.plan import Drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatc
 from rag_posfix.generation.prefill.prefill import prefill_calibrated
 from rag_posfix.generation.prefill.segments import KVLookup
 from rag_posfix.patching.forward_context import Observer
-from rag_posfix.plan.draft import Draft
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.plan import Plan, RowScores
+from rag_posfix.plan.plan import Draft, Plan, RowScores
 
 
 class Session:

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.model.kv_cache import ConcatenatedCache, GrowingCache
+from rag_posfix.patching.families import main_device
 from rag_posfix.patching.forward_context import (
     BatchSlice,
     ForwardContext,
@@ -23,7 +24,6 @@ from rag_posfix.patching.forward_context import (
     Overrides,
     active,
 )
-from rag_posfix.patching.placement import main_device
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 

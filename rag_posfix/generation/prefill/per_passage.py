@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.cache_blend import SelectedAttention, deviation, first_tokens, most_deviating
-from rag_posfix.attention.windows import window_positions, windows_of
+from rag_posfix.attention.masks import window_positions, windows_of
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.model.kv_cache import GrowingCache
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, run_model
 from rag_posfix.generation.prefill.rows import PrefilledGroup, ResolvedRow, logits_to_keep, prefilled_group
 from rag_posfix.generation.prefill.segments import KVLookup, KVRequest, Segment, concatenate_kv, encode_segments
 from rag_posfix.patching.forward_context import ForwardContext, Observer, Overrides
-from rag_posfix.patching.rerotate import rerotate
+from rag_posfix.patching.rotation import rerotate
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import Blend
 

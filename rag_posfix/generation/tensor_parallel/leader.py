@@ -28,7 +28,7 @@ from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.tensor_parallel.processes import Processes
-from rag_posfix.patching.ranks import Ranks
+from rag_posfix.patching.spec import Ranks
 from rag_posfix.plan.layout import Layout, Span, Turn
 from rag_posfix.plan.plan import Plan
 

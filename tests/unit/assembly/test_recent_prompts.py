@@ -1,6 +1,6 @@
 import pytest
 
-from rag_posfix.assembly.recent_prompts import RecentPrompts
+from rag_posfix.assembly.orders.cache_aware import RecentPrompts
 from rag_posfix.errors import ConfigError
 
 

@@ -9,9 +9,17 @@ import torch
 
 from rag_posfix.attention import blockwise
 from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
-from rag_posfix.attention.reference import reference_attention, reference_scores
 from rag_posfix.attention.rope import rotate_half_split
-from tests.support.attending import FREQUENCIES, HEADS, KV_HEADS, SIZE, random_states, rotate
+from tests.support.attending import (
+    FREQUENCIES,
+    HEADS,
+    KV_HEADS,
+    SIZE,
+    random_states,
+    reference_attention,
+    reference_scores,
+    rotate,
+)
 
 
 def spelled_out(query, key, causal):

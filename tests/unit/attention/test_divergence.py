@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rag_posfix.attention.divergence import jensen_shannon
+from rag_posfix.mitigations.context_experts import jensen_shannon
 
 
 def divergence(left, right):

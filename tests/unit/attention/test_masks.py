@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from rag_posfix.attention.masks import block_diagonal_mask, causal_mask, materialize, segment_ids, windows_mask
-from rag_posfix.attention.windows import window_positions, windows_of
+from rag_posfix.attention.masks import (
+    block_diagonal_mask,
+    causal_mask,
+    materialize,
+    segment_ids,
+    window_positions,
+    windows_mask,
+    windows_of,
+)
 from tests.support.tiny import toy_layout
 
 # One prefix token, passages of two and three tokens, two suffix tokens.

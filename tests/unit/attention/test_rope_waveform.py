@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rag_posfix.attention.rope_waveform import search_factors, trough_depth, waveform
+from rag_posfix.attention.rope import search_factors, trough_depth, waveform
 from rag_posfix.errors import ConfigError
 
 

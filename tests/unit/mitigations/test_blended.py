@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from rag_posfix.attention.cache_blend import SelectedAttention, deviation, first_tokens, most_deviating
-from rag_posfix.attention.masks import windows_mask
-from rag_posfix.attention.windows import windows_of
+from rag_posfix.attention.masks import windows_mask, windows_of
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import MitigationChoice

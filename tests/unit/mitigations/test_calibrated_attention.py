@@ -4,15 +4,14 @@ import math
 import pytest
 import torch
 
-from rag_posfix.attention.reference import reference_scores
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.calibrated_attention import RedistributedAttention, passage_weights, redistribute
-from rag_posfix.plan.bias_profile import scaled
-from rag_posfix.plan.dummy import filler, with_dummy
+from rag_posfix.plan.bias_profile import filler, scaled, with_dummy
 from rag_posfix.plan.layout import Layout, Span
 from tests.support.attend_states import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states
+from tests.support.attending import reference_scores
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout
 
 LAYOUT = toy_layout()

@@ -10,14 +10,12 @@ import torch
 
 from rag_posfix.attention import causal
 from rag_posfix.attention import pine as attention_module
-from rag_posfix.attention.pine import ByImportance
-from rag_posfix.attention.pine_importance import distances, document_importance, shares, token_importance
-from rag_posfix.attention.reference import reference_attention, reference_scores
+from rag_posfix.attention.pine import ByImportance, distances, document_importance, shares, token_importance
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.patching.rotation import LayerRotation
-from rag_posfix.plan.attention_override import AttentionInput
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import AttentionInput, Plan, RowPlan
+from tests.support.attending import reference_attention, reference_scores
 from tests.support.tiny import loaded_model, toy_layout
 
 SCALING = 0.3

@@ -59,8 +59,7 @@ def test_no_tensor_of_prompt_length_squared_is_held(name, parameters, monkeypatc
 def test_a_mask_would_be_noticed():
     # Two windows spelled out as a mask: the hook hands the model a (T, T) matrix.
     loaded = loaded_model(max_position_embeddings=1024)
-    from rag_posfix.attention.masks import windows_mask
-    from rag_posfix.attention.windows import windows_of
+    from rag_posfix.attention.masks import windows_mask, windows_of
     from rag_posfix.plan.plan import Plan, RowPlan
 
     plan = Plan(rows=(RowPlan(mask=windows_mask(LAYOUT, windows_of(LAYOUT, 2))),))

@@ -23,7 +23,7 @@ def by_hand(temperature, scale):
     key = torch.tensor(scores).view(1, 1, 4, 1)
     value = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4, 1)
     attend = TwoGroupAttention(1, 3, temperature, scale)
-    from rag_posfix.plan.attention_override import AttentionInput
+    from rag_posfix.plan.plan import AttentionInput
 
     query = torch.ones(1, 1, 1, 1)
     given = AttentionInput(query, key, value, torch.zeros(1, 4), 1.0, 0, rotate, lambda: query)

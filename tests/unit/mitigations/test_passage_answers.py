@@ -9,8 +9,7 @@ import torch
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations import create
-from rag_posfix.plan.draft import Drafts
-from rag_posfix.plan.plan import RowScores
+from rag_posfix.plan.plan import Drafts, RowScores
 from tests.support.tiny import loaded_model, toy_layout
 
 # [d][k]: how likely row k finds the answer that row d wrote; the last row reads no passage.

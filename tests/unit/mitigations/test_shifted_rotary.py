@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from rag_posfix.attention.blockwise import attend_with_lse
-from rag_posfix.attention.reference import reference_attention, reference_scores
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.shifted_rotary import attend_band
 from tests.support.attend_states import FREQUENCIES, HEAD_DIM, States, distances, random_states
+from tests.support.attending import reference_attention, reference_scores
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout
 
 LAYOUT = toy_layout((9, 12, 8, 10))

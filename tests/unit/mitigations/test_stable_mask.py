@@ -3,12 +3,12 @@ import math
 import pytest
 import torch
 
-from rag_posfix.attention.pseudo_scores import pseudo_log_mass
-from rag_posfix.attention.reference import reference_scores
+from rag_posfix.attention.masks import pseudo_log_mass
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from tests.support.attend_states import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states
+from tests.support.attending import reference_scores
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout
 
 LAYOUT = toy_layout()

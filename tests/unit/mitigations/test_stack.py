@@ -11,9 +11,8 @@ import torch
 from rag_posfix.errors import ConfigError, PlanConflictError, UnknownNameError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
-from rag_posfix.plan.attention_override import AttentionOverride
-from rag_posfix.plan.compose import compose
-from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
+from rag_posfix.mitigations.stack import compose
+from rag_posfix.plan.plan import AttentionOverride, HiddenScale, Plan, RowPlan
 from tests.support.tiny import loaded_model, toy_layout
 
 RELEVANCE = (0.9, 0.2, 0.4, 0.3)

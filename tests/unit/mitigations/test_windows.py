@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from rag_posfix.attention.windows import WindowedAttention, window_positions, windows_of
+from rag_posfix.attention.masks import WindowedAttention, window_positions, windows_of
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from rag_posfix.patching.hidden import channel_columns
-from rag_posfix.patching.ranks import Ranks
+from rag_posfix.patching.attention_hook import channel_columns
+from rag_posfix.patching.spec import Ranks
 
 
 class Two(Ranks):

@@ -10,7 +10,7 @@ from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching import attention_hook
 from rag_posfix.patching import verify as verification
 from rag_posfix.patching.forward_context import current
-from rag_posfix.patching.ranks import Ranks
+from rag_posfix.patching.spec import Ranks
 from rag_posfix.patching.verify import verify
 from rag_posfix.plan.model_shape import Capability
 from tests.support.tiny import FAMILIES, loaded_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rag_posfix.attention.rope_waveform import waveform
+from rag_posfix.attention.rope import waveform
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.probing.language_model import LanguageModel

@@ -3,7 +3,7 @@ import torch
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.prefill.prefill import prefill
-from rag_posfix.plan.dummy import with_dummy
+from rag_posfix.plan.bias_profile import with_dummy
 from rag_posfix.plan.plan import Plan
 from rag_posfix.probing.slot_attention import mean_dummy_attention
 from tests.support.tiny import loaded_model, toy_layout

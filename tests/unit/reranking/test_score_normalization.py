@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.reranking.score_normalization import sigmoid, sigmoid_of_z_scores, sum_normalized, z_scores
+from rag_posfix.reranking.base import sigmoid, sigmoid_of_z_scores, sum_normalized, z_scores
 
 
 def test_sigmoid_by_hand_and_without_overflow():

@@ -10,8 +10,7 @@ from rag_posfix.generation.decode.candidate_answers import AnswerText, draft_ans
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.prefill import prefill
-from rag_posfix.plan.draft import Draft
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import Draft, Plan, RowPlan
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, stock_model, toy_layout
 from tests.support.tiny_evaluation import CountedForwards

@@ -16,7 +16,7 @@ from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.decode.question_scores import question_attention
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.patching.ranks import Ranks
+from rag_posfix.patching.spec import Ranks
 from rag_posfix.plan.layout import Span
 from tests.support.number_encoder import NumberEncoder
 from tests.support.stepped import RecordingEngine

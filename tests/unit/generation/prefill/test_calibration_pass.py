@@ -9,7 +9,7 @@ from rag_posfix.errors import PlanConflictError, PromptTooLongError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.prefill import passage_attention, prefill, prefill_calibrated
-from rag_posfix.plan.dummy import with_dummy
+from rag_posfix.plan.bias_profile import with_dummy
 from rag_posfix.plan.plan import CalibrationPass, Plan, RowPlan
 from tests.support.tiny import loaded_model, toy_layout
 
