@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.keep_record import RESULTS
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.evaluation.answers.pictures import draw_positions
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_row, svg_of
+from rag_posfix.evaluation.figures import OTHER_COLORS, draw_positions, new_row, svg_of
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.laboratory.contextual_maps import draw_maps
 from rag_posfix.laboratory.pictures import draw_laboratory

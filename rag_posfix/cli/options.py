@@ -16,7 +16,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.settings import ServiceSettings, Settings
 
 if TYPE_CHECKING:
-    from rag_posfix.evaluation.answers.arrangement import Arrangement
+    from rag_posfix.evaluation.answers.experiment import Arrangement
 
 S = TypeVar("S", Settings, ServiceSettings)
 
@@ -120,7 +120,7 @@ def checked_choices_and_arrangements(mitigation: str | None, arrangement: str | 
         ConfigError: an unknown name or parameter, a value outside of what is allowed, a file that cannot be read, or
             a part that is named twice.
     """
-    from rag_posfix.evaluation.answers.arrangement import Arrangement, check_arrangements, parse_arrangement
+    from rag_posfix.evaluation.answers.experiment import Arrangement, check_arrangements, parse_arrangement
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
     from rag_posfix.reranking import RERANKERS

@@ -16,7 +16,7 @@ from rag_posfix.training.data.settings import DataSettings
 
 if TYPE_CHECKING:
     from rag_posfix.contracts.generator import Generator
-    from rag_posfix.evaluation.data.position_example import PositionExample
+    from rag_posfix.evaluation.data.questions import PositionExample
 
 Out = Annotated[
     Path, typer.Option("--out", callback=checked_output, help="Folder for samples.jsonl and its statistics.")

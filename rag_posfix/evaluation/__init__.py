@@ -9,14 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rag_posfix.evaluation.answers.arrangement import Arrangement, parse_arrangement
+    from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
     from rag_posfix.evaluation.answers.permutations import evaluate_permutations
     from rag_posfix.evaluation.answers.positions import evaluate_positions
-    from rag_posfix.evaluation.data.beir import beir_files
-    from rag_posfix.evaluation.data.datasets import load_examples
-    from rag_posfix.evaluation.data.position_example import PositionExample
+    from rag_posfix.evaluation.data.collection import beir_files
+    from rag_posfix.evaluation.data.questions import PositionExample, load_examples
     from rag_posfix.evaluation.ranking.gold_positions import evaluate_reranking_positions
-    from rag_posfix.evaluation.ranking.rerankers import RerankerChoice
+    from rag_posfix.evaluation.ranking.rankings import RerankerChoice
     from rag_posfix.evaluation.ranking.reranking import evaluate_reranking
     from rag_posfix.evaluation.record import ExperimentRecord, read_record
     from rag_posfix.evaluation.speed.bench import measure_speed
@@ -38,18 +37,18 @@ __all__ = [
 ]
 
 _EXPORTS = {
-    "Arrangement": "rag_posfix.evaluation.answers.arrangement",
+    "Arrangement": "rag_posfix.evaluation.answers.experiment",
     "ExperimentRecord": "rag_posfix.evaluation.record",
-    "PositionExample": "rag_posfix.evaluation.data.position_example",
-    "RerankerChoice": "rag_posfix.evaluation.ranking.rerankers",
-    "beir_files": "rag_posfix.evaluation.data.beir",
+    "PositionExample": "rag_posfix.evaluation.data.questions",
+    "RerankerChoice": "rag_posfix.evaluation.ranking.rankings",
+    "beir_files": "rag_posfix.evaluation.data.collection",
     "evaluate_permutations": "rag_posfix.evaluation.answers.permutations",
     "evaluate_positions": "rag_posfix.evaluation.answers.positions",
     "evaluate_reranking": "rag_posfix.evaluation.ranking.reranking",
     "evaluate_reranking_positions": "rag_posfix.evaluation.ranking.gold_positions",
-    "load_examples": "rag_posfix.evaluation.data.datasets",
+    "load_examples": "rag_posfix.evaluation.data.questions",
     "measure_speed": "rag_posfix.evaluation.speed.bench",
-    "parse_arrangement": "rag_posfix.evaluation.answers.arrangement",
+    "parse_arrangement": "rag_posfix.evaluation.answers.experiment",
     "read_record": "rag_posfix.evaluation.record",
 }
 

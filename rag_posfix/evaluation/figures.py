@@ -1,4 +1,4 @@
-"""Figures of experiments: axes in one style, and their files beside the record."""
+"""Figures of experiments: axes in one style, files next to the record, and the figures of answer experiments."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rag_posfix.errors import ConfigError, EvaluationError, missing_extra
-from rag_posfix.evaluation.record import ExperimentRecord
-from rag_posfix.evaluation.whole_file import write_whole
+from rag_posfix.evaluation.record import ExperimentRecord, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OTHER_COLORS = ("#1f6f54", "#33658a", "#f2a541", "#6a4c93", "#8a8a8a", "#2ca6a4", "#a23b72", "#5b4b2a")
-FORMATS = ("svg", "png")
+COLORS = {"none": "#b3382c"}
+NAMES = {"none": "unmodified model"}
 _LONG_NUMBER = re.compile(r"(?<![\d.#])[1-9]\d*\.\d{4,}")
 """Coordinates, whose last digits depend on the processor; scales of glyphs are below 1."""
 
 _log = logging.getLogger(__name__)
 
 
-def with_picture(record: ExperimentRecord, draw: Callable[[Mapping[str, Any]], Figure]) -> ExperimentRecord:
-    """Return the record with a picture beside its files, as SVG and PNG; as it is if it has no files.
+def with_figure(record: ExperimentRecord, draw: Callable[[Mapping[str, Any]], Figure]) -> ExperimentRecord:
+    """Return the record with a figure next to its files, as SVG and PNG; as it is if it has no files.
 
-    Without matplotlib (extra ``eval``) there is no picture, and a warning says how to get one.
+    Without matplotlib (extra ``eval``) there is no figure, and a warning says how to get one.
 
     Raises:
         EvaluationError: a file cannot be written.
     """
-    beside = record.files.get("record", record.files.get("profile"))
-    if beside is None:
+    written = record.files.get("record", record.files.get("profile"))
+    if written is None:
         return record
     try:
         figure = draw(record.head)
     except ConfigError as error:
-        _log.warning("no picture was drawn: %s", error)
+        _log.warning("no figure was drawn: %s", error)
         return record
-    return replace(record, files={**record.files, **save_figure(figure, beside)})
+    return replace(record, files={**record.files, **save_figure(figure, written)})
 
 
 def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
-    """Write a figure as SVG and PNG beside a record, and return the paths by format.
+    """Write a figure as SVG and PNG next to a record, and return the paths by format.
 
     Raises:
         EvaluationError: a file cannot be written.
     """
-    paths = {kind: record.with_suffix(f".{kind}") for kind in FORMATS}
+    paths = {kind: record.with_suffix(f".{kind}") for kind in ("svg", "png")}
     for kind, path in paths.items():
         try:
             write_whole(path, [_drawn(figure, kind)])
         except OSError as error:
             raise EvaluationError(
-                f"cannot write a picture to {path.parent}: {error.strerror}; choose another --out"
+                f"cannot write a figure to {path.parent}: {error.strerror}; choose another --out"
             ) from error
     return paths
 
@@ -69,19 +69,26 @@ def svg_of(figure: Figure) -> str:
 def _drawn(figure: Figure, kind: str) -> bytes:
     from matplotlib import rc_context
 
-    drawn = io.BytesIO()
+    content = io.BytesIO()
     with rc_context({"svg.hashsalt": "rag_posfix"}):  # equal figures give equal bytes
-        figure.savefig(drawn, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        figure.savefig(content, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     if kind != "svg":
-        return drawn.getvalue()
-    return _LONG_NUMBER.sub(lambda number: f"{float(number[0]):.3f}", drawn.getvalue().decode()).encode()
+        return content.getvalue()
+    return _LONG_NUMBER.sub(lambda number: f"{float(number[0]):.3f}", content.getvalue().decode()).encode()
 
 
 def new_axes(size: tuple[float, float]) -> tuple[Figure, Any]:
-    """Return a figure with one pair of axes.
+    """Return a figure of a size in inches with one pair of axes.
 
-    Args:
-        size: Width and height in inches.
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure, (axes,) = new_row(1, size)
+    return figure, axes
+
+
+def new_row(count: int, size: tuple[float, float], *, share_y: bool = False) -> tuple[Figure, tuple[Any, ...]]:
+    """Return a figure of a size in inches with axes side by side, of one scale of y with ``share_y``.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -91,24 +98,69 @@ def new_axes(size: tuple[float, float]) -> tuple[Figure, Any]:
     except ImportError as error:
         raise missing_extra("matplotlib", "eval") from error
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    row = tuple(figure.subplots(1, count, sharey=share_y, squeeze=False)[0])
+    for axes in row:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, row
 
 
-def new_row(count: int, size: tuple[float, float], *, share_y: bool = False) -> tuple[Figure, tuple[Any, ...]]:
-    """Return a figure with axes side by side.
+def draw_positions(
+    head: Mapping[str, Any],
+    *,
+    title: str | None = None,
+    names: Mapping[str, str] = NAMES,
+    size: tuple[float, float] = (7.2, 3.6),
+    bounds: bool = True,
+) -> Figure:
+    """Return the curves of a record of ``eval positions``: log-probability of the answer by gold position.
+
+    Accuracy is drawn where log-probabilities were not measured.
 
     Args:
+        title: Replaces the title, which names model, questions and data.
+        names: Shown in the legend in place of a method's label.
         size: Width and height in inches.
-        share_y: Whether all have one scale of y.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
+        bounds: Draw the gold passage alone and the model without passages too.
     """
-    figure, only = new_axes(size)
-    only.remove()
-    axes = tuple(figure.subplots(1, count, sharey=share_y, squeeze=False)[0])
-    for one in axes:
-        one.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    summary = head["summary"]
+    methods = summary["mitigations"]
+    measure = "accuracy" if "not_measured" in summary else "log_probability"
+    figure, axes = new_axes(size)
+    labels = list(next(iter(methods.values()))["positions"])
+    for number, (name, scores) in enumerate(methods.items()):
+        values = [at_position[measure] for at_position in scores["positions"].values()]
+        axes.plot(
+            range(len(values)), values, marker="o", linewidth=2.2, color=_color(name, number),
+            label=names.get(name, name),
+        )  # fmt: skip
+    for key, text in (("gold_only", "gold passage alone"), ("closed_book", "no passages")) if bounds else ():
+        value = summary[key][measure]
+        axes.axhline(value, color="#999999", linestyle=":", linewidth=1)
+        style = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8, "color": "#666666"}
+        axes.text(1.02, value, text, **style)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_xlabel(f"position of the gold passage among {head['settings']['documents']}, from 0")
+    axes.set_ylabel("accuracy" if measure == "accuracy" else "log-probability of the answer\nper token")
+    data = head["data"]["name"] or "given questions"
+    axes.set_title(title or f"{head['model']}, {summary['n']} questions of {data}", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def draw_permutations(head: Mapping[str, Any]) -> Figure:
+    """Return the bars of a record of ``eval permutations``: the share of answers that change with the order."""
+    methods = head["summary"]["mitigations"]
+    figure, axes = new_axes((7.2, 1.2 + 0.4 * len(methods)))
+    for number, (name, scores) in enumerate(reversed(methods.items())):
+        low, high = scores["flip_rate_ci95"]
+        rate = scores["flip_rate"]
+        axes.barh(number, rate, color=_color(name, number), xerr=[[max(rate - low, 0)], [max(high - rate, 0)]])
+    axes.set_yticks(range(len(methods)), [NAMES.get(name, name) for name in reversed(methods)])
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of answers that change with the order of the passages, 95 % interval")
+    axes.set_title(f"{head['model']}, {head['summary']['n']} questions", fontsize=10, loc="left")
+    return figure
+
+
+def _color(name: str, number: int) -> str:
+    return COLORS.get(name, OTHER_COLORS[number % len(OTHER_COLORS)])

@@ -1,21 +1,17 @@
-"""Journals: append-only files of computed rows, so that an experiment can be interrupted and extended.
-
-The content of a row does not matter here: answers and rankings each have a journal of this kind.
-"""
+"""Journals: append-only files of answers or rankings, so that an experiment can be interrupted and extended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import orjson
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.record import source_commit
+from rag_posfix.evaluation.record import installed_version, source_commit
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -65,7 +61,7 @@ class LineJournal(Generic[Row]):
             self._used.add(self._earlier[key])
         return self._rows.get(key)
 
-    def known(self) -> dict[str, Row]:
+    def rows(self) -> dict[str, Row]:
         """Return every row, by key."""
         return dict(self._rows)
 
@@ -80,7 +76,7 @@ class LineJournal(Generic[Row]):
         if self._path is None:
             return
         if self._writer is None:
-            self._writer = _writer()
+            self._writer = {"version": installed_version("rag-posfix"), "commit": source_commit()}
         line = orjson.dumps(
             {
                 "key": key,
@@ -91,8 +87,8 @@ class LineJournal(Generic[Row]):
         )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab", buffering=0) as opened:
-                opened.write((b"\n" if self._torn else b"") + line + b"\n")
+            with self._path.open("ab", buffering=0) as file:
+                file.write((b"\n" if self._torn else b"") + line + b"\n")
         except OSError as error:
             raise EvaluationError(
                 f"cannot write the journal {self._path}: {error.strerror}; choose another --out"
@@ -108,25 +104,11 @@ class LineJournal(Generic[Row]):
             ) from error
         self._torn = bool(data) and not data.endswith(b"\n")
         for line in [] if fresh else data.splitlines():
-            read = self._read(line)
-            if read is not None:
-                key, row, source = read
-                self._rows[key], self._earlier[key] = row, source
-
-    def _read(self, line: bytes) -> tuple[str, Row, str] | None:
-        try:
-            found = orjson.loads(line)
-            key, row = found["key"], self._read_row(found[self._name])
-            if row is None or not isinstance(key, str):
-                return None
-            return key, row, f"{found.get('version')} {found.get('commit')}"
-        except (KeyError, TypeError, ValueError, AttributeError):  # orjson's own error is a ValueError
-            return None
-
-
-def _writer() -> dict[str, str | None]:
-    try:
-        own = version("rag-posfix")
-    except PackageNotFoundError:
-        own = "not installed"
-    return {"version": own, "commit": source_commit()}
+            try:
+                entry = orjson.loads(line)
+                key, row = entry["key"], self._read_row(entry[self._name])
+                if row is not None and isinstance(key, str):
+                    self._rows[key] = row
+                    self._earlier[key] = f"{entry.get('version')} {entry.get('commit')}"
+            except (KeyError, TypeError, ValueError, AttributeError):  # orjson's own error is a ValueError
+                continue

@@ -12,9 +12,11 @@ import hashlib
 import io
 import os
 import platform
+import secrets
 import subprocess
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -24,24 +26,21 @@ from typing import TYPE_CHECKING, Any, Self
 import orjson
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.whole_file import write_whole
 
 if TYPE_CHECKING:
     from rag_posfix.contracts.generator import Generator
 
-__all__ = [
-    "ExperimentRecord",
-    "environment",
-    "file_digest",
-    "model_facts",
-    "read_head",
-    "read_record",
-    "save_record",
-    "source_commit",
-    "write_record",
-]
+__all__ = ["ExperimentRecord", "Progress", "read_record", "silent"]
+
+Progress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+"""Called with the name of a step when it begins; returns a context whose value is called with (done, total)."""
 
 _PACKAGES = ("rag-posfix", "torch", "transformers", "sentence-transformers", "langchain-core", "faiss-cpu", "numpy")
+
+
+def silent(_step: str) -> AbstractContextManager[Callable[[int, int], None]]:
+    """Report nothing."""
+    return nullcontext(lambda done, total: None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,8 +60,8 @@ class ExperimentRecord:
     @property
     def summary(self) -> Mapping[str, Any]:
         """The summary of the head."""
-        found: Mapping[str, Any] = self.head["summary"]
-        return found
+        summary: Mapping[str, Any] = self.head["summary"]
+        return summary
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary and the paths of written files: the object of ``--json``."""
@@ -82,14 +81,8 @@ class ExperimentRecord:
 
 def environment() -> dict[str, Any]:
     """Return versions, machine and git commit of this run."""
-    found: dict[str, str] = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
     return {
-        "versions": found,
+        "versions": {name: installed_version(name) for name in _PACKAGES},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "processor_count": os.cpu_count(),
@@ -98,8 +91,28 @@ def environment() -> dict[str, Any]:
     }
 
 
+def installed_version(package: str) -> str:
+    """Return the version of a package, or ``not installed``."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def source_commit() -> str | None:
+    """Return the commit of the source tree, with ``-dirty`` if files are modified; None without a repository."""
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="],
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
 def model_facts(engine: Generator) -> dict[str, Any]:
-    """Return the name, dtype and device of the model; those of a model on a server are not known."""
+    """Return the name, dtype and device of the model; dtype and device of a remote model are not known."""
     loaded = getattr(engine, "loaded", None)
     return {
         "model": engine.model_id,
@@ -111,23 +124,31 @@ def model_facts(engine: Generator) -> dict[str, Any]:
 
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_whole(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write a file and its folder, with the permissions of the umask; after an error an old file is still there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.parent / f".{path.name}-{secrets.token_hex(8)}"
+    try:
+        with scratch.open("xb") as file:
+            file.writelines(chunks)
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def write_record(
     folder: Path, name: str, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] | None = None
 ) -> Path:
-    """Write a record to new files ``NAME-TIME.json`` and, if it has rows, ``NAME-TIME.jsonl.gz``.
-
-    Args:
-        folder: The folder; created if missing.
-        name: Prefix of the file names.
-        head: The head without ``rows``.
-        rows: The rows; None for a record without rows.
-
-    Returns:
-        The path of the head.
+    """Write a record to new files ``NAME-TIME.json`` and, if it has rows, ``NAME-TIME.jsonl.gz``; return the head's.
 
     Raises:
         EvaluationError: the folder cannot be written.
@@ -144,21 +165,31 @@ def save_record(path: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str,
 
     Args:
         path: Of the head, ending in ``.json``.
-        head: All but the rows.
-        rows: The rows; None for a record that has none.
+        head: All but ``rows``.
+        rows: None for a record without rows.
 
     Raises:
         EvaluationError: a file cannot be written.
     """
-    lines = None if rows is None else [orjson.dumps(row, option=orjson.OPT_NON_STR_KEYS) + b"\n" for row in rows]
-    whole = dict(head)
-    if lines is not None:
-        digest = hashlib.sha256(b"".join(lines)).hexdigest()
-        whole["rows"] = {"file": _rows_path(path).name, "count": len(lines), "sha256": digest}
-    content = orjson.dumps(whole, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n"
-    if lines is not None:
-        _write(_rows_path(path), _compressed(b"".join(lines)))
-    _write(path, content)
+    files: dict[Path, bytes] = {}
+    content = dict(head)
+    if rows is not None:
+        lines = b"".join(orjson.dumps(row, option=orjson.OPT_NON_STR_KEYS) + b"\n" for row in rows)
+        rows_path = path.with_suffix(".jsonl.gz")
+        compressed = io.BytesIO()
+        with gzip.GzipFile(filename="", mode="wb", fileobj=compressed, compresslevel=9, mtime=0) as file:
+            file.write(lines)  # without name, time and platform, which gzip.compress writes: equal bytes
+        files[rows_path] = compressed.getvalue()
+        digest = hashlib.sha256(lines).hexdigest()
+        content["rows"] = {"file": rows_path.name, "count": len(rows), "sha256": digest}
+    files[path] = orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n"
+    for written, data in files.items():
+        try:
+            write_whole(written, [data])
+        except OSError as error:
+            raise EvaluationError(
+                f"cannot write a record to {path.parent}: {error.strerror}; choose another --out"
+            ) from error
 
 
 def read_head(path: Path) -> dict[str, Any]:
@@ -191,63 +222,21 @@ def read_record(path: Path) -> ExperimentRecord:
     rows = head.pop("rows", None)
     if rows is None:
         return ExperimentRecord(head, (), {"record": path})
-    lines = _read_lines(path, rows).splitlines()
-    return ExperimentRecord(head, tuple(orjson.loads(line) for line in lines), {"record": path})
-
-
-def _read_lines(path: Path, expected: Any) -> bytes:
-    """Return the bytes of the rows that a head describes, checked by their digest."""
     try:
-        name, digest = str(expected["file"]), expected["sha256"]
+        name, expected = str(rows["file"]), rows["sha256"]
     except (TypeError, KeyError) as error:
         raise EvaluationError(f"{path}: rows must be an object with file, count and sha256") from error
     if Path(name).name != name:
         raise EvaluationError(f"{path}: rows are in {name!r}, must be in a file beside the head")
+    rows_path = path.with_name(name)
     try:
-        lines = gzip.decompress(path.with_name(name).read_bytes())
+        lines = gzip.decompress(rows_path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
+        raise EvaluationError(f"{rows_path} cannot be read ({error}); it holds the rows of {path}") from error
+    digest = hashlib.sha256(lines).hexdigest()
+    if digest != expected:
         raise EvaluationError(
-            f"{path.with_name(name)} cannot be read ({error}); it holds the rows of {path}"
-        ) from error
-    found = hashlib.sha256(lines).hexdigest()
-    if found != digest:
-        raise EvaluationError(
-            f"{path.with_name(name)} holds other rows than {path.name} was written for (SHA-256 {found}, expected "
-            f"{digest}); restore both files from one run"
+            f"{rows_path} holds other rows than {path.name} was written for (SHA-256 {digest}, expected "
+            f"{expected}); restore both files from one run"
         )
-    return lines
-
-
-def _rows_path(path: Path) -> Path:
-    return path.with_suffix(".jsonl.gz")
-
-
-def _compressed(content: bytes) -> bytes:
-    """Return bytes in gzip's format without name and time, so that equal bytes give equal files."""
-    written = io.BytesIO()
-    with gzip.GzipFile(filename="", mode="wb", fileobj=written, compresslevel=9, mtime=0) as opened:
-        opened.write(content)
-    return written.getvalue()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file completely or not at all."""
-    try:
-        write_whole(path, [content])
-    except OSError as error:
-        raise EvaluationError(
-            f"cannot write a record to {path.parent}: {error.strerror}; choose another --out"
-        ) from error
-
-
-def source_commit() -> str | None:
-    """Return the commit of the source tree, with ``-dirty`` if files are modified; None without a repository."""
-    here = Path(__file__).parent
-    try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="],
-            cwd=here, capture_output=True, text=True, timeout=10, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None
+    return ExperimentRecord(head, tuple(orjson.loads(line) for line in lines.splitlines()), {"record": path})

@@ -30,8 +30,8 @@ def mean(values: Sequence[float]) -> float:
 
 def mean_if_known(values: Sequence[float | None]) -> float | None:
     """Return the arithmetic mean, or None if a value was not measured."""
-    known = [value for value in values if value is not None]
-    return mean(known) if len(known) == len(values) else None
+    measured = [value for value in values if value is not None]
+    return mean(measured) if len(measured) == len(values) else None
 
 
 def bootstrap_interval(
@@ -41,13 +41,10 @@ def bootstrap_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Return the 95 % percentile interval of a statistic of column means, questions resampled whole.
+    """Return the 95 % percentile interval of a statistic of column means, for example ``min`` (the worst position).
 
-    Args:
-        rows: One row per question, one column per condition. Resampling whole rows keeps conditions paired.
-        statistic: Of the column means, for example ``min`` (worst position) or a difference of two of them.
-
-    Cost: questions x conditions x resamples.
+    ``rows`` has one row per question and one column per condition; whole rows are resampled, so that conditions stay
+    paired. Cost: questions x conditions x resamples.
     """
     import numpy as np
 
@@ -63,9 +60,6 @@ class Comparison:
     """The difference between two runs by one measure.
 
     Attributes:
-        measure: The measure.
-        a: The first run.
-        b: The second run.
         difference: Mean of a minus mean of b.
         ci95: 95 % interval of the difference, queries resampled.
         p_randomisation: Two-sided p of the paired randomisation test.
@@ -88,23 +82,21 @@ class Comparison:
 
 
 def compare_all(measure: str, values: Mapping[str, Sequence[float]], seed: int = 0) -> list[Comparison]:
-    """Compare each run with each one before it.
+    """Compare each run with each one before it; every comparison draws the same resamples.
 
     Args:
         values: Run -> one value per query, the queries in the same order in every run.
-        seed: Seeds resampling; every comparison draws the same.
     """
     pairs = [(a, b) for b, a in itertools.combinations(values, 2)]
-    raw = [[x - y for x, y in zip(values[a], values[b], strict=True)] for a, b in pairs]
-    chances = [randomisation_p(found, seed=seed) for found in raw]
-    corrected = holm(chances)
+    paired = [[x - y for x, y in zip(values[a], values[b], strict=True)] for a, b in pairs]
+    chances = [randomisation_p(differences, seed=seed) for differences in paired]
     return [
         Comparison(
-            measure=measure, a=a, b=b, difference=math.fsum(found) / len(found),
-            ci95=difference_interval(found, seed=seed), p_randomisation=chance, p_t=t_test_p(found), p_holm=adjusted,
-            better=sum(x > 0 for x in found), worse=sum(x < 0 for x in found),
+            measure=measure, a=a, b=b, difference=math.fsum(differences) / len(differences),
+            ci95=difference_interval(differences, seed=seed), p_randomisation=chance, p_t=t_test_p(differences),
+            p_holm=adjusted, better=sum(x > 0 for x in differences), worse=sum(x < 0 for x in differences),
         )
-        for (a, b), found, chance, adjusted in zip(pairs, raw, chances, corrected, strict=True)
+        for (a, b), differences, chance, adjusted in zip(pairs, paired, chances, holm(chances), strict=True)
     ]  # fmt: skip
 
 
@@ -116,25 +108,28 @@ def randomisation_p(differences: Sequence[float], *, resamples: int = _RESAMPLES
     patterns are counted and p is exact; above, ``resamples`` are drawn and p = (1 + as far) / (1 + drawn), which is
     never 0. Source: Smucker, Allan, Carterette (2007), A comparison of statistical significance tests for information
     retrieval evaluation, section 2.1.
-
-    Args:
-        resamples: Patterns to draw where there are too many to count.
     """
     import numpy as np
 
-    found = np.asarray([x for x in differences if x != 0.0])
-    if found.size == 0:
+    values = np.asarray([x for x in differences if x != 0.0])
+    if values.size == 0:
         return 1.0
-    if found.size <= _EXACT_UP_TO:
+
+    def count_as_far(bits: NDArray[np.integer]) -> int:
+        """Count the patterns of 0 (keep) and 1 (flip) whose sum is as far from 0 as the sum of all."""
+        sums = np.abs((1.0 - 2.0 * bits) @ values)
+        return int((sums >= abs(values.sum()) - _TIE * float(np.abs(values).sum())).sum())
+
+    if values.size <= _EXACT_UP_TO:
         # All patterns, the sign of the first fixed: the other half mirrors it, and the test is two-sided.
-        bits = np.arange(2 ** (found.size - 1))[:, None] >> np.arange(found.size)[None, :]
-        return float(_as_far(found, bits & 1).mean())
+        patterns = np.arange(2 ** (values.size - 1))[:, None] >> np.arange(values.size)[None, :]
+        return count_as_far(patterns & 1) / len(patterns)
     generator = np.random.default_rng(seed)
-    at_once = max(1, _AT_ONCE // found.size)
+    at_once = max(1, _AT_ONCE // values.size)
     as_far = 0
     for start in range(0, resamples, at_once):
-        size = (min(at_once, resamples - start), found.size)
-        as_far += int(_as_far(found, generator.integers(0, 2, size=size, dtype=np.int8)).sum())
+        size = (min(at_once, resamples - start), values.size)
+        as_far += count_as_far(generator.integers(0, 2, size=size, dtype=np.int8))
     return (1 + as_far) / (1 + resamples)
 
 
@@ -164,24 +159,25 @@ def difference_interval(
     """Return the 95 % percentile interval of the mean, queries resampled."""
     import numpy as np
 
-    found = np.asarray(differences, dtype=float)
+    values = np.asarray(differences, dtype=float)
     generator = np.random.default_rng(seed)
     means: list[float] = []
-    at_once = max(1, _AT_ONCE // found.size)
+    at_once = max(1, _AT_ONCE // values.size)
     for start in range(0, resamples, at_once):
-        size = (min(at_once, resamples - start), found.size)
-        means += found[generator.integers(0, found.size, size=size)].mean(axis=1).tolist()
+        size = (min(at_once, resamples - start), values.size)
+        means += values[generator.integers(0, values.size, size=size)].mean(axis=1).tolist()
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 
-def mcnemar_p(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def mcnemar_p(method_scores: Sequence[float], baseline_scores: Sequence[float]) -> float:
     """Return the exact two-sided p-value of McNemar's test for paired outcomes of 0 and 1.
 
     Formula: of the n pairs that differ, k favour one side; p = min(1, 2 sum_(i <= min(k, n - k)) C(n, i) / 2^n).
     """
-    better = sum(a > b for a, b in zip(ours, theirs, strict=True))
-    worse = sum(a < b for a, b in zip(ours, theirs, strict=True))
+    pairs = list(zip(method_scores, baseline_scores, strict=True))
+    better = sum(a > b for a, b in pairs)
+    worse = sum(a < b for a, b in pairs)
     n = better + worse
     tail: int = sum(math.comb(n, i) for i in range(min(better, worse) + 1))
     return float(min(1.0, 2 * tail / 2**n))
@@ -192,9 +188,6 @@ def holm(chances: Sequence[float]) -> list[float]:
 
     With m values sorted upwards, the i-th (from 0) becomes the largest of (m - j) p_j over j <= i, at most 1. Source:
     Holm (1979), A simple sequentially rejective multiple test procedure.
-
-    Args:
-        chances: The p-values of a family.
     """
     result = [1.0] * len(chances)
     highest = 0.0
@@ -202,12 +195,3 @@ def holm(chances: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(chances) - rank) * chances[index]))
         result[index] = highest
     return result
-
-
-def _as_far(found: NDArray[np.float64], bits: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Return, for each pattern of 0 (keep) and 1 (flip), whether its sum is as far from 0 as that of ``found``."""
-    import numpy as np
-
-    sums = (1.0 - 2.0 * bits) @ found
-    far: NDArray[np.bool_] = np.abs(sums) >= abs(found.sum()) - _TIE * float(np.abs(found).sum())
-    return far

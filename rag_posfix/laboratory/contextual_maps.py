@@ -15,9 +15,8 @@ from rag_posfix.encodings.base import Positions
 from rag_posfix.encodings.cope import CopePositions, contextual_positions
 from rag_posfix.encodings.decoder import Decoder, load_decoder
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_picture
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord, environment
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_figure
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent
 from rag_posfix.laboratory.tasks.language import KINDS, NAMES, WORDS, Language, numbered, sentences
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def map_contextual_positions(
         texts: Number of texts for the mean gates.
         people: Of the texts, as the decoder was trained with (``language:people=N``).
         out: Folder for the record and the picture; None writes nothing.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
         ConfigError: the folder holds no decoder, it has another encoding, or it was trained on another task; the task
@@ -151,7 +150,7 @@ def map_contextual_positions(
         "settings": {"texts": texts, "words": words, "seed": seed, "people": people},
         "summary": summary,
     }
-    return with_picture(ExperimentRecord(head).write(out), draw_maps)
+    return with_figure(ExperimentRecord(head).write(out), draw_maps)
 
 
 def above_others(gates: Tensor, kind: str) -> Tensor:

@@ -14,10 +14,8 @@ import torch
 
 from rag_posfix.encodings.base import Encoding
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.figures import with_picture
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord, environment
-from rag_posfix.evaluation.whole_file import write_whole
+from rag_posfix.evaluation.figures import with_figure
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_whole
 from rag_posfix.laboratory.measuring import Measured
 from rag_posfix.laboratory.pictures import draw_laboratory
 from rag_posfix.laboratory.run_files import FinishedRun, RunFiles
@@ -48,7 +46,7 @@ def run_laboratory(
         device: "cpu", "cuda", ...; "auto" is a GPU if there is one.
         out: Folder for checkpoints, decoders, record, table and picture; None writes nothing. Runs that are finished
             there are not repeated, and others continue at their checkpoint.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Returns:
         The record: one row per encoding, seed and split, and one per evaluation during training.
@@ -77,7 +75,7 @@ def run_laboratory(
         "summary": _summary(task, encodings, seeds, finished),
     }
     rows = [row for one, run in finished for row in _rows(one, run)]
-    return with_picture(_with_table(ExperimentRecord(head, rows).write(out)), draw_laboratory)
+    return with_figure(_with_table(ExperimentRecord(head, rows).write(out)), draw_laboratory)
 
 
 def _check(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rag_posfix.encodings.decoder import Decoder
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.whole_file import write_whole
+from rag_posfix.evaluation.record import write_whole
 from rag_posfix.laboratory.measuring import Measured
 from rag_posfix.training_tensors import flattened, separated
 

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.errors import EvaluationError, UnsupportedModelError
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord
-from rag_posfix.evaluation.whole_file import write_whole
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent, write_whole
 from rag_posfix.probing.base import Probe
 from rag_posfix.probing.subject import Subject
 
@@ -54,7 +52,7 @@ def run_probes(
         subject: The model.
         probes: The probes.
         out: The folder.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Returns:
         What was found, and the path of the page.

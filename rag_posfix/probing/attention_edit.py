@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
-from rag_posfix.evaluation.progress import Progress
+from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.key_value_prompts import KeyValuePrompt, key_value_prompts

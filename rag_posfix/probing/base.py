@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rag_posfix.contracts.method_spec import Parametrised
-from rag_posfix.evaluation.figures import with_picture
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord, environment
+from rag_posfix.evaluation.figures import with_figure
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent
 from rag_posfix.parameters import check_parameters
 from rag_posfix.probing.subject import Subject
 from rag_posfix.registry import Registry
@@ -112,7 +111,7 @@ class MeasuredProbe(Probe):
             "summary": found.summary,
             "environment": environment(),
         }
-        return with_picture(ExperimentRecord(head, found.rows).write(out), self.draw)
+        return with_figure(ExperimentRecord(head, found.rows).write(out), self.draw)
 
 
 PROBES: Registry[type[Probe]] = Registry("probe")

@@ -12,7 +12,7 @@ from torch import Tensor
 from rag_posfix.encodings import Decoder
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes
-from rag_posfix.evaluation.progress import Progress
+from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.language_model import LanguageModel

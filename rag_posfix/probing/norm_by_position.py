@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rag_posfix.encodings import Decoder, DecoderShape, create_encoding
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
-from rag_posfix.evaluation.progress import Progress
+from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.random_text import check_length, random_strings

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_record
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.hidden_scaling import default_layers
@@ -82,7 +81,7 @@ def probe_positional_channels(
         engine: The model; loaded by ``settings`` if None.
         settings: Read from the environment if None.
         out: Folder for the profile; None writes nothing.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
         ConfigError: a number is out of range, or the model or a setting is wrong.

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_row, with_picture
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_row, with_figure
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.hidden_scaling import default_layers
 from rag_posfix.parameters import Integer
@@ -148,7 +147,7 @@ class PositionalDimensions(Probe):
         profile = channel_profile(subject, found, channel, factor, settings)
         curves = [self._curve(means, one) for one in found]
         record = PositionalChannelsRecord({**profile, "tried": tried, "curves": curves}).write_profile(out)
-        return with_picture(record, self.draw)
+        return with_figure(record, self.draw)
 
     def _curve(self, means: Tensor, found: PositionalChannel) -> dict[str, Any]:
         """Return a channel's curve in the middle one of its layers, thinned out, and its broken line."""

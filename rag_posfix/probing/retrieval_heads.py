@@ -19,11 +19,9 @@ from rag_posfix.assembly.documents import checked_document
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.data.datasets import data_facts, take_examples
-from rag_posfix.evaluation.data.position_example import PositionExample
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_picture
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
+from rag_posfix.evaluation.data.questions import PositionExample, data_facts, take_examples
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_figure
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_record
 from rag_posfix.generation.decode.question_scores import question_attention_by_head
 from rag_posfix.generation.engine import Engine
 from rag_posfix.parameters import Integer
@@ -83,7 +81,7 @@ def probe_retrieval_heads(
         engine: The model; loaded by ``settings`` if None.
         settings: Read from the environment if None.
         out: Folder for the list; None writes nothing.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
         ConfigError: the model or a setting is wrong.
@@ -163,7 +161,7 @@ class RetrievalHeads(Probe):
             self.data, documents=self.documents, limit=self.limit, skip=self.skip, keep=self.heads, seed=self.seed,
             engine=engine, out=out, progress=progress,
         )  # fmt: skip
-        return with_picture(found, self.draw)
+        return with_figure(found, self.draw)
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return a bar per head."""

@@ -13,7 +13,7 @@ from rag_posfix.attention.rope import search_factors, trough_depth, waveform
 from rag_posfix.encodings.rope import RotaryAngles
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
-from rag_posfix.evaluation.progress import Progress
+from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.patching.rotation import LayerRotation
 from rag_posfix.plan.model_shape import Capability

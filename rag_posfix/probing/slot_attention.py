@@ -14,11 +14,9 @@ import torch
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.data.datasets import data_facts, take_examples
-from rag_posfix.evaluation.data.position_example import PositionExample
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_picture
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord, environment, write_record
+from rag_posfix.evaluation.data.questions import PositionExample, data_facts, take_examples
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_figure
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_record
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.prefill.prefill import passage_attention
@@ -67,7 +65,7 @@ def probe_slot_attention(
         engine: The model; loaded by ``settings`` if None.
         settings: Read from the environment if None.
         out: Folder for the profile; None writes nothing.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
         ConfigError: the model or a setting is wrong, or there are fewer than two passages.
@@ -133,7 +131,7 @@ class SlotAttention(Probe):
             self.data, documents=self.documents, limit=self.limit, skip=self.skip, engine=engine, out=out,
             progress=progress,
         )  # fmt: skip
-        return with_picture(found, self.draw)
+        return with_figure(found, self.draw)
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return a bar per slot."""

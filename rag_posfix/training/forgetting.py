@@ -11,8 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord, environment, model_facts
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, model_facts, silent
 from rag_posfix.evaluation.statistics import difference_interval, mean
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_answers
@@ -30,7 +29,7 @@ def text_losses(engine: Engine, texts: Sequence[str], tokens: int, progress: Pro
 
     Args:
         tokens: Tokens of each that are read; the rest is left out.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Cost: one forward pass per text.
     """
@@ -59,7 +58,7 @@ def compare_perplexity(
         engines: ``base`` and the trained models, by name.
         tokens: As in ``text_losses``.
         out: Folder for the record; None writes nothing.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
         ConfigError: no text has two tokens.

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_picture
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord, environment, file_digest, model_facts
+from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_figure
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, file_digest, model_facts, silent
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.training.data.sample import Sample
@@ -48,7 +47,7 @@ def tune(
         out: Folder of checkpoint, record, and ``adapter`` or, with rank 0, ``model``.
         base: What the model was loaded from.
         teacher: As in ``prepare``.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
         ConfigError: the samples do not fit the model, or the folder holds another run.
@@ -81,7 +80,7 @@ def tune(
         "trained_parameters": parameters, "summary": _summary(objective, state, settings),
     }  # fmt: skip
     record = ExperimentRecord(head, [_row(one) for one in state.as_json()["history"]], {}).write(out)
-    record = with_picture(record, draw_training)
+    record = with_figure(record, draw_training)
     return replace(record, files={**record.files, tuned.name: tuned})
 
 

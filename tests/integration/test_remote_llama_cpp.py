@@ -20,8 +20,8 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import PromptTooLongError
 from rag_posfix.evaluation import evaluate_permutations
-from rag_posfix.evaluation.answers.arrangement import parse_arrangement
-from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.evaluation.answers.experiment import parse_arrangement
+from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.folders import default_cache_dir
 from rag_posfix.generation.model.checkpoint import PACKAGED
 from rag_posfix.pipeline.build import build_pipeline

@@ -14,13 +14,13 @@ from pathlib import Path
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.answers.answering import AnswerJournal
-from rag_posfix.evaluation.answers.experiment import checked_arrangements
+from rag_posfix.evaluation.answers.experiment import check_arrangements
 from rag_posfix.evaluation.answers.positions import answer_at_positions
 from rag_posfix.evaluation.answers.ray_backend import ray_answers
 from rag_posfix.settings import Settings
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, tiny_engine
 
-CHOICES = checked_arrangements([MitigationChoice("none"), MitigationChoice("parallel_windows")])
+CHOICES = check_arrangements([MitigationChoice("none"), MitigationChoice("parallel_windows")])
 QUESTIONS = [replace(EXAMPLES[n % 3], id=str(n), question=f"Why{n}") for n in range(11)]
 ANSWER = partial(answer_at_positions, choices=CHOICES, gold_positions=(0, 2), n_documents=3, max_new_tokens=4)
 
@@ -61,8 +61,8 @@ def main(folder: str, journal: Path) -> None:
     ray.shutdown()
     found = {
         "here": plain(here), "there": plain(rows), "progress": progress, "relevance": relevance,
-        "model": facts.model.get("model"), "mitigations": list(facts.mitigations), "failures": failures,
-        "kept": len(kept.known()), "answers": len({row.answer for row in rows}),
+        "model": facts.get("model"), "mitigations": list(facts["mitigations"]), "failures": failures,
+        "kept": len(kept.rows()), "answers": len({row.answer for row in rows}),
         "reused": [row.reused for row in repeated], "sources": len(again.sources),
     }  # fmt: skip
     sys.stdout.write(json.dumps(found) + "\n")

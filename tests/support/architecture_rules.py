@@ -320,9 +320,7 @@ IMPORT_RULES = [
             "rag_posfix.encodings",
             "rag_posfix.evaluation.data",
             "rag_posfix.evaluation.figures",
-            "rag_posfix.evaluation.progress",
             "rag_posfix.evaluation.record",
-            "rag_posfix.evaluation.whole_file",
             "rag_posfix.generation",
             "rag_posfix.mitigations.hidden_scaling",
             "=rag_posfix.mitigations",
@@ -347,9 +345,7 @@ IMPORT_RULES = [
             "rag_posfix.encodings",
             "rag_posfix.errors",
             "rag_posfix.evaluation.figures",
-            "rag_posfix.evaluation.progress",
             "rag_posfix.evaluation.record",
-            "rag_posfix.evaluation.whole_file",
             "rag_posfix.laboratory",
             "rag_posfix.parameters",
             "rag_posfix.registry",
@@ -361,7 +357,7 @@ IMPORT_RULES = [
     ImportRule(
         why="in the library one file talks to Ray, and one computes measures of rankings",
         files=("rag_posfix/*",),
-        but=("rag_posfix/evaluation/ray_cluster.py", "rag_posfix/evaluation/ranking/measures.py"),
+        but=("rag_posfix/evaluation/ray_workers.py", "rag_posfix/evaluation/ranking/measures.py"),
         never=("ray", "ir_measures", "pytrec_eval"),
     ),
     ImportRule(

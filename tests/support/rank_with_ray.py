@@ -10,9 +10,8 @@ import sys
 from dataclasses import asdict
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.ranking.rankings import QueryCandidates, RankJournal
+from rag_posfix.evaluation.ranking.rankings import QueryCandidates, RankJournal, RerankerChoice, local_ranker, rerank
 from rag_posfix.evaluation.ranking.ray_backend import ray_rankers
-from rag_posfix.evaluation.ranking.rerankers import RerankerChoice, local_ranker, rerank
 from rag_posfix.settings import Settings
 from tests.support.rerank_data import CORPUS as ROWS
 from tests.support.rerank_data import open_by_length, open_failing, open_nothing

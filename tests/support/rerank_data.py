@@ -10,7 +10,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import Field
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.ranking.rerankers import OpenedReranker
+from rag_posfix.evaluation.ranking.rankings import OpenedReranker
 
 CORPUS = [
     {"_id": "d1", "title": "Lighthouse", "text": "The Maravel lighthouse was designed by Ilse Korvanth."},

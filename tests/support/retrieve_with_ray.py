@@ -21,10 +21,10 @@ from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation import evaluate_reranking
 from rag_posfix.evaluation.data.collection import Collection, Topic
-from rag_posfix.evaluation.progress import silent
 from rag_posfix.evaluation.ranking.first_stage import open_first_stage, retrieve
 from rag_posfix.evaluation.ranking.rankings import RankJournal
-from rag_posfix.evaluation.ranking.ray_first_stage import ray_first_stage
+from rag_posfix.evaluation.ranking.ray_backend import ray_first_stage
+from rag_posfix.evaluation.record import silent
 from rag_posfix.settings import Settings
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import write_collection

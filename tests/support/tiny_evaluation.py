@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from langchain_core.documents import Document
 
-from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.generation.engine import Engine
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder

@@ -1,4 +1,4 @@
-"""Runs trials: prompts as in the pipeline, greedy answers, their scores, and a journal.
+"""Runs trials: prompts as in the pipeline, greedy answers, their scores and form, and a journal.
 
 On an engine answers are batched and scored. Any other generator answers one by one, without log-probabilities.
 
@@ -28,7 +28,7 @@ from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.evaluation.strict_reranking import rerank_or_raise
 from rag_posfix.generation.batching.session_batch import generate_batch, in_batches, score_batch
@@ -43,8 +43,12 @@ QUESTIONS_TOGETHER = 8
 KEY_VERSION = 2
 """2: prompts have the tokens of the stock model."""
 
+MAX_WORDS = 30
+"""A short answer has at most this many words in its first line."""
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_WORDS = re.compile(r"\w+")
 
 
 def normalize(text: str) -> str:
@@ -67,16 +71,37 @@ def best_subspan_em(answer: str, accepted: Sequence[str]) -> float:
     return float(any((gold := normalize(candidate)) and gold in normalized for candidate in accepted))
 
 
+def repeats(text: str) -> bool:
+    """Return whether a run of words occurs in succession: a word three times, or two words or more twice."""
+    words = _WORDS.findall(text.lower())
+    for length in range(1, len(words) // 2 + 1):
+        times = 3 if length == 1 else 2
+        for start in range(len(words) - times * length + 1):
+            run = words[start : start + length]
+            if words[start : start + times * length] == run * times:
+                return True
+    return False
+
+
+def is_sound(answer: str) -> bool:
+    """Return whether an answer is well formed: its first line has 1 to 30 words, and no run of words is repeated."""
+    first = answer.split("\n", 1)[0]
+    return 1 <= len(_WORDS.findall(first)) <= MAX_WORDS and not repeats(answer)
+
+
+def summarize_form(answers: Sequence[str]) -> dict[str, float]:
+    """Return shares: ``sound`` answers, those that ``repeat``, and the mean number of ``words``."""
+    count = max(len(answers), 1)
+    return {
+        "sound": sum(map(is_sound, answers)) / count,
+        "repeats": sum(map(repeats, answers)) / count,
+        "words": sum(len(_WORDS.findall(answer)) for answer in answers) / count,
+    }
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """One question about scored passages, for one order and one mitigation.
-
-    Attributes:
-        example: The question.
-        documents: Its passages, as the experiment gives them.
-        choice: The mitigation.
-        order: The order that the passages have in the prompt.
-    """
+    """One question about scored passages as the experiment orders them, for one order in the prompt and one method."""
 
     example: PositionExample
     documents: tuple[Document, ...]
@@ -107,16 +132,6 @@ class GradedAnswer:
 _FIELDS = {field.name: str if field.name == "answer" else float for field in fields(GradedAnswer)}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prefilled:
-    """A trial after its prefill."""
-
-    example: PositionExample
-    request: GenerationRequest
-    session: Session
-    expected: list[int]
-
-
 def answer_and_score(
     engine: Engine, layout: Layout, choice: MitigationChoice, expected: str, max_new_tokens: int
 ) -> tuple[Generation, float]:
@@ -142,28 +157,45 @@ def answer_all(
         EvaluationError: passages do not fit the context window.
     """
     assembler = Assembler(engine.encoder, engine.context_window)
+    requests = ((trial, _request(assembler, trial, max_new_tokens)) for trial in trials)
     if not isinstance(engine, Engine):
-        for trial in trials:
-            yield _asked(engine, assembler, trial, max_new_tokens), None
+        for trial, request in requests:
+            started = time.perf_counter()
+            generation = engine.generate(request)
+            yield _graded(generation, trial.example, None, time.perf_counter() - started), None
         return
-    prefilled = (_prefill(engine, assembler, trial, max_new_tokens) for trial in trials)
-    for batch in in_batches(prefilled, lambda one: one.session):
-        sessions = [one.session for one in batch]
+
+    def prefill(
+        trial: Trial, request: GenerationRequest
+    ) -> tuple[PositionExample, GenerationRequest, list[int], Session]:
+        expected = engine.encoder.encode_text(trial.example.answers[0])
+        session = engine.open(request.layout, trial.choice, max(max_new_tokens, len(expected)))
+        return trial.example, request, expected, session
+
+    for batch in in_batches((prefill(*pair) for pair in requests), lambda prefilled: prefilled[-1]):
+        examples, batch_requests, expected, sessions = zip(*batch, strict=True)
         started = time.perf_counter()
         first = [session.next_log_probs() for session in sessions]
-        scores = score_batch(sessions, [one.expected for one in batch])
-        generations = generate_batch(engine, sessions, [one.request for one in batch])
+        scores = score_batch(sessions, expected)
+        generations = generate_batch(engine, sessions, batch_requests)
         share = (time.perf_counter() - started) / len(batch)
-        for one, log_probs, score, generation in zip(batch, first, scores, generations, strict=True):
-            seconds = one.session.prefill_seconds + share
-            yield _graded(generation, one.example, sum(score) / len(score), seconds), log_probs
+        for example, session, log_probs, score, generation in zip(
+            examples, sessions, first, scores, generations, strict=True
+        ):
+            yield _graded(generation, example, sum(score) / len(score), session.prefill_seconds + share), log_probs
 
 
-def _asked(engine: Generator, assembler: Assembler, trial: Trial, max_new_tokens: int) -> GradedAnswer:
-    layout = _layout(assembler, trial, max_new_tokens)
-    started = time.perf_counter()
-    generation = engine.generate(GenerationRequest(layout, trial.choice, Sampling(max_tokens=max_new_tokens)))
-    return _graded(generation, trial.example, None, time.perf_counter() - started)
+def _request(assembler: Assembler, trial: Trial, max_new_tokens: int) -> GenerationRequest:
+    count = len(trial.documents)
+    assembled = assembler.assemble(
+        trial.example.question, trial.documents, order=trial.order, max_new_tokens=max_new_tokens
+    )
+    if len(assembled.documents) != count:
+        raise EvaluationError(
+            f"question {trial.example.id}: {count - len(assembled.documents)} of {count} passages do "
+            "not fit or repeat; use fewer documents"
+        )
+    return GenerationRequest(assembled.layout, trial.choice, Sampling(max_tokens=max_new_tokens))
 
 
 def _graded(
@@ -178,39 +210,18 @@ def _graded(
     )
 
 
-def _layout(assembler: Assembler, trial: Trial, max_new_tokens: int) -> Layout:
-    example, given = trial.example, len(trial.documents)
-    assembled = assembler.assemble(
-        example.question, trial.documents, order=trial.order, max_new_tokens=max_new_tokens
-    )  # fmt: skip
-    if len(assembled.documents) != given:
-        raise EvaluationError(
-            f"question {example.id}: {given - len(assembled.documents)} of {given} passages do "
-            "not fit or repeat; use fewer documents"
-        )
-    return assembled.layout
-
-
-def _prefill(engine: Engine, assembler: Assembler, trial: Trial, max_new_tokens: int) -> _Prefilled:
-    layout = _layout(assembler, trial, max_new_tokens)
-    expected = engine.encoder.encode_text(trial.example.answers[0])
-    session = engine.open(layout, trial.choice, max(max_new_tokens, len(expected)))
-    request = GenerationRequest(layout, trial.choice, Sampling(max_tokens=max_new_tokens))
-    return _Prefilled(trial.example, request, session, expected)
-
-
 def score_passages(reranker: Reranker, example: PositionExample, count: int) -> dict[str, Document]:
-    """Return the passages of a question with relevance, by id.
+    """Return the passages of a question with relevance, by id; a reranker with ``top_n`` returns fewer.
 
-    Relevance comes from ``reranker``, which sees the same passages in the same order whatever is asked afterwards: by
-    content hash, so that the gold passage has no place of its own. A reranker with ``top_n`` returns fewer.
+    The reranker sees the same passages in the same order whatever is asked afterwards: by content hash, so that the
+    gold passage has no position of its own.
 
     Raises:
         EvaluationError: the reranker failed.
     """
-    given = sorted(example.documents(count), key=content_key)
+    documents = sorted(example.documents(count), key=content_key)
     name = getattr(reranker, "name", type(reranker).__name__)
-    ranked = rerank_or_raise(reranker, given, example.question, label=name, query=example.id)
+    ranked = rerank_or_raise(reranker, documents, example.question, label=name, query=example.id)
     return {str(d.id): d for d in ranked}
 
 
@@ -218,12 +229,8 @@ class AnswerJournal(LineJournal[GradedAnswer]):
     """Answers by key, in memory and, with a path, in a file that only grows (see ``LineJournal``).
 
     Args:
-        path: The file; it and its folder are created with the first answer. None: answers are held in memory only.
         fresh: Start without the answers of earlier runs. They stay in the file.
         scored: Whether answers have a log-probability; one without is then computed again.
-
-    Raises:
-        EvaluationError: the file exists and cannot be read.
     """
 
     def __init__(self, path: Path | None = None, *, fresh: bool = False, scored: bool = True) -> None:
@@ -231,25 +238,21 @@ class AnswerJournal(LineJournal[GradedAnswer]):
 
 
 def _read_answer(row: Any) -> GradedAnswer | None:
-    whole = set(row) == set(_FIELDS) and all(isinstance(row[name], kind) for name, kind in _FIELDS.items())
-    return GradedAnswer(**row) if whole else None
+    complete = set(row) == set(_FIELDS) and all(isinstance(row[name], kind) for name, kind in _FIELDS.items())
+    return GradedAnswer(**row) if complete else None
 
 
 def _read_unscored(row: Any) -> GradedAnswer | None:
-    """Read an answer of a generator that does not score: what stands in place of the score is None."""
-    found = _read_answer({**row, "log_probability": 0.0}) if row.get("log_probability", 0.0) is None else None
-    return None if found is None else replace(found, log_probability=None)
+    """Read an answer of a generator that does not score: its log-probability is None."""
+    if row.get("log_probability", 0.0) is not None:
+        return None
+    answer = _read_answer({**row, "log_probability": 0.0})
+    return None if answer is None else replace(answer, log_probability=None)
 
 
 def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_order: bool) -> str:
-    """Return a digest of everything that an answer depends on.
-
-    Args:
-        trial: The question, its passages and the mitigation.
-        max_new_tokens: Maximum number of tokens of the answer.
-        any_order: Whether every order of the passages has the same key.
-    """
-    passages: Iterable[list[Any]] = ([one.key, one.relevance] for one in map(checked_document, trial.documents))
+    """Return a digest of everything that an answer depends on; with ``any_order`` all orders have the same."""
+    passages: Iterable[list[Any]] = ([p.key, p.relevance] for p in map(checked_document, trial.documents))
     parts = {
         "version": KEY_VERSION,
         "model": engine.fingerprint,

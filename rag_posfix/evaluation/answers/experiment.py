@@ -1,4 +1,4 @@
-"""Common parts of the answer experiments: checked methods, loaded models, and the head of the record."""
+"""Common parts of the answer experiments: arrangements, loaded models, and the head of the record."""
 
 from __future__ import annotations
 
@@ -6,54 +6,113 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rag_posfix.assembly.orders import ORDERS, create_order
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.contracts.generator import Generator
-from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.method_spec import GIVEN_ORDER, MethodSpec, parse_method, read_arrangement
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.answers.arrangement import Arrangement, check_arrangements
-from rag_posfix.evaluation.data.datasets import data_facts
-from rag_posfix.evaluation.data.position_example import PositionExample
-from rag_posfix.evaluation.progress import Progress
-from rag_posfix.evaluation.record import environment, model_facts
-from rag_posfix.evaluation.speed.runs import with_store
-from rag_posfix.generation.engine import Engine
+from rag_posfix.evaluation.data.questions import PositionExample, data_facts
+from rag_posfix.evaluation.record import Progress, environment, model_facts
+from rag_posfix.mitigations import MITIGATIONS, create
+from rag_posfix.reranking import RERANKERS
 from rag_posfix.settings import Settings
 
+if TYPE_CHECKING:
+    from rag_posfix.generation.engine import Engine
 
-def checked_arrangements(choices: Sequence[MethodSpec | Arrangement]) -> list[Arrangement]:
+__all__ = ["Arrangement", "check_arrangements", "parse_arrangement"]
+
+OWN_SCORER = ""
+"""Label of the experiment's own scorer, for arrangements that name none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Reranker, order and method together, as a user runs them.
+
+    Attributes:
+        mitigation: The method that reads the prompt.
+        order: The order of the passages in the prompt; ``original`` leaves them as the experiment puts them.
+        reranker: What scores the passages; None is the experiment's own scorer. ``top_n`` keeps the best few.
+    """
+
+    mitigation: MethodSpec
+    order: str = GIVEN_ORDER
+    reranker: MethodSpec | None = None
+
+    @property
+    def scorer(self) -> str:
+        """Label of what scores the passages; empty for the experiment's own scorer."""
+        return OWN_SCORER if self.reranker is None else self.reranker.label
+
+    @property
+    def label(self) -> str:
+        """Text that ``parse_arrangement`` reads back; the label of the method for a bare method."""
+        if self.reranker is None and self.order == GIVEN_ORDER:
+            return self.mitigation.label
+        scorer = "" if self.reranker is None else _reranker_label(self.reranker)
+        return f"{scorer}/{self.order}/{self.mitigation.label}"
+
+    @property
+    def order_free(self) -> bool:
+        """Whether the answer does not depend on the order in which the passages were given.
+
+        Either the method does not depend on the order, or the order in the prompt follows from scores and content.
+        Scores do not depend on the given order where a reranker reads all passages (``window``).
+        """
+        if create(self.mitigation.name, self.mitigation.parameters).is_order_invariant:
+            return True
+        return ORDERS.get(parse_method(self.order, "order", "slots=[0.4,0.2,0.4]").name).by_content
+
+
+def parse_arrangement(text: str) -> Arrangement:
+    """Read ``reranker/order/method``, each ``name`` or ``name:parameter=value``.
+
+    A bare method keeps the default reranker and order. An empty reranker is the experiment's own scorer, an empty
+    order ``original``. ``likelihood+embedding`` fuses. Nothing is looked up, and no file is read.
+
+    Raises:
+        ConfigError: two parts or more than three, or a part that cannot be read.
+    """
+    reranker, order, mitigation = read_arrangement(text)
+    return Arrangement(mitigation, order, reranker)
+
+
+def check_arrangements(choices: Sequence[MethodSpec | Arrangement]) -> list[Arrangement]:
     """Return methods and arrangements as arrangements, checked before a model is loaded.
 
     Raises:
-        ConfigError: an unknown name or parameter, a value outside of what is allowed, or one is named twice.
+        ConfigError: an unknown name or parameter, a value outside of what is allowed, or an arrangement twice.
     """
-    arrangements = [one if isinstance(one, Arrangement) else Arrangement(one) for one in choices]
-    check_arrangements(arrangements)
+    arrangements = [choice if isinstance(choice, Arrangement) else Arrangement(choice) for choice in choices]
+    for index, arrangement in enumerate(arrangements):
+        MITIGATIONS.check(arrangement.mitigation)
+        create_order(arrangement.order)
+        if arrangement.reranker is not None:
+            RERANKERS.check(arrangement.reranker)
+        if arrangement in arrangements[:index]:
+            raise ConfigError(f"{arrangement.label!r} occurs twice with the same parameters; remove one of them")
     return arrangements
 
 
 def arrangement_rerankers(
     arrangements: Sequence[Arrangement], engine: Generator, settings: Settings | None
 ) -> dict[str, Reranker]:
-    """Return the rerankers that ``arrangements`` name, by label.
-
-    Args:
-        engine: The model, for rerankers that read passages with it.
-        settings: Names the embeddings; read from the environment if None and needed.
-    """
+    """Return the rerankers that ``arrangements`` name, by label; ``settings`` name their embeddings."""
     from rag_posfix.pipeline.build import build_embeddings
     from rag_posfix.reranking.build import RerankerModels, build_reranker
 
-    specs = {one.reranker.label: one.reranker for one in arrangements if one.reranker is not None}
+    specs = {choice.reranker.label: choice.reranker for choice in arrangements if choice.reranker is not None}
     embeddings = functools.cache(lambda: build_embeddings(settings or Settings()))
     models = RerankerModels(embeddings=embeddings, generator=lambda: engine)
     return {label: build_reranker(spec, models) for label, spec in specs.items()}
 
 
 def load_models(
-    choices: Sequence[Arrangement],
+    arrangements: Sequence[Arrangement],
     engine: Generator | None,
     reranker: Reranker | None,
     settings: Settings | None,
@@ -62,11 +121,9 @@ def load_models(
     """Return the model, the reranker that scores the passages, and the name of the reranker in the record.
 
     Args:
-        choices: The arrangements, all run on the model.
         engine: The model; loaded by ``settings`` if None.
         reranker: Scores the passages; if None, the embeddings of ``settings``.
         settings: Read from the environment if None and needed.
-        progress: Progress callback (``evaluation.progress``).
 
     Raises:
         ConfigError: the model or a setting is wrong.
@@ -82,47 +139,44 @@ def load_models(
             engine = engine or build_generator(chosen)
             if reranker is None:
                 reranker, relevance = EmbeddingReranker(embeddings=build_embeddings(chosen)), chosen.embedding_model
-    for choice in choices:
-        engine.describe(choice.mitigation)
+    for arrangement in arrangements:
+        engine.describe(arrangement.mitigation)
     return engine, reranker, relevance
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What the head of a record says of a model and of what was run on it.
-
-    Attributes:
-        model: Versions, machine and model.
-        mitigations: The arrangements by label.
-    """
-
-    model: Mapping[str, Any]
-    mitigations: Mapping[str, Any]
-
-
-def engine_facts(engine: Generator, choices: Sequence[Arrangement]) -> EngineFacts:
-    """Return what the head of a record says of ``engine``, and of ``choices`` on it."""
-    mitigations = {choice.label: _arrangement_facts(engine, choice) for choice in choices}
-    return EngineFacts({**environment(), **model_facts(engine)}, mitigations)
-
-
 def with_passages_kept(engine: Generator, max_bytes: int) -> Engine:
-    """Return the engine with a passage KV store in memory, so that the next condition finds what this one read.
+    """Return the engine with a passage KV store in memory, so that the next condition reuses passages of this one.
 
     Raises:
         ConfigError: the model is on a server.
     """
-    if not isinstance(engine, Engine):
-        raise ConfigError(f"reuse keeps keys and values in this process, and {engine.model_id} is on a server")
     from rag_posfix.caching.kv.memory import MemoryPassages
     from rag_posfix.caching.kv.store import PassageStore
+    from rag_posfix.generation.engine import Engine
 
-    return with_store(engine, PassageStore([MemoryPassages(max_bytes)]))
+    if not isinstance(engine, Engine):
+        raise ConfigError(f"reuse keeps keys and values in this process, and {engine.model_id} is on a server")
+    return engine.with_passages(PassageStore([MemoryPassages(max_bytes)]))
+
+
+def engine_facts(engine: Generator, arrangements: Sequence[Arrangement]) -> dict[str, Any]:
+    """Return what the head of a record says of ``engine``, and under ``mitigations`` of ``arrangements`` on it."""
+    mitigations = {
+        arrangement.label: {
+            "parameters": arrangement.mitigation.parameters,
+            "fingerprint": engine.describe(arrangement.mitigation).fingerprint,
+            "order": arrangement.order,
+            "reranker": None if arrangement.reranker is None else arrangement.reranker.label,
+            "order_free": arrangement.order_free,
+        }
+        for arrangement in arrangements
+    }
+    return {**environment(), **model_facts(engine), "mitigations": mitigations}
 
 
 def answers_head(
     kind: str,
-    facts: EngineFacts,
+    facts: Mapping[str, Any],
     data: Path | Sequence[PositionExample],
     settings: Mapping[str, Any],
     summary: Mapping[str, Any],
@@ -130,21 +184,18 @@ def answers_head(
     """Return the head of the record: versions, model, data, settings and summary."""
     return {
         "kind": kind,
-        **facts.model,
+        **{name: value for name, value in facts.items() if name != "mitigations"},
         "data": data_facts(data),
         "template": PromptTemplate().fingerprint(),
-        "mitigations": dict(facts.mitigations),
+        "mitigations": facts["mitigations"],
         "settings": settings,
         "summary": summary,
     }
 
 
-def _arrangement_facts(engine: Generator, arrangement: Arrangement) -> dict[str, Any]:
-    spec = arrangement.mitigation
-    return {
-        "parameters": spec.parameters,
-        "fingerprint": engine.describe(spec).fingerprint,
-        "order": arrangement.order,
-        "reranker": None if arrangement.reranker is None else arrangement.reranker.label,
-        "order_free": arrangement.order_free,
-    }
+def _reranker_label(spec: MethodSpec) -> str:
+    scorers = spec.parameters.get("scorers")
+    if spec.name != "fused" or not isinstance(scorers, list) or not all(isinstance(name, str) for name in scorers):
+        return spec.label
+    parameters = {name: value for name, value in spec.parameters.items() if name != "scorers"}
+    return MethodSpec("+".join(scorers), parameters).label

@@ -1,6 +1,6 @@
 """Permutation experiment: how many answers change when the passages are shuffled.
 
-Order-free methods run with every order too, so that the experiment tests their claim.
+Order-invariant methods run with every order too, so that the experiment tests their claim.
 """
 
 from __future__ import annotations
@@ -21,32 +21,23 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answering import QUESTIONS_TOGETHER, Trial, answer_all, score_passages
-from rag_posfix.evaluation.answers.arrangement import OWN_SCORER, Arrangement
 from rag_posfix.evaluation.answers.experiment import (
+    OWN_SCORER,
+    Arrangement,
     answers_head,
     arrangement_rerankers,
-    checked_arrangements,
+    check_arrangements,
     engine_facts,
     load_models,
 )
-from rag_posfix.evaluation.answers.pictures import draw_permutations
-from rag_posfix.evaluation.answers.verdict import not_measured, permutation_verdicts
-from rag_posfix.evaluation.data.datasets import take_examples
-from rag_posfix.evaluation.data.position_example import GoldPosition, PositionExample
-from rag_posfix.evaluation.figures import with_picture
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord
+from rag_posfix.evaluation.answers.position_summary import not_measured
+from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample, take_examples
+from rag_posfix.evaluation.figures import draw_permutations, with_figure
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
 from rag_posfix.evaluation.statistics import bootstrap_interval, mean, mean_if_known
 from rag_posfix.settings import Settings
 
-__all__ = [
-    "PermutationRow",
-    "answer_in_orders",
-    "draw_orders",
-    "evaluate_permutations",
-    "largest_difference",
-    "summarize_permutations",
-]
+__all__ = ["PermutationRow", "evaluate_permutations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +51,12 @@ class PermutationRow:
         gold_position: Position of the gold passage; positions of several.
         changed: Whether the text of the answer differs from that in the first order.
         logit_difference: Largest absolute difference to the first order in the log-probabilities of the first token;
-            None from a generator that does not tell them.
+            None if the generator returns no log-probabilities.
         answer: The generated answer.
         accuracy: best_subspan_em of the first line.
         accuracy_full_text: best_subspan_em of the whole answer.
-        log_probability: Mean log-probability per token of the first accepted answer; None likewise.
+        log_probability: Mean log-probability per token of the first accepted answer; None if the generator returns no
+            log-probabilities.
         seconds: Time of the prefill, plus a share of the time to generate its batch.
         asked: The text of the question.
         accepted: The accepted answers.
@@ -120,7 +112,7 @@ def evaluate_permutations(
         reranker: Scores the passages; if None, the embeddings of ``settings``.
         settings: Read from the environment if None.
         out: Folder for the record; None writes nothing.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
         ConfigError: a method, the model or a setting is wrong.
@@ -128,8 +120,8 @@ def evaluate_permutations(
             window.
     """
     examples = take_examples(data, limit, skip)
-    arrangements = checked_arrangements(choices)
-    draw_orders(documents, orders, seed, "")  # before the model: what cannot be done is told at once
+    arrangements = check_arrangements(choices)
+    draw_orders(documents, orders, seed, "")  # before the model is loaded
     for example in examples:
         example.documents(documents)
     engine, reranker, relevance = load_models(arrangements, engine, reranker, settings, progress)
@@ -144,15 +136,11 @@ def evaluate_permutations(
         "relevance": relevance, "decoding": "greedy",
     }  # fmt: skip
     head = answers_head("permutations", engine_facts(engine, arrangements), data, used, summarize_permutations(rows))
-    return with_picture(ExperimentRecord(head, [asdict(row) for row in rows]).write(out), draw_permutations)
+    return with_figure(ExperimentRecord(head, [asdict(row) for row in rows]).write(out), draw_permutations)
 
 
 def draw_orders(count: int, n_orders: int, seed: int, name: str) -> list[tuple[int, ...]]:
-    """Return distinct orders of ``count`` passages: the given one, then random ones.
-
-    Args:
-        n_orders: Number of orders, including the given one.
-        name: Id of the question; it is part of the seed.
+    """Return distinct orders of ``count`` passages for the question with id ``name``: the given one, then random ones.
 
     Raises:
         EvaluationError: there are fewer than ``n_orders`` orders.
@@ -171,10 +159,10 @@ def draw_orders(count: int, n_orders: int, seed: int, name: str) -> list[tuple[i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Question:
-    """A question, its passages in the first order, scored by each reranker, and the orders to put them in."""
+    """A question, its passages in the first order by scorer (None for one left out), and the orders to put them in."""
 
     example: PositionExample
-    given: Mapping[str, tuple[Document | None, ...]]
+    passages: Mapping[str, Sequence[Document | None]]
     orders: list[tuple[int, ...]]
 
 
@@ -191,37 +179,31 @@ def answer_in_orders(
     max_new_tokens: int = 24,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[PermutationRow]:
-    """Answer every question with each method in each order.
+    """Answer every question with each method in each order, the same orders for every method.
 
     The first order has the gold passage first and the distractors as the data gives them. Eight questions are taken
     at a time, and those of one method in their first, second, ... order are answered together: an answer has the same
     neighbours in every order, so that rounding within a batch changes none.
 
     Args:
-        engine: The model; the same for all methods.
-        n_orders: Orders per question, the first included; the same for every method.
-        n_documents: Number of passages per prompt.
         reranker: Scores the passages of a question, once, for arrangements without a reranker.
-        max_new_tokens: Maximum number of tokens of an answer.
         progress: Called with (done, total) after each answer.
 
     Raises:
         EvaluationError: too few distractors, more orders than there are, or passages do not fit the context window.
     """
-    arrangements = checked_arrangements(choices)
+    arrangements = check_arrangements(choices)
     scorers = {OWN_SCORER: reranker, **rerankers}
-    used = dict.fromkeys(one.scorer for one in arrangements)
+    labels = dict.fromkeys(arrangement.scorer for arrangement in arrangements)
     total = len(examples) * len(arrangements) * n_orders
     rows: list[PermutationRow] = []
     for start in range(0, len(examples), QUESTIONS_TOGETHER):
         questions = []
         for example in examples[start : start + QUESTIONS_TOGETHER]:
             names = [str(document.id) for document in example.documents(n_documents)]
-            given = {}
-            for label in used:
-                passages = score_passages(scorers[label], example, n_documents)
-                given[label] = tuple(passages.get(name) for name in names)
-            questions.append(_Question(example, given, draw_orders(n_documents, n_orders, seed, example.id)))
+            scored = {label: score_passages(scorers[label], example, n_documents) for label in labels}
+            passages = {label: [by_id.get(name) for name in names] for label, by_id in scored.items()}
+            questions.append(_Question(example, passages, draw_orders(n_documents, n_orders, seed, example.id)))
         for arrangement in arrangements:
             for row in _in_each_order(engine, questions, arrangement, n_orders, max_new_tokens):
                 rows.append(row)
@@ -235,51 +217,39 @@ def _in_each_order(
 ) -> Iterator[PermutationRow]:
     first: list[
         tuple[str, Tensor | None]
-    ] = []  # by question, in the first order: the answer, and scores of its first token
+    ] = []  # by question: its first answer, and log-probabilities of its first token
     for number in range(n_orders):
-        orders = [question.orders[number] for question in questions]
-        trials = [
-            Trial(
-                question.example,
-                _ordered(question.given[arrangement.scorer], order),
-                arrangement.mitigation,
-                arrangement.order,
-            )
-            for question, order in zip(questions, orders, strict=True)
-        ]
-        for index, (answer, log_probs) in enumerate(answer_all(engine, trials, max_new_tokens)):
+        trials = []
+        for question in questions:
+            passages = [question.passages[arrangement.scorer][index] for index in question.orders[number]]
+            documents = tuple(passage for passage in passages if passage is not None)
+            trials.append(Trial(question.example, documents, arrangement.mitigation, arrangement.order))
+        answers = answer_all(engine, trials, max_new_tokens)
+        for index, (question, trial, (answer, log_probs)) in enumerate(zip(questions, trials, answers, strict=True)):
             if number == 0:
                 first.append((answer.answer, log_probs))
+            first_answer, first_log_probs = first[index]
+            order = question.orders[number]
+            gold = tuple(map(order.index, range(len(question.example.gold))))  # the first passages of the first order
             yield PermutationRow(
-                question=questions[index].example.id,
+                question=question.example.id,
                 condition=arrangement.label,
-                order=orders[index],
-                gold_position=_gold_position(questions[index].example, orders[index]),
-                changed=answer.answer != first[index][0],
-                logit_difference=largest_difference(log_probs, first[index][1]),
-                asked=questions[index].example.question,
-                accepted=questions[index].example.answers,
-                passages=tuple(str(document.id) for document in trials[index].documents),
+                order=order,
+                gold_position=gold[0] if len(gold) == 1 else gold,
+                changed=answer.answer != first_answer,
+                logit_difference=largest_difference(log_probs, first_log_probs),
+                asked=question.example.question,
+                accepted=question.example.answers,
+                passages=tuple(str(document.id) for document in trial.documents),
                 **asdict(answer),
             )
 
 
-def _gold_position(example: PositionExample, order: Sequence[int]) -> GoldPosition:
-    """Return where the gold passages stand, which are the first ones of the first order."""
-    found = tuple(map(list(order).index, range(len(example.gold))))
-    return found[0] if len(found) == 1 else found
-
-
-def _ordered(passages: Sequence[Document | None], order: Sequence[int]) -> tuple[Document, ...]:
-    """Return the passages in an order; None stands for one that the reranker left out."""
-    return tuple(one for one in (passages[index] for index in order) if one is not None)
-
-
-def largest_difference(one: Tensor | None, other: Tensor | None) -> float | None:
-    """Return the largest absolute difference; two infinities of one sign do not differ. None if one is not known."""
-    if one is None or other is None:
+def largest_difference(a: Tensor | None, b: Tensor | None) -> float | None:
+    """Return the largest absolute difference; two infinities of one sign do not differ. None if a side is None."""
+    if a is None or b is None:
         return None
-    return float((one - other).abs().where(one != other, 0.0).max())
+    return float((a - b).abs().where(a != b, 0.0).max())
 
 
 def summarize_permutations(rows: Sequence[PermutationRow]) -> dict[str, Any]:
@@ -287,38 +257,45 @@ def summarize_permutations(rows: Sequence[PermutationRow]) -> dict[str, Any]:
 
     ``flip_rate`` is the share of (question, order other than the first) whose answer is not that of the first order;
     ``any_flip`` the share of questions with at least one such order; ``max_logit_difference`` the largest difference
-    of a first token's log-probability between an order and the first; ``accuracy`` the mean over all orders. What the
-    generator does not tell is None, and ``not_measured`` says why.
+    of a first token's log-probability between an order and the first; ``accuracy`` the mean over all orders. Numbers
+    that the generator does not return are None, and ``not_measured`` says why.
     """
     tables: dict[str, dict[str, list[PermutationRow]]] = {}
     for row in rows:
         tables.setdefault(row.condition, {}).setdefault(row.question, []).append(row)
     methods = {name: _summary(list(table.values())) for name, table in tables.items()}
+    verdict = []
+    for name, scores in methods.items():
+        low, high = scores["flip_rate_ci95"]
+        verdict.append(
+            f"{name}: {scores['flip_rate']:.0%} of the answers change with the order of the passages (95 % interval "
+            f"{low:.0%} to {high:.0%}); accuracy {scores['accuracy']:.2f}."
+        )
     return {
         "mitigations": methods,
-        "verdict": permutation_verdicts(methods),
+        "verdict": verdict,
         "n": len({row.question for row in rows}),
-        "orders": max((len(found) for table in tables.values() for found in table.values()), default=0),
+        "orders": max((len(orders) for table in tables.values() for orders in table.values()), default=0),
         **not_measured([row.log_probability for row in rows]),
     }
 
 
 def _summary(questions: Sequence[Sequence[PermutationRow]]) -> dict[str, Any]:
-    """Shapes: questions: one list per question, its first order first."""
-    flips = [mean([float(row.changed) for row in found[1:]]) for found in questions]
+    """Return the summary of one method from one list per question, its first order first."""
+    flips = [mean([float(row.changed) for row in rows[1:]]) for rows in questions]
     columns: dict[str, Sequence[float | None]] = {
         "flip_rate": flips,
         "any_flip": [float(share > 0) for share in flips],
-        "accuracy": [mean([row.accuracy for row in found]) for found in questions],
-        "accuracy_full_text": [mean([row.accuracy_full_text for row in found]) for found in questions],
-        "log_probability": [mean_if_known([row.log_probability for row in found]) for found in questions],
+        "accuracy": [mean([row.accuracy for row in rows]) for rows in questions],
+        "accuracy_full_text": [mean([row.accuracy_full_text for row in rows]) for rows in questions],
+        "log_probability": [mean_if_known([row.log_probability for row in rows]) for rows in questions],
     }
     summary: dict[str, Any] = {}
     for name, values in columns.items():
         summary[name] = mean_if_known(values)
-        known = [[value] for value in values if value is not None]
-        summary[f"{name}_ci95"] = list(bootstrap_interval(known, mean)) if summary[name] is not None else None
-    differences = [row.logit_difference for found in questions for row in found]
+        measured = [[value] for value in values if value is not None]
+        summary[f"{name}_ci95"] = list(bootstrap_interval(measured, mean)) if summary[name] is not None else None
+    differences = [row.logit_difference for rows in questions for row in rows]
     summary["max_logit_difference"] = None if None in differences else max(filter(None, differences), default=0.0)
-    summary["seconds"] = mean([row.seconds for found in questions for row in found])
+    summary["seconds"] = mean([row.seconds for rows in questions for row in rows])
     return summary

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rag_posfix.evaluation.answers.answer_form import summarize_form
-from rag_posfix.evaluation.answers.verdict import not_measured, position_verdicts
-from rag_posfix.evaluation.data.position_example import GoldPosition, position_label
+from rag_posfix.evaluation.answers.answering import summarize_form
+from rag_posfix.evaluation.data.questions import GoldPosition, position_label
 from rag_posfix.evaluation.statistics import bootstrap_interval, mcnemar_p, mean, mean_if_known
 
+BASELINE = "none"
 CLOSED_BOOK = "closed_book"
 GOLD_ONLY = "gold_only"
+NOT_SCORED = "a remote generator answers with text and does not score given answers; accuracy and changes are measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,9 @@ class PositionRow:
     passages: tuple[str, ...] = ()
 
 
+Table = Mapping[GoldPosition, Sequence[PositionRow]]
+
+
 def summarize_positions(rows: Sequence[PositionRow]) -> dict[str, Any]:
     """Return accuracy and log-probability per gold position, worst, mean, spread (max - min) and intervals.
 
@@ -61,30 +64,37 @@ def summarize_positions(rows: Sequence[PositionRow]) -> dict[str, Any]:
     with the baseline's best and worst, questions paired: ``worst_minus_best_log_probability`` with its interval
     ``ci95``, and the same of accuracy, each with an interval of its own; ``mcnemar_p`` is the chance of such a
     difference in accuracy between these two positions if there were none. ``sound`` and ``repeats`` are shares of
-    answers (``answer_form``), ``recall_at_k`` is that of the scorer. ``by_scorer`` splits the questions by whether the
-    scorer ranks the gold passage first (of several: before all others), with the accuracy at the worst position and
-    that of the gold passage alone. ``reused`` counts the rows that were not computed anew. What the generator does not
-    tell is None, and ``not_measured`` says why.
+    answers (``answering.is_sound``), ``recall_at_k`` is the scorer's. ``by_scorer`` splits the questions by whether
+    the scorer ranks the gold passage first (of several: before all others), with the accuracy at the worst position
+    and that of the gold passage alone. ``reused`` counts the rows that were not computed anew. Numbers that the
+    generator does not return are None, and ``not_measured`` says why.
     """
-    conditions = list(dict.fromkeys(row.condition for row in rows if row.gold_position is not None))
-    tables = {name: _by_position(rows, name) for name in conditions}
-    result: dict[str, Any] = {name: _summary(table) for name, table in tables.items()}
+    tables = {
+        name: _by_position(rows, name)
+        for name in dict.fromkeys(row.condition for row in rows if row.gold_position is not None)
+    }
     alone = {row.question: row.accuracy for row in rows if row.condition == GOLD_ONLY}
-    for name, table in tables.items():
-        result[name]["by_scorer"] = _by_scorer(table, alone)
-    if "none" in tables:
+    methods: dict[str, Any] = {
+        name: {**_summary(table), "by_scorer": _by_scorer(table, alone)} for name, table in tables.items()
+    }
+    if BASELINE in tables:
         for name, table in tables.items():
-            if name != "none":
-                result[name]["versus_none"] = _versus(table, tables["none"])
+            if name != BASELINE:
+                methods[name]["versus_none"] = _versus(table, tables[BASELINE])
     return {
-        "mitigations": result,
-        "verdict": position_verdicts(result),
+        "mitigations": methods,
+        "verdict": position_verdicts(methods),
         CLOSED_BOOK: _scores([row for row in rows if row.condition == CLOSED_BOOK]),
         GOLD_ONLY: _scores([row for row in rows if row.condition == GOLD_ONLY]),
         "n": len({row.question for row in rows}),
         "reused": sum(row.reused for row in rows),
         **not_measured([row.log_probability for row in rows]),
     }
+
+
+def not_measured(log_probabilities: Sequence[float | None]) -> dict[str, dict[str, str]]:
+    """Return ``not_measured`` of a summary of all rows: which numbers are None, and why; nothing without None."""
+    return {"not_measured": {"log_probability": NOT_SCORED}} if None in log_probabilities else {}
 
 
 def _by_position(rows: Sequence[PositionRow], condition: str) -> dict[GoldPosition, list[PositionRow]]:
@@ -95,49 +105,44 @@ def _by_position(rows: Sequence[PositionRow], condition: str) -> dict[GoldPositi
     return dict(sorted(table.items(), key=lambda item: item[0] if isinstance(item[0], tuple) else (item[0],)))
 
 
-def _summary(table: Mapping[GoldPosition, Sequence[PositionRow]]) -> dict[str, Any]:
-    positions = {position_label(position): _scores(found) for position, found in table.items()}
-    accuracy = [mean([row.accuracy for row in found]) for found in table.values()]
-    log_probability = [one for scores in positions.values() if (one := scores["log_probability"]) is not None]
-    scored = len(log_probability) == len(positions)
-    by_question = list(zip(*([row.accuracy for row in found] for found in table.values()), strict=True))
-    changed = zip(*([row.answer for row in found] for found in table.values()), strict=True)
+def _summary(table: Table) -> dict[str, Any]:
+    positions = {position_label(position): _scores(rows) for position, rows in table.items()}
+    by_position = _accuracies(table)
+    accuracy = [mean(scores) for scores in by_position]
+    log_probability = [scores["log_probability"] for scores in positions.values()]
+    measured = [value for value in log_probability if value is not None]
+    scored = len(measured) == len(positions)
+    answers = zip(*([row.answer for row in rows] for rows in table.values()), strict=True)
+    ranks = [row.gold_rank for row in next(iter(table.values()))]
     return {
         "positions": positions,
         "worst": min(accuracy),
         "mean": mean(accuracy),
         "spread": max(accuracy) - min(accuracy),
-        "ci95": list(bootstrap_interval(by_question, mean)),
-        "worst_log_probability": min(log_probability) if scored else None,
-        "mean_log_probability": mean(log_probability) if scored else None,
-        "spread_log_probability": max(log_probability) - min(log_probability) if scored else None,
-        "answers_that_change": mean([float(len(set(answers)) > 1) for answers in changed]),
-        **summarize_form([row.answer for found in table.values() for row in found]),
-        **_recall([row.gold_rank for row in next(iter(table.values()))]),
+        "ci95": list(bootstrap_interval(list(zip(*by_position, strict=True)), mean)),
+        "worst_log_probability": min(measured) if scored else None,
+        "mean_log_probability": mean(measured) if scored else None,
+        "spread_log_probability": max(measured) - min(measured) if scored else None,
+        "answers_that_change": mean([float(len(set(texts)) > 1) for texts in answers]),
+        **summarize_form([row.answer for rows in table.values() for row in rows]),
+        **{f"recall_at_{k}": mean([float(rank is not None and rank <= k) for rank in ranks]) for k in (1, 2, 3)},
     }
 
 
-def _recall(ranks: Sequence[int | None]) -> dict[str, float]:
-    """Return how often the gold passage is among the first k of the scored ones."""
-    return {f"recall_at_{k}": mean([float(rank is not None and rank <= k) for rank in ranks]) for k in (1, 2, 3)}
-
-
-def _by_scorer(
-    table: Mapping[GoldPosition, Sequence[PositionRow]], alone: Mapping[str, float]
-) -> dict[str, dict[str, float]]:
+def _by_scorer(table: Table, alone: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return share and accuracy of the questions whose gold passages the scorer ranks first, and of the others."""
-    positions = list(table.items())
-    n_gold = len(positions[0][0]) if isinstance(positions[0][0], tuple) else 1
-    worst = min((found for _, found in positions), key=lambda found: mean([row.accuracy for row in found]))
-    found = {}
-    for key, right in (("gold_first", True), ("gold_later", False)):
-        some = [row for row in worst if (row.gold_rank is not None and row.gold_rank <= n_gold) is right]
-        found[key] = {
-            "share": len(some) / len(worst),
-            "accuracy": mean([row.accuracy for row in some]),
-            "gold_only_accuracy": mean([alone[row.question] for row in some if row.question in alone]),
+    position = next(iter(table))
+    n_gold = len(position) if isinstance(position, tuple) else 1
+    worst = min(table.values(), key=lambda rows: mean([row.accuracy for row in rows]))
+    split = {}
+    for key, first in (("gold_first", True), ("gold_later", False)):
+        rows = [row for row in worst if (row.gold_rank is not None and row.gold_rank <= n_gold) is first]
+        split[key] = {
+            "share": len(rows) / len(worst),
+            "accuracy": mean([row.accuracy for row in rows]),
+            "gold_only_accuracy": mean([alone[row.question] for row in rows if row.question in alone]),
         }
-    return found
+    return split
 
 
 def _scores(rows: Sequence[PositionRow]) -> dict[str, float | None]:
@@ -149,21 +154,14 @@ def _scores(rows: Sequence[PositionRow]) -> dict[str, float | None]:
     }
 
 
-def _versus(
-    table: Mapping[GoldPosition, Sequence[PositionRow]], baseline: Mapping[GoldPosition, Sequence[PositionRow]]
-) -> dict[str, float | list[float] | None]:
-    def log_probability(row: PositionRow) -> float:
-        return math.nan if row.log_probability is None else row.log_probability
-
-    def accuracy(row: PositionRow) -> float:
-        return row.accuracy
-
-    scored = all(
-        row.log_probability is not None for one in (table, baseline) for found in one.values() for row in found
-    )
-    logs = _difference(table, baseline, log_probability, max) if scored else (None, None)
-    to_worst = _difference(table, baseline, accuracy, min)
-    to_best = _difference(table, baseline, accuracy, max)
+def _versus(table: Table, baseline: Table) -> dict[str, float | list[float] | None]:
+    method_scores, baseline_scores = _accuracies(table), _accuracies(baseline)
+    to_worst = _difference(method_scores, baseline_scores, min)
+    to_best = _difference(method_scores, baseline_scores, max)
+    method_logs, baseline_logs = _log_probabilities(table), _log_probabilities(baseline)
+    logs: tuple[float | None, list[float] | None] = (None, None)
+    if method_logs is not None and baseline_logs is not None:
+        logs = _difference(method_logs, baseline_logs, max)
     return {
         "worst_minus_best_log_probability": logs[0],
         "ci95": logs[1],
@@ -171,28 +169,64 @@ def _versus(
         "worst_minus_worst_accuracy_ci95": to_worst[1],
         "worst_minus_best_accuracy": to_best[0],
         "worst_minus_best_accuracy_ci95": to_best[1],
-        "mcnemar_p": mcnemar_p(min(_accuracies(table), key=sum), max(_accuracies(baseline), key=sum)),
+        "mcnemar_p": mcnemar_p(min(method_scores, key=sum), max(baseline_scores, key=sum)),
     }
 
 
-def _accuracies(table: Mapping[GoldPosition, Sequence[PositionRow]]) -> list[list[float]]:
-    """Return the accuracy of each question at each position."""
-    return [[row.accuracy for row in found] for found in table.values()]
+def _accuracies(table: Table) -> list[list[float]]:
+    """Return the accuracy of each question, by position."""
+    return [[row.accuracy for row in rows] for rows in table.values()]
+
+
+def _log_probabilities(table: Table) -> list[list[float]] | None:
+    """Return the log-probability of each question, by position; None if one was not measured."""
+    scores = [[row.log_probability for row in rows] for rows in table.values()]
+    measured = [[score for score in row if score is not None] for row in scores]
+    return measured if list(map(len, measured)) == list(map(len, scores)) else None
 
 
 def _difference(
-    table: Mapping[GoldPosition, Sequence[PositionRow]],
-    baseline: Mapping[GoldPosition, Sequence[PositionRow]],
-    score: Callable[[PositionRow], float],
+    method_scores: Sequence[Sequence[float]],
+    baseline_scores: Sequence[Sequence[float]],
     pick: Callable[[Sequence[float]], float],
 ) -> tuple[float, list[float]]:
     """Return a method's worst position minus the baseline's worst (``min``) or best (``max``), and the interval."""
-    ours = [[score(row) for row in found] for found in table.values()]
-    theirs = [[score(row) for row in found] for found in baseline.values()]
 
     def difference(means: Sequence[float]) -> float:
-        return min(means[: len(ours)]) - pick(means[len(ours) :])
+        return min(means[: len(method_scores)]) - pick(means[len(method_scores) :])
 
-    by_question = list(zip(*ours, *theirs, strict=True))
-    value = difference([mean(column) for column in (*ours, *theirs)])
+    by_question = list(zip(*method_scores, *baseline_scores, strict=True))
+    value = difference([mean(column) for column in (*method_scores, *baseline_scores)])
     return value, list(bootstrap_interval(by_question, difference))
+
+
+def position_verdicts(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a sentence per method of ``eval positions``, with a comparison if ``none`` is among them."""
+    sentences = []
+    for name, scores in methods.items():
+        share = scores["answers_that_change"]
+        of = " of the unmodified model" if name == BASELINE else ""
+        if share == 0:
+            sentence = "no answer changes with the position of the gold passage"
+        else:
+            sentence = f"{share:.0%} of the answers{of} change with the position of the gold passage"
+            spread, measure = scores["spread_log_probability"], "mean log-probability"
+            if spread is None:
+                spread, measure = scores["spread"], "accuracy"
+            sentence += f", by {spread:.2f} in {measure} between the best and the worst position"
+        sentences.append(f"{name}: {sentence}{_comparison(scores.get('versus_none'))}.")
+    return sentences
+
+
+def _comparison(versus: Mapping[str, Any] | None) -> str:
+    if versus is None:
+        return ""
+    accuracy = f"accuracy {versus['worst_minus_best_accuracy']:+.2f} (p = {versus['mcnemar_p']:.2f})"
+    if versus["ci95"] is None:
+        return f"; at its worst position against none at its best: {accuracy}"
+    low, high = versus["ci95"]
+    how = "higher than" if low > 0 else "lower than" if high < 0 else "not distinguishable from"
+    return (
+        f"; its log-probability at its worst position is {how} that of none at its best "
+        f"({versus['worst_minus_best_log_probability']:+.2f}, 95 % interval {low:+.2f} to {high:+.2f}), its {accuracy}"
+    )

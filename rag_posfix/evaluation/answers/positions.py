@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,35 +23,29 @@ from rag_posfix.evaluation.answers.answering import (
     answer_key,
     score_passages,
 )
-from rag_posfix.evaluation.answers.arrangement import OWN_SCORER, Arrangement
 from rag_posfix.evaluation.answers.experiment import (
+    OWN_SCORER,
+    Arrangement,
     answers_head,
     arrangement_rerankers,
-    checked_arrangements,
+    check_arrangements,
     engine_facts,
     load_models,
     with_passages_kept,
 )
-from rag_posfix.evaluation.answers.pictures import draw_positions
 from rag_posfix.evaluation.answers.position_summary import CLOSED_BOOK, GOLD_ONLY, PositionRow, summarize_positions
-from rag_posfix.evaluation.answers.ray_backend import AnswerRows, ray_answers
-from rag_posfix.evaluation.data.datasets import take_examples
-from rag_posfix.evaluation.data.position_example import GoldPosition, PositionExample
-from rag_posfix.evaluation.figures import with_picture
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord
+from rag_posfix.evaluation.answers.ray_backend import ray_answers
+from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample, take_examples
+from rag_posfix.evaluation.figures import draw_positions, with_figure
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
 from rag_posfix.generation.engine import Engine
 from rag_posfix.settings import Settings
 
-__all__ = [
-    "JOURNAL",
-    "answer_at_positions",
-    "evaluate_positions",
-]
+__all__ = ["PositionRow", "evaluate_positions"]
 
 JOURNAL = "positions-journal.jsonl"
 REUSE_BYTES = 4 * 1024**3
-"""Bound of the keys and values that ``reuse`` keeps of passages."""
+"""Maximum size of the keys and values of passages that ``reuse`` keeps."""
 
 
 def evaluate_positions(
@@ -88,7 +82,7 @@ def evaluate_positions(
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.
         max_tokens: Maximum number of tokens of an answer.
-        check_orders: Compute the answer at every position, also of order-free arrangements.
+        check_orders: Compute the answer at every position, also of order-invariant arrangements.
         fresh: Recompute what is in the journal.
         reuse: Keep keys and values of passages in memory (4 GiB) for the next condition: faster; ``seconds`` are then
             those of a warm store.
@@ -98,19 +92,19 @@ def evaluate_positions(
         reranker: Scores the passages; if None, the embeddings of ``settings``.
         settings: Read from the environment if None.
         out: Folder for the record and the journal; None writes nothing.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
         ConfigError: a method, the model or a setting is wrong.
         EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
     """
     examples = take_examples(data, limit, skip)
-    arrangements = checked_arrangements(choices)
-    for example in examples:  # before the model: too few distractors are told at once
+    arrangements = check_arrangements(choices)
+    for example in examples:  # before the model is loaded
         for gold_position in gold_positions:
             example.documents(documents, gold_position)
     journal_file = None if out is None else out / JOURNAL
-    answer: AnswerRows = partial(
+    answer = partial(
         answer_at_positions, choices=arrangements, gold_positions=gold_positions, n_documents=documents,
         max_new_tokens=max_tokens, check_orders=check_orders,
     )  # fmt: skip
@@ -118,11 +112,11 @@ def evaluate_positions(
         if engine is not None or reranker is not None:
             raise ConfigError("ray=True loads models in other processes; give settings instead of engine and reranker")
         journal = AnswerJournal(journal_file, fresh=fresh)
-        kept = REUSE_BYTES if reuse else 0
-        with ray_answers(settings or Settings(), arrangements, ray_actors, kept) as there:
-            facts, relevance = there.facts()
+        kept_bytes = REUSE_BYTES if reuse else 0
+        with ray_answers(settings or Settings(), arrangements, ray_actors, kept_bytes) as workers:
+            facts, relevance = workers.facts()
             with progress("answering") as report:
-                rows = there.rows(examples, answer, journal, report)
+                rows = workers.rows(examples, answer, journal, report)
     else:
         engine, reranker, relevance = load_models(arrangements, engine, reranker, settings, progress)
         if reuse:
@@ -140,7 +134,7 @@ def evaluate_positions(
         "reuse": reuse, "answers_of_earlier_runs_by": journal.sources,
     }  # fmt: skip
     head = answers_head("positions", facts, data, used, summarize_positions(rows))
-    return with_picture(ExperimentRecord(head, [asdict(row) for row in rows]).write(out), draw_positions)
+    return with_figure(ExperimentRecord(head, [asdict(row) for row in rows]).write(out), draw_positions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,15 +164,10 @@ def answer_at_positions(
 ) -> list[PositionRow]:
     """Answer every question under every condition: closed book, gold only, and each method at each gold position.
 
-    Relevance comes from ``reranker`` and never from which passage is gold. Each method has the same settings at every
-    position. Eight questions are taken at a time, and those of one condition and position are answered together.
+    Relevance comes from ``reranker``, or one of ``rerankers``, and never from which passage is gold. Eight questions
+    are taken at a time, and those of one condition and position are answered together.
 
     Args:
-        engine: The model; the same for all conditions.
-        gold_positions: Positions of the gold passage, from 0; (0, 9) places two.
-        n_documents: Number of passages per prompt.
-        reranker: Scores the passages for arrangements without a reranker.
-        max_new_tokens: Maximum number of tokens of an answer.
         progress: Called with (done, total) after each answer.
         journal: Answers of earlier runs, which are not computed again, and where new ones go.
         check_orders: Compute the answer at every position, also of arrangements that do not depend on the order.
@@ -188,9 +177,9 @@ def answer_at_positions(
         EvaluationError: too few distractors, or passages do not fit the context window.
     """
     journal = journal or AnswerJournal()
-    arrangements = checked_arrangements(choices)
+    arrangements = check_arrangements(choices)
     scorers = {OWN_SCORER: reranker, **rerankers}
-    used = dict.fromkeys(one.scorer for one in arrangements)
+    labels = dict.fromkeys(arrangement.scorer for arrangement in arrangements)
     total = len(examples) * (2 + len(choices) * len(gold_positions))
     count = 0
 
@@ -200,20 +189,21 @@ def answer_at_positions(
         if progress is not None:
             progress(count, total)
 
-    def planned_rows(example: PositionExample) -> Iterable[_PlannedRow]:
-        baseline = MitigationChoice("none")
-        for condition, read in ((CLOSED_BOOK, False), (GOLD_ONLY, True)):
-            trial = Trial(example, example.gold if read else (), baseline)
+    def planned_rows(example: PositionExample) -> Iterator[_PlannedRow]:
+        for condition, passages in ((CLOSED_BOOK, ()), (GOLD_ONLY, example.gold)):
+            trial = Trial(example, passages, MitigationChoice("none"))
             yield _PlannedRow(trial, condition, None, answer_key(engine, trial, max_new_tokens, any_order=False))
-        scored = {label: score_passages(scorers[label], example, n_documents) for label in used}
-        gold_rank = {label: _gold_rank(example, passages) for label, passages in scored.items()}
+        scored = {label: score_passages(scorers[label], example, n_documents) for label in labels}
+        gold_rank = {label: _gold_rank(example, by_id) for label, by_id in scored.items()}
         for gold_position in gold_positions:
-            for one in arrangements:
-                given = (str(d.id) for d in example.documents(n_documents, gold_position))
-                documents = tuple(scored[one.scorer][name] for name in given if name in scored[one.scorer])
-                trial = Trial(example, documents, one.mitigation, one.order)
-                key = answer_key(engine, trial, max_new_tokens, any_order=one.order_free and not check_orders)
-                yield _PlannedRow(trial, one.label, gold_position, key, gold_rank[one.scorer])
+            names = [str(document.id) for document in example.documents(n_documents, gold_position)]
+            for arrangement in arrangements:
+                by_id = scored[arrangement.scorer]
+                documents = tuple(by_id[name] for name in names if name in by_id)
+                trial = Trial(example, documents, arrangement.mitigation, arrangement.order)
+                any_order = arrangement.order_free and not check_orders
+                key = answer_key(engine, trial, max_new_tokens, any_order=any_order)
+                yield _PlannedRow(trial, arrangement.label, gold_position, key, gold_rank[arrangement.scorer])
 
     rows: list[PositionRow] = []
     for start in range(0, len(examples), QUESTIONS_TOGETHER):
@@ -225,8 +215,8 @@ def answer_at_positions(
 def _gold_rank(example: PositionExample, passages: Mapping[str, Document]) -> int | None:
     """Return the rank of the gold passage by relevance, from 1; equal scores by content; of several the lowest."""
     ranked = sorted(passages.values(), key=lambda d: (-float(d.metadata["relevance_score"]), content_key(d)))
-    names = [str(one.id) for one in ranked]
-    gold = [str(one.id) for one in example.gold]
+    names = [str(document.id) for document in ranked]
+    gold = [str(document.id) for document in example.gold]
     return max(map(names.index, gold)) + 1 if set(gold) <= set(names) else None
 
 
@@ -238,24 +228,23 @@ def _answered(
     tick: Callable[[], None],
 ) -> list[PositionRow]:
     """Return the rows with their answers, in order; what the journal lacks is computed, each key once."""
-    known = {row.key: answer for row in planned if (answer := journal.get(row.key)) is not None}
-    missing: dict[str, _PlannedRow] = {}
-    repeats: dict[str, int] = {}
+    answers = {row.key: answer for row in planned if (answer := journal.get(row.key)) is not None}
+    missing: dict[str, list[_PlannedRow]] = {}
     for row in planned:
-        if row.key in known:
+        if row.key in answers:
             tick()
         else:
-            missing.setdefault(row.key, row)
-            repeats[row.key] = repeats.get(row.key, 0) + 1
+            missing.setdefault(row.key, []).append(row)
+    computed = {id(rows[0]) for rows in missing.values()}
     together: dict[tuple[str, GoldPosition | None], list[_PlannedRow]] = {}
-    for row in missing.values():
+    for row, *_ in missing.values():
         together.setdefault((row.condition, row.gold_position), []).append(row)
     for group in together.values():
-        answers = answer_all(engine, [row.trial for row in group], max_new_tokens)
-        for row, (answer, _) in zip(group, answers, strict=True):
+        graded = answer_all(engine, [row.trial for row in group], max_new_tokens)
+        for row, (answer, _) in zip(group, graded, strict=True):
             journal.add(row.key, answer)
-            known[row.key] = answer
-            for _ in range(repeats[row.key]):
+            answers[row.key] = answer
+            for _ in missing[row.key]:
                 tick()
     return [
         PositionRow(
@@ -263,11 +252,11 @@ def _answered(
             condition=row.condition,
             gold_position=row.gold_position,
             gold_rank=row.gold_rank,
-            reused=missing.get(row.key) is not row,
+            reused=id(row) not in computed,
             asked=row.trial.example.question,
             accepted=row.trial.example.answers,
             passages=tuple(str(document.id) for document in row.trial.documents),
-            **asdict(known[row.key]),
+            **asdict(answers[row.key]),
         )
         for row in planned
     ]

@@ -1,7 +1,7 @@
 """Answers on a Ray cluster: actors with a model each answer blocks of questions. Results equal those of one process.
 
 A block is what one process answers together, so an answer has the same neighbours there as here. The journal stays in
-the process that asks: actors are handed what it holds, and return what they added.
+the process that asks: actors are handed its rows, and return what they added.
 """
 
 from __future__ import annotations
@@ -9,86 +9,51 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.answers.answering import QUESTIONS_TOGETHER, AnswerJournal, GradedAnswer
-from rag_posfix.evaluation.answers.arrangement import Arrangement
 from rag_posfix.evaluation.answers.experiment import (
-    EngineFacts,
+    Arrangement,
     arrangement_rerankers,
     engine_facts,
     load_models,
     with_passages_kept,
 )
 from rag_posfix.evaluation.answers.position_summary import PositionRow
-from rag_posfix.evaluation.data.position_example import PositionExample
-from rag_posfix.evaluation.progress import silent
-from rag_posfix.evaluation.ray_cluster import connected
+from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.ray_workers import RayWorkers, ray_workers
+from rag_posfix.evaluation.record import silent
 from rag_posfix.generation.remote.address import is_remote
 from rag_posfix.settings import Settings
 
-
-class AnswerRows(Protocol):
-    """Answers questions under every condition: ``positions.answer_at_positions`` with its settings filled in."""
-
-    def __call__(
-        self,
-        engine: Generator,
-        examples: Sequence[PositionExample],
-        *,
-        reranker: Reranker,
-        rerankers: Mapping[str, Reranker],
-        journal: AnswerJournal,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> list[PositionRow]:
-        """Return the rows of ``examples``."""
-        ...
-
+AnswerRows = Callable[..., list[PositionRow]]
+"""``positions.answer_at_positions`` with its settings filled in."""
 
 Opener = Callable[[Sequence[Arrangement], Settings], tuple[Generator, Reranker, str]]
 
 
 class CarriedJournal(AnswerJournal):
-    """A journal in memory that begins with known answers, and knows which were asked for and which are new."""
+    """A journal in memory that begins with known answers, and records which were used and which are new."""
 
-    def __init__(self, known: Mapping[str, GradedAnswer]) -> None:
+    def __init__(self, answers: Mapping[str, GradedAnswer]) -> None:
         super().__init__()
-        self._known = known
+        self._answers = answers
         self.used: set[str] = set()
         self.added: dict[str, GradedAnswer] = {}
 
     def get(self, key: str) -> GradedAnswer | None:
         """Return the answer with this key, or None."""
-        if key in self._known:
+        if key in self._answers:
             self.used.add(key)
-            return self._known[key]
+            return self._answers[key]
         return self.added.get(key)
 
     def add(self, key: str, row: GradedAnswer) -> None:
         """Add an answer."""
         self.added[key] = row
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """The answers to a block of questions."""
-
-    rows: list[PositionRow]
-    used: set[str]
-    added: dict[str, GradedAnswer]
-
-
-@dataclass(frozen=True, slots=True)
-class _Models:
-    engine: Generator
-    reranker: Reranker
-    rerankers: Mapping[str, Reranker]
-    relevance: str
 
 
 class _Answerer:
@@ -99,41 +64,37 @@ class _Answerer:
     ) -> None:
         self._arrangements = arrangements
 
-        def load() -> _Models:
+        def load() -> tuple[Generator, Reranker, Mapping[str, Reranker], str]:
             engine, reranker, relevance = opener(arrangements, settings)
             rerankers = arrangement_rerankers(arrangements, engine, settings)
-            kept = with_passages_kept(engine, kept_bytes) if kept_bytes else engine
-            return _Models(kept, reranker, rerankers, relevance)
+            return with_passages_kept(engine, kept_bytes) if kept_bytes else engine, reranker, rerankers, relevance
 
         # At the first call: of an actor that cannot be made, Ray tells the reason only within a longer text.
         self._models = functools.cache(load)
 
-    def facts(self) -> tuple[EngineFacts, str]:
-        models = self._models()
-        return engine_facts(models.engine, self._arrangements), models.relevance
+    def facts(self) -> tuple[dict[str, Any], str]:
+        engine, _, _, relevance = self._models()
+        return engine_facts(engine, self._arrangements), relevance
 
     def block(
-        self, examples: Sequence[PositionExample], answer: AnswerRows, known: Mapping[str, GradedAnswer]
-    ) -> _Block:
-        models, journal = self._models(), CarriedJournal(known)
-        rows = answer(models.engine, examples, reranker=models.reranker, rerankers=models.rerankers, journal=journal)
-        return _Block(rows, journal.used, journal.added)
+        self, examples: Sequence[PositionExample], answer: AnswerRows, answers: Mapping[str, GradedAnswer]
+    ) -> tuple[list[PositionRow], set[str], dict[str, GradedAnswer]]:
+        engine, reranker, rerankers, _ = self._models()
+        journal = CarriedJournal(answers)
+        rows = answer(engine, examples, reranker=reranker, rerankers=rerankers, journal=journal)
+        return rows, journal.used, journal.added
 
 
 class RayAnswers:
-    """Processes that answer.
-
-    Args:
-        workers: The processes, each with an ``_Answerer``.
-    """
+    """Processes that answer, each with an ``_Answerer``."""
 
     def __init__(self, workers: RayWorkers) -> None:
         self._workers = workers
 
-    def facts(self) -> tuple[EngineFacts, str]:
-        """Return what the head of a record says of the model, and the name of the reranker that scores passages."""
-        found: tuple[EngineFacts, str] = self._workers.one("facts")
-        return found
+    def facts(self) -> tuple[dict[str, Any], str]:
+        """Return ``engine_facts``, and the name of the reranker that scores passages."""
+        facts, relevance = self._workers.one("facts")
+        return facts, relevance
 
     def rows(
         self,
@@ -147,17 +108,18 @@ class RayAnswers:
         Raises:
             EvaluationError: a process failed.
         """
-        known = self._workers.put(journal.known())
-        blocks = [examples[at : at + QUESTIONS_TOGETHER] for at in range(0, len(examples), QUESTIONS_TOGETHER)]
-        rows: dict[int, list[PositionRow]] = {}
-        for index, found in self._workers.each("block", [(block, answer, known) for block in blocks]):
-            rows[index] = found.rows
-            for key in found.used:
+        answers = self._workers.put(journal.rows())
+        starts = range(0, len(examples), QUESTIONS_TOGETHER)
+        calls = [(examples[start : start + QUESTIONS_TOGETHER], answer, answers) for start in starts]
+        blocks: dict[int, list[PositionRow]] = {}
+        for index, (rows, used, added) in self._workers.each("block", calls):
+            blocks[index] = rows
+            for key in used:
                 journal.get(key)
-            for key, one in found.added.items():
-                journal.add(key, one)
-            progress(len(rows), len(blocks))
-        return [row for index in range(len(blocks)) for row in rows[index]]
+            for key, graded in added.items():
+                journal.add(key, graded)
+            progress(len(blocks), len(calls))
+        return [row for _, rows in sorted(blocks.items()) for row in rows]
 
 
 @contextmanager
@@ -168,12 +130,12 @@ def ray_answers(
     kept_bytes: int = 0,
     opener: Opener | None = None,
 ) -> Iterator[RayAnswers]:
-    """Connect to Ray and yield actors that answer; ``ray_cluster.connected`` says to which cluster.
+    """Connect to Ray and yield actors that answer; ``ray_workers.connected`` says to which cluster.
 
     Args:
         settings: Models; every actor loads its own.
         actors: Processes that hold a model, each with one CPU. One that dies is started again with its block.
-        kept_bytes: Bound of the keys and values that each keeps of passages; 0 keeps none.
+        kept_bytes: Maximum size of the keys and values that each keeps of passages; 0 keeps none.
         opener: Loads the models in an actor; by ``settings`` if None.
 
     Raises:
@@ -182,8 +144,7 @@ def ray_answers(
     """
     if is_remote(settings.model):
         raise ConfigError(f"model={settings.model!r} is on a server, which answers many at once; leave --ray out")
-    given = (opener or _opened, arrangements, settings, kept_bytes)
-    with connected() as ray, ray_workers(ray, _Answerer, given, actors) as workers:
+    with ray_workers(_Answerer, (opener or _opened, arrangements, settings, kept_bytes), actors) as workers:
         yield RayAnswers(workers)
 
 

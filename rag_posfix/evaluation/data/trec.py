@@ -1,14 +1,20 @@
-"""TREC's files of judgements and runs. Knows nothing of documents or measures."""
+"""TREC files line by line: judgements, runs, and documents and topics in markup; errors name ``file:line``."""
 
 from __future__ import annotations
 
 import ctypes
+import gzip
+import html
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.files import checked_id, read_lines, write_text
+from rag_posfix.evaluation.data.questions import unreadable
+from rag_posfix.evaluation.record import write_whole
+from rag_posfix.text import clean_text
 
 Qrels = Mapping[str, Mapping[str, int]]
 """Query id -> document id -> grade."""
@@ -17,6 +23,56 @@ Run = Mapping[str, Mapping[str, float]]
 """Query id -> document id -> score."""
 
 _GAP = 1e-6  # several times the spacing of single precision, which trec_eval keeps scores in
+_TAG = re.compile(r"</?[A-Za-z][^>]*>")
+_TOPIC = re.compile(r"<topic\b[^>]*number\s*=\s*[\"']([^\"']+)[\"']", re.IGNORECASE)
+_NUMBER = re.compile(r"<num>\s*(?:number\s*:)?\s*([^\s<]+)", re.IGNORECASE)
+_TITLE = re.compile(r"<(?:title|query)\b[^>]*>(.*?)(?=<|\Z)", re.IGNORECASE | re.DOTALL)
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (location, line) of every line with visible characters; a location reads ``file:number``.
+
+    The file is UTF-8 text, compressed where its name ends in ``.gz``; a byte order mark is passed over.
+
+    Raises:
+        EvaluationError: the file is missing, or cannot be read as UTF-8 text.
+    """
+    if not path.is_file():
+        raise EvaluationError(f"{path} is not a file; give the path of a file, .gz or plain")
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", line.rstrip("\r\n")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise unreadable(path, error) from error
+
+
+def write_text(path: Path, texts: Iterable[str | bytes]) -> None:
+    """Write a file (text as UTF-8) completely or not at all, replacing one that is there.
+
+    Raises:
+        EvaluationError: it cannot be written.
+    """
+    try:
+        write_whole(path, (text.encode() if isinstance(text, str) else text for text in texts))
+    except OSError as error:
+        raise EvaluationError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error
+
+
+def checked_id(value: object, location: str, what: str) -> str:
+    """Return an id that TREC files can hold: text without white space; integers become text.
+
+    Raises:
+        EvaluationError: it is missing, empty, of another type, or holds white space.
+    """
+    name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(name, str) or not name:
+        raise EvaluationError(f"{location}: {what} without an id (found {value!r}); give each an id, text or integer")
+    if name.split() != [name] or "\0" in name:
+        raise EvaluationError(f"{location}: {what} id {name!r} holds white space, which TREC files cannot; rename it")
+    return name
 
 
 def read_qrels(path: Path) -> dict[str, dict[str, int]]:
@@ -25,26 +81,32 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
     BEIR's form is separated by tabs and may start with a header. A pair that is judged twice with the same grade
     counts once.
 
-    Args:
-        path: The file; compressed if its name ends in ``.gz``.
-
     Raises:
         EvaluationError: the file is missing or holds nothing, a line is malformed, a grade is not an integer, or a
             pair has two grades.
     """
     qrels: dict[str, dict[str, int]] = {}
     for index, (location, line) in enumerate(read_lines(path)):
-        query, document, text = _judgement(line, location)
-        grade = _grade(text)
-        if grade is None:
-            if index == 0 and len(line.split()) == 3:  # BEIR's header
+        columns = line.split()
+        if len(columns) not in (3, 4):
+            raise EvaluationError(
+                f"{location} has {len(columns)} columns; judgements have 'query iteration document grade' (TREC) or "
+                "'query document grade' (BEIR)"
+            )
+        query, document, text = columns[0], *columns[-2:]
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not value.is_integer():  # neither a fraction nor infinite
+            if index == 0 and len(columns) == 3:  # BEIR's header
                 continue
             raise EvaluationError(f"{location}: grade {text!r} is not an integer; 0 is not relevant, 1 and above are")
-        judged = qrels.setdefault(checked_id(query, location, "query"), {})
-        if judged.setdefault(checked_id(document, location, "document"), grade) != grade:
+        grades = qrels.setdefault(checked_id(query, location, "query"), {})
+        if grades.setdefault(checked_id(document, location, "document"), int(value)) != value:
             raise EvaluationError(
-                f"{location}: query {query!r} and document {document!r} are judged {judged[document]} and {grade}; "
-                "keep one grade"
+                f"{location}: query {query!r} and document {document!r} are judged {grades[document]} and "
+                f"{int(value)}; keep one grade"
             )
     if not qrels:
         raise EvaluationError(f"{path} holds no judgements; give a TREC or BEIR qrels file")
@@ -57,35 +119,34 @@ def read_run(path: Path) -> dict[str, list[tuple[str, float]]]:
     The score decides and the rank column is not read, as in trec_eval: scores are compared in single precision, and
     equal ones are ordered by document id, descending.
 
-    Args:
-        path: The file; compressed if its name ends in ``.gz``.
-
     Raises:
         EvaluationError: the file is missing or holds nothing, a line is malformed, a score is no finite number, or a
             query has a document twice.
     """
-    found: dict[str, dict[str, float]] = {}
+    run: dict[str, dict[str, float]] = {}
     for location, line in read_lines(path):
-        fields = line.split(maxsplit=5)
-        if len(fields) != 6:
-            raise EvaluationError(f"{location} has {len(fields)} columns; a run has: query Q0 document rank score tag")
-        query, document, text = fields[0], fields[2], fields[4]
+        columns = line.split(maxsplit=5)
+        if len(columns) != 6:
+            raise EvaluationError(
+                f"{location} has {len(columns)} columns; a run has: query Q0 document rank score tag"
+            )
+        query, document, text = columns[0], columns[2], columns[4]
         try:
             score = float(text)
         except ValueError:
             score = math.nan
         if not math.isfinite(score):
-            raise EvaluationError(f"{location}: score {text!r} is no finite number; every document needs one")
-        scores = found.setdefault(query, {})
+            raise EvaluationError(f"{location}: score {text!r} must be a finite number; give each document one")
+        scores = run.setdefault(query, {})
         if document in scores:
             raise EvaluationError(
                 f"{location}: document {document!r} is listed twice for query {query!r}; keep one line"
             )
         scores[document] = score
-    if not found:
+    if not run:
         raise EvaluationError(f"{path} holds no ranking; give a TREC run file")
     ranked = {}
-    for query, scores in found.items():
+    for query, scores in run.items():
         by_id = sorted(scores.items(), key=lambda pair: pair[0].encode(), reverse=True)
         ranked[query] = sorted(by_id, key=lambda pair: -ctypes.c_float(pair[1]).value)
     return ranked
@@ -115,38 +176,76 @@ def write_run(path: Path, run: Run, tag: str) -> None:
     """Write a run in TREC's form, queries in the order of ``run``, documents from the highest score to the lowest.
 
     Args:
-        path: The file, written whole or not at all.
         run: Scores that differ within each query (see ``decreasing``).
         tag: Names the run; white space becomes ``-``.
 
     Raises:
         EvaluationError: it cannot be written.
     """
-    write_text(path, _run_lines(run, "-".join(tag.split()) or "run"))
-
-
-def _run_lines(run: Run, tag: str) -> Iterator[str]:
-    for query, scores in run.items():
-        ranked = sorted(scores.items(), key=lambda pair: -pair[1])
-        for rank, (document, score) in enumerate(ranked, start=1):
-            yield f"{query} Q0 {document} {rank} {score:.9g} {tag}\n"
-
-
-def _judgement(line: str, location: str) -> tuple[str, str, str]:
-    fields = line.split()
-    if len(fields) == 4:
-        return fields[0], fields[2], fields[3]
-    if len(fields) == 3:
-        return fields[0], fields[1], fields[2]
-    raise EvaluationError(
-        f"{location} has {len(fields)} columns; judgements have 'query iteration document grade' (TREC) or "
-        "'query document grade' (BEIR)"
+    name = "-".join(tag.split()) or "run"
+    write_text(
+        path,
+        (
+            f"{query} Q0 {document} {rank} {score:.9g} {name}\n"
+            for query, scores in run.items()
+            for rank, (document, score) in enumerate(sorted(scores.items(), key=lambda pair: -pair[1]), start=1)
+        ),
     )
 
 
-def _grade(text: str) -> int | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return int(value) if math.isfinite(value) and value == int(value) else None
+def read_markup_documents(path: Path) -> Iterator[tuple[str, str | None, str, str]]:
+    """Yield (location, id, title, text) of each ``<DOC>``; None is a missing id.
+
+    The id is ``<DOCNO>``, the title ``<TITLE>`` or ``<HEADLINE>``, the text the content of ``<TEXT>``, or all other
+    content where there is no such element. Tags are left out and entities are read.
+
+    Raises:
+        EvaluationError: the file cannot be read, or a document does not end.
+    """
+    for location, block in _blocks(path, "doc"):
+        texts = re.findall(r"<text\b[^>]*>(.*?)</text>", block, re.IGNORECASE | re.DOTALL)
+        if not texts:
+            names = r"docno|docid|title|headline|dochdr"
+            texts = [re.sub(rf"<({names})\b[^>]*>.*?</\1>", " ", block, flags=re.IGNORECASE | re.DOTALL)]
+        title = _element(block, "title") or _element(block, "headline") or ""
+        yield location, _element(block, "docno"), title, _plain("\n".join(texts))
+
+
+def read_markup_topics(path: Path) -> Iterator[tuple[str, str | None, str]]:
+    """Yield (location, id, question) of each ``<top>`` or ``<topic>``; the question is ``<title>`` or ``<query>``.
+
+    Raises:
+        EvaluationError: the file cannot be read, or a topic does not end.
+    """
+    for location, block in _blocks(path, "top(?:ic)?"):
+        number = _TOPIC.search(block) or _NUMBER.search(block)
+        title = _TITLE.search(block)
+        question = re.sub(r"^\s*topic\s*:", "", title[1], flags=re.IGNORECASE) if title else ""
+        yield location, number[1].strip() if number else None, _plain(question)
+
+
+def _blocks(path: Path, name: str) -> Iterator[tuple[str, str]]:
+    opening = re.compile(rf"<{name}(\s[^>]*)?>", re.IGNORECASE)
+    closing = re.compile(rf"</{name}>", re.IGNORECASE)
+    lines: list[str] = []
+    start = ""
+    for location, line in read_lines(path):
+        if not lines and opening.search(line):
+            start = location
+        if start:
+            lines.append(line)
+            if closing.search(line):
+                yield start, "\n".join(lines)
+                lines, start = [], ""
+    if start:
+        raise EvaluationError(f"{start}: no closing tag before the end of the file; is the file cut off?")
+
+
+def _element(block: str, name: str) -> str | None:
+    match = re.search(rf"<{name}\b[^>]*>(.*?)</{name}>", block, re.IGNORECASE | re.DOTALL)
+    return _plain(match[1]) if match else None
+
+
+def _plain(text: str) -> str:
+    # The outermost element's own tags go with all others.
+    return clean_text(" ".join(html.unescape(_TAG.sub(" ", text)).split()))

@@ -1,13 +1,18 @@
-"""The first stage, which finds the candidates: a retriever over the collection, or a run of another system."""
+"""The first stage, which finds the candidates: a retriever over the collection, or a run of another system.
+
+Vectors and word statistics are made once, in one process, and may be searched in others: a search needs the ids of the
+documents, and not their texts.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.contracts.method_spec import MethodSpec
@@ -15,28 +20,17 @@ from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.collection import Collection, Topic
 from rag_posfix.evaluation.data.trec import read_run
-from rag_posfix.evaluation.progress import Progress, silent
 from rag_posfix.evaluation.ranking.rankings import (
     QueryCandidates,
     RankedTopics,
     Ranking,
     RankJournal,
     checked_ranking,
+    rank_missing,
     relevance,
     retrieval_key,
 )
-from rag_posfix.evaluation.ranking.stage_index import (
-    EmbedBatches,
-    count_words,
-    documents_with_text,
-    embedded,
-    open_vectors,
-    retriever_of,
-    searched_texts,
-    stored_ids,
-    words_retriever,
-)
-from rag_posfix.evaluation.record import file_digest
+from rag_posfix.evaluation.record import Progress, file_digest, silent
 from rag_posfix.parameters import Integer, Number, NumberList, check_parameters
 from rag_posfix.registry import Registry
 from rag_posfix.text import content_hash
@@ -45,11 +39,21 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from rag_posfix.retrieval.bm25 import BM25Index
+    from rag_posfix.retrieval.faiss_store import FaissVectorStore
+
 FIRST_STAGE = "first_stage"
-"""What its run is called beside those of the rerankers."""
+"""Label of its run among the runs of the rerankers."""
 
 FIRST_STAGES: Registry[type] = Registry("first stage")
 """The retrievers that can be a first stage, by name; their classes hold the parameters."""
+
+DOCUMENTS_PER_BATCH = 128
+BATCHES_PER_SAVE = 16
+_BM25_PARAMETERS = ("k1", "b")
+
+EmbedBatches = Callable[[Sequence[list[str]]], "Iterable[tuple[int, NDArray[np.float32]]]"]
+"""Yields (index, one unit vector per text) of batches of texts, in any order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,8 +133,8 @@ def run_as_first_stage(path: Path) -> tuple[FirstStage, frozenset[str]]:
 
     def rank_all(topics: Sequence[Topic], depth: int) -> Iterator[tuple[int, Ranking]]:
         for index, topic in enumerate(topics):
-            found = run.get(topic.id, [])[:depth]
-            yield index, Ranking(tuple(name for name, _ in found), tuple(score for _, score in found), 0.0)
+            pairs = run.get(topic.id, [])[:depth]
+            yield index, Ranking(tuple(name for name, _ in pairs), tuple(score for _, score in pairs), 0.0)
 
     names = frozenset(name for ranked in run.values() for name, _ in ranked)
     return FirstStage(path.name, content_hash("run", file_digest(path)), rank_all, searches=False), names
@@ -163,7 +167,11 @@ def open_first_stage(
 
         model = embeddings()
         identity = embedding_identity(model)
-        store = open_vectors(documents, model, collection.digest, _embedded_here(model), folder, progress)
+
+        def embed(batches: Sequence[list[str]]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+            return enumerate(embedded(model, texts) for texts in batches)
+
+        store = open_vectors(documents, model, collection.digest, embed, folder, progress)
         retrievers.append(PassageRetriever(store=store))
     if name != "dense":
         counted = count_words(searched_texts(documents), spec.parameters)
@@ -171,83 +179,57 @@ def open_first_stage(
     retriever = retriever_of(retrievers, spec.parameters)
 
     def rank_all(topics: Sequence[Topic], depth: int) -> Iterator[tuple[int, Ranking]]:
-        for index, topic in enumerate(topics):
-            yield index, rank_topic(retriever, name, topic, depth)
+        return enumerate(rank_topic(retriever, name, topic, depth) for topic in topics)
 
     return FirstStage(name, stage_identity(spec, collection, identity), rank_all)
 
 
 def stage_identity(spec: MethodSpec, collection: Collection, model: str | None) -> str:
-    """Return the identity of a first stage that searches.
-
-    Args:
-        spec: A name in ``FIRST_STAGES`` and parameters.
-        model: Identity of the embedding model, None without one.
-    """
-    made_from = [FIRST_STAGES.resolve(spec.name), repr(sorted(spec.parameters.items())), collection.digest]
-    return content_hash(*made_from, *([] if model is None else [model]))
+    """Return the identity of a first stage that searches; ``model`` is that of the embedding model, if any."""
+    parts = [FIRST_STAGES.resolve(spec.name), repr(sorted(spec.parameters.items())), collection.digest]
+    return content_hash(*parts, *([] if model is None else [model]))
 
 
 def rank_topic(retriever: Retriever, name: str, topic: Topic, depth: int) -> Ranking:
-    """Return at most ``depth`` documents for a topic.
-
-    Args:
-        name: Name of the first stage, for messages.
+    """Return at most ``depth`` documents for a topic; ``name`` is the first stage in messages.
 
     Raises:
         RetrievalError: the documents cannot be searched.
         EvaluationError: the retriever returned a document twice or without a score.
     """
     started = time.perf_counter()
-    found = retriever.retrieve(topic.question, depth)
+    documents = retriever.retrieve(topic.question, depth)
     seconds = time.perf_counter() - started
-    ids, scores = checked_ranking(name, topic.id, found, found)
-    return Ranking(ids, scores, seconds)
+    return Ranking(*checked_ranking(name, topic.id, documents, documents), seconds)
 
 
 def retrieve(
     stage: FirstStage, topics: Sequence[Topic], depth: int, journal: RankJournal, progress: Progress = silent
 ) -> RankedTopics:
-    """Run the first stage for every topic without a ranking in the journal.
-
-    Args:
-        depth: Number of documents per topic.
-        progress: Progress callback (``evaluation.progress``).
+    """Run the first stage, ``depth`` documents per topic, for every topic without a ranking in the journal.
 
     Raises:
         RetrievalError: the first stage failed.
     """
+
+    def rank(missing: Sequence[int]) -> Iterable[tuple[int, Ranking]]:
+        return stage.rank_all([topics[number] for number in missing], depth)
+
+    ids = [topic.id for topic in topics]
     keys = [retrieval_key(stage.identity, topic.question, depth) for topic in topics]
-    known = (
-        {}
-        if not stage.searches
-        else {index: found for index, key in enumerate(keys) if (found := journal.get(key)) is not None}
-    )
-    reused = frozenset(topics[index].id for index in known)
-    missing = [index for index in range(len(topics)) if index not in known]
     with progress("retrieving") as report:
-        for position, ranking in stage.rank_all([topics[index] for index in missing], depth):
-            index = missing[position]
-            if stage.searches:
-                journal.add(keys[index], ranking)
-            known[index] = ranking
-            report(len(known), len(topics))
-    rankings = {topic.id: known[index] for index, topic in enumerate(topics)}
-    return RankedTopics(FIRST_STAGE, rankings, reused)
+        return rank_missing(FIRST_STAGE, ids, keys, rank, journal if stage.searches else RankJournal(), report)
 
 
-def candidates_of(topics: Sequence[Topic], found: RankedTopics, collection: Collection) -> list[QueryCandidates]:
+def candidates_of(topics: Sequence[Topic], ranked: RankedTopics, collection: Collection) -> list[QueryCandidates]:
     """Return the input of rerankers: copies of the documents, in the order of the first stage, with its scores.
-
-    Args:
-        found: The rankings of the first stage.
 
     Raises:
         EvaluationError: the first stage ranks a document that is not in the collection.
     """
     result = []
     for topic in topics:
-        ranking = found.rankings[topic.id]
+        ranking = ranked.rankings[topic.id]
         documents = []
         for name, score in zip(ranking.ids, relevance(ranking.scores), strict=True):
             if name not in collection.documents:
@@ -261,9 +243,126 @@ def candidates_of(topics: Sequence[Topic], found: RankedTopics, collection: Coll
     return result
 
 
-def _embedded_here(embeddings: Embeddings) -> EmbedBatches:
-    def embed(batches: Sequence[list[str]]) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        for index, texts in enumerate(batches):
-            yield index, embedded(embeddings, texts)
+def documents_with_text(collection: Collection) -> list[Document]:
+    """Return the documents that are indexed.
 
-    return embed
+    Raises:
+        EvaluationError: no document has text.
+    """
+    documents = [document for document in collection.documents.values() if document.page_content.strip()]
+    if not documents:
+        raise EvaluationError("no document of the corpus has text; give another corpus")
+    return documents
+
+
+def stored_ids(documents: Iterable[Document]) -> list[str]:
+    """Return the ids that an index has for documents."""
+    from rag_posfix.retrieval.index.documents import stored_id
+
+    return [stored_id(document) for document in documents]
+
+
+def searched_texts(documents: Iterable[Document]) -> list[str]:
+    """Return the texts that are embedded and whose words are counted: title and text."""
+    from rag_posfix.retrieval.index.documents import searchable_text, stored_copy
+
+    return [searchable_text(stored_copy(document)) for document in documents]
+
+
+def embedded(embeddings: Embeddings, texts: Sequence[str]) -> NDArray[np.float32]:
+    """Return a unit vector for each text of a batch; its last digits may depend on the batch.
+
+    Raises:
+        RetrievalError: the model returned unusable vectors.
+    """
+    from rag_posfix.retrieval.faiss_store import FaissVectorStore
+
+    return FaissVectorStore(embeddings, kind="flat").embed_texts(texts)
+
+
+def open_vectors(
+    documents: Sequence[Document],
+    embeddings: Embeddings,
+    digest: str,
+    embed: EmbedBatches,
+    folder: Path | None,
+    progress: Progress,
+) -> FaissVectorStore:
+    """Return a store with the vectors of all documents, which is saved as they are made: an interrupt loses few.
+
+    Args:
+        embeddings: The embedding model, or an object with its identity.
+        digest: Hash of the collection, which names the saved store together with the model.
+        embed: Embeds documents that the saved store lacks.
+        folder: Where the store is kept for later runs; None keeps it in memory.
+
+    Raises:
+        RetrievalError: the saved store is damaged, or the model returned unusable vectors.
+    """
+    from rag_posfix.retrieval.embeddings import embedding_identity
+    from rag_posfix.retrieval.faiss_store import FaissVectorStore
+
+    digest = content_hash(embedding_identity(embeddings), digest)
+    index = None if folder is None else folder / f"index-{digest[:16]}"
+    if index is not None and index.is_dir():  # flat: candidates are the nearest, whatever the size of the collection
+        store = FaissVectorStore.load(index, embeddings, kind="flat")
+    else:
+        store = FaissVectorStore(embeddings, kind="flat")
+    stored = set(store.table.ids())
+    # Texts of like length share a batch, which spares padding; with the id, batches are the same in every run.
+    missing = sorted(
+        (document for document in documents if str(document.id) not in stored),
+        key=lambda document: (len(document.page_content), str(document.id)),
+    )
+    batches = [missing[start : start + DOCUMENTS_PER_BATCH] for start in range(0, len(missing), DOCUMENTS_PER_BATCH)]
+    with progress("embedding") as report:
+        vectors = embed([searched_texts(batch) for batch in batches])
+        for number, (position, rows) in enumerate(vectors, start=1):
+            store.add_vectors(batches[position], rows)
+            report(len(store), len(documents))
+            if index is not None and (number % BATCHES_PER_SAVE == 0 or number == len(batches)):
+                index.parent.mkdir(parents=True, exist_ok=True)
+                store.save(index)
+    return store
+
+
+def vectors_retriever(names: Sequence[str], rows: NDArray[np.float32], embeddings: Embeddings) -> Retriever:
+    """Return a retriever over unit vectors that a store returned, whose documents have no text."""
+    from rag_posfix.retrieval.dense import PassageRetriever
+    from rag_posfix.retrieval.faiss_store import FaissVectorStore
+    from rag_posfix.retrieval.index.document_vectors import DocumentVectors
+    from rag_posfix.retrieval.index.documents import IndexEntry
+
+    # Not through the store, which would compute the length of each vector again and could change its last digit.
+    contents = DocumentVectors("flat")
+    contents.put({name: IndexEntry(Document(id=name, page_content="")) for name in names}, rows)
+    return PassageRetriever(store=FaissVectorStore(embeddings, kind="flat", contents=contents))
+
+
+def count_words(texts: Sequence[str], parameters: Mapping[str, Any]) -> BM25Index:
+    """Return the word statistics of texts."""
+    from rag_posfix.retrieval.bm25 import BM25Index
+
+    return BM25Index.build(texts, **{name: v for name in _BM25_PARAMETERS if (v := parameters.get(name)) is not None})
+
+
+def words_retriever(names: Sequence[str], counted: BM25Index) -> Retriever:
+    """Return a retriever over word statistics, in the order of ``names``; its documents have no text."""
+    import numpy as np
+
+    from rag_posfix.retrieval.bm25 import BM25Retriever
+    from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry
+
+    table = DocumentTable()
+    keys = table.add(IndexEntry(Document(id=name, page_content="")) for name in names)
+    return BM25Retriever(table=table, k1=counted.k1, b=counted.b, counted=(np.asarray(keys, dtype=np.int64), counted))
+
+
+def retriever_of(retrievers: Sequence[Retriever], parameters: Mapping[str, Any]) -> Retriever:
+    """Return the only retriever, or the fusion of one by embeddings and one by words."""
+    if len(retrievers) == 1:
+        return retrievers[0]
+    from rag_posfix.retrieval.hybrid import HybridRetriever
+
+    fusion = {name: v for name, v in parameters.items() if v is not None and name not in _BM25_PARAMETERS}
+    return HybridRetriever(retrievers=retrievers, **fusion)

@@ -8,36 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.data.datasets import data_facts, take_examples
-from rag_posfix.evaluation.data.position_example import GoldPosition, PositionExample, position_label
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.ranking.rankings import QueryCandidates, Ranking, RankJournal
-from rag_posfix.evaluation.ranking.rerankers import (
+from rag_posfix.evaluation.data.questions import (
+    GoldPosition,
+    PositionExample,
+    data_facts,
+    position_label,
+    take_examples,
+)
+from rag_posfix.evaluation.ranking.rankings import (
+    QueryCandidates,
     Ranker,
+    RankJournal,
     RerankerChoice,
-    check_distinct,
-    check_reranker_choice,
+    check_rerankers,
     local_ranker,
     open_reranker,
     rerank,
 )
-from rag_posfix.evaluation.record import ExperimentRecord, environment
-from rag_posfix.evaluation.statistics import (
-    bootstrap_interval,
-    difference_interval,
-    holm,
-    mean,
-    randomisation_p,
-)
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent
+from rag_posfix.evaluation.statistics import bootstrap_interval, difference_interval, holm, mean, randomisation_p
 from rag_posfix.settings import Settings
 
-__all__ = [
-    "JOURNAL",
-    "GoldRank",
-    "evaluate_reranking_positions",
-    "rank_gold_positions",
-    "summarize_gold_ranks",
-]
+__all__ = ["GoldRank", "evaluate_reranking_positions"]
 
 CUTS = (1, 3)
 JOURNAL = "rerank-positions-journal.jsonl"
@@ -98,7 +90,7 @@ def evaluate_reranking_positions(
         fresh: Recompute what is in the journal.
         settings: Models; read from the environment if None.
         out: Folder for the record and the journal; None writes nothing.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
         ConfigError: a reranker, a gold position or the model is wrong.
@@ -110,22 +102,20 @@ def evaluate_reranking_positions(
         )
     if len(set(gold_positions)) < len(gold_positions):
         raise ConfigError(f"gold_positions={list(gold_positions)} has a position twice; remove one of them")
-    check_distinct(rerankers)
-    for choice in rerankers:
-        check_reranker_choice(choice)
+    check_rerankers(rerankers)
     examples = take_examples(data, limit, skip)
-    for example in examples:  # before any model: too few distractors are told at once
+    for example in examples:  # before the model is loaded
         for gold_position in gold_positions:
             example.documents(documents, gold_position)
     chosen = settings or Settings()
     journal = RankJournal(None if out is None else out / JOURNAL, fresh=fresh)
     from rag_posfix.pipeline.build import build_reranker_models
 
-    parts = build_reranker_models(chosen)
+    models = build_reranker_models(chosen)
     rows: list[GoldRank] = []
     for choice in rerankers:
         rows += rank_gold_positions(
-            local_ranker(open_reranker(choice, parts)), examples, gold_positions=gold_positions,
+            local_ranker(open_reranker(choice, models)), examples, gold_positions=gold_positions,
             n_documents=documents, journal=journal, progress=progress,
         )  # fmt: skip
     head = {
@@ -155,49 +145,42 @@ def rank_gold_positions(
     """Rank the passages of every question with the gold passage at each position.
 
     The other passages keep their order. Passages come without scores: a reranker sees the question, the texts and the
-    order, nothing that tells which passage is gold. Passages with equal scores keep the order that came in.
-
-    Args:
-        gold_positions: Positions of the gold passage, from 0.
-        n_documents: Number of passages per list.
-        journal: Rankings of earlier runs, and where new ones go.
-        progress: Progress callback (``evaluation.progress``).
+    order, never which passage is gold. Passages with equal scores keep their order.
 
     Raises:
         EvaluationError: too few passages, a position outside of the list, or the reranker failed.
     """
-    asked = [(example, position) for example in examples for position in gold_positions]
+    pairs = [(example, position) for example in examples for position in gold_positions]
+    ids = [f"{example.id}@{position_label(position)}" for example, position in pairs]
     queries = [
-        QueryCandidates(
-            f"{example.id}@{position_label(position)}",
-            example.question,
-            tuple(example.documents(n_documents, position)),
-        )
-        for example, position in asked
+        QueryCandidates(query, example.question, tuple(example.documents(n_documents, position)))
+        for query, (example, position) in zip(ids, pairs, strict=True)
     ]
-    found = rerank(ranker, queries, journal, progress)
-    return [
-        _gold_rank(ranker.label, example, position, found.rankings[query.query], query.query in found.reused)
-        for (example, position), query in zip(asked, queries, strict=True)
-    ]
+    ranked = rerank(ranker, queries, journal, progress)
+    rows = []
+    for query, (example, position) in zip(ids, pairs, strict=True):
+        ranking, gold = ranked.rankings[query], {str(document.id) for document in example.gold}
+        rank = max(map(ranking.ids.index, gold)) if gold <= set(ranking.ids) else None
+        reused = query in ranked.reused
+        rows.append(GoldRank(example.id, ranker.label, position, rank, reused=reused, **ranking.cost()))
+    return rows
 
 
 def summarize_gold_ranks(rows: Sequence[GoldRank]) -> dict[str, Any]:
     """Return recall of the gold passage per reranker and position, mean, worst, spread, and intervals by question.
 
     ``recall@1`` is the share of questions whose gold passage is ranked first, ``recall@3`` among the first three; they
-    stand under ``places`` by gold position. For each of them ``spread`` is the best position minus the worst.
+    are under ``places`` by gold position. For each of them ``spread`` is the best position minus the worst.
     ``first_minus_last`` compares the first position asked for with the last, questions paired, and ``p`` is that of a
     randomisation test, ``p_holm`` after Holm's correction over the rerankers and both cuts. ``rankings_that_change``
     is the share of questions whose gold passage ends at another rank from another position: 0 for a scorer that does
-    not look at the order.
-
-    Args:
-        rows: Every question at every position under every reranker.
+    not look at the order. ``rows`` has every question at every position under every reranker.
     """
-    labels = list(dict.fromkeys(row.reranker for row in rows))
-    result = {label: _summary([row for row in rows if row.reranker == label]) for label in labels}
-    pairs = [result[label][f"recall@{cut}"]["first_minus_last"] for label in labels for cut in CUTS]
+    by_reranker: dict[str, list[GoldRank]] = {}
+    for row in rows:
+        by_reranker.setdefault(row.reranker, []).append(row)
+    result = {label: _summary(ranks) for label, ranks in by_reranker.items()}
+    pairs = [summary[f"recall@{cut}"]["first_minus_last"] for summary in result.values() for cut in CUTS]
     for pair, corrected in zip(pairs, holm([pair["p"] for pair in pairs]), strict=True):
         pair["p_holm"] = corrected
     return {
@@ -207,25 +190,17 @@ def summarize_gold_ranks(rows: Sequence[GoldRank]) -> dict[str, Any]:
     }
 
 
-def _gold_rank(
-    label: str, example: PositionExample, position: GoldPosition, ranking: Ranking, reused: bool
-) -> GoldRank:
-    gold = {str(one.id) for one in example.gold}
-    cost = {name: value for name, value in asdict(ranking).items() if name not in ("ids", "scores")}
-    rank = max(map(ranking.ids.index, gold)) if gold <= set(ranking.ids) else None
-    return GoldRank(example.id, label, position, rank, reused=reused, **cost)
-
-
 def _summary(rows: Sequence[GoldRank]) -> dict[str, Any]:
     table: dict[GoldPosition, list[GoldRank]] = {}
     for row in rows:
         table.setdefault(row.gold_position, []).append(row)
-    ranks = zip(*([row.gold_rank for row in found] for found in table.values()), strict=True)
+    columns = list(table.values())
+    ranks = zip(*([row.gold_rank for row in column] for column in columns), strict=True)
     calls = [float(row.calls) for row in rows if row.calls is not None]
     return {
-        "places": {position_label(position): _at_position(found) for position, found in table.items()},
-        **{f"recall@{cut}": _over_positions(list(table.values()), cut) for cut in CUTS},
-        "rankings_that_change": mean([float(len(set(found)) > 1) for found in ranks]),
+        "places": {position_label(position): _at_position(column) for position, column in table.items()},
+        **{f"recall@{cut}": _over_positions([_recalls(column, cut) for column in columns]) for cut in CUTS},
+        "rankings_that_change": mean([float(len(set(by_position)) > 1) for by_position in ranks]),
         "seconds": mean([row.seconds for row in rows]),
         "calls": mean(calls) if calls else None,
         "forward_passes": mean([float(row.forward_passes) for row in rows]),
@@ -236,16 +211,15 @@ def _summary(rows: Sequence[GoldRank]) -> dict[str, Any]:
 def _at_position(rows: Sequence[GoldRank]) -> Mapping[str, Any]:
     values = {f"recall@{cut}": _recalls(rows, cut) for cut in CUTS}
     return {
-        **{name: mean(found) for name, found in values.items()},
-        "ci95": {name: list(difference_interval(found)) for name, found in values.items()},
+        **{name: mean(recalls) for name, recalls in values.items()},
+        "ci95": {name: list(difference_interval(recalls)) for name, recalls in values.items()},
         "seconds": mean([row.seconds for row in rows]),
     }
 
 
-def _over_positions(columns: Sequence[Sequence[GoldRank]], cut: int) -> dict[str, Any]:
-    """Return what recall at one cut is over gold positions: its mean, its worst, how far positions differ."""
-    recalls = [_recalls(rows, cut) for rows in columns]
-    means = [mean(found) for found in recalls]
+def _over_positions(recalls: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return recall over gold positions: its mean, its worst, how far positions differ."""
+    means = [mean(column) for column in recalls]
     table = list(zip(*recalls, strict=True))
 
     def interval(statistic: Callable[[Sequence[float]], float]) -> list[float]:

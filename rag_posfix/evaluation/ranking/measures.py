@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rag_posfix.errors import ConfigError, EvaluationError, missing_extra
 from rag_posfix.evaluation.data.collection import Topic
 from rag_posfix.evaluation.data.trec import Qrels, Run, write_run
-from rag_posfix.evaluation.ranking.rankings import RankedTopics, Ranking
+from rag_posfix.evaluation.ranking.rankings import RankedTopics
 from rag_posfix.evaluation.record import file_digest
 from rag_posfix.evaluation.statistics import compare_all, difference_interval, mean
 
@@ -41,11 +41,11 @@ def parse_measures(text: str = "") -> list[Measure]:
     """
     irm = _import()
     names = [*DEFAULT_MEASURES, *(part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip())]
-    found: dict[str, Measure] = {}
+    measures: dict[str, Measure] = {}
     for name in names:
-        one = _parse(irm, name)
-        found.setdefault(str(one), one)
-    return list(found.values())
+        measure = _parse(irm, name)
+        measures.setdefault(str(measure), measure)
+    return list(measures.values())
 
 
 def compute_measures(measures: Measures, qrels: Qrels, run: Run) -> MeasureValues:
@@ -65,14 +65,12 @@ def compute_measures(measures: Measures, qrels: Qrels, run: Run) -> MeasureValue
     irm = _import()
     scores = {query: dict(ranked) for query, ranked in run.items() if ranked}
     try:
-        per_query = irm.evaluator(list(measures), {query: dict(grades) for query, grades in qrels.items()}).iter_calc(
-            scores
-        )
-        values: MeasureValues = {str(one): {} for one in measures}
-        for found in per_query:
-            values[str(found.measure)][found.query_id] = float(found.value)
+        evaluator = irm.evaluator(list(measures), {query: dict(grades) for query, grades in qrels.items()})
+        values: MeasureValues = {str(measure): {} for measure in measures}
+        for metric in evaluator.iter_calc(scores):
+            values[str(metric.measure)][metric.query_id] = float(metric.value)
     except Exception as error:  # programs outside of this one compute some measures, each failing in its own way
-        names = ", ".join(str(one) for one in measures)
+        names = ", ".join(map(str, measures))
         raise EvaluationError(f"ir-measures failed on {names} ({type(error).__name__}: {error})") from error
     for name, column in values.items():
         for query in qrels:
@@ -83,11 +81,11 @@ def compute_measures(measures: Measures, qrels: Qrels, run: Run) -> MeasureValue
 
 def _parse(irm: Any, name: str) -> Measure:
     try:
-        one = irm.parse_measure(name)
-        one.validate_params()
-        if "cutoff" in one.params and one.params["cutoff"] < 1:
+        measure: Any = irm.parse_measure(name)
+        measure.validate_params()
+        if measure.params.get("cutoff", 1) < 1:
             raise ValueError("the cutoff must be at least 1")  # pytrec-eval ends the process over 0
-        irm.evaluator([one], {})
+        irm.evaluator([measure], {})
     except NameError as error:
         near = difflib.get_close_matches(re.split(r"[@(]", name)[0], list(irm.measures.registry), n=3, cutoff=0.5)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
@@ -97,7 +95,7 @@ def _parse(irm: Any, name: str) -> Measure:
             f"measure {name!r} cannot be computed ({error}); write it as nDCG@10 or P(rel=2)@5, and install what "
             "ir-measures needs for it"
         ) from error
-    parsed: Measure = one
+    parsed: Measure = measure
     return parsed
 
 
@@ -112,13 +110,7 @@ def _import() -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluatedRun:
-    """The rankings of one system and their measures.
-
-    Attributes:
-        ranked: The rankings.
-        values: Measure -> query id -> value.
-        file: The TREC run, None where none was written.
-    """
+    """The rankings of one system, their measures, and the file of the TREC run if one was written."""
 
     ranked: RankedTopics
     values: MeasureValues
@@ -126,11 +118,7 @@ class EvaluatedRun:
 
 
 def run_files(folder: Path, labels: Sequence[str]) -> dict[str, Path]:
-    """Return a file name for the run of each label, no two alike.
-
-    Args:
-        folder: Where runs go.
-    """
+    """Return a file in ``folder`` for the run of each label, no two alike."""
     names: dict[str, Path] = {}
     for label in labels:
         plain = re.sub(r"[^\w.=+-]+", "-", label).strip("-.") or "run"
@@ -145,11 +133,7 @@ def run_files(folder: Path, labels: Sequence[str]) -> dict[str, Path]:
 def evaluate_run(
     ranked: RankedTopics, topics: Sequence[Topic], measures: Measures, file: Path | None = None
 ) -> EvaluatedRun:
-    """Measure rankings by exactly the scores that a TREC run of them holds, and write that run.
-
-    Args:
-        topics: The topics with their judgements; all of them count.
-        file: Where the run goes; None writes none.
+    """Measure rankings by exactly the scores that a TREC run of them holds, and write that run to ``file``.
 
     Raises:
         EvaluationError: the file cannot be written, or a measure cannot be computed.
@@ -160,47 +144,45 @@ def evaluate_run(
     return EvaluatedRun(ranked, compute_measures(measures, {topic.id: topic.grades for topic in topics}, run), file)
 
 
-def summarize_run(one: EvaluatedRun) -> dict[str, Any]:
+def summarize_run(evaluated: EvaluatedRun) -> dict[str, Any]:
     """Return means over the topics, their intervals, and what a query cost.
 
     ``seconds``, ``forward_passes``, ``tokens_read`` and ``calls`` are means per query that had candidates; ``calls``
     (answers that the model was asked to write) is None where the reranker does not count them. ``ci95`` is the
     interval of each mean, queries resampled. ``run_file`` is the name of the TREC run, None where none was written.
     """
-    asked = [ranking for ranking in one.ranked.rankings.values() if ranking.ids]
-    seconds = [ranking.seconds for ranking in asked]
-    calls = [float(ranking.calls) for ranking in asked if ranking.calls is not None]
+    rankings = list(evaluated.ranked.rankings.values())
+    ranked = [ranking for ranking in rankings if ranking.ids]
+    seconds = [ranking.seconds for ranking in ranked]
+    calls = [float(ranking.calls) for ranking in ranked if ranking.calls is not None]
+    values = {name: list(by_query.values()) for name, by_query in evaluated.values.items()}
     return {
-        **{name: mean(list(values.values())) for name, values in one.values.items()},
+        **{name: mean(scores) for name, scores in values.items()},
         "seconds": mean(seconds),
-        "run_file": None if one.file is None else one.file.name,
-        "run_sha256": None if one.file is None else file_digest(one.file),
-        "ci95": {name: list(difference_interval(list(values.values()))) for name, values in one.values.items()},
+        "run_file": None if evaluated.file is None else evaluated.file.name,
+        "run_sha256": None if evaluated.file is None else file_digest(evaluated.file),
+        "ci95": {name: list(difference_interval(scores)) for name, scores in values.items()},
         "seconds_median": statistics.median(seconds) if seconds else 0.0,
         "calls": mean(calls) if calls else None,
-        "forward_passes": mean([float(ranking.forward_passes) for ranking in asked]),
-        "tokens_read": mean([float(ranking.tokens_read) for ranking in asked]),
-        "queries": len(one.ranked.rankings),
-        "queries_without_documents": len(one.ranked.rankings) - len(asked),
-        "reused": len(one.ranked.reused),
+        "forward_passes": mean([float(ranking.forward_passes) for ranking in ranked]),
+        "tokens_read": mean([float(ranking.tokens_read) for ranking in ranked]),
+        "queries": len(rankings),
+        "queries_without_documents": len(rankings) - len(ranked),
+        "reused": len(evaluated.ranked.reused),
     }
 
 
 def compare_runs(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
     """Return the comparison of every run with each before it, by every measure (see ``Comparison``)."""
     return [
-        asdict(found)
+        asdict(comparison)
         for name in runs[0].values
-        for found in compare_all(name, {run.ranked.label: list(run.values[name].values()) for run in runs})
+        for comparison in compare_all(name, {run.ranked.label: list(run.values[name].values()) for run in runs})
     ]
 
 
 def per_query(runs: Sequence[EvaluatedRun], topics: Sequence[Topic]) -> Iterator[dict[str, Any]]:
-    """Yield one row per system and query: its measures, what it cost and its ranking.
-
-    Args:
-        runs: The first stage and the rerankers.
-    """
+    """Yield one row per system and query: its measures, its cost and its ranking."""
     for run in runs:
         for topic in topics:
             ranking = run.ranked.rankings[topic.id]
@@ -208,16 +190,7 @@ def per_query(runs: Sequence[EvaluatedRun], topics: Sequence[Topic]) -> Iterator
                 "query": topic.id,
                 "run": run.ranked.label,
                 **{name: values[topic.id] for name, values in run.values.items()},
-                **_cost(ranking),
+                **ranking.cost(),
                 "documents": list(ranking.ids),
                 "reused": topic.id in run.ranked.reused,
             }
-
-
-def _cost(ranking: Ranking) -> Mapping[str, Any]:
-    return {
-        "seconds": ranking.seconds,
-        "calls": ranking.calls,
-        "forward_passes": ranking.forward_passes,
-        "tokens_read": ranking.tokens_read,
-    }

@@ -1,23 +1,37 @@
-"""Rankings of a first stage or a reranker, for one query and for all queries, and their journal."""
+"""Rankings of a first stage or a reranker, their journal, and rerankers by name with a count of their model's work."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from langchain_core.documents import Document
+from langchain_core.documents import BaseDocumentCompressor, Document
 
-from rag_posfix.errors import EvaluationError
+from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.retrieval import Reranker
+from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.trec import decreasing
 from rag_posfix.evaluation.journal import LineJournal
+from rag_posfix.evaluation.record import Progress, silent
+from rag_posfix.evaluation.strict_reranking import rerank_or_raise
+from rag_posfix.reranking import RERANKERS
+from rag_posfix.reranking.build import RerankerModels, build_reranker
+from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.text import content_hash
+
+__all__ = ["RerankerChoice"]
 
 KEY_VERSION = 2
 """2: prompts have the tokens of the stock model."""
+
+RerankerChoice = MethodSpec
+"""A reranker by name, with its parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +53,11 @@ class Ranking:
     calls: int | None = None
     forward_passes: int = 0
     tokens_read: int = 0
+
+    def cost(self) -> dict[str, Any]:
+        """Return what the ranking cost: all but documents and scores."""
+        names = ("seconds", "calls", "forward_passes", "tokens_read")
+        return {name: getattr(self, name) for name in names}
 
 
 _NAMES = {field.name for field in fields(Ranking)}
@@ -86,34 +105,33 @@ class RankJournal(LineJournal[Ranking]):
     """Rankings by key, in memory and, with a path, in a file that only grows (see ``LineJournal``).
 
     Args:
-        path: The file; it and its folder are created with the first ranking. None: rankings are held in memory only.
         fresh: Start without the rankings of earlier runs. They stay in the file.
-
-    Raises:
-        EvaluationError: the file exists and cannot be read.
     """
 
     def __init__(self, path: Path | None = None, *, fresh: bool = False) -> None:
-        super().__init__("ranking", _ranking, path, fresh=fresh)
+        super().__init__("ranking", _read_ranking, path, fresh=fresh)
+
+
+def _read_ranking(row: Any) -> Ranking | None:
+    ids, scores, seconds = row["ids"], row["scores"], row["seconds"]
+    counts = [row["forward_passes"], row["tokens_read"], *([] if row["calls"] is None else [row["calls"]])]
+    complete = (
+        set(row) == _NAMES
+        and len(ids) == len(scores)
+        and all(isinstance(name, str) for name in ids)
+        and all(isinstance(score, float) for score in (*scores, seconds))
+        and all(isinstance(count, int) for count in counts)
+    )
+    return Ranking(**{**row, "ids": tuple(ids), "scores": tuple(scores)}) if complete else None
 
 
 def retrieval_key(identity: str, question: str, depth: int) -> str:
-    """Return a digest of everything that a ranking of the first stage depends on.
-
-    Args:
-        identity: Digest of the first stage, its parameters and its documents.
-        question: The query's text.
-    """
+    """Return a digest of everything that a ranking of the first stage with this ``identity`` depends on."""
     return content_hash(json.dumps([KEY_VERSION, "retrieve", identity, question, depth]))
 
 
 def rerank_key(identity: str, candidates: QueryCandidates) -> str:
-    """Return a digest of everything that a ranking of a reranker depends on.
-
-    Args:
-        identity: Digest of the reranker, its parameters and its model.
-        candidates: The query, its documents, their order and their scores.
-    """
+    """Return a digest of everything that a ranking of the reranker with this ``identity`` depends on."""
     documents = [
         [d.id, d.metadata.get("title", ""), d.page_content, d.metadata.get("relevance_score")]
         for d in candidates.documents
@@ -122,21 +140,18 @@ def rerank_key(identity: str, candidates: QueryCandidates) -> str:
 
 
 def checked_ranking(
-    label: str, query: str, given: Sequence[Document], returned: Sequence[Document]
+    label: str, query: str, candidates: Sequence[Document], returned: Sequence[Document]
 ) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """Return ids and scores of what a reranker returned, highest score first, equal scores as they were returned.
 
-    Args:
-        query: The query's id, for messages.
-
     Raises:
-        EvaluationError: a document was not given or was returned twice, or its score is missing or not finite.
+        EvaluationError: a document is no candidate or was returned twice, or its score is missing or not finite.
     """
-    known = {document.id for document in given}
+    candidate_ids = {document.id for document in candidates}
     scores: dict[str, float] = {}
     for document in returned:
         name = str(document.id)
-        if document.id not in known or name in scores:
+        if document.id not in candidate_ids or name in scores:
             what = "twice" if name in scores else "that it was not given"
             raise EvaluationError(f"{label} returned document {document.id!r} of query {query!r} {what}")
         score = (document.metadata or {}).get("relevance_score")
@@ -151,13 +166,10 @@ def checked_ranking(
 
 
 def relevance(scores: Sequence[float]) -> list[float]:
-    """Return scores as relevance in [0, 1], which is what rerankers are given.
+    """Return scores of one query, from best to worst, as relevance in [0, 1], which is what rerankers are given.
 
     Scores in [0, 1] stay. Others that are not negative are divided by the highest; with a negative one among them only
     the order is kept: 1, (n - 1) / n, ..., 1 / n.
-
-    Args:
-        scores: Of one query, from best to worst.
     """
     if all(0.0 <= score <= 1.0 for score in scores):
         return list(scores)
@@ -166,14 +178,173 @@ def relevance(scores: Sequence[float]) -> list[float]:
     return [1.0 - index / len(scores) for index in range(len(scores))]
 
 
-def _ranking(row: Any) -> Ranking | None:
-    ids, scores, seconds = row["ids"], row["scores"], row["seconds"]
-    counts = [row["forward_passes"], row["tokens_read"], *([] if row["calls"] is None else [row["calls"]])]
-    whole = (
-        set(row) == _NAMES
-        and len(ids) == len(scores)
-        and all(isinstance(name, str) for name in ids)
-        and all(isinstance(score, float) for score in (*scores, seconds))
-        and all(isinstance(count, int) for count in counts)
-    )
-    return Ranking(**{**row, "ids": tuple(ids), "scores": tuple(scores)}) if whole else None
+def rank_missing(
+    label: str,
+    queries: Sequence[str],
+    keys: Sequence[str],
+    rank: Callable[[Sequence[int]], Iterable[tuple[int, Ranking]]],
+    journal: RankJournal,
+    report: Callable[[int, int], None],
+) -> RankedTopics:
+    """Rank every query without a ranking in the journal; each new ranking is added to it at once.
+
+    Args:
+        queries: Their ids.
+        keys: Their keys in the journal.
+        rank: Yields (index, ranking) of the queries with these numbers, in any order.
+    """
+    rankings = {number: ranking for number, key in enumerate(keys) if (ranking := journal.get(key)) is not None}
+    reused = frozenset(queries[number] for number in rankings)
+    missing = [number for number in range(len(keys)) if number not in rankings]
+    report(len(rankings), len(keys))
+    for index, ranking in rank(missing):
+        number = missing[index]
+        journal.add(keys[number], ranking)
+        rankings[number] = ranking
+        report(len(rankings), len(keys))
+    return RankedTopics(label, {query: rankings[number] for number, query in enumerate(queries)}, reused)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenedReranker:
+    """A reranker with its loaded model.
+
+    Attributes:
+        label: Name and parameters.
+        identity: Digest of the reranker, its parameters and its weights.
+        reranker: The reranker.
+    """
+
+    label: str
+    identity: str
+    reranker: Reranker
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranker:
+    """A reranker and where it runs.
+
+    Attributes:
+        label: Names it in results.
+        identity: All that its rankings depend on besides the candidates.
+        rank_all: Yields (index, ranking) of queries, in any order.
+    """
+
+    label: str
+    identity: str
+    rank_all: Callable[[Sequence[QueryCandidates]], Iterable[tuple[int, Ranking]]]
+
+
+def check_rerankers(choices: Sequence[RerankerChoice]) -> None:
+    """Check names and parameters without making a reranker: errors are reported before a model is loaded.
+
+    Raises:
+        UnknownNameError: no reranker has this name.
+        ConfigError: an unknown parameter, a value out of range, or a reranker occurs twice.
+    """
+    labels = [choice.label for choice in choices]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(f"reranker {label!r} occurs twice with the same parameters; remove one of them")
+    for choice in choices:
+        RERANKERS.check(choice)
+
+
+def open_reranker(choice: RerankerChoice, models: RerankerModels) -> OpenedReranker:
+    """Return a reranker with its loaded model.
+
+    Raises:
+        ConfigError: the name, a parameter or the model is wrong.
+    """
+    reranker = build_reranker(choice, models)
+    return OpenedReranker(choice.label, _identity(choice.name, reranker), reranker)
+
+
+def _identity(name: str, reranker: BaseDocumentCompressor) -> str:
+    values = reranker.model_dump(mode="json", include=set(RERANKERS.parameters(name)))
+    models = {}
+    for field in RerankerModels.__slots__:
+        if field in type(reranker).model_fields:
+            model: Any = getattr(reranker, field)
+            fingerprint = getattr(model, "fingerprint", None)
+            device = getattr(getattr(model, "loaded", None), "device", "")
+            models[field] = f"{fingerprint} {device}" if isinstance(fingerprint, str) else embedding_identity(model)
+    return content_hash(json.dumps([name, values, models], sort_keys=True))
+
+
+def rerank_one(opened: OpenedReranker, candidates: QueryCandidates) -> Ranking:
+    """Rank copies of the candidates of one query; without candidates the reranker is not called.
+
+    Raises:
+        EvaluationError: the reranker failed, or returned something else than scored candidates.
+    """
+    if not candidates.documents:
+        return Ranking((), (), 0.0)
+    reranker = opened.reranker
+    copies = [Document(id=d.id, page_content=d.page_content, metadata=dict(d.metadata)) for d in candidates.documents]
+    before = getattr(reranker, "generations", None)
+    with count_work(getattr(reranker, "generator", None)) as work:
+        started = time.perf_counter()
+        returned = rerank_or_raise(reranker, copies, candidates.question, label=opened.label, query=candidates.query)
+        seconds = time.perf_counter() - started
+    ids, scores = checked_ranking(opened.label, candidates.query, candidates.documents, returned)
+    after = getattr(reranker, "generations", None)
+    calls = after - before if isinstance(before, int) and isinstance(after, int) else None
+    return Ranking(ids, scores, seconds, calls, work.forward_passes, work.tokens)
+
+
+def local_ranker(opened: OpenedReranker) -> Ranker:
+    """Return a ranker that runs a reranker in this process, one query after the other."""
+
+    def rank_all(queries: Sequence[QueryCandidates]) -> Iterator[tuple[int, Ranking]]:
+        for index, candidates in enumerate(queries):
+            yield index, rerank_one(opened, candidates)
+
+    return Ranker(opened.label, opened.identity, rank_all)
+
+
+def rerank(
+    ranker: Ranker, queries: Sequence[QueryCandidates], journal: RankJournal, progress: Progress = silent
+) -> RankedTopics:
+    """Rank the candidates of every query without a ranking in the journal.
+
+    Raises:
+        EvaluationError: the reranker failed on a query.
+    """
+
+    def rank(missing: Sequence[int]) -> Iterable[tuple[int, Ranking]]:
+        return ranker.rank_all([queries[number] for number in missing])
+
+    ids = [candidates.query for candidates in queries]
+    keys = [rerank_key(ranker.identity, candidates) for candidates in queries]
+    with progress(ranker.label) as report:
+        return rank_missing(ranker.label, ids, keys, rank, journal, report)
+
+
+@dataclass(slots=True)
+class ModelWork:
+    """The forward passes of a generator for all callers, and the tokens in them, padding included."""
+
+    forward_passes: int = 0
+    tokens: int = 0
+
+
+@contextmanager
+def count_work(generator: object | None) -> Iterator[ModelWork]:
+    """Count the work of ``generator`` during the block; zero without a model in this process."""
+    work = ModelWork()
+    model = getattr(getattr(generator, "loaded", None), "model", None)
+    if model is None:
+        yield work
+        return
+
+    def count(_module: Any, _arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        token_ids = named.get("input_ids")
+        work.forward_passes += 1
+        work.tokens += 0 if token_ids is None else int(token_ids.numel())
+
+    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield work
+    finally:
+        handle.remove()

@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rag_posfix.contracts.method_spec import parse_method
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError, UnknownNameError
-from rag_posfix.evaluation.data.beir import BeirFiles, beir_files
-from rag_posfix.evaluation.data.collection import Collection, load_collection, load_topics
-from rag_posfix.evaluation.data.files import write_text
-from rag_posfix.evaluation.progress import Progress, silent
+from rag_posfix.evaluation.data.collection import BeirFiles, Collection, beir_files, load_collection, load_topics
+from rag_posfix.evaluation.data.trec import write_text
 from rag_posfix.evaluation.ranking.first_stage import (
     FIRST_STAGE,
     FIRST_STAGES,
@@ -33,25 +31,24 @@ from rag_posfix.evaluation.ranking.measures import (
     run_files,
     summarize_run,
 )
-from rag_posfix.evaluation.ranking.rankings import RankJournal
-from rag_posfix.evaluation.ranking.report import check_matplotlib, draw_runs, render_page
-from rag_posfix.evaluation.ranking.rerankers import (
+from rag_posfix.evaluation.ranking.rankings import (
     Ranker,
+    RankJournal,
     RerankerChoice,
-    check_distinct,
-    check_reranker_choice,
+    check_rerankers,
     local_ranker,
     open_reranker,
     rerank,
 )
-from rag_posfix.evaluation.ray_cluster import connected
-from rag_posfix.evaluation.record import ExperimentRecord, environment, file_digest
+from rag_posfix.evaluation.ranking.report import check_matplotlib, draw_runs, render_page
+from rag_posfix.evaluation.ray_workers import connected
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, file_digest, silent
 from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:
     from rag_posfix.reranking.build import RerankerModels
 
-__all__ = ["JOURNAL", "RerankingRecord", "evaluate_reranking", "summarize_runs"]
+__all__ = ["RerankingRecord", "evaluate_reranking"]
 
 JOURNAL = "rerank-journal.jsonl"
 
@@ -64,12 +61,12 @@ class RerankingRecord(ExperimentRecord):
         """Return the summary with the paths of runs, counts, and the paths of record, page and plot."""
         folder = self.files["record"].parent if "record" in self.files else None
 
-        def located(found: Mapping[str, Any]) -> dict[str, Any]:
-            return {**found, "run_file": None if folder is None else str(folder / found["run_file"])}
+        def located(run: Mapping[str, Any]) -> dict[str, Any]:
+            return {**run, "run_file": None if folder is None else str(folder / run["run_file"])}
 
         return {
             **self.summary,
-            "runs": {label: located(found) for label, found in self.summary["runs"].items()},
+            "runs": {label: located(run) for label, run in self.summary["runs"].items()},
             "first_stage": located(self.summary["first_stage"]),
             "counts": dict(self.head["counts"]),
             **{name: str(path) for name, path in self.files.items()},
@@ -98,10 +95,10 @@ def evaluate_reranking(
 
     The first stage is asked once per topic and every reranker is given the same candidates. The record has one row per
     run and query; its summary has ``runs``, ``first_stage`` (both as ``summarize_run`` describes), ``significance``
-    (``compare_runs``) and ``n``. With ``out``, runs, a picture and a page are written there too, and every ranking
+    (``compare_runs``) and ``n``. With ``out``, runs, a figure and a page are written there too, and every ranking
     goes to ``rerank-journal.jsonl`` as soon as it is made: the same call, or one with more topics or rerankers,
-    computes only what is missing. What is wrong with a name, a parameter, a measure or a file is told before a model
-    is loaded.
+    computes only what is missing. Names, parameters,
+    measures and files are checked before a model is loaded.
 
     Args:
         rerankers: All are given the same candidates; none measures the first stage alone.
@@ -118,15 +115,15 @@ def evaluate_reranking(
         ray_actors: Processes there that search, and after them those that hold a reranker.
         settings: Models; read from the environment if None.
         out: Folder for everything that is written; None writes nothing.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
         ConfigError: a reranker, a measure or the first stage is wrong, or the extra ``eval`` is not installed.
         EvaluationError: a file is missing or malformed, or a reranker failed on a query.
     """
     chosen = settings or Settings()
-    parameters = _check(rerankers, first_stage, depth, out)
-    wanted = parse_measures(measures)
+    spec = _checked_first_stage(rerankers, first_stage, depth, out)
+    parsed = parse_measures(measures)
     files = beir_files(data, None, None) if isinstance(data, Path) else data
     topics, topic_counts = load_topics(files, limit=limit, skip=skip, binary=binary)
     journal = RankJournal(None if out is None else out / JOURNAL, fresh=fresh)
@@ -137,22 +134,22 @@ def evaluate_reranking(
 
         return build_reranker_models(chosen)
 
-    asked, names = run_as_first_stage(first_stage) if isinstance(first_stage, Path) else (first_stage, None)
+    run, names = run_as_first_stage(first_stage) if isinstance(first_stage, Path) else (None, None)
     collection = load_collection(files.corpus, topics, titles=titles, only=names)
     actors = ray_actors if ray else 0
     paths = {} if out is None else run_files(out, [FIRST_STAGE, *(choice.label for choice in rerankers)])
     with connected() if ray else nullcontext():  # one cluster for both stages
-        with _stage(asked, collection, chosen, models, actors, out, progress) as stage:
-            found = retrieve(stage, topics, depth, journal, progress)
-        candidates = candidates_of(topics, found, collection)
-        runs = [evaluate_run(found, topics, wanted, paths.get(FIRST_STAGE))]
+        with _stage(run or spec, collection, chosen, models, actors, out, progress) as stage:
+            first = retrieve(stage, topics, depth, journal, progress)
+        candidates = candidates_of(topics, first, collection)
+        runs = [evaluate_run(first, topics, parsed, paths.get(FIRST_STAGE))]
         with _rankers(chosen, models, actors) as open_ranker:
             for choice in rerankers:
                 ranked = rerank(open_ranker(choice), candidates, journal, progress)
-                runs.append(evaluate_run(ranked, topics, wanted, paths.get(choice.label)))
+                runs.append(evaluate_run(ranked, topics, parsed, paths.get(choice.label)))
     used = {
-        "first_stage": stage.name, "first_stage_parameters": parameters, "depth": depth, "limit": limit, "skip": skip,
-        "binary": binary, "titles": titles, "ray": ray, "model": chosen.model,
+        "first_stage": stage.name, "first_stage_parameters": dict(spec.parameters), "depth": depth, "limit": limit,
+        "skip": skip, "binary": binary, "titles": titles, "ray": ray, "model": chosen.model,
         "embedding_model": chosen.embedding_model, "dtype": chosen.dtype, "device": chosen.device,
         "rankings_of_earlier_runs_by": journal.sources,
     }  # fmt: skip
@@ -168,34 +165,31 @@ def evaluate_reranking(
     return _written(RerankingRecord(head, list(per_query(runs, topics))), out)
 
 
-def _check(
+def _checked_first_stage(
     rerankers: Sequence[RerankerChoice], first_stage: str | Path, depth: int, out: Path | None
-) -> dict[str, Any]:
-    """Check names and parameters; return those of the first stage.
+) -> MethodSpec:
+    """Check names and parameters; return the first stage, without parameters if it is a run.
 
     Raises:
-        ConfigError: one is wrong, or matplotlib is not installed where a picture is to be written.
+        ConfigError: one is wrong, or matplotlib is not installed where a figure is to be written.
     """
     if depth < 1:
         raise ConfigError(f"depth={depth} must be at least 1: candidates per topic")
-    parameters: dict[str, Any] = {}
+    spec = MethodSpec("run")
     if not isinstance(first_stage, Path):
         spec = parse_method(first_stage, "first stage", "k1=1.2")
         if spec.name not in FIRST_STAGES:
             names = ", ".join(FIRST_STAGES.names())
             raise UnknownNameError(f"first stage {spec.name!r} must be one of {names}, or the path of a TREC run")
         FIRST_STAGES.check(spec)
-        parameters = dict(spec.parameters)
-    check_distinct(rerankers)
-    for choice in rerankers:
-        check_reranker_choice(choice)
+    check_rerankers(rerankers)
     if out is not None:
         check_matplotlib()
-    return parameters
+    return spec
 
 
 def _stage(
-    asked: str | FirstStage,
+    stage: FirstStage | MethodSpec,
     collection: Collection,
     settings: Settings,
     models: Callable[[], RerankerModels],
@@ -204,65 +198,58 @@ def _stage(
     progress: Progress,
 ) -> AbstractContextManager[FirstStage]:
     """Return a first stage that reads a run, searches in this process, or on a Ray cluster until the block ends."""
-    if isinstance(asked, FirstStage):
-        return nullcontext(asked)
-    spec = parse_method(asked, "first stage", "k1=1.2")
+    if isinstance(stage, FirstStage):
+        return nullcontext(stage)
     if ray_actors:
-        from rag_posfix.evaluation.ranking.ray_first_stage import ray_first_stage
+        from rag_posfix.evaluation.ranking.ray_backend import ray_first_stage
 
-        return ray_first_stage(spec, collection, settings, ray_actors, out, progress)
-    return nullcontext(open_first_stage(spec, collection, lambda: models().embeddings(), out, progress))
+        return ray_first_stage(stage, collection, settings, ray_actors, out, progress)
+    return nullcontext(open_first_stage(stage, collection, lambda: models().embeddings(), out, progress))
 
 
 @contextmanager
 def _rankers(
     settings: Settings, models: Callable[[], RerankerModels], ray_actors: int
 ) -> Iterator[Callable[[RerankerChoice], Ranker]]:
-    """Yield what makes rankers: in this process, or on a Ray cluster that is left at the end."""
+    """Yield a function that makes rankers: in this process, or on a Ray cluster until the block ends."""
     if ray_actors:
         from rag_posfix.evaluation.ranking.ray_backend import ray_rankers
 
         with ray_rankers(settings, ray_actors) as open_ranker:
             yield open_ranker
-        return
-
-    yield lambda choice: local_ranker(open_reranker(choice, models()))
+    else:
+        yield lambda choice: local_ranker(open_reranker(choice, models()))
 
 
 def _data_facts(files: BeirFiles, first_stage: str | Path) -> dict[str, dict[str, str]]:
     """Return names and digests of the files; names without the folders of this machine."""
-    parts = {"corpus": files.corpus, "queries": files.queries, "qrels": files.qrels}
+    paths = {"corpus": files.corpus, "queries": files.queries, "qrels": files.qrels}
     if isinstance(first_stage, Path):
-        parts["run"] = first_stage
+        paths["run"] = first_stage
     return {
-        part: {"name": f"{path.absolute().parent.name}/{path.name}", "sha256": file_digest(path)}
-        for part, path in parts.items()
+        kind: {"name": f"{path.absolute().parent.name}/{path.name}", "sha256": file_digest(path)}
+        for kind, path in paths.items()
     }
 
 
 def summarize_runs(runs: Sequence[EvaluatedRun], first_stage: str, n_topics: int) -> dict[str, Any]:
-    """Return ``runs``, ``first_stage``, ``significance`` (every run against each before it) and ``n``.
-
-    Args:
-        runs: The first stage and the rerankers, over the same topics.
-        n_topics: How many topics were asked.
-    """
+    """Return ``runs``, ``first_stage``, ``significance`` (every run against each before it) and ``n``, the topics."""
     summaries = {run.ranked.label: summarize_run(run) for run in runs}
+    first = summaries.pop(FIRST_STAGE)
     return {
-        "runs": {label: found for label, found in summaries.items() if label != FIRST_STAGE},
-        "first_stage": {**summaries[FIRST_STAGE], "name": first_stage},
+        "runs": summaries,
+        "first_stage": {**first, "name": first_stage},
         "significance": compare_runs(runs),
         "n": n_topics,
     }
 
 
 def _written(record: RerankingRecord, out: Path | None) -> RerankingRecord:
-    """Return the record with its files: head, rows, picture and page."""
+    """Return the record with its files: head, rows, figure and page."""
     if out is None:
         return record
     plot, page = out / "rerank.png", out / "rerank.html"
-    summaries = {FIRST_STAGE: record.summary["first_stage"], **record.summary["runs"]}
-    image = draw_runs(summaries)
+    image = draw_runs({FIRST_STAGE: record.summary["first_stage"], **record.summary["runs"]})
     write_text(plot, [image])
     write_text(page, [render_page(record.head, record.rows, image)])
     written = record.write(out)

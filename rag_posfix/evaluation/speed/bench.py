@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,23 +24,22 @@ from rag_posfix.caching.kv.redis import RedisPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError, PromptTooLongError, RagPosfixError
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord, environment, model_facts
-from rag_posfix.evaluation.speed.memory import PeakMemory, peak_memory
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, model_facts, silent
 from rag_posfix.evaluation.speed.runs import (
+    PeakMemory,
     TimedRun,
     bench_layout,
     concurrent_run,
     method_run,
+    peak_memory,
     stock_run,
-    with_store,
 )
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.plan.layout import Layout
 from rag_posfix.settings import Settings
 
-__all__ = ["UNMODIFIED", "Reading", "SpeedMeasurement", "measure_speed", "summarize_speed", "time_methods"]
+__all__ = ["measure_speed"]
 
 UNMODIFIED = "unmodified"
 MEMORY_TOKENS = 4
@@ -111,7 +111,7 @@ def measure_speed(
         engine: The model; loaded by ``settings`` if None.
         settings: Read from the environment if None.
         out: Folder for the record; None writes nothing.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
         ConfigError: a method, the model or a setting is wrong.
@@ -129,7 +129,7 @@ def measure_speed(
     if choices is None:
         choices = [MitigationChoice(name) for name in MITIGATIONS.names()]
     with _passage_stores(warm, redis_url) as stores, progress("measuring") as report:
-        found = time_methods(
+        measured = time_methods(
             engine, layout, choices, repeats=repeats, new_tokens=new_tokens, stores=stores, together=together,
             progress=report,
         )  # fmt: skip
@@ -147,11 +147,11 @@ def measure_speed(
             "together": together,
         },
         "summary": {
-            **summarize_speed(found), **{name: facts[name] for name in ("model", "device", "dtype")}, **prompt,
+            **summarize_speed(measured), **{name: facts[name] for name in ("model", "device", "dtype")}, **prompt,
         },
-        "memory": {name: None if peak is None else asdict(peak) for name, peak in found.memory.items()},
+        "memory": {name: None if peak is None else asdict(peak) for name, peak in measured.memory.items()},
     }  # fmt: skip
-    return ExperimentRecord(head, [asdict(reading) for reading in found.readings]).write(out)
+    return ExperimentRecord(head, [asdict(reading) for reading in measured.readings]).write(out)
 
 
 @contextmanager
@@ -187,8 +187,7 @@ def time_methods(
     """Time the stock model and each method on one prompt, in turns, after one untimed round that measures memory.
 
     Args:
-        engine: The model. What it keeps passages in is left out of it.
-        new_tokens: Decode steps per reading.
+        engine: The model; its passage KV store is not used.
         stores: Warm readings are taken from each of these, by name; they are filled first.
         together: Requests that decode together in another reading; 0 takes none.
         progress: Called with (steps done, steps in all).
@@ -199,21 +198,26 @@ def time_methods(
     """
     if repeats < 1 or new_tokens < 1:
         raise EvaluationError(f"repeats={repeats} and new_tokens={new_tokens} must both be at least 1")
-    _check_length(engine, layout, new_tokens)
+    needed = len(layout.token_ids) + max(new_tokens, MEMORY_TOKENS) + 1
+    if needed > engine.context_window:
+        raise PromptTooLongError(
+            f"prompt and answer take {needed} tokens, but the context window is {engine.context_window}; use fewer "
+            "documents, fewer tokens per document or fewer new tokens"
+        )
     choices = list({choice.label: choice for choice in choices}.values())
     steps = _Steps(progress, total=2 + len(choices) + repeats * (2 * len(choices) + 1))
-    engine = with_store(engine, None)
+    engine = engine.with_passages(None)
     stock = stock_run(engine, layout)
     stock(MEMORY_TOKENS)  # the first use of weights maps them, and sets up threads and kernels
     steps.advance()
-    memory = {UNMODIFIED: peak_memory(lambda: stock(MEMORY_TOKENS), engine.loaded.device)}
+    memory = {UNMODIFIED: peak_memory(partial(stock, MEMORY_TOKENS), engine.loaded.device)}
     steps.advance()
     runs: dict[str, TimedRun] = {}
     refused: dict[str, str] = {}
     for choice in choices:
         name, run = choice.label, method_run(engine, layout, choice, new_tokens)
         try:
-            memory[name] = peak_memory(_short(run), engine.loaded.device)
+            memory[name] = peak_memory(partial(run, MEMORY_TOKENS), engine.loaded.device)
             runs[name] = run
         except RagPosfixError as error:
             refused[name] = str(error)
@@ -237,17 +241,17 @@ def time_methods(
     return SpeedMeasurement(tuple(readings), memory, refused)
 
 
-def summarize_speed(found: SpeedMeasurement) -> dict[str, Any]:
+def summarize_speed(measured: SpeedMeasurement) -> dict[str, Any]:
     """Return the stock model's medians, and each method's ratios: method / unmodified, neighbours in time."""
-    stock = [reading for reading in found.readings if reading.name == UNMODIFIED]
-    base = found.memory[UNMODIFIED]
+    stock = [reading for reading in measured.readings if reading.name == UNMODIFIED]
+    base = measured.memory[UNMODIFIED]
     paired: dict[str, list[_Ratios]] = {}
-    for i, reading in enumerate(found.readings):
+    for i, reading in enumerate(measured.readings):
         if reading.name != UNMODIFIED:
-            before, after = found.readings[i - 1], found.readings[i + 1]
+            before, after = measured.readings[i - 1], measured.readings[i + 1]
             paired.setdefault(reading.name, []).append(_ratios(reading, before, after))
     methods = {
-        name: {**_medians(ratios), **_memory_ratios(found.memory[name], base)} for name, ratios in paired.items()
+        name: {**_medians(ratios), **_memory_ratios(measured.memory[name], base)} for name, ratios in paired.items()
     }
     return {
         UNMODIFIED: {
@@ -257,13 +261,13 @@ def summarize_speed(found: SpeedMeasurement) -> dict[str, Any]:
             "extra_memory_bytes": None if base is None else base.extra_bytes,
         },
         "methods": methods,
-        "refused": dict(found.refused),
+        "refused": dict(measured.refused),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class _Extras:
-    """What else is read of a method: warm first tokens, by store, and several requests together."""
+    """Further readings of a method: warm first tokens, by store, and several requests together."""
 
     warm: Mapping[str, TimedRun]
     together: Callable[[int], float] | None
@@ -276,12 +280,12 @@ class _Extras:
         """Fill the stores and return the runs; a method that finds nothing in them has no warm runs."""
         warm: dict[str, TimedRun] = {}
         for name, store in stores.items():
-            kept = with_store(engine, store)
-            kept.open(layout, choice)
+            warm_engine = engine.with_passages(store)
+            warm_engine.open(layout, choice)
             store.flush()
-            if kept.open(layout, choice).cached_tokens:
-                warm[name] = method_run(kept, layout, choice, 1)
-        filled = with_store(engine, next(iter(stores.values()), None))  # reading the prompts is not what is timed
+            if warm_engine.open(layout, choice).cached_tokens:
+                warm[name] = method_run(warm_engine, layout, choice, 1)
+        filled = engine.with_passages(next(iter(stores.values()), None))  # prefill is not what is timed
         several = concurrent_run(filled, layout, choice, count) if count else None
         return cls(warm, several, count)
 
@@ -299,11 +303,11 @@ def _ratios(reading: Reading, before: Reading, after: Reading) -> _Ratios:
     """Return a reading over the mean of its neighbours; decoding together over decoding alone."""
     ttft = statistics.mean((before.ttft_s, after.ttft_s))
     speed = statistics.mean((before.decode_tokens_per_s, after.decode_tokens_per_s))
-    found = {"ttft_cold_ratio": reading.ttft_s / ttft, "decode_ratio": reading.decode_tokens_per_s / speed}
-    found.update({f"ttft_warm_{name}_ratio": seconds / ttft for name, seconds in reading.warm_ttft_s.items()})
+    ratios = {"ttft_cold_ratio": reading.ttft_s / ttft, "decode_ratio": reading.decode_tokens_per_s / speed}
+    ratios.update({f"ttft_warm_{name}_ratio": seconds / ttft for name, seconds in reading.warm_ttft_s.items()})
     if reading.together_tokens_per_s is not None:
-        found["together_ratio"] = reading.together_tokens_per_s / reading.decode_tokens_per_s
-    return found
+        ratios["together_ratio"] = reading.together_tokens_per_s / reading.decode_tokens_per_s
+    return ratios
 
 
 def _medians(ratios: Sequence[_Ratios]) -> dict[str, float | None]:
@@ -329,15 +333,6 @@ class _Steps:
             self.progress(self.done, self.total)
 
 
-def _check_length(engine: Engine, layout: Layout, new_tokens: int) -> None:
-    needed = len(layout.token_ids) + max(new_tokens, MEMORY_TOKENS) + 1
-    if needed > engine.context_window:
-        raise PromptTooLongError(
-            f"prompt and answer take {needed} tokens, but the context window is {engine.context_window}; use fewer "
-            "documents, fewer tokens per document or fewer new tokens"
-        )
-
-
 def _turns(stock: TimedRun, runs: Mapping[str, TimedRun]) -> Iterator[tuple[str, TimedRun]]:
     for name, run in runs.items():
         yield UNMODIFIED, stock
@@ -345,12 +340,8 @@ def _turns(stock: TimedRun, runs: Mapping[str, TimedRun]) -> Iterator[tuple[str,
     yield UNMODIFIED, stock
 
 
-def _short(run: TimedRun) -> Callable[[], object]:
-    return lambda: run(MEMORY_TOKENS)
-
-
-def _memory_ratios(found: PeakMemory | None, base: PeakMemory | None) -> dict[str, float | None]:
-    if found is None or base is None:
+def _memory_ratios(peak: PeakMemory | None, base: PeakMemory | None) -> dict[str, float | None]:
+    if peak is None or base is None:
         return {"memory_ratio": None, "memory_extra_ratio": None}
-    extra = found.extra_bytes / base.extra_bytes if base.extra_bytes else None
-    return {"memory_ratio": found.peak_bytes / base.peak_bytes, "memory_extra_ratio": extra}
+    extra = peak.extra_bytes / base.extra_bytes if base.extra_bytes else None
+    return {"memory_ratio": peak.peak_bytes / base.peak_bytes, "memory_extra_ratio": extra}

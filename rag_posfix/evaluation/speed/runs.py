@@ -1,16 +1,20 @@
-"""What is timed: a prompt of an exact size, read and continued by the stock model, a method, or several requests."""
+"""Timed runs on a prompt of an exact size: the stock model, a method or several requests; and peak memory."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, tokenize_prompt
-from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.demo_data import load_passages, load_questions
@@ -23,6 +27,11 @@ from rag_posfix.text import content_hash
 
 WORDS_APART = 97
 """Passages start this many words apart in the shipped corpus; it shares no divisor with the corpus, so all differ."""
+
+_STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+"""Written to ``clear_refs`` this makes Linux set VmHWM, the peak memory of a process, to its memory now."""
 
 TimedRun: TypeAlias = Callable[[int], tuple[float, float]]
 """(new tokens) -> (seconds to the first token, seconds of the decode steps)."""
@@ -42,30 +51,21 @@ def bench_layout(encoder: TokenEncoder, documents: int, tokens: int) -> Layout:
             "ends in a separator); give larger numbers"
         )
     words = " ".join(document.page_content for document in load_passages()).split()
+    count = tokens - len(separator)
     passages = []
     for index in range(documents):
-        ids = _words_as_tokens(encoder, words, index * WORDS_APART, tokens - len(separator))
+        ids: list[int] = []
+        end = start = index * WORDS_APART
+        while len(ids) < count:  # the words begin again at the end
+            end += count
+            ids = encoder.encode_text(" ".join(words[i % len(words)] for i in range(start, end)))
+        ids = ids[:count]
         relevance = 1.0 - 0.9 * index / documents  # all different: methods may sort by it
         text = encoder.decode(ids)
         written, key = ("", text, template.separator), content_hash("", text)
         passages.append(TokenizedPassage((*ids, *separator), Span(0, len(ids)), written, key, relevance))
     question = load_questions()[0].question
     return tokenize_prompt(encoder, template, question).with_passages(passages)
-
-
-def _words_as_tokens(encoder: TokenEncoder, words: Sequence[str], start: int, count: int) -> tuple[int, ...]:
-    """Return ``count`` tokens of the words from ``start`` on, beginning again at the end."""
-    ids: list[int] = []
-    taken = 0
-    while len(ids) < count:
-        taken += count
-        ids = encoder.encode_text(" ".join(words[i % len(words)] for i in range(start, start + taken)))
-    return tuple(ids[:count])
-
-
-def with_store(engine: Engine, store: PassageStore | None) -> Engine:
-    """Return the same engine with another passage store, or without one."""
-    return engine.with_passages(store)
 
 
 def stock_run(engine: Engine, layout: Layout) -> TimedRun:
@@ -123,3 +123,47 @@ def concurrent_run(engine: Engine, layout: Layout, choice: MitigationChoice, cou
         return _now(device) - started
 
     return run
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """Peak memory of one piece of work, weights included, and the same less the memory before the work began."""
+
+    peak_bytes: int
+    extra_bytes: int
+
+
+def peak_memory(action: Callable[[], object], device: torch.device) -> PeakMemory | None:
+    """Run ``action`` and return its peak memory; None if the operating system does not report it.
+
+    On a GPU the value counts torch's tensors there, otherwise the resident memory of this process, whose maximum Linux
+    records.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        action()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        return PeakMemory(peak, peak - before)
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)  # release memory that is held for reuse, which would hide a lower peak
+    try:
+        CLEAR_REFS.write_text(RESET_PEAK)
+        before = _status_bytes("VmRSS")
+    except (OSError, ValueError):  # not Linux, or a sandbox without these files
+        action()
+        return None
+    action()
+    peak = _status_bytes("VmHWM")
+    return PeakMemory(peak, max(peak - before, 0))
+
+
+def _status_bytes(key: str) -> int:
+    for line in _STATUS.read_text("utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    raise ValueError(f"{_STATUS} has no {key}")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.data.position_example import PositionExample
-from rag_posfix.evaluation.figures import with_picture
-from rag_posfix.evaluation.progress import Progress, silent
-from rag_posfix.evaluation.record import ExperimentRecord, environment
+from rag_posfix.evaluation.data.questions import PositionExample
+from rag_posfix.evaluation.figures import with_figure
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent
 from rag_posfix.text import content_hash
 from rag_posfix.training.data.contamination import Contamination
 from rag_posfix.training.data.given_pairs import GivenPairs
@@ -62,7 +61,7 @@ def make_training_data(
         count_tokens: Returns the number of tokens of a text.
         out: Folder of ``samples.jsonl``, of the record and of its picture.
         tokenizer: Identity of what counts tokens.
-        progress: Progress callback (``evaluation.progress``).
+        progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
         ConfigError: there is no source, or a source gives no usable samples.
@@ -93,7 +92,7 @@ def make_training_data(
         "kind": "train-data", **environment(), "settings": asdict(settings), "run": run, "summary": summary
     }  # fmt: skip
     record = ExperimentRecord(head, (), {}).write(out)
-    record = with_picture(record, draw_places)
+    record = with_figure(record, draw_places)
     return replace(record, files={**record.files, "samples": path})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.data.position_example import question_and_answers, visible
+from rag_posfix.evaluation.data.questions import question_and_answers, visible
 from rag_posfix.training.data.contamination import Contamination
 from rag_posfix.training.data.pair import Pair, PairSource, Segment, drawn
 from rag_posfix.training.data.settings import DataSettings

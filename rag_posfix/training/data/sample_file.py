@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.files import malformed
+from rag_posfix.evaluation.data.questions import malformed
 from rag_posfix.training.data.sample import Sample, malformed_row, sample_of
 
 _log = logging.getLogger(__name__)

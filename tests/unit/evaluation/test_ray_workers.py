@@ -1,6 +1,7 @@
 """Which process answers which call, with a cluster of plain objects; tests/integration/test_ray.py has a real one."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 
@@ -74,29 +75,40 @@ class Cluster:
         self.killed.append(handle.number)
 
 
+def connect(monkeypatch, room):
+    cluster = Cluster(room)
+    monkeypatch.setattr("rag_posfix.evaluation.ray_workers.connected", lambda: nullcontext(cluster))
+    return cluster
+
+
 class Doubling:
     def double(self, number):
         if number < 0:
             raise ConfigError(f"{number} is negative")
         return 2 * number
 
+    def double_all(self, numbers, factor):
+        return [2 * factor * number for number in numbers]
+
 
 @pytest.mark.parametrize(("room", "count"), [(1, 1), (2, 2), (2, 5)])
-def test_every_call_is_answered_once_by_the_processes_that_started(room, count):
-    cluster = Cluster(room)
-    with ray_workers(cluster, Doubling, (), count) as workers:
+def test_every_call_is_answered_once_by_the_processes_that_started(monkeypatch, room, count):
+    cluster = connect(monkeypatch, room)
+    with ray_workers(Doubling, (), count) as workers:
         found = list(workers.each("double", [(number,) for number in range(7)]))
         assert sorted(found) == [(number, 2 * number) for number in range(7)]
         assert sorted(number for _, number in cluster.calls) == list(range(7))
         assert workers.one("double", 8) == 16
+        halves = sorted(workers.batches("double_all", list(range(5)), 2, 3))
+        assert halves == [(number, 6 * number) for number in range(5)]
         assert list(workers.each("double", [])) == []
     assert cluster.killed == list(range(count))
     assert cluster.chosen == {"num_cpus": 1, "max_restarts": 3, "max_task_retries": 3}
 
 
-def test_a_call_that_fails_is_told_in_its_own_words_and_the_processes_end():
-    cluster = Cluster(2)
-    with pytest.raises(EvaluationError, match=r"^-1 is negative$"), ray_workers(cluster, Doubling, (), 2) as workers:
+def test_a_call_that_fails_is_told_in_its_own_words_and_the_processes_end(monkeypatch):
+    cluster = connect(monkeypatch, 2)
+    with pytest.raises(EvaluationError, match=r"^-1 is negative$"), ray_workers(Doubling, (), 2) as workers:
         list(workers.each("double", [(1,), (-1,)]))
     assert cluster.killed == [0, 1]
 

@@ -5,7 +5,7 @@ import torch
 from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.generation.decode.question_scores import question_attention, question_attention_by_head
 from rag_posfix.plan.bias_profile import read_head_list
 from rag_posfix.probing import retrieval_heads as module

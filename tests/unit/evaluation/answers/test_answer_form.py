@@ -1,6 +1,6 @@
 import pytest
 
-from rag_posfix.evaluation.answers.answer_form import is_sound, repeats, summarize_form
+from rag_posfix.evaluation.answers.answering import is_sound, repeats, summarize_form
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.evaluation.answers.answering import Trial, answer_all, score_passages
-from rag_posfix.evaluation.answers.arrangement import Arrangement, check_arrangements, parse_arrangement
+from rag_posfix.evaluation.answers.experiment import Arrangement, check_arrangements, parse_arrangement
 from rag_posfix.evaluation.answers.permutations import answer_in_orders
 from rag_posfix.evaluation.answers.position_summary import summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions
-from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.evaluation.data.questions import PositionExample
 from tests.support.tiny_evaluation import Alphabetical, tiny_engine
 
 EXAMPLE = PositionExample(

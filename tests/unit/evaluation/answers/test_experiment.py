@@ -4,8 +4,7 @@ import pytest
 
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
-from rag_posfix.evaluation.answers.arrangement import Arrangement
-from rag_posfix.evaluation.answers.experiment import checked_arrangements, load_models
+from rag_posfix.evaluation.answers.experiment import Arrangement, check_arrangements, load_models
 from rag_posfix.evaluation.answers.permutations import evaluate_permutations
 from rag_posfix.evaluation.answers.positions import evaluate_positions
 from rag_posfix.settings import Settings
@@ -29,13 +28,13 @@ def loads(monkeypatch):
 
 
 def test_a_method_is_checked_by_name_parameters_and_number():
-    checked_arrangements(
+    check_arrangements(
         [NONE, MitigationChoice("context_experts"), MitigationChoice("context_experts", {"experts": 1})]
     )
     with pytest.raises(UnknownNameError, match="unknown mitigation 'nonee'"):
-        checked_arrangements([MitigationChoice("nonee")])
+        check_arrangements([MitigationChoice("nonee")])
     with pytest.raises(ConfigError, match="'context_experts:experts=1' occurs twice"):
-        checked_arrangements([MitigationChoice("context_experts", {"experts": 1})] * 2)
+        check_arrangements([MitigationChoice("context_experts", {"experts": 1})] * 2)
 
 
 def test_what_is_given_is_not_loaded_and_the_rest_is_as_settings_say(loads):

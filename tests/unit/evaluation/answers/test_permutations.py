@@ -14,7 +14,7 @@ from rag_posfix.evaluation.answers.permutations import (
     largest_difference,
     summarize_permutations,
 )
-from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.evaluation.data.questions import PositionExample
 from tests.support.order_biased import OrderBiasedGenerator
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
 
@@ -161,6 +161,9 @@ class TestSummary:
         # One question alone: 2/3 or 0.
         assert none["flip_rate_ci95"] == pytest.approx([0.0, 2 / 3])
         assert none["any_flip_ci95"] == [0.0, 1.0]
+        assert summary["verdict"][0] == (
+            "none: 33% of the answers change with the order of the passages (95 % interval 0% to 67%); accuracy 0.75."
+        )
         assert (summary["n"], summary["orders"]) == (2, 4)
 
     def test_accuracy_is_the_mean_over_orders_and_the_difference_the_largest(self):

@@ -11,7 +11,7 @@ from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answering import AnswerJournal
 from rag_posfix.evaluation.answers.position_summary import PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
-from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.reranking import GuardedReranker
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
 

@@ -8,7 +8,7 @@ import pytest
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.evaluation import evaluate_permutations, evaluate_positions
-from rag_posfix.evaluation.answers.arrangement import parse_arrangement
+from rag_posfix.evaluation.answers.experiment import parse_arrangement
 from rag_posfix.settings import Settings
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical
 from tests.support.upstream import first_passage, upstream

@@ -1,4 +1,4 @@
-"""Sentences and pictures of answer experiments say what their summaries hold."""
+"""Sentences and figures of answer experiments say what their summaries hold."""
 
 import os
 import stat
@@ -8,11 +8,10 @@ import pytest
 
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.evaluation.answers.permutations import evaluate_permutations
-from rag_posfix.evaluation.answers.pictures import draw_permutations, draw_positions
+from rag_posfix.evaluation.answers.position_summary import position_verdicts
 from rag_posfix.evaluation.answers.positions import evaluate_positions
-from rag_posfix.evaluation.answers.verdict import permutation_verdicts, position_verdicts
-from rag_posfix.evaluation.figures import svg_of
-from rag_posfix.evaluation.whole_file import write_whole
+from rag_posfix.evaluation.figures import draw_permutations, draw_positions, svg_of
+from rag_posfix.evaluation.record import write_whole
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, tiny_engine
 
 
@@ -46,12 +45,6 @@ def test_a_method_is_compared_with_the_best_position_of_the_baseline(versus, exp
     assert free.endswith("its accuracy -0.12 (p = 0.25).")
 
 
-def test_flips_are_told_with_their_interval():
-    assert permutation_verdicts({"none": {"flip_rate": 0.5, "flip_rate_ci95": [0.25, 0.75], "accuracy": 0.5}}) == [
-        "none: 50% of the answers change with the order of the passages (95 % interval 25% to 75%); accuracy 0.50."
-    ]
-
-
 @pytest.fixture(scope="module")
 def engine():
     return tiny_engine()
@@ -68,7 +61,7 @@ def run(experiment, engine, out=None, **options):
     ("experiment", "options", "draw"),
     [(evaluate_positions, {"gold_positions": [0, 2]}, draw_positions), (evaluate_permutations, {}, draw_permutations)],
 )
-def test_a_picture_and_a_sentence_per_method_come_with_the_record(experiment, options, draw, engine, tmp_path):
+def test_a_figure_and_a_sentence_per_method_come_with_the_record(experiment, options, draw, engine, tmp_path):
     record = run(experiment, engine, tmp_path, **options)
     found = record.to_json()
     assert len(found["verdict"]) == 2
@@ -77,7 +70,7 @@ def test_a_picture_and_a_sentence_per_method_come_with_the_record(experiment, op
     umask = os.umask(0)
     os.umask(umask)
     modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    assert modes == {0o666 & ~umask}, "the record, its rows, the journal and the pictures"
+    assert modes == {0o666 & ~umask}, "the record, its rows, the journal and the figures"
 
 
 def test_rows_hold_the_question_the_accepted_answers_and_the_passages(engine):
@@ -92,7 +85,7 @@ def test_without_matplotlib_there_is_a_record_and_a_hint(engine, tmp_path, monke
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     record = run(evaluate_positions, engine, tmp_path, gold_positions=[0])
     assert set(record.files) == {"record"}
-    assert "no picture was drawn: matplotlib is not installed" in caplog.text
+    assert "no figure was drawn: matplotlib is not installed" in caplog.text
 
 
 def test_a_file_that_cannot_be_completed_leaves_the_old_one(tmp_path):

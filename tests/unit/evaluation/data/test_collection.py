@@ -4,8 +4,14 @@ import json
 import pytest
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.beir import BeirFiles, beir_files, read_collection_documents, read_queries
-from rag_posfix.evaluation.data.collection import load_collection, load_topics
+from rag_posfix.evaluation.data.collection import (
+    BeirFiles,
+    beir_files,
+    load_collection,
+    load_topics,
+    read_collection_documents,
+    read_queries,
+)
 from tests.support.outside_data import outside_data
 from tests.support.rerank_data import write_collection
 

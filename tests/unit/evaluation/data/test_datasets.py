@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.datasets import data_facts, load_examples, take_examples
+from rag_posfix.evaluation.data.questions import data_facts, load_examples, take_examples
 from tests.support.outside_data import outside_data
 from tests.support.tiny_evaluation import EXAMPLES
 

@@ -10,8 +10,7 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.answers.position_summary import summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions
-from rag_posfix.evaluation.data.datasets import load_examples
-from rag_posfix.evaluation.data.position_example import position_label
+from rag_posfix.evaluation.data.questions import load_examples, position_label
 from tests.support.tiny_evaluation import Alphabetical, tiny_engine
 
 ROW = {

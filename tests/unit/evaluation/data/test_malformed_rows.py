@@ -9,7 +9,7 @@ import re
 import pytest
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.datasets import load_examples
+from rag_posfix.evaluation.data.questions import load_examples
 
 LOST_IN_THE_MIDDLE = {
     "question": "Who?",

@@ -78,9 +78,9 @@ def test_scores_that_tie_are_ordered_as_trec_eval_orders_them(tmp_path):
     [
         ("", "holds no ranking"),
         ("q Q0 a 1 0.5\n", ":1 has 5 columns"),
-        ("q Q0 a 1 nan t\n", ":1: score 'nan' is no finite number"),
-        ("q Q0 a 1 -inf t\n", ":1: score '-inf' is no finite number"),
-        ("q Q0 a 1 high t\n", ":1: score 'high' is no finite number"),
+        ("q Q0 a 1 nan t\n", ":1: score 'nan' must be a finite number"),
+        ("q Q0 a 1 -inf t\n", ":1: score '-inf' must be a finite number"),
+        ("q Q0 a 1 high t\n", ":1: score 'high' must be a finite number"),
         ("q Q0 a 1 1 t\nq Q0 b 2 1 t\nq Q0 a 3 0 t\n", ":3: document 'a' is listed twice for query 'q'"),
     ],
 )

@@ -2,12 +2,13 @@ import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
-from rag_posfix.evaluation.ranking.rankings import QueryCandidates, Ranking, RankJournal
-from rag_posfix.evaluation.ranking.rerankers import (
+from rag_posfix.evaluation.ranking.rankings import (
     OpenedReranker,
+    QueryCandidates,
+    Ranking,
+    RankJournal,
     RerankerChoice,
-    check_distinct,
-    check_reranker_choice,
+    check_rerankers,
     count_work,
     local_ranker,
     open_reranker,
@@ -114,18 +115,18 @@ class TestWork:
 
 class TestNames:
     def test_a_name_a_parameter_and_a_value_are_checked_without_making_anything(self):
-        check_reranker_choice(RerankerChoice("embedding", {"top_n": 3}))
+        check_rerankers([RerankerChoice("embedding", {"top_n": 3})])
         with pytest.raises(UnknownNameError, match="unknown reranker 'embeding'"):
-            check_reranker_choice(RerankerChoice("embeding"))
+            check_rerankers([RerankerChoice("embeding")])
         with pytest.raises(ConfigError, match=r"embedding has no parameter 'topn'\. Did you mean 'top_n'"):
-            check_reranker_choice(RerankerChoice("embedding", {"topn": 3}))
+            check_rerankers([RerankerChoice("embedding", {"topn": 3})])
         with pytest.raises(ConfigError, match="embedding: top_n=0: Input should be greater than or equal to 1"):
-            check_reranker_choice(RerankerChoice("embedding", {"top_n": 0}))
+            check_rerankers([RerankerChoice("embedding", {"top_n": 0})])
 
     def test_one_reranker_twice_is_refused_and_with_other_parameters_it_is_another(self):
-        check_distinct([RerankerChoice("embedding"), RerankerChoice("embedding", {"top_n": 3})])
+        check_rerankers([RerankerChoice("embedding"), RerankerChoice("embedding", {"top_n": 3})])
         with pytest.raises(ConfigError, match="reranker 'embedding:top_n=3' occurs twice"):
-            check_distinct([RerankerChoice("embedding", {"top_n": 3})] * 2)
+            check_rerankers([RerankerChoice("embedding", {"top_n": 3})] * 2)
 
     def test_the_identity_is_of_name_parameters_and_model(self):
         def identity(parameters=None, model="letters:26"):

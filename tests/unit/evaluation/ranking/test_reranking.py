@@ -11,8 +11,8 @@ import pytrec_eval
 from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
 from rag_posfix.evaluation.data.trec import read_run
 from rag_posfix.evaluation.ranking.first_stage import open_first_stage
+from rag_posfix.evaluation.ranking.rankings import RerankerChoice, local_ranker, open_reranker
 from rag_posfix.evaluation.ranking.report import render_page
-from rag_posfix.evaluation.ranking.rerankers import RerankerChoice, local_ranker, open_reranker
 from rag_posfix.evaluation.ranking.reranking import evaluate_reranking
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.pipeline.build import build_reranker_models
@@ -136,8 +136,8 @@ def test_other_documents_are_another_first_stage_and_other_candidates(evaluate):
 
 
 def test_embedding_the_documents_goes_on_where_it_was_interrupted(evaluate, embeddings, monkeypatch):
-    monkeypatch.setattr("rag_posfix.evaluation.ranking.stage_index.DOCUMENTS_PER_BATCH", 1)
-    monkeypatch.setattr("rag_posfix.evaluation.ranking.stage_index.BATCHES_PER_SAVE", 1)
+    monkeypatch.setattr("rag_posfix.evaluation.ranking.first_stage.DOCUMENTS_PER_BATCH", 1)
+    monkeypatch.setattr("rag_posfix.evaluation.ranking.first_stage.BATCHES_PER_SAVE", 1)
     embed = LetterEmbeddings.embed_documents
 
     def interrupted(self, texts):
@@ -233,7 +233,7 @@ def on_ray(monkeypatch):
 
     ranking = "rag_posfix.evaluation.ranking"
     monkeypatch.setattr(f"{ranking}.reranking.connected", connected)
-    monkeypatch.setattr(f"{ranking}.ray_first_stage.ray_first_stage", ray_first_stage)
+    monkeypatch.setattr(f"{ranking}.ray_backend.ray_first_stage", ray_first_stage)
     monkeypatch.setattr(f"{ranking}.ray_backend.ray_rankers", ray_rankers)
     return happened
 

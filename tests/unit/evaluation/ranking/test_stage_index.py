@@ -5,8 +5,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.collection import Collection
-from rag_posfix.evaluation.progress import silent
-from rag_posfix.evaluation.ranking.stage_index import (
+from rag_posfix.evaluation.ranking.first_stage import (
     count_words,
     documents_with_text,
     embedded,
@@ -17,6 +16,7 @@ from rag_posfix.evaluation.ranking.stage_index import (
     vectors_retriever,
     words_retriever,
 )
+from rag_posfix.evaluation.record import silent
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
@@ -67,7 +67,7 @@ def test_word_statistics_rank_as_the_documents_do(parameters):
 
 
 def test_vectors_rank_as_the_documents_do_in_whatever_order_they_come(store, monkeypatch):
-    monkeypatch.setattr("rag_posfix.evaluation.ranking.stage_index.DOCUMENTS_PER_BATCH", 7)
+    monkeypatch.setattr("rag_posfix.evaluation.ranking.first_stage.DOCUMENTS_PER_BATCH", 7)
     expected = found(PassageRetriever(store=store))
     assert found(over_vectors()) == expected
     assert found(over_vectors(backwards=True)) == expected

@@ -17,7 +17,7 @@ from rag_posfix.evaluation.speed.bench import (
     summarize_speed,
     time_methods,
 )
-from rag_posfix.evaluation.speed.memory import PeakMemory
+from rag_posfix.evaluation.speed.runs import PeakMemory
 from rag_posfix.generation.engine import Engine
 from rag_posfix.patching.install import ATTENTION_NAME
 from tests.support.attention_hook import attention_of

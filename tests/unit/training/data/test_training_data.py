@@ -9,8 +9,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.contracts.request import Generation
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.data.datasets import load_examples
-from rag_posfix.evaluation.data.position_example import PositionExample
+from rag_posfix.evaluation.data.questions import PositionExample, load_examples
 from rag_posfix.training.data.contamination import Contamination
 from rag_posfix.training.data.given_pairs import GivenPairs, demo_examples
 from rag_posfix.training.data.make_data import DataSources, make_training_data

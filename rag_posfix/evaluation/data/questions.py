@@ -1,0 +1,298 @@
+"""Questions with gold passages and distractors: Lost in the Middle, HotpotQA and SQuAD rows from files on disk."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import itertools
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from langchain_core.documents import Document
+from pydantic import ValidationError
+
+from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.record import file_digest
+
+__all__ = ["GoldPosition", "PositionExample", "data_facts", "load_examples", "take_examples"]
+
+GoldPosition = int | tuple[int, ...]
+"""The position of the gold passage in the prompt, from 0, or the positions of several gold passages in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionExample:
+    """A question whose gold passages can be put at any position among its distractors.
+
+    Attributes:
+        id: The number of its row in the file, or the name that the file gives it.
+        question: The question.
+        answers: Accepted answers, the first one the most usual.
+        gold: The passages that the answer needs: one, or two of a multi-hop question.
+        distractors: The others, the most tempting first.
+
+    Raises:
+        EvaluationError: ``gold`` is no tuple of documents.
+    """
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    gold: tuple[Document, ...]
+    distractors: tuple[Document, ...]
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.gold, tuple) and self.gold and all(isinstance(d, Document) for d in self.gold)):
+            raise EvaluationError(
+                f"question {self.id}: gold is a {type(self.gold).__name__}, must be a tuple of one document or more"
+            )
+
+    def documents(self, count: int, gold_position: GoldPosition | None = None) -> list[Document]:
+        """Return the gold passages and the first distractors, ``count`` in all.
+
+        Args:
+            gold_position: Positions of the gold passages; None puts them first.
+
+        Raises:
+            EvaluationError: there are too few distractors, or no such positions for the gold passages.
+        """
+        max_count = len(self.distractors) + len(self.gold)
+        if not len(self.gold) <= count <= max_count:
+            raise EvaluationError(
+                f"documents={count} must be between {len(self.gold)} and {max_count}, what question {self.id} has"
+            )
+        gold = dict(zip(self._checked(gold_position, count), self.gold, strict=True))
+        distractors = iter(self.distractors)
+        return [gold.get(position) or next(distractors) for position in range(count)]
+
+    def _checked(self, gold_position: GoldPosition | None, count: int) -> tuple[int, ...]:
+        if gold_position is None:
+            return tuple(range(len(self.gold)))
+        positions = (gold_position,) if isinstance(gold_position, int) else tuple(gold_position)
+        if len(positions) != len(self.gold):
+            raise EvaluationError(
+                f"gold position {position_label(positions)} places {len(positions)} passages, but question {self.id} "
+                f"has {len(self.gold)} gold; give a position for each, for example 4, or 0+9 for two"
+            )
+        if len(set(positions)) < len(positions) or not all(0 <= position < count for position in positions):
+            raise EvaluationError(
+                f"gold position {position_label(positions)} must be between 0 and {count - 1}, each once"
+            )
+        return positions
+
+
+def position_label(gold_position: GoldPosition) -> str:
+    """Return positions as text: ``4``, or ``0+9`` for two gold passages."""
+    return str(gold_position) if isinstance(gold_position, int) else "+".join(map(str, gold_position))
+
+
+def load_examples(path: Path, limit: int | None = None, skip: int = 0) -> list[PositionExample]:
+    """Read Lost-in-the-Middle rows, HotpotQA rows or SQuAD articles (XQuAD is one such file); the content tells which.
+
+    Lost in the Middle is one JSON object per line with ``question``, ``answers`` and ``ctxs``, of which one has
+    ``isgold``; the other contexts are the distractors, in the order of the file. HotpotQA is one JSON object per line
+    with ``question``, ``answer``, ``supporting_facts`` and ``context``; two paragraphs are gold. SQuAD is one JSON
+    object whose ``data`` lists articles: the paragraph of a question is gold; its distractors are the other paragraphs
+    of the article, then one paragraph of each following article in turn. SQuAD's questions come one per paragraph and
+    article in turn, so that the first few cover many articles.
+
+    Args:
+        path: The file; compressed if its name ends in ``.gz``.
+        limit: Maximum number of questions.
+        skip: Number of questions to leave out at the start, so that settings can be chosen on others.
+
+    Raises:
+        EvaluationError: the file is missing, or a row or a question is malformed.
+    """
+    if not path.is_file():
+        raise EvaluationError(f"{path} is not a file; give the path of a file of questions, .gz or plain")
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise unreadable(path, error) from error
+    articles = _squad_articles(text, path)
+    if articles is None:
+        examples = list(_rows(text, path, limit, skip))
+    else:
+        stop = None if limit is None else skip + limit
+        examples = list(itertools.islice(_squad_examples(articles, path), skip, stop))
+    if not examples:
+        raise EvaluationError(f"{path} holds no rows after the first {skip}; lower skip or choose another file")
+    return examples
+
+
+def take_examples(data: Path | Sequence[PositionExample], limit: int | None, skip: int) -> list[PositionExample]:
+    """Return the questions of a file or of a sequence, without the first ``skip`` and at most ``limit``.
+
+    Raises:
+        EvaluationError: the file is missing or malformed, or no question is left.
+    """
+    if isinstance(data, Path):
+        return load_examples(data, limit=limit, skip=skip)
+    examples = list(data[skip:] if limit is None else data[skip : skip + limit])
+    if not examples:
+        raise EvaluationError(f"{len(data)} questions leave none with limit={limit} and skip={skip}; give more")
+    return examples
+
+
+def data_facts(data: Path | Sequence[PositionExample]) -> dict[str, str | None]:
+    """Return name and SHA-256 of a file, or of questions that come from none, for a record."""
+    if isinstance(data, Path):
+        return {"name": data.name, "sha256": file_digest(data)}
+    digest = hashlib.sha256()
+    for example in data:
+        passages = (*example.gold, *example.distractors)
+        documents = [[d.id, d.metadata.get("title", ""), d.page_content] for d in passages]
+        digest.update(json.dumps([example.id, example.question, example.answers, documents]).encode())
+    return {"name": None, "sha256": digest.hexdigest()}
+
+
+def unreadable(path: Path, error: Exception) -> EvaluationError:
+    """Return the error of a text file that cannot be read."""
+    return EvaluationError(
+        f"{path} cannot be read ({type(error).__name__}: {error}); it must be UTF-8 text, compressed where its name "
+        "ends in .gz"
+    )
+
+
+def malformed(error: Exception) -> str:
+    """Return what is wrong with a row of a file, in the words of a user, from what reading it raised."""
+    if isinstance(error, KeyError):
+        return f"no {error.args[0]!r}"
+    if isinstance(error, ValueError) and not isinstance(error, ValidationError):
+        return str(error)
+    if isinstance(error, StopIteration):
+        return "no passage is marked as gold"
+    return "a part has the wrong type"  # the texts of these errors speak of classes and attributes
+
+
+def question_and_answers(question: Any, answers: Any) -> tuple[str, tuple[str, ...]]:
+    """Return question and answers, each answer once.
+
+    Raises:
+        ValueError: one is no visible text.
+    """
+    if not visible(question):
+        raise ValueError(f"question is {question!r}, must be text")
+    if not isinstance(answers, list) or not answers or not all(map(visible, answers)):
+        raise ValueError(f"answers is {answers!r}, must be a list of one text or more")
+    return question, tuple(dict.fromkeys(answers))
+
+
+def visible(text: object) -> bool:
+    """Return whether ``text`` is a string with more than white space."""
+    return isinstance(text, str) and bool(text.strip())
+
+
+def _rows(text: str, path: Path, limit: int | None, skip: int) -> Iterator[PositionExample]:
+    count = 0
+    for number, line in enumerate(text.split("\n")):
+        if limit is not None and count >= limit:
+            return
+        if number < skip or not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            yield (_hotpotqa_example if "supporting_facts" in row else _lost_in_the_middle_example)(row, number)
+        except (AttributeError, KeyError, ValueError, TypeError, StopIteration) as error:
+            raise EvaluationError(
+                f"{path}:{number + 1} is not a Lost-in-the-Middle row ({malformed(error)}); it needs "
+                "question, answers and ctxs with one isgold, or as a HotpotQA row question, answer, supporting_facts "
+                "and context"
+            ) from error
+        count += 1
+
+
+def _lost_in_the_middle_example(row: Mapping[str, Any], number: int) -> PositionExample:
+    question, answers = question_and_answers(row["question"], row["answers"])
+    documents = [
+        Document(page_content=context["text"], metadata={"title": context.get("title", "")}, id=f"{number}-{i}")
+        for i, context in enumerate(row["ctxs"])
+    ]
+    gold = next(i for i, context in enumerate(row["ctxs"]) if context.get("isgold"))
+    distractors = (*documents[:gold], *documents[gold + 1 :])
+    return PositionExample(str(number), question, answers, (documents[gold],), distractors)
+
+
+def _hotpotqa_example(row: Mapping[str, Any], number: int) -> PositionExample:
+    """Return the question of a HotpotQA row in the distractor setting: two gold paragraphs among eight others.
+
+    Source: Yang et al. (2018), HotpotQA, section 3, https://arxiv.org/abs/1809.09600
+    The paragraphs whose titles the supporting facts name are gold, in the order of the context.
+    """
+    question, answers = question_and_answers(row["question"], [row["answer"]])
+    titles = {title for title, _ in row["supporting_facts"]}
+    documents = [  # sentences carry their spaces
+        Document(page_content="".join(sentences).strip(), metadata={"title": title}, id=f"{number}-{i}")
+        for i, (title, sentences) in enumerate(row["context"])
+    ]
+    gold = tuple(document for document in documents if document.metadata["title"] in titles)
+    if not titles or len(gold) != len(titles):
+        raise ValueError(f"supporting_facts name {len(titles)} titles, of which the context has {len(gold)}")
+    distractors = tuple(document for document in documents if document.metadata["title"] not in titles)
+    return PositionExample(str(row.get("id", number)), question.strip(), answers, gold, distractors)
+
+
+def _squad_articles(text: str, path: Path) -> list[Any] | None:
+    """Return the articles of a file in SQuAD's format; None if its first JSON value is something else."""
+    try:
+        first, _ = json.JSONDecoder().raw_decode(text.lstrip())
+    except ValueError:
+        return None
+    if not isinstance(first, dict) or "data" not in first or "ctxs" in first:
+        return None
+    if not isinstance(first["data"], list):
+        raise EvaluationError(f"{path}: data must be a list of SQuAD articles, is no list")
+    return first["data"]
+
+
+def _squad_examples(articles: Sequence[Any], path: Path) -> Iterator[PositionExample]:
+    # An answer may also be in a paragraph that is not gold; no question is left out for it.
+    documents = [_paragraphs(article, f"{path}: data[{a}]", a) for a, article in enumerate(articles)]
+    longest = max(map(len, documents), default=0)
+    spread = [(a, p) for p in range(longest) for a in range(len(documents)) if p < len(documents[a])]
+    for q in itertools.count():
+        remaining = [(a, p) for a, p in spread if q < len(articles[a]["paragraphs"][p]["qas"])]
+        if not remaining:
+            return
+        for a, p in remaining:
+            location = f"{path}: data[{a}].paragraphs[{p}].qas[{q}]"
+            yield _squad_example(articles[a]["paragraphs"][p]["qas"][q], location, documents, a, p)
+
+
+def _paragraphs(article: Any, location: str, number: int) -> list[Document]:
+    try:
+        title = " ".join(str(article.get("title", "")).replace("_", " ").split())
+        for paragraph in article["paragraphs"]:
+            if not visible(paragraph["context"]) or not isinstance(paragraph["qas"], list):
+                raise ValueError("a paragraph has no visible context or no list of qas")
+        return [
+            Document(page_content=paragraph["context"], metadata={"title": title}, id=f"{number}-{p}")
+            for p, paragraph in enumerate(article["paragraphs"])
+        ]
+    except (AttributeError, KeyError, ValueError, TypeError) as error:
+        raise EvaluationError(
+            f"{location} is not a SQuAD article ({malformed(error)}); it needs paragraphs with context and qas"
+        ) from error
+
+
+def _squad_example(
+    row: Any, location: str, documents: Sequence[Sequence[Document]], article: int, paragraph: int
+) -> PositionExample:
+    try:
+        question, answers = question_and_answers(row["question"], [answer["text"] for answer in row["answers"]])
+        name = row.get("id", location.partition(": ")[2])
+    except (AttributeError, KeyError, ValueError, TypeError) as error:
+        raise EvaluationError(
+            f"{location} is not a SQuAD question ({malformed(error)}); it needs question and answers with text"
+        ) from error
+    near = [document for p, document in enumerate(documents[article]) if p != paragraph]
+    others = [documents[(article + step) % len(documents)] for step in range(1, len(documents))]
+    far = [document for turn in itertools.zip_longest(*others) for document in turn if document is not None]
+    return PositionExample(str(name), question, answers, (documents[article][paragraph],), (*near, *far))
