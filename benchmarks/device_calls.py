@@ -32,11 +32,7 @@ STEPS = 3
 
 
 def count_method(name: str, layers: int) -> dict[str, dict[str, int]]:
-    """Return calls, reads and uploads of a prompt and of a token after it, by a method or by the stock model.
-
-    Args:
-        name: A name in ``METHODS``.
-    """
+    """Return calls, reads and uploads of a prompt and of a token after it, by a name in ``METHODS``."""
     lengths = (TOKENS,) * PASSAGES
     layout = toy_layout(lengths, relevance=tuple(1 - index / (2 * PASSAGES) for index in range(PASSAGES)))
     prepare = (_open_stock if name == STOCK else _open)(name, layout, layers)

@@ -27,7 +27,7 @@ from rag_posfix.evaluation.record import environment, read_head, read_record, wr
 from rag_posfix.evaluation.statistics import bootstrap_interval
 
 Answers = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""Log-probability by method, place and question."""
+"""Log-probability by method, position and question."""
 
 OBJECTIVES = ("in2", "block", "distill")
 EVALUATED = {
@@ -50,28 +50,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=320)
     parser.add_argument("--questions", type=int, default=40, help="for the evaluation")
     parser.add_argument("--model", default="smollm2")
-    given = parser.parse_args(arguments)
-    made = given.out / "samples"
-    make_data(given, made)
-    tuned = {name: train(name, given, made) for name in OBJECTIVES}
+    chosen = parser.parse_args(arguments)
+    made = chosen.out / "samples"
+    make_data(chosen, made)
+    tuned = {name: train(name, chosen, made) for name in OBJECTIVES}
     models: dict[str, Path | None] = {"before": None, **tuned}
-    data = {"litm": given.out / "unseen.jsonl", "key_value": given.out / "key-value" / "samples.jsonl"}
-    found = {
-        name: {task: evaluate(given, name, adapter, task, path) for task, path in data.items()}
+    data = {"litm": chosen.out / "unseen.jsonl", "key_value": chosen.out / "key-value" / "samples.jsonl"}
+    records = {
+        name: {task: evaluate(chosen, name, adapter, task, path) for task, path in data.items()}
         for name, adapter in models.items()
     }
-    forgotten = perplexity(given, tuned)
+    forgotten = perplexity(chosen, tuned)
     head = {
-        "kind": "fine-tuning", **environment(), "model": given.model,
-        "settings": {"samples": given.samples, "questions": given.questions, "commands": "benchmarks/fine_tuning.py"},
+        "kind": "fine-tuning", **environment(), "model": chosen.model,
+        "settings": {
+            "samples": chosen.samples, "questions": chosen.questions, "commands": "benchmarks/fine_tuning.py",
+        },
         "summary": {
-            "models": {name: shown(tasks) for name, tasks in found.items()},
-            "gains": {name: gained(found["before"], found[name]) for name in OBJECTIVES},
+            "models": {name: shown(tasks) for name, tasks in records.items()},
+            "gains": {name: gained(records["before"], records[name]) for name in OBJECTIVES},
             "perplexity": forgotten,
-            "trainings": {name: training(given.out / name) for name in OBJECTIVES},
+            "trainings": {name: training(chosen.out / name) for name in OBJECTIVES},
         },
     }  # fmt: skip
-    print(write_record(given.out, "fine-tuning", head))
+    print(write_record(chosen.out, "fine-tuning", head))
 
 
 def command(*words: object) -> None:
@@ -80,66 +82,66 @@ def command(*words: object) -> None:
     subprocess.run([Path(sys.executable).with_name("rag-posfix"), *map(str, words)], check=True)
 
 
-def make_data(given: argparse.Namespace, made: Path) -> None:
+def make_data(chosen: argparse.Namespace, made: Path) -> None:
     """Make the samples to train on, and those of key-value retrieval to evaluate on."""
-    near, far, unseen = (given.out / f"{name}.jsonl" for name in ("near", "far", "unseen"))
-    copy_rows(given.litm, near, 0, TRAINED)
-    copy_rows(given.litm, unseen, TRAINED, None)
-    copy_rows(given.oracle, far, SHARED, None)
+    near, far, unseen = (chosen.out / f"{name}.jsonl" for name in ("near", "far", "unseen"))
+    copy_rows(chosen.litm, near, 0, TRAINED)
+    copy_rows(chosen.litm, unseen, TRAINED, None)
+    copy_rows(chosen.oracle, far, SHARED, None)
     command(
         "train", "data", "--pairs", near, "--pairs", far, "--own-distractors", "--templates", "key_value",
-        "--multi", 0, "--against", unseen, "--samples", given.samples, "--min-tokens", 150, "--max-tokens", 450,
-        "--model", given.model, "--out", made,
+        "--multi", 0, "--against", unseen, "--samples", chosen.samples, "--min-tokens", 150, "--max-tokens", 450,
+        "--model", chosen.model, "--out", made,
     )  # fmt: skip
     command(
-        "train", "data", "--templates", "key_value", "--multi", 0, "--seed", 1, "--samples", given.questions,
-        "--min-tokens", 450, "--max-tokens", 500, "--length-bins", 1, "--model", given.model,
-        "--out", given.out / "key-value",
+        "train", "data", "--templates", "key_value", "--multi", 0, "--seed", 1, "--samples", chosen.questions,
+        "--min-tokens", 450, "--max-tokens", 500, "--length-bins", 1, "--model", chosen.model,
+        "--out", chosen.out / "key-value",
     )  # fmt: skip
 
 
 def copy_rows(source: Path, target: Path, start: int, stop: int | None) -> None:
     """Write rows of a compressed file to another one."""
-    with gzip.open(source, "rt", encoding="utf-8") as opened:
-        rows = list(opened)[start:stop]
+    with gzip.open(source, "rt", encoding="utf-8") as file:
+        rows = list(file)[start:stop]
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("".join(rows), "utf-8")
 
 
-def train(objective: str, given: argparse.Namespace, made: Path) -> Path:
+def train(objective: str, chosen: argparse.Namespace, made: Path) -> Path:
     """Train with an objective; return the folder of the adapter."""
     held_out, batch = 16, 4
     command(
         "-v", "train", objective, "--data", made / "samples.jsonl", "--batch", batch, "--held-out", held_out,
-        "--steps", (given.samples - held_out) // batch, "--evaluate-every", 38, "--learning-rate", 2e-4,
-        "--model", given.model, "--out", given.out / objective,
+        "--steps", (chosen.samples - held_out) // batch, "--evaluate-every", 38, "--learning-rate", 2e-4,
+        "--model", chosen.model, "--out", chosen.out / objective,
     )  # fmt: skip
-    return Path(given.out, objective, "adapter")
+    return Path(chosen.out, objective, "adapter")
 
 
-def evaluate(given: argparse.Namespace, name: str, adapter: Path | None, task: str, data: Path) -> Path:
+def evaluate(chosen: argparse.Namespace, name: str, adapter: Path | None, task: str, data: Path) -> Path:
     """Return the head of the record of a position experiment with a model."""
-    documents, places = (10, "0,4,9") if task == "litm" else (16, "0,7,15")
-    folder = given.out / f"{task}-{name}"
+    documents, positions = (10, "0,4,9") if task == "litm" else (16, "0,7,15")
+    folder = chosen.out / f"{task}-{name}"
     command(
-        "eval", "positions", "--data", data, "--documents", documents, "--gold-positions", places,
-        "--limit", given.questions, "--mitigation", EVALUATED[name], "--max-tokens", 12,
-        "--reuse", "--model", given.model, "--out", folder, *(() if adapter is None else ("--adapter", adapter)),
+        "eval", "positions", "--data", data, "--documents", documents, "--gold-positions", positions,
+        "--limit", chosen.questions, "--mitigation", EVALUATED[name], "--max-tokens", 12,
+        "--reuse", "--model", chosen.model, "--out", folder, *(() if adapter is None else ("--adapter", adapter)),
     )  # fmt: skip
     return last_record(folder, "positions")
 
 
 def scores(rows: Sequence[Mapping[str, Any]]) -> Answers:
-    """Return the log-probability of every question by method and place, without the runs that have no place."""
-    found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    """Return the log-probability of every question by method and position, without the runs that have no position."""
+    answers: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if row["gold_position"] is not None:
-            found[row["condition"]][str(row["gold_position"])][row["question"]] = row["log_probability"]
-    return found
+            answers[row["condition"]][str(row["gold_position"])][row["question"]] = row["log_probability"]
+    return answers
 
 
 def gains(before: Answers, after: Answers) -> dict[str, Any]:
-    """Return what a training adds by method: at each place, to the worst place, and to the spread over places.
+    """Return what a training adds by method: at each position, to the worst, and to the spread over positions.
 
     Each is the difference of means over questions with its 95 % interval, questions resampled whole.
     """
@@ -149,15 +151,15 @@ def gains(before: Answers, after: Answers) -> dict[str, Any]:
 def _gains_of(
     before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, Any]]:
-    places = list(before)
-    n = len(places)
-    questions = list(before[places[0]])
-    rows = [[run[place][question] for run in (before, after) for place in places] for question in questions]
+    positions = list(before)
+    n = len(positions)
+    questions = list(before[positions[0]])
+    rows = [[run[position][question] for run in (before, after) for position in positions] for question in questions]
     means = [sum(column) / len(column) for column in zip(*rows, strict=True)]
     measures: dict[str, Callable[[Sequence[float]], float]] = {
-        **{place: partial(_difference, at=at, n=n) for at, place in enumerate(places)},
-        "worst": lambda one: min(one[n:]) - min(one[:n]),
-        "spread": lambda one: max(one[n:]) - min(one[n:]) - max(one[:n]) + min(one[:n]),
+        **{position: partial(_difference, index=index, n=n) for index, position in enumerate(positions)},
+        "worst": lambda means: min(means[n:]) - min(means[:n]),
+        "spread": lambda means: max(means[n:]) - min(means[n:]) - max(means[:n]) + min(means[:n]),
     }
     return {
         name: {"mean": measure(means), "ci95": list(bootstrap_interval(rows, measure))}
@@ -165,28 +167,28 @@ def _gains_of(
     }
 
 
-def _difference(means: Sequence[float], at: int, n: int) -> float:
-    return means[n + at] - means[at]
+def _difference(means: Sequence[float], index: int, n: int) -> float:
+    return means[n + index] - means[index]
 
 
-def perplexity(given: argparse.Namespace, tuned: Mapping[str, Path]) -> dict[str, Any]:
+def perplexity(chosen: argparse.Namespace, tuned: Mapping[str, Path]) -> dict[str, Any]:
     """Return the perplexity of the texts under each model."""
-    folder, texts = given.out / "forgetting", given.out / "texts"
+    folder, texts = chosen.out / "forgetting", chosen.out / "texts"
     texts.mkdir(exist_ok=True)
-    with gzip.open(given.texts, "rt", encoding="utf-8") as opened:
-        for number, line in enumerate(islice(opened, MAX_TEXTS)):
+    with gzip.open(chosen.texts, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(islice(file, MAX_TEXTS)):
             (texts / f"{number:03}.txt").write_text(json.loads(line)["text"], "utf-8")
-    named = [word for one in tuned.values() for word in ("--tuned", one)]
-    command("train", "forgetting", "--texts", texts, "--model", given.model, *named, "--out", folder)
-    found = newest(folder, "perplexity")
+    named = [word for adapter in tuned.values() for word in ("--tuned", adapter)]
+    command("train", "forgetting", "--texts", texts, "--model", chosen.model, *named, "--out", folder)
+    perplexities = newest(folder, "perplexity")
     names = {str(path): name for name, path in tuned.items()}
-    return {names.get(key, "before"): value for key, value in found.items()}
+    return {names.get(key, "before"): value for key, value in perplexities.items()}
 
 
 def training(folder: Path) -> dict[str, Any]:
     """Return the seconds, the steps and the best step of a training."""
-    found = newest(folder, "train")
-    return {key: found[key] for key in ("seconds", "steps", "best_step", "before", "after")}
+    summary = newest(folder, "train")
+    return {key: summary[key] for key in ("seconds", "steps", "best_step", "before", "after")}
 
 
 def newest(folder: Path, kind: str) -> Mapping[str, Any]:
@@ -199,14 +201,14 @@ def last_record(folder: Path, kind: str) -> Path:
 
 
 def shown(records: Mapping[str, Path]) -> dict[str, Any]:
-    """Return the curves of each method by place, by task."""
-    found = {task: read_head(path)["summary"] for task, path in records.items()}
+    """Return the curves of each method by position, by task."""
+    summaries = {task: read_head(path)["summary"] for task, path in records.items()}
     return {
         task: {
             "gold_only": summary["gold_only"],
             **{name: method["positions"] for name, method in summary["mitigations"].items()},
         }
-        for task, summary in found.items()
+        for task, summary in summaries.items()
     }
 
 

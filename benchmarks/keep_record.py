@@ -45,22 +45,24 @@ def position_row(row: Mapping[str, Any]) -> PositionRow:
 
 
 def summarize_demo(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return right answers and mean log-probability per method and gold position, and the answers that change."""
+    """Return correct answers and mean log-probability per method and gold position, and the answers that change."""
     methods: dict[str, Any] = {}
     for name in dict.fromkeys(row["mitigation"] for row in rows):
-        own = [row for row in rows if row["mitigation"] == name]
         answers: dict[str, set[str]] = {}
-        for row in own:
-            answers.setdefault(row["question"], set()).add(row["answer"])
+        by_position: dict[str, list[Mapping[str, Any]]] = {}
+        for row in rows:
+            if row["mitigation"] == name:
+                answers.setdefault(row["question"], set()).add(row["answer"])
+                by_position.setdefault(row["gold"], []).append(row)
         methods[name] = {
             "positions": {
                 gold: {
-                    "right": sum(row["right"] for row in own if row["gold"] == gold),
-                    "log_probability": fmean(row["log_probability"] for row in own if row["gold"] == gold),
+                    "right": sum(row["right"] for row in position),
+                    "log_probability": fmean(row["log_probability"] for row in position),
                 }
-                for gold in dict.fromkeys(row["gold"] for row in own)
+                for gold, position in by_position.items()
             },
-            "answers_that_change": sum(len(found) > 1 for found in answers.values()),
+            "answers_that_change": sum(len(texts) > 1 for texts in answers.values()),
         }
     return {"mitigations": methods, "n": len({row["question"] for row in rows})}
 

@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -28,8 +27,7 @@ from typing import Any
 
 import httpx2
 
-from benchmarks.faults.host import Host
-from benchmarks.faults.load import Connection, body_of, right_answer, text_of
+from benchmarks.faults.service import Connection, Host, body_of, correct_answer, text_of
 from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix_api.keys.store import KeyStore
 from tests.support.old_keys import make_old
@@ -66,11 +64,8 @@ def open_loop(url: str, body: bytes, rate: float, seconds: float) -> list[float]
             latencies.append(time.perf_counter() - due)
         connection.close()
 
-    threads = [threading.Thread(target=send, args=(first,)) for first in range(CONNECTIONS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        list(pool.map(send, range(CONNECTIONS)))
     return latencies
 
 
@@ -105,7 +100,7 @@ def rerank(seconds: float) -> dict[str, Any]:
         end, number = time.monotonic() + seconds, 0
         while time.monotonic() < end or number < 10:
             number += 1
-            documents = [f"{right_answer(20 * number + place)}." for place in range(20)]  # new ones every time
+            documents = [f"{correct_answer(20 * number + index)}." for index in range(20)]  # new ones every time
             started = time.perf_counter()
             client.post(url + "/v1/rerank", json={**body, "documents": documents}).raise_for_status()
             latencies.append(time.perf_counter() - started)
@@ -117,7 +112,7 @@ def streams(count: int = 50) -> dict[str, Any]:
         connection = Connection(url, timeout=120)
         status, answer = connection.post(CHAT, body_of(number, stream=True, cache=False))
         connection.close()
-        return status == 200 and text_of(answer) == right_answer(number) and b"[DONE]" in answer
+        return status == 200 and text_of(answer) == correct_answer(number) and b"[DONE]" in answer
 
     with Host() as host, ThreadPoolExecutor(count) as pool:
         url = host.serve(limits={"max_queue": count})
@@ -154,7 +149,7 @@ def added(rounds: int = 7, max_tokens: int = 48) -> dict[str, Any]:
             if text_of(response.content) != answer.text:
                 raise RuntimeError("the answer over HTTP is another one")
     pipeline.close()
-    ratios = [there / here for there, here in zip(over_http[1:], direct[1:], strict=True)]
+    ratios = [http / engine for http, engine in zip(over_http[1:], direct[1:], strict=True)]
     return {
         "engine_ms": round(1e3 * statistics.median(direct[1:]), 1),
         "http_ms": round(1e3 * statistics.median(over_http[1:]), 1),
@@ -163,7 +158,7 @@ def added(rounds: int = 7, max_tokens: int = 48) -> dict[str, Any]:
 
 
 def keys(seconds: float, count: int = 15) -> dict[str, Any]:
-    found = {}
+    measured = {}
     for name in ("digests", "scrypt hashes"):
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -171,11 +166,12 @@ def keys(seconds: float, count: int = 15) -> dict[str, Any]:
             ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
         ):
             store = KeyStore(Path(folder))
-            made = [store.create(f"tenant{number}")[1] for number in range(count + 1)]
+            secrets = [store.create(f"tenant{number}")[1] for number in range(count + 1)]
             if name == "scrypt hashes":
-                make_old(Path(folder), *made)
-            found[name] = wrong_keys(host.serve(limits={"data_dir": folder}), made[0], made[1:], seconds, process)
-    return found
+                make_old(Path(folder), *secrets)
+            url = host.serve(limits={"data_dir": folder})
+            measured[name] = wrong_keys(url, secrets[0], secrets[1:], seconds, process)
+    return measured
 
 
 def wrong_keys(
@@ -248,22 +244,22 @@ def livez(url: str, seconds: float, rate: float = 100.0) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    given = options(arguments)
+    chosen = options(arguments)
     load = {"before": os.getloadavg()}
     measured: dict[str, Callable[[], dict[str, Any]]] = {
-        "cached": lambda: cached(given.rate, given.seconds),
-        "rerank": lambda: rerank(given.seconds),
+        "cached": lambda: cached(chosen.rate, chosen.seconds),
+        "rerank": lambda: rerank(chosen.seconds),
         "streams": streams,
         "added": added,
-        "keys": lambda: keys(given.seconds),
+        "keys": lambda: keys(chosen.seconds),
     }
-    summary: dict[str, Any] = {part: measured[part]() for part in given.part or PARTS}
+    summary: dict[str, Any] = {part: measured[part]() for part in chosen.part or PARTS}
     print(json.dumps(summary, indent=2))
-    if given.out is not None:
+    if chosen.out is not None:
         load["after"] = os.getloadavg()
-        settings = {"rate": given.rate, "seconds": given.seconds}
+        settings = {"rate": chosen.rate, "seconds": chosen.seconds}
         head = {"kind": "service-load", **environment(), "load_average": load, "settings": settings}
-        print(write_record(given.out, "service-load", {**head, "summary": summary}))
+        print(write_record(chosen.out, "service-load", {**head, "summary": summary}))
     return summary
 
 

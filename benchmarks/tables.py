@@ -13,17 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.service_tables import (
-    capacity_check,
-    clients,
-    device_calls,
-    equal_under_load,
-    faults,
-    first_answer,
-    ray_routing,
-    service_load,
-)
-from benchmarks.training_tables import TRAINING_LAYOUTS
+from benchmarks.study_tables import STUDY_LAYOUTS
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head
 
@@ -53,11 +43,7 @@ RULES = {
     "likeliest answer of the mixture": "likeliest answer of the mixture",
 }
 SETS = {"litm": "Lost in the Middle", "xquad": "XQuAD"}
-LOADS = {
-    "memory": "in memory",
-    "mapped": "mapped",
-    "mapped, hashes not compared": "mapped, `verify=False`",
-}
+LOADS = {"memory": "in memory", "mapped": "mapped", "mapped, hashes not compared": "mapped, `verify=False`"}
 
 
 def label(name: str) -> str:
@@ -83,11 +69,16 @@ def methods_of(heads: Sequence[Head], key: str = "mitigations") -> dict[str, Any
     """
     if any(experiment(head) != experiment(heads[0]) for head in heads):
         raise EvaluationError("records differ in kind, data, questions or positions; give those of one experiment")
-    found: dict[str, Any] = {}
+    return first_of(heads, key)
+
+
+def first_of(heads: Sequence[Head], key: str) -> dict[str, Any]:
+    """Return what the records say of each method; of a method that several hold, the first counts."""
+    methods: dict[str, Any] = {}
     for head in heads:
-        for name, one in head["summary"][key].items():
-            found.setdefault(name, one)
-    return found
+        for name, summary in head["summary"][key].items():
+            methods.setdefault(name, summary)
+    return methods
 
 
 def experiment(head: Head) -> tuple[Any, ...]:
@@ -100,45 +91,45 @@ def positions(heads: Sequence[Head], columns: Sequence[str]) -> Iterator[Row]:
     methods = methods_of(heads)
     gold = list(next(iter(methods.values()))["positions"])
     yield ["method", *(f"gold at {position}" for position in gold), *columns]
-    for name, found in methods.items():
-        cells = [scores(one["log_probability"], one["accuracy"]) for one in found["positions"].values()]
-        if len(set(cells)) == 1 and found["answers_that_change"] == 0:
+    for name, result in methods.items():
+        cells = [scores(one["log_probability"], one["accuracy"]) for one in result["positions"].values()]
+        if len(set(cells)) == 1 and result["answers_that_change"] == 0:
             cells = [cells[0], *["same"] * (len(cells) - 1)]
-        yield [label(name), *cells, *(POSITION_COLUMNS[column](found) for column in columns)]
+        yield [label(name), *cells, *(POSITION_COLUMNS[column](result) for column in columns)]
 
 
-def worst_minus_best(found: Mapping[str, Any]) -> str:
+def worst_minus_best(result: Mapping[str, Any]) -> str:
     """Return a method's worst position minus the best of the unmodified model, with its interval."""
-    if "versus_none" not in found:
+    if "versus_none" not in result:
         return "-"
-    low, high = found["versus_none"]["ci95"]
-    return f"{found['versus_none']['worst_minus_best_log_probability']:+.2f} [{low:+.2f}, {high:+.2f}]"
+    low, high = result["versus_none"]["ci95"]
+    return f"{result['versus_none']['worst_minus_best_log_probability']:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
-def accuracy_against_none(found: Mapping[str, Any]) -> str:
+def accuracy_against_none(result: Mapping[str, Any]) -> str:
     """Return the accuracy at a method's worst position minus the best of the unmodified model, and McNemar's p."""
-    if "versus_none" not in found:
+    if "versus_none" not in result:
         return "-"
-    versus = found["versus_none"]
+    versus = result["versus_none"]
     return short(f"{versus['worst_minus_best_accuracy']:+.2f}, {versus['mcnemar_p']:.2f}")
 
 
 POSITION_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "worst": lambda found: scores(found["worst_log_probability"], found["worst"]),
-    "mean": lambda found: scores(found["mean_log_probability"], found["mean"]),
-    "spread": lambda found: scores(found["spread_log_probability"], found["spread"]),
+    "worst": lambda result: scores(result["worst_log_probability"], result["worst"]),
+    "mean": lambda result: scores(result["mean_log_probability"], result["mean"]),
+    "spread": lambda result: scores(result["spread_log_probability"], result["spread"]),
     "worst - best of `none`": worst_minus_best,
-    "answers that change": lambda found: percent(found["answers_that_change"]),
+    "answers that change": lambda result: percent(result["answers_that_change"]),
     "accuracy: worst - best of `none`, p": accuracy_against_none,
-    "scorer: recall@1, @3": lambda found: short(f"{found['recall_at_1']:.2f}, {found['recall_at_3']:.2f}"),
-    "sound answers": lambda found: percent(found["sound"]),
+    "scorer: recall@1, @3": lambda result: short(f"{result['recall_at_1']:.2f}, {result['recall_at_3']:.2f}"),
+    "sound answers": lambda result: percent(result["sound"]),
 }
 
 
 def bounds(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per order-free method: accuracy where its scorer finds the gold passage, and where it does not."""
-    found = "scorer finds the gold passage"
-    yield ["method", found, "accuracy there (gold alone)", "accuracy elsewhere (gold alone)", "in all (gold alone)"]
+    """Yield a row per order-invariant method: accuracy where its scorer finds the gold passage, and elsewhere."""
+    first = "scorer finds the gold passage"
+    yield ["method", first, "accuracy there (gold alone)", "accuracy elsewhere (gold alone)", "in all (gold alone)"]
     alone = heads[0]["summary"]["gold_only"]["accuracy"]
     for name, one in methods_of(heads).items():
         if one["answers_that_change"]:
@@ -165,11 +156,11 @@ def permutations(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per method: answers that change with the order, and how good they are."""
     scored = "log-probability (accuracy), 95 % of the accuracy"
     yield ["method", "answers that change", "largest difference of logits", scored]
-    for name, found in methods_of(heads).items():
-        low, high = (short(f"{bound:.2f}") for bound in found["accuracy_ci95"])
-        moved = found["max_logit_difference"]
-        quality = f"{scores(found['log_probability'], found['accuracy'])} [{low}, {high}]"
-        yield [label(name), percent(found["flip_rate"]), f"{moved:.2f}" if moved else "0", quality]
+    for name, result in methods_of(heads).items():
+        low, high = (short(f"{bound:.2f}") for bound in result["accuracy_ci95"])
+        moved = result["max_logit_difference"]
+        quality = f"{scores(result['log_probability'], result['accuracy'])} [{low}, {high}]"
+        yield [label(name), percent(result["flip_rate"]), f"{moved:.2f}" if moved else "0", quality]
 
 
 def demo(heads: Sequence[Head]) -> Iterator[Row]:
@@ -177,26 +168,26 @@ def demo(heads: Sequence[Head]) -> Iterator[Row]:
     methods, count = heads[0]["summary"]["mitigations"], heads[0]["summary"]["n"]
     where = {"first": "gold first", "middle": "gold in the middle", "last": "gold last"}
     yield ["method", *where.values(), "answers that change"]
-    for name, found in methods.items():
-        cells = (found["positions"][position] for position in where)
+    for name, result in methods.items():
+        cells = (result["positions"][position] for position in where)
         right = [f"{one['right']} of {count} ({one['log_probability']:.2f})" for one in cells]
-        yield [label(name), *right, f"{found['answers_that_change']} of {count}"]
+        yield [label(name), *right, f"{result['answers_that_change']} of {count}"]
 
 
 def rules(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per rule that chooses a passage: accuracy, gold believed; log-probability chosen, and mixed."""
     sets = heads[0]["summary"]
 
-    def cell(found: Mapping[str, float], mixed: bool = True) -> str:
-        right, believed = found["accuracy_chosen"], found["believes_gold"]
-        mixture = f"{found['log_probability_mixture']:.2f}" if mixed else "-"
+    def cell(result: Mapping[str, float], mixed: bool = True) -> str:
+        right, believed = result["accuracy_chosen"], result["believes_gold"]
+        mixture = f"{result['log_probability_mixture']:.2f}" if mixed else "-"
         shares = ", ".join("1.0" if share == 1 else short(f"{share:.2f}") for share in (right, believed))
-        return f"{shares}; {found['log_probability_chosen']:.2f}, {mixture}"
+        return f"{shares}; {result['log_probability_chosen']:.2f}, {mixture}"
 
     yield ["rule", *(SETS.get(name, name) for name in sets)]
-    yield ["the gold passage alone", *(cell(found["gold_only"], mixed=False) for found in sets.values())]
+    yield ["the gold passage alone", *(cell(result["gold_only"], mixed=False) for result in sets.values())]
     for rule, text in RULES.items():
-        yield [text, *(cell(found["rules"][rule]) for found in sets.values())]
+        yield [text, *(cell(result["rules"][rule]) for result in sets.values())]
 
 
 def rerank(heads: Sequence[Head]) -> Iterator[Row]:
@@ -204,17 +195,17 @@ def rerank(heads: Sequence[Head]) -> Iterator[Row]:
     runs = methods_of(heads, "runs")
     yield ["run", *MEASURES, "95 % of nDCG@10", "minus first stage", *WORK]
     first_stages = {head["summary"]["first_stage"]["name"]: head["summary"]["first_stage"] for head in heads}
-    for name, found in first_stages.items():
-        yield [f"first stage (`{name}`)", *measured(found), "-", *work(found)]
-    for name, found in runs.items():
+    for name, result in first_stages.items():
+        yield [f"first stage (`{name}`)", *measured(result), "-", *work(result)]
+    for name, result in runs.items():
         versus = next(filter(None, (against_first_stage(head, name) for head in heads)), "-")
-        yield [label(name), *measured(found), versus, *work(found)]
+        yield [label(name), *measured(result), versus, *work(result)]
 
 
-def measured(found: Mapping[str, Any]) -> Row:
+def measured(result: Mapping[str, Any]) -> Row:
     """Return what a run reaches, and the interval of its nDCG@10."""
-    values = [short(f"{found[name]:.3f}") for name in MEASURES]
-    return [*values, f"[{', '.join(short(f'{bound:.3f}') for bound in found['ci95']['nDCG@10'])}]"]
+    values = [short(f"{result[name]:.3f}") for name in MEASURES]
+    return [*values, f"[{', '.join(short(f'{bound:.3f}') for bound in result['ci95']['nDCG@10'])}]"]
 
 
 def against_first_stage(head: Head, name: str) -> str:
@@ -226,10 +217,10 @@ def against_first_stage(head: Head, name: str) -> str:
     return ""
 
 
-def work(found: Mapping[str, Any]) -> Row:
+def work(result: Mapping[str, Any]) -> Row:
     """Return what a query cost, a dash for what was not counted."""
-    seconds = found.get("seconds_median", found["seconds"])
-    spent = [found["tokens_read"], found["forward_passes"], found["calls"]]
+    seconds = result.get("seconds_median", result["seconds"])
+    spent = [result["tokens_read"], result["forward_passes"], result["calls"]]
     time = f"{seconds:.1f}" if seconds >= 0.1 else f"{seconds:.4f}"
     return [time, *("-" if value is None else f"{value:,.0f}" for value in spent)]
 
@@ -239,22 +230,21 @@ def rerank_positions(heads: Sequence[Head]) -> Iterator[Row]:
     rerankers = methods_of(heads, "rerankers")
     gold = list(next(iter(rerankers.values()))["places"])
     yield ["reranker", *(f"recall@{cut}, gold at {' / '.join(gold)}" for cut in CUTS), "rankings that change", *WORK]
-    for name, found in rerankers.items():
-        recalls = [
-            " / ".join(short(f"{found['places'][position][f'recall@{cut}']:.3f}") for position in gold) for cut in CUTS
-        ]
-        yield [label(name), *recalls, percent(found["rankings_that_change"]), *work(found)]
+    for name, result in rerankers.items():
+        places = [result["places"][position] for position in gold]
+        recalls = [" / ".join(short(f"{place[f'recall@{cut}']:.3f}") for place in places) for cut in CUTS]
+        yield [label(name), *recalls, percent(result["rankings_that_change"]), *work(result)]
 
 
 def speed(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per method and record: times to the first token as times faster, other ratios as they are."""
-    rows = [(head["summary"], name, found) for head in heads for name, found in head["summary"]["methods"].items()]
-    used = {key for _, _, found in rows for key, value in found.items() if value is not None}
+    rows = [(head["summary"], name, result) for head in heads for name, result in head["summary"]["methods"].items()]
+    used = {key for _, _, result in rows for key, value in result.items() if value is not None}
     titles = {key: title for key, title in {**TIMES_FASTER, **PLAIN_RATIOS}.items() if key in used}
     yield ["method", "passages", *titles.values()]
-    for summary, name, found in rows:
+    for summary, name, result in rows:
         size = f"{summary['documents']} x {summary['tokens_per_document']}"
-        yield [label(name), size, *(ratio_cell(key, found.get(key)) for key in titles)]
+        yield [label(name), size, *(ratio_cell(key, result.get(key)) for key in titles)]
 
 
 def ratio_cell(key: str, ratio: float | None) -> str:
@@ -269,23 +259,19 @@ def ratio_cell(key: str, ratio: float | None) -> str:
 
 def ratios(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per method: cold time to the first token, decoding and memory over the unmodified model's."""
-    found: dict[str, Mapping[str, float]] = {}
-    for head in heads:
-        for name, one in head["summary"]["methods"].items():
-            found.setdefault(name, one)
     yield ["method", "cold time to first token", "decode tokens/s", "peak memory"]
-    for name, one in found.items():
-        yield [label(name), *(f"{one[key]:.2f}" for key in ("ttft_cold_ratio", "decode_ratio", "memory_ratio"))]
+    for name, ratio in first_of(heads, "methods").items():
+        yield [label(name), *(f"{ratio[key]:.2f}" for key in ("ttft_cold_ratio", "decode_ratio", "memory_ratio"))]
 
 
 def llama_cpp(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per number of threads and engine: seconds to the first token, then tokens per second."""
     yield ["threads", "", "cold", "the same prompt again", "passages reordered", "tokens/s"]
     for threads, engines in heads[0]["summary"].items():
-        for name, found in engines.items():
-            times = [seconds_cell(found[f"ttft_{time}_s"]) for time in ("cold", "again", "reordered")]
+        for name, result in engines.items():
+            times = [seconds_cell(result[f"ttft_{time}_s"]) for time in ("cold", "again", "reordered")]
             shown = name if name in ("llama.cpp", "transformers") else label(name)
-            yield [threads, shown, *times, f"{found['decode_tokens_per_s']:.1f}"]
+            yield [threads, shown, *times, f"{result['decode_tokens_per_s']:.1f}"]
 
 
 def seconds_cell(seconds: float) -> str:
@@ -297,17 +283,17 @@ def seconds_cell(seconds: float) -> str:
 
 def vector_search(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per measurement of the vector store, a column per way of loading it."""
-    found = [heads[0]["summary"]["search"][load] for load in LOADS]
+    result = [heads[0]["summary"]["search"][load] for load in LOADS]
     searches = {
         "filter: none": "search for 10, p50 (p95)",
         "filter: a thousandth": "with a filter that 1 of 1000 passes",
         "filter: a half": "with a filter that half pass",
     }
     yield ["", *LOADS.values()]
-    yield ["load", *(short(f"{one['load_s']:.1f} s, {one['load_memory_bytes'] / 1e9:.2f} GB") for one in found)]
+    yield ["load", *(short(f"{one['load_s']:.1f} s, {one['load_memory_bytes'] / 1e9:.2f} GB") for one in result)]
     for key, text in searches.items():
-        yield [text, *(f"{one[key]['p50_ms']:.1f} ms ({one[key]['p95_ms']:.1f})" for one in found)]
-    yield ["recall of the ten nearest", *(short(f"{one['recall_at_10']:.3f}") for one in found)]
+        yield [text, *(f"{one[key]['p50_ms']:.1f} ms ({one[key]['p95_ms']:.1f})" for one in result)]
+    yield ["recall of the ten nearest", *(short(f"{one['recall_at_10']:.3f}") for one in result)]
 
 
 def nothing_relevant(heads: Sequence[Head]) -> Iterator[Row]:
@@ -315,27 +301,21 @@ def nothing_relevant(heads: Sequence[Head]) -> Iterator[Row]:
     below = heads[0]["summary"]["below"]
     kinds = list(next(iter(below.values())))
     yield ["best score below", *kinds]
-    for threshold, found in below.items():
-        yield [short(f"{float(threshold):.2f}"), *(f"{found[kind]:.1%}".replace("%", " %") for kind in kinds)]
+    for threshold, result in below.items():
+        yield [short(f"{float(threshold):.2f}"), *(f"{result[kind]:.1%}".replace("%", " %") for kind in kinds)]
 
 
 Layout = Callable[[Sequence[Head]], Iterator[Row]]
 
+ARRANGEMENT_COLUMNS = (
+    "worst - best of `none`", "accuracy: worst - best of `none`, p", "scorer: recall@1, @3", "sound answers",
+)  # fmt: skip
 
 LAYOUTS: dict[str, Layout] = {
-    "clients": clients,
     "positions": partial(positions, columns=("worst", "mean", "spread", "worst - best of `none`")),
     "stability": partial(positions, columns=("worst", "spread", "answers that change")),
     "settings": partial(positions, columns=()),
-    "arrangements": partial(
-        positions,
-        columns=(
-            "worst - best of `none`",
-            "accuracy: worst - best of `none`, p",
-            "scorer: recall@1, @3",
-            "sound answers",
-        ),
-    ),
+    "arrangements": partial(positions, columns=ARRANGEMENT_COLUMNS),
     "bounds": bounds,
     "permutations": permutations,
     "rerank": rerank,
@@ -347,14 +327,7 @@ LAYOUTS: dict[str, Layout] = {
     "llama-cpp": llama_cpp,
     "vector-search": vector_search,
     "nothing-relevant": nothing_relevant,
-    "first-answer": first_answer,
-    "service-load": service_load,
-    "service-faults": faults,
-    "capacity": capacity_check,
-    "ray-routing": ray_routing,
-    "device-calls": device_calls,
-    "equal-under-load": equal_under_load,
-    **TRAINING_LAYOUTS,
+    **STUDY_LAYOUTS,
 }
 """By name; the layout of a record is that of its kind unless another is named."""
 
@@ -362,11 +335,7 @@ WITH_FLOORS = ("positions", "stability", "settings", "arrangements")
 
 
 def table(heads: Sequence[Head], layout: str | None = None) -> str:
-    """Return the Markdown table of records.
-
-    Args:
-        heads: Heads of records of one experiment, or of several benches.
-        layout: A name in ``LAYOUTS``; that of the kind if None.
+    """Return the Markdown table of records, in a layout of ``LAYOUTS``; that of their kind if None.
 
     Raises:
         EvaluationError: there is no such layout, or the records are not of one experiment.
@@ -382,11 +351,7 @@ def table(heads: Sequence[Head], layout: str | None = None) -> str:
 
 
 def table_of(words: Sequence[str], folder: Path | None = None) -> str:
-    """Return the table that words ask for: names of records, and optionally ``as LAYOUT``.
-
-    Args:
-        words: For example ``["bench-5x150", "bench-10x150", "as", "ratios"]``.
-        folder: Where records lie; None takes the words as paths.
+    """Return the table for words: names of records in ``folder``, or paths, and optionally ``as LAYOUT``.
 
     Raises:
         EvaluationError: a record cannot be read, or the table cannot be made.

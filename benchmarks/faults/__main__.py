@@ -2,7 +2,7 @@
 
     python -m benchmarks.faults [--json] [--out DIR] [--only NAME] [--seconds 5] [--requests 10000] [--long 20000]
 
-A generator without weights answers, so that every right answer is known. The service runs in a process of its own,
+A generator without weights answers, so that every correct answer is known. The service runs in a process of its own,
 real servers of Redis in others. ``failed`` counts requests without a whole answer, ``wrong`` those with a wrong one,
 ``undocumented`` statuses that the OpenAPI document does not have, ``lost`` stored answers that were not found again.
 ``added`` is the median during the fault less the median before it, ``worst`` the longest request since it began.
@@ -16,14 +16,21 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.fuzz import fuzz
-from benchmarks.faults.host import Host
-from benchmarks.faults.memory import growth
-from benchmarks.faults.redis import FAILOVERS, FAULTS
-from benchmarks.faults.scenarios import disk_full, failover, leaving_clients, redis_fault, slow_clients
+from benchmarks.faults.fuzz import fuzz, growth
+from benchmarks.faults.scenarios import (
+    FAILOVERS,
+    FAULTS,
+    disk_full,
+    failover,
+    leaving_clients,
+    redis_fault,
+    slow_clients,
+)
+from benchmarks.faults.service import Host
 from rag_posfix.evaluation.record import environment, write_record
 
 COLUMNS = ("requests", "failed", "wrong", "undocumented", "lost", "added_ms", "worst_ms", "recovered_s")
@@ -40,19 +47,17 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def parts(host: Host, given: argparse.Namespace, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+def parts(host: Host, chosen: argparse.Namespace, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return what measures each row, by its name."""
-    found: dict[str, Callable[[], dict[str, Any]]] = {}
-    for name in FAULTS:
-        found[f"Redis {name}"] = lambda name=name: redis_fault(host, name, given.seconds)  # type: ignore[misc]
-    for name in FAILOVERS:
-        found[f"Redis {name}"] = lambda name=name: failover(host, name, given.seconds)  # type: ignore[misc]
-    found["disk full"] = lambda: disk_full(host, folder, given.seconds)
-    found["slow clients"] = lambda: slow_clients(host, given.seconds)
-    found["leaving clients"] = lambda: leaving_clients(host, given.seconds)
-    found["fuzzed"] = lambda: fuzz(host.serve(), given.requests)
-    found["memory"] = lambda: growth(host, given.long)
-    return found
+    return {
+        **{f"Redis {name}": partial(redis_fault, host, name, chosen.seconds) for name in FAULTS},
+        **{f"Redis {name}": partial(failover, host, name, chosen.seconds) for name in FAILOVERS},
+        "disk full": lambda: disk_full(host, folder, chosen.seconds),
+        "slow clients": lambda: slow_clients(host, chosen.seconds),
+        "leaving clients": lambda: leaving_clients(host, chosen.seconds),
+        "fuzzed": lambda: fuzz(host.serve(), chosen.requests),
+        "memory": lambda: growth(host, chosen.long),
+    }
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -64,8 +69,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         memory = rows["memory"]
         lines.append(
             f"\nmemory: {memory['mib'][0]} MiB at the start, {memory['mib'][-1]} MiB after {memory['requests']} "
-            "requests; "
-            f"{memory['grown_mib']} MiB more in the second half"
+            f"requests; {memory['grown_mib']} MiB more in the second half"
         )
     return "\n".join(lines)
 
@@ -75,25 +79,25 @@ def _shown(value: Any) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-    given = options(arguments)
+    chosen = options(arguments)
     load = {"before": os.getloadavg()}
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         host = Host()
-        measured = parts(host, given, Path(folder))
-        unknown = set(given.only or ()) - set(measured)
+        measured = parts(host, chosen, Path(folder))
+        unknown = set(chosen.only or ()) - set(measured)
         if unknown:
             raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are: {', '.join(measured)}")
         with host:
-            for name in given.only or measured:
+            for name in chosen.only or measured:
                 print(f"{name} ...", file=sys.stderr)
                 rows[name] = measured[name]()
-    print(json.dumps(rows, indent=2) if given.json else table(rows))
-    if given.out is not None:
-        settings = {"seconds": given.seconds, "requests": given.requests, "long": given.long}
+    print(json.dumps(rows, indent=2) if chosen.json else table(rows))
+    if chosen.out is not None:
+        settings = {"seconds": chosen.seconds, "requests": chosen.requests, "long": chosen.long}
         load["after"] = os.getloadavg()
         head = {"kind": "service-faults", **environment(), "load_average": load, "settings": settings}
-        print(write_record(given.out, "service-faults", {**head, "summary": rows}), file=sys.stderr)
+        print(write_record(chosen.out, "service-faults", {**head, "summary": rows}), file=sys.stderr)
     return rows
 
 

@@ -1,9 +1,10 @@
-"""Requests made from the OpenAPI document and then damaged: values of wrong types, broken JSON, other methods."""
+"""Many requests: made from the OpenAPI document and then damaged, and how memory grows over ordinary ones."""
 
 from __future__ import annotations
 
 import json
 import random
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,27 +12,14 @@ from typing import Any
 
 import httpx2
 
-from benchmarks.faults.load import Connection, body_of, right_answer, text_of
+from benchmarks.faults.service import QUESTIONS, Connection, Host, body_of, correct_answer, text_of
 from tests.support.serving import CHAT
 
 OF_OTHER_PATHS = frozenset({"307", "404", "405"})
 """Statuses of paths and methods that the document does not have; 307 leads to the path without a slash at its end."""
 STRINGS = (
-    "",
-    " ",
-    "a",
-    "When?",
-    "x" * 5000,
-    "\x00",
-    "\ud800",
-    "\U0001f600",
-    "{",
-    "null",
-    "-1",
-    "none",
-    "default",
-    "user",
-)
+    "", " ", "a", "When?", "x" * 5000, "\x00", "\ud800", "\U0001f600", "{", "null", "-1", "none", "default", "user",
+)  # fmt: skip
 NUMBERS = (0, 1, -1, 2, 10, 0.5, 1e308, -1e308, 2**63, 2**64, 10**400, 3.7)
 
 
@@ -46,12 +34,7 @@ class Route:
 
 
 class Maker:
-    """Makes values of schemas; one in ``wrong`` is of another type.
-
-    Args:
-        components: The schemas that others refer to.
-        wrong: Share of values that do not follow their schema.
-    """
+    """Makes values of schemas, which refer to ``components``; a share ``wrong`` of them does not follow its schema."""
 
     def __init__(self, chance: random.Random, components: Mapping[str, Any], wrong: float) -> None:
         self._chance = chance
@@ -126,19 +109,19 @@ def fuzz(url: str, count: int, seed: int = 0) -> dict[str, Any]:
     for number in range(count):
         if number % 50 == 0:
             status, answer = connection.post(CHAT, body_of(number))
-            wrong += status != 200 or text_of(answer) != right_answer(number)
+            wrong += status != 200 or text_of(answer) != correct_answer(number)
             statuses[str(status)] += 1
             continue
         route = chance.choice(routes)
         maker = Maker(chance, document["components"]["schemas"], wrong=chance.choice((0.0, 0.05, 0.2)))
         request, allowed = _request(chance, maker, route)
         try:
-            found = str(connection.send(request)[0])
+            result = str(connection.send(request)[0])
         except (OSError, ValueError) as error:
-            found = type(error).__name__
-        statuses[found] += 1
-        if found not in allowed:
-            undocumented.append({"route": route.path, "status": found, "request": repr(request[:600])})
+            result = type(error).__name__
+        statuses[result] += 1
+        if result not in allowed:
+            undocumented.append({"route": route.path, "status": result, "request": repr(request[:600])})
     connection.close()
     return {
         "requests": count,
@@ -176,8 +159,38 @@ def _request(chance: random.Random, maker: Maker, route: Route) -> tuple[bytes, 
 
 
 def _damaged(chance: random.Random, body: bytes) -> bytes:
-    at = chance.randrange(len(body))
-    other = bytes([chance.randrange(256)])
-    return chance.choice(
-        (body[:at], body[:at] + other + body[at + 1 :], body[:at] + other + body[at:], body * 2, b"[" * 200)
-    )
+    offset, other = chance.randrange(len(body)), bytes([chance.randrange(256)])
+    start, end = body[:offset], body[offset:]
+    return chance.choice((start, start + other + end[1:], start + other + end, body * 2, b"[" * 200))
+
+
+def growth(host: Host, requests: int, samples: int = 40) -> dict[str, Any]:
+    """Return the memory of the service and its growth for each request after the first half, which warms it up.
+
+    Questions are asked whole and as streams, with and without the answer cache, and every tenth body is refused.
+    """
+    url = host.serve(memory_entries=50)
+    chance, connection = random.Random(0), Connection(url)
+    curve: list[tuple[int, float]] = []
+    wrong = 0
+    for number in range(requests):
+        if number % max(1, requests // samples) == 0:
+            curve.append((number, host.rss_bytes() / 2**20))
+        question = chance.randrange(QUESTIONS)
+        if number % 10 == 9:
+            status, _ = connection.post(CHAT, chance.choice((b"{", b'{"messages":[]}', b"[1]")))
+            wrong += status not in (400, 422)
+            continue
+        fields = {"stream": chance.random() < 0.3, "cache": chance.random() < 0.7}
+        status, answer = connection.post(CHAT, body_of(question, **fields))
+        wrong += status != 200 or text_of(answer) != correct_answer(question)
+    connection.close()
+    late = curve[len(curve) // 2 :]
+    slope = statistics.linear_regression([number for number, _ in late], [mib for _, mib in late]).slope
+    return {
+        "requests": requests,
+        "wrong": wrong,
+        "mib": [round(mib, 1) for _, mib in curve],
+        "grown_mib": round(late[-1][1] - late[0][1], 2),
+        "bytes_per_request": round(slope * 2**20, 1),
+    }

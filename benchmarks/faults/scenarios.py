@@ -1,4 +1,7 @@
-"""Each fault as one row: what was asked before, during and after it, what failed, what was wrong, what it cost."""
+"""Each fault as one row: what was asked before, during and after it, what failed, what was wrong, what it cost.
+
+A fault of a Redis, or of several of them, begins and ends while the service is asked.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,14 @@ import resource
 import socket
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.faults.host import Host
-from benchmarks.faults.load import QUESTIONS, Connection, Load, Outcome, body_of, summary, tier_count
-from benchmarks.faults.redis import FAILOVERS, FAULTS
+from benchmarks.faults.service import QUESTIONS, Connection, Host, Load, Outcome, body_of, summary, tier_count
+from tests.support import faulty_server as faulty
 from tests.support.redis_server import RedisServer
 from tests.support.serving import CHAT, in_flight
 from tests.support.waiting import wait_until
@@ -23,13 +25,134 @@ from tests.support.waiting import wait_until
 DOCUMENTED = {200, 400, 401, 404, 413, 422, 429, 500, 503, 504}
 
 
-def redis_fault(host: Host, name: str, seconds: float) -> dict[str, Any]:
-    """Return the row of a fault of one Redis.
+@contextmanager
+def killed(server: RedisServer) -> Iterator[None]:
+    server.kill()
+    yield
+    server.start()
 
-    Args:
-        name: One of ``FAULTS``.
-        seconds: How long the load runs before, during and after the fault.
-    """
+
+@contextmanager
+def paused(server: RedisServer) -> Iterator[None]:
+    server.pause()
+    try:
+        yield
+    finally:
+        server.resume()
+
+
+@contextmanager
+def full(server: RedisServer) -> Iterator[None]:
+    """It refuses every write with an error, and serves every read."""
+    server.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+    server.command("CONFIG", "SET", "maxmemory", "1")
+    yield
+    server.command("CONFIG", "SET", "maxmemory", "0")
+
+
+@contextmanager
+def garbage(server: RedisServer) -> Iterator[None]:
+    """Something else answers at its address."""
+    server.kill()
+    nonsense = faulty.answers_to_each_request(bytes(range(128, 256)) * 4 + b"\r\n$5\r\nwrong\r\n")
+    with faulty.faulty_server(nonsense, server.port):
+        yield
+    server.start()
+
+
+@contextmanager
+def wrong_password(server: RedisServer) -> Iterator[None]:
+    """Its password was changed: open connections end, and no new one may ask."""
+    server.command("CONFIG", "SET", "requirepass", "changed")
+    server.password = "changed"
+    server.command("CLIENT", "KILL", "TYPE", "normal")
+    yield
+    server.command("CONFIG", "SET", "requirepass", "")
+    server.password = None
+
+
+FAULTS: dict[str, Callable[[RedisServer], AbstractContextManager[None]]] = {
+    "killed": killed,
+    "paused": paused,
+    "full": full,
+    "garbage": garbage,
+    "wrong password": wrong_password,
+}
+
+
+Deployment = tuple[str, Callable[[], None]]
+"""The address of several servers, and a function that kills the one that takes the writes, until another one does."""
+
+
+@contextmanager
+def sentinel() -> Iterator[Deployment]:
+    """A master, its replica, and a Sentinel that promotes the replica."""
+    with ExitStack() as servers:
+        master = servers.enter_context(RedisServer())
+        replica = servers.enter_context(RedisServer(replicaof=f"127.0.0.1 {master.port}"))
+        wait_until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"), 30)
+        watcher = servers.enter_context(RedisServer(sentinel_of=master.port))
+        wait_until(lambda: str(replica.port).encode() in watcher.command("SENTINEL", "REPLICAS", "mymaster"), 30)
+
+        def kill() -> None:
+            master.kill()
+            wait_until(lambda: _leads(replica), 60)
+
+        yield f"redis-sentinel://127.0.0.1:{watcher.port}/mymaster/0", kill
+
+
+@contextmanager
+def cluster() -> Iterator[Deployment]:
+    """Three masters with a third of the keys each, and a replica of the first."""
+    options: dict[str, Any] = {
+        "cluster-enabled": "yes", "cluster-node-timeout": "1000", "cluster-replica-validity-factor": "0",
+    }  # fmt: skip
+    with ExitStack() as servers:
+        nodes = [servers.enter_context(RedisServer(**options)) for _ in range(4)]
+        first, replica = nodes[0], nodes[3]
+        for number, node in enumerate(nodes[:3]):
+            slots = range(16384 * number // 3, 16384 * (number + 1) // 3)
+            node.command("CLUSTER", "ADDSLOTS", *map(str, slots))
+        for node in nodes[1:]:
+            first.command("CLUSTER", "MEET", "127.0.0.1", str(node.port))
+        wait_until(lambda: all(_knows(node, 4) for node in nodes), 30)
+        wait_until(lambda: replica.command("CLUSTER", "REPLICATE", _identity(first)).startswith(b"+OK"), 30)
+        wait_until(lambda: all(b"cluster_state:ok" in node.command("CLUSTER", "INFO") for node in nodes), 30)
+        wait_until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"), 30)
+        time.sleep(1)  # until every node has heard of the replica
+
+        def kill() -> None:
+            first.kill()
+            wait_until(lambda: _leads(replica), 60)
+            wait_until(lambda: b"cluster_state:ok" in replica.command("CLUSTER", "INFO"), 60)
+
+        hosts = ",".join(f"127.0.0.1:{node.port}" for node in nodes[:3])
+        yield f"redis-cluster://{hosts}", kill
+
+
+def _leads(node: RedisServer) -> bool:
+    try:
+        return b"role:master" in node.command("INFO", "replication")
+    except OSError:  # a server that becomes the master closes its connections
+        return False
+
+
+def _knows(node: RedisServer, count: int) -> bool:
+    return f"cluster_known_nodes:{count}".encode() in node.command("CLUSTER", "INFO")
+
+
+def _identity(node: RedisServer) -> str:
+    return node.command("CLUSTER", "MYID").split(b"\r\n")[1].decode()
+
+
+FAILOVERS: dict[str, Callable[[], AbstractContextManager[Deployment]]] = {
+    "failover (Sentinel)": sentinel,
+    "failover (Cluster)": cluster,
+}
+
+
+def redis_fault(host: Host, name: str, seconds: float) -> dict[str, Any]:
+    """Return the row of a fault of one Redis; the load runs for ``seconds`` before, during and after it."""
     with RedisServer() as server:
         url = host.serve(redis_url=server.url)
         return _row(url, FAULTS[name](server), seconds)
@@ -37,12 +160,12 @@ def redis_fault(host: Host, name: str, seconds: float) -> dict[str, Any]:
 
 def failover(host: Host, name: str, seconds: float) -> dict[str, Any]:
     """Return the row of a failover: the leader is killed, and another server takes its place."""
-    with FAILOVERS[name]() as several:
-        url = host.serve(redis_url=several.url)
+    with FAILOVERS[name]() as (redis_url, kill_leader):
+        url = host.serve(redis_url=redis_url)
 
         @contextmanager
         def fault() -> Iterator[None]:
-            several.kill_leader()
+            kill_leader()
             yield
 
         return _row(url, fault(), seconds)
@@ -71,15 +194,14 @@ def disk_full(host: Host, folder: Path, seconds: float) -> dict[str, Any]:
 
 def slow_clients(host: Host, seconds: float, clients: int = 20) -> dict[str, Any]:
     """Return the row of clients that send one byte in a tenth of a second, and of ones that do not read."""
-    limits = {"read_timeout_seconds": seconds / 2}
-    url = host.serve(limits=limits)
-    told: list[bytes] = []
+    url = host.serve(limits={"read_timeout_seconds": seconds / 2})
+    responses: list[bytes] = []
 
     @contextmanager
     def fault() -> Iterator[None]:
-        with ExitStack() as opened:
-            senders = [opened.enter_context(_connected(url)) for _ in range(clients)]
-            readers = [opened.enter_context(_connected(url, receive_bytes=2048)) for _ in range(clients)]
+        with ExitStack() as stack:
+            senders = [stack.enter_context(_connected(url)) for _ in range(clients)]
+            readers = [stack.enter_context(_connected(url, receive_bytes=2048)) for _ in range(clients)]
             for number, reader in enumerate(readers):
                 reader.sendall(_request(body_of(number, stream=True)))
             for sender in senders:
@@ -87,10 +209,10 @@ def slow_clients(host: Host, seconds: float, clients: int = 20) -> dict[str, Any
             yield
             for sender in senders:
                 sender.settimeout(10)
-                told.append(sender.recv(20))
+                responses.append(sender.recv(20))
 
     row = _row(url, fault(), seconds, tier=None)
-    row["slow_told_408"] = sum(answer.startswith(b"HTTP/1.1 408") for answer in told)
+    row["slow_told_408"] = sum(response.startswith(b"HTTP/1.1 408") for response in responses)
     return row
 
 
@@ -130,17 +252,16 @@ def _row(url: str, fault: AbstractContextManager[None], seconds: float, tier: st
             wait_until(lambda: tier_count(url, "hit", tier) > hits_during, 60)
             recovered = round(time.monotonic() - ended, 2)
         after = load.during(seconds)
-    meanwhile = [one for one in load.outcomes if started <= one.began]
     row = {
         "requests": len(load.outcomes),
-        "failed": sum(one.status != 200 for one in load.outcomes),
-        "undocumented": sum(one.status not in DOCUMENTED for one in load.outcomes),
-        "wrong": sum(one.wrong for one in load.outcomes),
+        "failed": sum(outcome.status != 200 for outcome in load.outcomes),
+        "undocumented": sum(outcome.status not in DOCUMENTED for outcome in load.outcomes),
+        "wrong": sum(outcome.wrong for outcome in load.outcomes),
         "before": summary(before),
         "during": summary(during),
         "after": summary(after),
         "added_ms": round(_median(during) - _median(before), 1),
-        "worst_ms": round(1e3 * max(one.seconds for one in meanwhile), 1),
+        "worst_ms": round(1e3 * max(outcome.seconds for outcome in load.outcomes if outcome.began >= started), 1),
     }
     return row if recovered is None else {**row, "hits_before": hits, "recovered_s": recovered}
 
@@ -151,7 +272,7 @@ def _ask_each(url: str, numbers: Iterable[int]) -> list[bytes]:
 
 
 def _median(outcomes: list[Outcome]) -> float:
-    return 1e3 * statistics.median(one.seconds for one in outcomes)
+    return 1e3 * statistics.median(outcome.seconds for outcome in outcomes)
 
 
 @contextmanager
@@ -165,10 +286,5 @@ def _connected(url: str, receive_bytes: int | None = None) -> Iterator[socket.so
 
 
 def _request(body: bytes) -> bytes:
-    lines = (
-        f"POST {CHAT} HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-    )
-    return "\r\n".join([*lines, "", ""]).encode() + body
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    return f"{head}\r\n\r\n".encode() + body

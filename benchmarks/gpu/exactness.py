@@ -9,7 +9,7 @@ compute (``RANKING``) may rank two near ones the other way in bfloat16: their di
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -40,27 +40,27 @@ class Exactness:
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
 
     def engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
-        """Return the model on a device in a dtype: the same weights everywhere."""
+        """Return the model with the same weights on any device in any dtype."""
         if (device, dtype) not in self._engines:
             self._engines[device, dtype] = engine_of(loaded_model(self._model, device, dtype), self._model.name)
         return self._engines[device, dtype]
 
     @property
     def shape(self) -> ModelShape:
-        """What a method may know of the model."""
+        """The shape that methods are given."""
         return self.engine(torch.device("cpu"), torch.float32).loaded.spec.shape
 
     def method(self, name: str) -> dict[str, Any]:
         """Compare a method's log-probabilities with those of the CPU in float32."""
         expected = _log_probs(self.engine(torch.device("cpu"), torch.float32), self._layout, name)
-        exact = _difference(_log_probs(self.engine(self._device, torch.float32), self._layout, name), expected)
-        rough = _difference(_log_probs(self.engine(self._device, torch.bfloat16), self._layout, name), expected)
+        float32 = _difference(_log_probs(self.engine(self._device, torch.float32), self._layout, name), expected)
+        bf16 = _difference(_log_probs(self.engine(self._device, torch.bfloat16), self._layout, name), expected)
         judged = name not in RANKING
         return {
-            "float32_difference": exact,
-            "bf16_difference": rough,
+            "float32_difference": float32,
+            "bf16_difference": bf16,
             "bf16_judged": judged,
-            "passed": exact <= FLOAT32 and (rough <= BF16 or not judged),
+            "passed": float32 <= FLOAT32 and (bf16 <= BF16 or not judged),
         }
 
     def orders(self, name: str) -> dict[str, Any]:
@@ -69,8 +69,8 @@ class Exactness:
         base = engine.next_log_probs(self._layout, choice(name))
         largest = 0.0
         for order in itertools.permutations(range(len(LENGTHS))):
-            found = engine.next_log_probs(self._layout.select(order), choice(name))
-            largest = max(largest, _difference(found, base))
+            log_probs = engine.next_log_probs(self._layout.select(order), choice(name))
+            largest = max(largest, _difference(log_probs, base))
         return {"float32_difference": largest, "passed": largest <= FLOAT32}
 
     def idle(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -84,15 +84,14 @@ def idle_is_identical(loaded: LoadedModel, layout: Layout) -> bool:
     """Return whether prompt and one decoded token have the logits of the stock model, bit for bit."""
     stock = stock_copy(loaded.model, loaded.spec)
     ids = torch.tensor([layout.token_ids], device=loaded.device)
-    ours, theirs = (model(ids, use_cache=True, logits_to_keep=1) for model in (loaded.model, stock))
-    if not torch.equal(ours.logits, theirs.logits):
-        return False
-    token = theirs.logits[:, -1:].argmax(-1)
-    ours, theirs = (
-        model(token, past_key_values=output.past_key_values, use_cache=True)
-        for model, output in ((loaded.model, ours), (stock, theirs))
-    )
-    return torch.equal(ours.logits, theirs.logits)
+    models = (loaded.model, stock)
+    prompts = [model(ids, use_cache=True, logits_to_keep=1) for model in models]
+    token = prompts[1].logits[:, -1:].argmax(-1)
+    steps = [
+        model(token, past_key_values=prompt.past_key_values, use_cache=True)
+        for model, prompt in zip(models, prompts, strict=True)
+    ]
+    return all(torch.equal(hooked.logits, unhooked.logits) for hooked, unhooked in (prompts, steps))
 
 
 def kernel(device: torch.device, dtype: torch.dtype, n_query: int, n_key: int) -> dict[str, Any]:
@@ -102,8 +101,8 @@ def kernel(device: torch.device, dtype: torch.dtype, n_query: int, n_key: int) -
     key, value = (torch.randn(1, 2, n_key, 64, generator=random) for _ in range(2))
     expected = attend_with_lse(query, key, value, 0.125, causal=True)
     query, key, value = (states.to(device, dtype) for states in (query, key, value))
-    found = attend_with_lse(query, key, value, 0.125, causal=True)
-    largest = max(_difference(*pair) for pair in zip(found, expected, strict=True))
+    computed = attend_with_lse(query, key, value, 0.125, causal=True)
+    largest = max(_difference(*pair) for pair in zip(computed, expected, strict=True))
     return {"difference": largest, "passed": largest <= (FLOAT32 if dtype is torch.float32 else BF16)}
 
 
@@ -111,38 +110,30 @@ def cells(bench: Bench) -> Iterator[Cell]:
     """Yield the cells: the kernel, the idle hook, every method, every order."""
     for dtype in (torch.float32, torch.bfloat16):
         for n_query, n_key in ((300, 300), (40, 300), (1, 300)):
-            labels = {"check": "kernel", "dtype": _name(dtype), "queries": n_query, "keys": n_key}
+            labels = {"check": "kernel", "dtype": str(dtype).removeprefix("torch."), "queries": n_query, "keys": n_key}
             yield Cell(labels, partial(kernel, bench.device, dtype, n_query, n_key))
     methods = bench.scale.methods or MITIGATIONS.names()
     for model in bench.scale.exact:
         exactness = Exactness(model, bench.device)
         for dtype in (torch.float32, torch.bfloat16):
-            labels = {"model": model.name, "check": "idle", "dtype": _name(dtype)}
+            labels = {"model": model.name, "check": "idle", "dtype": str(dtype).removeprefix("torch.")}
             yield Cell(labels, partial(exactness.idle, dtype))
-        for name in methods:
-            yield _cell(model, "method", name, exactness.method)
-        for name in methods:
-            if MITIGATIONS.get(name).order_invariant:
-                yield _cell(model, "orders", name, exactness.orders)
-
-
-def _cell(model: Model, check: str, method: str, measure: Callable[[str], Mapping[str, Any]]) -> Cell:
-    return Cell({"model": model.name, "check": check, "method": method}, partial(measure, method))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        invariant = [name for name in methods if MITIGATIONS.get(name).order_invariant]
+        checks = (("method", exactness.method, methods), ("orders", exactness.orders, invariant))
+        for check, measure, names in checks:
+            for name in names:
+                yield Cell({"model": model.name, "check": check, "method": name}, partial(measure, name))
 
 
 def _log_probs(engine: Engine, layout: Layout, name: str) -> torch.Tensor:
     """Return the log-probabilities after the prompt and after each of some given tokens, on the CPU."""
     session = engine.open(layout, choice(name), len(TOKENS) + 1)
-    found = [session.next_log_probs().cpu()]
+    log_probs = [session.next_log_probs().cpu()]
     for token in TOKENS:
         session.advance(token)
-        found.append(session.next_log_probs().cpu())
-    return torch.stack(found)
+        log_probs.append(session.next_log_probs().cpu())
+    return torch.stack(log_probs)
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float().cpu() - expected.float().cpu()).abs().max())
+def _difference(computed: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((computed.float().cpu() - expected.float().cpu()).abs().max())

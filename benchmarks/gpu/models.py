@@ -52,7 +52,6 @@ class Model:
     Attributes:
         name: Of the model whose shape it has.
         family: ``Llama`` for ``LlamaConfig`` and ``LlamaForCausalLM``.
-        config: What the configuration is made from.
         spread: Standard deviation of the weights; None leaves them as transformers initialises them.
     """
 
@@ -71,12 +70,12 @@ class Size:
 
     @property
     def label(self) -> str:
-        """Such as ``20x500``."""
+        """Return a text such as ``20x500``."""
         return f"{self.passages}x{self.tokens}"
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The tokens of each passage."""
+        """Return the tokens of each passage."""
         return (self.tokens,) * self.passages
 
 
@@ -186,19 +185,19 @@ def loaded_model(model: Model, device: torch.device, dtype: torch.dtype) -> Load
     make = transformers.AutoModelForCausalLM.from_config
     if model.spread is None:
         with torch.device(device):
-            made = make(config, dtype=dtype, attn_implementation="sdpa").eval()
+            network = make(config, dtype=dtype, attn_implementation="sdpa").eval()
     else:
-        made = make(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+        network = make(config, dtype=torch.float32, attn_implementation="sdpa").eval()
         with torch.no_grad():
-            for parameter in made.parameters():
+            for parameter in network.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0, model.spread)
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.05)
-        made = made.to(device=device, dtype=dtype)
-    spec = install(made)
-    verify(made, spec)
-    return LoadedModel(made, spec)
+        network = network.to(device=device, dtype=dtype)
+    spec = install(network)
+    verify(network, spec)
+    return LoadedModel(network, spec)
 
 
 def engine_of(loaded: LoadedModel, name: str) -> Engine:
@@ -214,24 +213,24 @@ def random_layout(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> Lay
     def draw(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, vocabulary, (count,), generator=random).tolist())
 
-    pieces = [draw(length) for length in lengths]
+    passages = [draw(length) for length in lengths]
     starts = list(itertools.accumulate(lengths, initial=PREFIX_TOKENS))
     spans = tuple(Span(*pair) for pair in itertools.pairwise(starts))
     end = starts[-1] + SUFFIX_TOKENS
     return Layout(
-        token_ids=(*draw(PREFIX_TOKENS), *itertools.chain(*pieces), *draw(SUFFIX_TOKENS)),
+        token_ids=(*draw(PREFIX_TOKENS), *itertools.chain(*passages), *draw(SUFFIX_TOKENS)),
         prefix=Span(0, PREFIX_TOKENS),
         passages=spans,
         texts=spans,
         suffix=Span(starts[-1], end),
         question=Span(starts[-1] + 4, end - 8),
-        keys=tuple("-".join(map(str, piece[:16])) for piece in pieces),
+        keys=tuple("-".join(map(str, passage[:16])) for passage in passages),
         relevance=tuple(1.0 - 0.9 * index / len(lengths) for index in range(len(lengths))),
     )
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what nothing holds any more."""
+    """Return unused memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -36,23 +36,18 @@ class Synchronisations:
     Counted are values that are read (``item``, ``tolist``, ``cpu``, comparisons and sizes that depend on values) and
     uploads: tensors that are made from Python lists, and ``to`` with a device, which copies if the tensor is
     elsewhere. A CPU cannot tell whether it would, so every such call counts but those of ``model``'s own tensors.
-
-    Args:
-        model: Its weights and buffers are on the device.
-
-    Attributes:
-        counts: By name.
+    ``counts`` are by name.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.counts: Counter[str] = Counter()
-        placed = frozenset(_place(tensor) for tensor in chain(model.parameters(), model.buffers()))
-        self._modes: tuple[Any, ...] = (_Functions(self.counts, placed), _Operations(self.counts))
+        on_device = frozenset(_storage(tensor) for tensor in chain(model.parameters(), model.buffers()))
+        self._modes: tuple[Any, ...] = (_Functions(self.counts, on_device), _Operations(self.counts))
         self._entered = ExitStack()
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Return the sum of the counts."""
         return self.counts.total()
 
     def __enter__(self) -> Synchronisations:
@@ -67,9 +62,9 @@ class Synchronisations:
 class _Functions(TorchFunctionMode):
     """Counts what is called from Python."""
 
-    def __init__(self, counts: Counter[str], placed: frozenset[int]) -> None:
+    def __init__(self, counts: Counter[str], on_device: frozenset[int]) -> None:
         super().__init__()
-        self._counts, self._placed = counts, placed
+        self._counts, self._on_device = counts, on_device
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -81,7 +76,7 @@ class _Functions(TorchFunctionMode):
         elif func is torch.tensor:
             self._counts["tensor from a list"] += 1
         elif name == "to" and (_names_device(args[1:]) or "device" in options):
-            self._counts["to a device"] += _place(args[0]) not in self._placed
+            self._counts["to a device"] += _storage(args[0]) not in self._on_device
         return func(*args, **options)
 
 
@@ -105,21 +100,21 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def count_synchronisations(action: Callable[[], object], model: torch.nn.Module, device: torch.device) -> int:
     """Return how often an action makes the host wait: by torch's warnings on a GPU, else by ``Synchronisations``."""
     if device.type != "cuda":
-        with Synchronisations(model) as found:
+        with Synchronisations(model) as counted:
             action()
-        return found.total
+        return counted.total
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             action()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    return sum("synchroniz" in str(warning.message) for warning in told)
+    return sum("synchroniz" in str(warning.message) for warning in warned)
 
 
-def _place(tensor: Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

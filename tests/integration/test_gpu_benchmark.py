@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu.asks import asks
+from benchmarks.gpu.__main__ import asks
 from benchmarks.gpu.bench import Bench, Cell, Part, run_parts
 from benchmarks.gpu.models import REAL, TINY, random_layout
 from tests.support.subprocesses import run_python

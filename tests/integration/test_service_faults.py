@@ -12,11 +12,17 @@ from typing import Any
 import pytest
 
 from benchmarks.faults.__main__ import main, table
-from benchmarks.faults.fuzz import fuzz
-from benchmarks.faults.host import Host
-from benchmarks.faults.memory import growth
-from benchmarks.faults.redis import FAILOVERS, FAULTS
-from benchmarks.faults.scenarios import disk_full, failover, leaving_clients, redis_fault, slow_clients
+from benchmarks.faults.fuzz import fuzz, growth
+from benchmarks.faults.scenarios import (
+    FAILOVERS,
+    FAULTS,
+    disk_full,
+    failover,
+    leaving_clients,
+    redis_fault,
+    slow_clients,
+)
+from benchmarks.faults.service import Host
 
 SECONDS = 0.6
 

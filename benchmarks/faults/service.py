@@ -1,22 +1,34 @@
-"""Load whose right answers are known: connections that ask, one after the other, one of several hundred questions."""
+"""A service without weights in a process of its own, and load whose correct answers are known.
+
+``with Host() as host: url = host.serve(redis=...)``. The service runs in a process of its own, as users run it: its
+memory can be measured, its disk limited, and a busy client does not take its interpreter.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
 
-from tests.support.serving import CHAT
+from rag_posfix.caching.answers.build import build_answer_cache
+from rag_posfix.settings import CacheSettings
+from tests.support.serving import CHAT, WordReranker, make_pipeline, serving
 
+ROOT = Path(__file__).parents[2]
 QUESTIONS = 300
 
 
@@ -30,14 +42,14 @@ class Outcome:
     wrong: bool
 
 
-def right_answer(number: int) -> str:
-    """Return the one right answer to question ``number``."""
+def correct_answer(number: int) -> str:
+    """Return the one correct answer to question ``number``."""
     return f"Station {number} began in {1000 + number} beside the river"
 
 
 def body_of(number: int, **fields: object) -> bytes:
     """Return the request of question ``number``; the passage that answers it is one of three, in any order."""
-    passages = [f"{right_answer(other)}. It is still in use." for other in (number, number + 1000, number + 2000)]
+    passages = [f"{correct_answer(other)}. It is still in use." for other in (number, number + 1000, number + 2000)]
     random.Random(number).shuffle(passages)
     question = {"role": "user", "content": f"When did station {number} begin?"}
     return json.dumps({"model": "default", "messages": [question], "documents": passages, **fields}).encode()
@@ -78,18 +90,18 @@ class Connection:
         data = b""
         while b"\r\n\r\n" not in data:
             data += _received(connection)
-        head, _, rest = data.partition(b"\r\n\r\n")
+        head, _, content = data.partition(b"\r\n\r\n")
         head = head.lower()
         if b"content-length:" not in head:  # a stream: it ends with an empty chunk
-            while not rest.endswith(b"0\r\n\r\n"):
-                rest += _received(connection)
+            while not content.endswith(b"0\r\n\r\n"):
+                content += _received(connection)
         else:
             length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
-            while len(rest) < length:
-                rest += _received(connection)
+            while len(content) < length:
+                content += _received(connection)
         if b"connection: close" in head:
             self.close()
-        return int(head.split()[1]), rest
+        return int(head.split()[1]), content
 
 
 def _received(connection: socket.socket) -> bytes:
@@ -101,15 +113,7 @@ def _received(connection: socket.socket) -> bytes:
 
 @dataclass
 class Load:
-    """Connections that ask at a bounded pace until the block ends.
-
-    Attributes:
-        url: The service.
-        connections: How many.
-        pause: Seconds between two requests of a connection.
-        questions: How many different questions.
-        outcomes: What happened so far.
-    """
+    """Connections that ask at a bounded pace until the block ends; one waits ``pause`` seconds between requests."""
 
     url: str
     connections: int = 4
@@ -120,31 +124,31 @@ class Load:
     @contextmanager
     def running(self) -> Iterator[Load]:
         """Send requests during the block."""
-        over = threading.Event()
-        threads = [threading.Thread(target=self._ask, args=(seed, over)) for seed in range(self.connections)]
+        stop = threading.Event()
+        threads = [threading.Thread(target=self._ask, args=(seed, stop)) for seed in range(self.connections)]
         for thread in threads:
             thread.start()
         try:
             yield self
         finally:
-            over.set()
+            stop.set()
             for thread in threads:
                 thread.join()
 
     def during(self, seconds: float, least: int = 20) -> list[Outcome]:
-        """Return what was asked and answered from now on: for so long, and until there are so many."""
+        """Return the outcomes of requests from now on: for ``seconds``, and until there are ``least``."""
         began = time.monotonic()
         while True:
             time.sleep(min(seconds, 0.05))
-            found = [one for one in list(self.outcomes) if one.began >= began]
+            outcomes = [outcome for outcome in list(self.outcomes) if outcome.began >= began]
             waited = time.monotonic() - began
-            if (waited >= seconds and len(found) >= least) or waited > 60 + seconds:
-                return found
+            if (waited >= seconds and len(outcomes) >= least) or waited > 60 + seconds:
+                return outcomes
 
-    def _ask(self, seed: int, over: threading.Event) -> None:
+    def _ask(self, seed: int, stop: threading.Event) -> None:
         chance = random.Random(seed)
         connection = Connection(self.url)
-        while not over.wait(self.pause):
+        while not stop.wait(self.pause):
             number = chance.randrange(self.questions)
             body = body_of(number)
             began = time.monotonic()
@@ -153,7 +157,7 @@ class Load:
             except (OSError, ValueError):
                 status, answer = 0, b""
             seconds = time.monotonic() - began
-            wrong = status == 200 and text_of(answer) != right_answer(number)
+            wrong = status == 200 and text_of(answer) != correct_answer(number)
             self.outcomes.append(Outcome(began, seconds, status, wrong))
         connection.close()
 
@@ -169,11 +173,11 @@ def text_of(body: bytes) -> str:
 
 def summary(outcomes: list[Outcome]) -> dict[str, float]:
     """Return counts and latencies of outcomes."""
-    latencies = sorted(1e3 * one.seconds for one in outcomes)
+    latencies = sorted(1e3 * outcome.seconds for outcome in outcomes)
     return {
         "requests": len(outcomes),
-        "failed": sum(one.status != 200 for one in outcomes),
-        "wrong": sum(one.wrong for one in outcomes),
+        "failed": sum(outcome.status != 200 for outcome in outcomes),
+        "wrong": sum(outcome.wrong for outcome in outcomes),
         "p50_ms": round(statistics.median(latencies), 1),
         "p99_ms": round(latencies[int(0.99 * (len(latencies) - 1))], 1),
     }
@@ -184,3 +188,68 @@ def tier_count(url: str, result: str, tier: str = "redis") -> float:
     label = f'rag_posfix_cache_tier_lookups_total{{cache="answers",result="{result}",tier="{tier}"}}'
     text = httpx2.get(url + "/metrics", timeout=30).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(label))
+
+
+class Host:
+    """The process. It serves any number of services, each on a port of its own, until the block ends."""
+
+    def __enter__(self) -> Host:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.faults.service"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            # Memory that glibc keeps for reuse would look like growth.
+            env={**os.environ, "MALLOC_ARENA_MAX": "2"},
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._process.communicate("", timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._process.pid
+
+    def serve(self, folder: Path | None = None, limits: dict[str, Any] | None = None, **cache: Any) -> str:
+        """Return the address of one more service, with a disk tier in ``folder`` if there is one."""
+        request = {"folder": None if folder is None else str(folder), "limits": limits or {}, "cache": cache}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        url = self._process.stdout.readline().strip()
+        if not url:
+            raise RuntimeError(
+                "the process of the services ended; run `python -m benchmarks.faults.service` to see why"
+            )
+        return url
+
+    def rss_bytes(self) -> int:
+        """Return the resident memory of the process."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    """Serve what each line of stdin asks for, until it ends."""
+    with ExitStack() as services:
+        for line in sys.stdin:
+            request = json.loads(line)
+            settings = CacheSettings(**{"memory_entries": 20, "disk_bytes": 0, **request["cache"]})
+            cache = build_answer_cache(settings, Path(request["folder"] or "."))
+            assert cache is not None
+            services.callback(cache.close)
+            pipeline = make_pipeline(cache=cache, reranker=WordReranker())
+            print(services.enter_context(serving(pipeline, **request["limits"])), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""Parts 2 to 5: first tokens of every method, passage KV stores, requests that decode together, and profiles."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bench import (
+    Bench,
+    Cell,
+    Reading,
+    Row,
+    choice,
+    now,
+    peak_bytes,
+    read_method,
+    read_stock,
+    seconds,
+)
+from benchmarks.gpu.exactness import idle_is_identical
+from benchmarks.gpu.models import Model, Size, random_layout
+from benchmarks.gpu.synchronisations import count_synchronisations
+from rag_posfix.caching.kv.disk import DiskPassages
+from rag_posfix.caching.kv.entry import PassageKV
+from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.contracts.request import Sampling
+from rag_posfix.generation.batching.session_batch import advance_batch
+from rag_posfix.generation.decode.answer_writer import Sampler, choose_together
+from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.prefill.per_passage import encode_passages
+from rag_posfix.generation.prefill.rows import resolve
+from rag_posfix.generation.prefill.segments import KVLookup
+from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.patching.install import stock_copy
+from rag_posfix.plan.layout import Layout
+
+ASKED_METHODS = ("none", "parallel_encoding", "context_experts", "sorted_inter_document", "inter_document")
+"""Measured first: the asks are about them."""
+
+BATCH_METHODS = ("none", "parallel_encoding", "context_experts")
+PROFILE_METHODS = ("none", "context_experts", "inter_document")
+STORE_METHOD = "parallel_encoding"
+STORE_BYTES = 16 << 30
+STORE_REPEATS = 3
+MEMORY_TOKENS = 2
+TOP_KERNELS = 15
+
+
+def first_token_cells(bench: Bench) -> Iterator[Cell]:
+    """Yield the cells of part 2: for each model and prompt the stock model, the idle hook, and every method."""
+    methods = bench.scale.methods
+    if methods is None:
+        methods = (*ASKED_METHODS, *(name for name in MITIGATIONS.names() if name not in ASKED_METHODS))
+    for model, size in bench.scale.cells:
+        labels = {"model": model.name, "size": size.label}
+        yield Cell({**labels, "method": "stock"}, partial(_stock, bench, model, size, None))
+        if find_spec("flash_attn") is not None:
+            yield Cell({**labels, "method": "stock_flash"}, partial(_stock, bench, model, size, "flash_attention_2"))
+        yield Cell({**labels, "method": "idle"}, partial(_idle, bench, model, size))
+        for name in methods:
+            yield Cell({**labels, "method": name}, partial(_method, bench, model, size, name))
+
+
+def _opened(bench: Bench, model: Model, size: Size) -> tuple[Engine, Layout]:
+    return bench.engine(model), random_layout(model.config["vocab_size"], size.lengths)
+
+
+def _stock(bench: Bench, model: Model, size: Size, implementation: str | None) -> Row:
+    engine, layout = _opened(bench, model, size)
+    stock = stock_copy(engine.loaded.model, engine.loaded.spec)
+    if implementation is not None:
+        stock.set_attn_implementation(implementation)
+    read_stock(stock, layout, MEMORY_TOKENS)
+    extra = peak_bytes(lambda: read_stock(stock, layout, MEMORY_TOKENS), bench.device)
+    readings = [read_stock(stock, layout, bench.scale.new_tokens) for _ in range(bench.scale.repeats + 1)]
+    return {
+        "attention": implementation or "sdpa",
+        "prompt_tokens": len(layout.token_ids),
+        **_medians(readings),
+        "extra_bytes": extra,
+    }
+
+
+def _idle(bench: Bench, model: Model, size: Size) -> Row:
+    """Time the model with the idle attention hook, in turns with the stock model."""
+    engine, layout = _opened(bench, model, size)
+    loaded = engine.loaded
+    read_stock(loaded.model, layout, MEMORY_TOKENS)
+    row, _ = _against_stock(bench, engine, layout, lambda n: read_stock(loaded.model, layout, n))
+    return {**row, "identical": idle_is_identical(loaded, layout)}
+
+
+def _method(bench: Bench, model: Model, size: Size, name: str) -> Row:
+    """Time a method cold, in turns with the stock model, and warm, from keys and values on the device."""
+    engine, layout = _opened(bench, model, size)
+    chosen = choice(name)
+    read_method(engine, layout, chosen, MEMORY_TOKENS)
+    extra = peak_bytes(lambda: read_method(engine, layout, chosen, MEMORY_TOKENS), bench.device)
+    row, stock_first_s = _against_stock(bench, engine, layout, lambda n: read_method(engine, layout, chosen, n))
+    row["extra_bytes"] = extra
+    store = PassageStore([MemoryPassages(STORE_BYTES)], device=bench.device)
+    try:
+        warm_engine = engine.with_passages(store)
+        warm_engine.open(layout, chosen)
+        row["cached_tokens"] = warm_engine.open(layout, chosen).cached_tokens
+        if row["cached_tokens"]:
+            warm = seconds(lambda: int(warm_engine.open(layout, chosen).next_log_probs().argmax()), bench.device, 3)
+            row |= {"warm_first_s": warm, "warm_ratio": warm / stock_first_s}
+        return row
+    finally:
+        store.close()
+
+
+def _against_stock(bench: Bench, engine: Engine, layout: Layout, read: Callable[[int], Reading]) -> tuple[Row, float]:
+    """Return medians of readings, each between two of the stock model, their ratios, and the stock's first token."""
+    stock = stock_copy(engine.loaded.model, engine.loaded.spec)
+    method_readings, stock_readings = [], [read_stock(stock, layout, bench.scale.new_tokens)]
+    for _ in range(bench.scale.repeats):
+        method_readings.append(read(bench.scale.new_tokens))
+        stock_readings.append(read_stock(stock, layout, bench.scale.new_tokens))
+    method, baseline = _medians(method_readings), _medians(stock_readings)
+    ratios = {
+        "cold_ratio": method["first_s"] / baseline["first_s"],
+        "decode_ratio": method["tokens_per_s"] / baseline["tokens_per_s"],
+    }
+    return {**method, **ratios}, baseline["first_s"]
+
+
+def _medians(readings: list[Reading]) -> dict[str, float]:
+    return {
+        "first_s": statistics.median(reading.first_s for reading in readings),
+        "tokens_per_s": statistics.median(reading.tokens_per_s for reading in readings),
+    }
+
+
+class PinnedPassages(MemoryPassages):
+    """The memory tier with its entries in pinned host memory, from which the device copies by itself."""
+
+    def put_many(self, entries: Mapping[str, PassageKV]) -> None:
+        """Keep copies of ``entries`` in pinned memory."""
+        super().put_many({key: replace(entry, states=_pinned(entry.states)) for key, entry in entries.items()})
+
+
+def _pinned(states: torch.Tensor) -> torch.Tensor:
+    """Return a copy in pinned memory; in ordinary memory where there is no GPU."""
+    host = states.cpu()
+    return host.pin_memory() if torch.cuda.is_available() else host
+
+
+def store_cells(bench: Bench) -> Iterator[Cell]:
+    """Yield the cells of part 3: bytes per second of the bus, then of a passage KV store in each kind of memory."""
+    for name in ("pinned", "pageable"):
+        for direction in ("to device", "from device"):
+            labels = {"what": "copy", "memory": name, "direction": direction}
+            yield Cell(labels, partial(_bus, bench, name == "pinned", direction == "to device"))
+    yield Cell({"what": "copy", "memory": "device", "direction": "on device"}, partial(_on_device, bench))
+    for place in ("device", "pinned host", "host", "disk"):
+        yield Cell({"what": "store", "place": place, "method": STORE_METHOD}, partial(_store, bench, place))
+
+
+def _bus(bench: Bench, pinned: bool, to_device: bool) -> Row:
+    """Time copies of one large block between host and device."""
+    host = torch.empty(bench.scale.copied_bytes, dtype=torch.uint8)
+    host = _pinned(host) if pinned else host
+    device = torch.empty_like(host, device=bench.device)
+    source, target = (host, device) if to_device else (device, host)
+    return _copy_rate(bench, source.nbytes, lambda: target.copy_(source, non_blocking=pinned))
+
+
+def _on_device(bench: Bench) -> Row:
+    source = torch.empty(bench.scale.copied_bytes, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    return _copy_rate(bench, source.nbytes, lambda: target.copy_(source))
+
+
+def _copy_rate(bench: Bench, n_bytes: int, action: Callable[[], object]) -> Row:
+    taken = seconds(action, bench.device, STORE_REPEATS)
+    return {"bytes": n_bytes, "copy_s": taken, "bytes_per_s": n_bytes / taken}
+
+
+def _store(bench: Bench, place: str) -> Row:
+    """Time how long a store takes to bring prefix and passages to the device, and the first token after it."""
+    engine, layout = _opened(bench, bench.scale.model, bench.scale.asked)
+    chosen = choice(STORE_METHOD)
+    with TemporaryDirectory(prefix="rag-posfix-gpu-") as folder:
+        store = _made_store(bench, place, Path(folder))
+        warm_engine = engine.with_passages(store)
+        lookup = KVLookup(store, engine.fingerprint, engine.describe(chosen).fingerprint)
+        rows = [resolve(row, layout, engine.loaded.device) for row in warm_engine.plan(layout, chosen, 1).rows]
+
+        @torch.inference_mode()
+        def find() -> dict[Any, torch.Tensor]:
+            return encode_passages(engine.loaded, layout, rows, lookup)[0]
+
+        try:
+            warm_engine.open(layout, chosen)
+            store.flush(300.0)
+            cached_tokens = warm_engine.open(layout, chosen).cached_tokens
+            n_bytes = sum(states.nbytes for states in find().values())
+            taken = seconds(find, bench.device, STORE_REPEATS)
+            first = seconds(
+                lambda: int(warm_engine.open(layout, chosen).next_log_probs().argmax()), bench.device, STORE_REPEATS
+            )
+        finally:
+            store.close()
+    return {
+        "cached_tokens": cached_tokens, "bytes": n_bytes, "find_s": taken, "bytes_per_s": n_bytes / taken,
+        "warm_first_s": first,
+    }  # fmt: skip
+
+
+def _made_store(bench: Bench, place: str, folder: Path) -> PassageStore:
+    if place == "disk":
+        disk = DiskPassages(folder, max_bytes=STORE_BYTES)
+        return PassageStore([disk], device=bench.device, queue_bytes=STORE_BYTES)
+    tier = PinnedPassages if place == "pinned host" else MemoryPassages
+    return PassageStore([tier(STORE_BYTES)], device=bench.device if place == "device" else "cpu")
+
+
+def batch_cells(bench: Bench) -> Iterator[Cell]:
+    """Yield the cells of part 4: every method with every number of requests."""
+    for method in BATCH_METHODS:
+        for count in bench.scale.batches:
+            labels = {"model": bench.scale.model.name, "size": bench.scale.several.label, "method": method}
+            yield Cell({**labels, "requests": count}, partial(_together, bench, method, count))
+
+
+def _together(bench: Bench, method: str, count: int) -> Row:
+    """Time the decode steps of equal requests that share them."""
+    engine, layout = _opened(bench, bench.scale.model, bench.scale.several)
+    steps = 2 * bench.scale.new_tokens
+    sessions = [engine.open(layout, choice(method), steps + 4) for _ in range(count)]
+    samplers = [Sampler(Sampling())] * count
+
+    def step() -> None:
+        scores = [session.next_log_probs() for session in sessions]
+        advance_batch(sessions, choose_together(samplers, scores))
+
+    for _ in range(2):
+        step()
+    started = now(bench.device)
+    for _ in range(steps):
+        step()
+    taken = now(bench.device) - started
+    return {"step_s": taken / steps, "tokens_per_s": count * steps / taken}
+
+
+def profile_cells(bench: Bench) -> Iterator[Cell]:
+    """Yield the cells of part 5: decode steps of every method, then the prompt."""
+    for phase, profile in (("decode", _decode), ("prefill", _prefill)):
+        for method in PROFILE_METHODS:
+            labels = {"model": bench.scale.model.name, "size": bench.scale.asked.label, "method": method}
+            yield Cell({**labels, "phase": phase}, partial(profile, bench, method))
+
+
+def _prefill(bench: Bench, method: str) -> Row:
+    engine, layout = _opened(bench, bench.scale.model, bench.scale.asked)
+    return _profiled(bench, engine.loaded.model, lambda: engine.open(layout, choice(method)).next_log_probs(), 1)
+
+
+def _decode(bench: Bench, method: str) -> Row:
+    engine, layout = _opened(bench, bench.scale.model, bench.scale.asked)
+    steps = bench.scale.new_tokens
+    session = engine.open(layout, choice(method), 16 * steps)
+
+    def run() -> None:
+        for _ in range(steps):
+            session.advance(int(session.next_log_probs().argmax()))
+
+    return _profiled(bench, engine.loaded.model, run, steps)
+
+
+def _profiled(bench: Bench, model: Any, action: Callable[[], object], steps: int) -> Row:
+    """Return seconds per step, seconds in kernels, the share of time outside of them, and the slowest kernels.
+
+    Time is measured without the profiler, which slows the host down. On a CPU operations stand for kernels.
+    """
+    taken = seconds(action, bench.device, 2)
+    on_gpu = bench.device.type == "cuda"
+    waits = count_synchronisations(action, model, bench.device)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        action()
+        if on_gpu:
+            torch.cuda.synchronize(bench.device)
+    kernels = [(event.key, event.count, _kernel_seconds(event, on_gpu)) for event in profile.key_averages()]
+    kernels = sorted((kernel for kernel in kernels if kernel[2] > 0), key=lambda kernel: -kernel[2])
+    inside = sum(kernel[2] for kernel in kernels)
+    return {
+        "step_s": taken / steps,
+        "kernel_s": inside / steps,
+        "outside_kernels": max(0.0, 1.0 - inside / taken),
+        "kernels_per_step": sum(kernel[1] for kernel in kernels) / steps,
+        "synchronisations_per_step": waits / steps,
+        "top": [
+            {"kernel": name[:160], "calls": count / steps, "step_s": spent / steps, "share": spent / inside}
+            for name, count, spent in kernels[:TOP_KERNELS]
+        ],
+    }
+
+
+def _kernel_seconds(event: Any, on_gpu: bool) -> float:
+    if not on_gpu:
+        return float(event.self_cpu_time_total) / 1e6
+    kernel = event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+    return float(event.self_device_time_total) / 1e6 if kernel else 0.0

@@ -1,0 +1,227 @@
+"""Rows of the tables of studies: the service and its device, small decoders, and fine-tuned models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+Head = Mapping[str, Any]
+Row = list[str]
+
+FAULT_COLUMNS = {
+    "requests": "requests",
+    "failed": "failed",
+    "wrong": "wrong",
+    "undocumented": "undocumented status",
+    "lost": "lost",
+    "added_ms": "added, ms",
+    "worst_ms": "longest, ms",
+    "recovered_s": "recovered after, s",
+}
+
+
+def first_answer(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per user: minutes to the first answer, and the seconds of every step."""
+    yield ["user", "minutes", "steps, seconds"]
+    for user, times in heads[0]["summary"].items():
+        steps = ", ".join(f"`{name}` {seconds:.0f}" for name, seconds in times["seconds"].items())
+        yield [user, f"{times['minutes']:.1f}", steps]
+
+
+def service_load(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per load: what was asked for, and what was measured."""
+    summary = heads[0]["summary"]
+    cached, rerank, streams, added = (summary[part] for part in ("cached", "rerank", "streams", "added"))
+    yield ["load", "limit", "measured"]
+    yield [
+        f"cached answers, {cached['rate']:.0f} requests/s, {cached['requests']} requests",
+        "p50 < 5 ms, p99 < 25 ms",
+        f"p50 {cached['p50_ms']:.1f} ms, p99 {cached['p99_ms']:.1f} ms",
+    ]
+    yield [
+        f"rerank of 20 short documents by embedding, {rerank['requests']} requests",
+        "p50 < 150 ms",
+        f"p50 {rerank['p50_ms']:.0f} ms, p99 {rerank['p99_ms']:.0f} ms",
+    ]
+    yield [f"{streams['streams']} streams at the same time", "all complete", f"{streams['complete']} complete"]
+    yield ["time that HTTP adds to an answer of the engine", "< 5 %", f"{added['added_percent']:+.1f} %"]
+
+
+def faults(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per fault: requests, what failed, was wrong or lost, and what it cost."""
+    yield ["fault", *FAULT_COLUMNS.values()]
+    for name, row in heads[0]["summary"].items():
+        yield [name, *(_cell(row.get(column)) for column in FAULT_COLUMNS)]
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else str(len(value)) if isinstance(value, list) else str(value)
+
+
+def capacity_check(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per distribution of service times: mean seconds that the queueing formula predicts, and measured."""
+    yield ["service times", "places busy", "predicted", "measured", "ratio"]
+    for name, row in heads[0]["summary"]["check"].items():
+        predicted, measured = row["predicted_response_s"], row["measured_response_s"]
+        ratio = f"{row['measured_to_predicted']:.2f}"
+        yield [name, f"{row['load']:.0%}".replace("%", " %"), f"{predicted:.3f} s", f"{measured:.3f} s", ratio]
+
+
+def ray_routing(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per router of Ray Serve: the share of the prompts that came from the store, and ratios."""
+    yield ["router", "tokens from the passage KV store", "p50 / round robin", "throughput / round robin"]
+    for name, row in heads[0]["summary"]["routers"].items():
+        ratios = [f"{row[key]:.2f}" for key in ("p50_ratio", "throughput_ratio")]
+        yield [name, f"{row['hit_rate']:.0%}".replace("%", " %"), *ratios]
+
+
+def clients(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield one row for each client and route: whether it works, whole and streamed."""
+    yield ["client", "route", "whole", "streamed"]
+    for head in heads:
+        versions = head["summary"]["clients"]
+        for cell in head["summary"]["cells"]:
+            name = cell["client"]
+            client = f"`{name}` {versions[name]}" if name in versions else name
+            yield [client, f"`{cell['route']}`", *(cell[form].replace("|", "\\|") for form in ("whole", "streamed"))]
+
+
+def device_calls(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row for the stock model and each method: calls, how many times the stock model's, and waits."""
+    methods = heads[0]["summary"]["methods"]
+    yield ["method", *(f"{part}: {text}" for part in ("prompt", "token") for text in ("calls", "reads + uploads"))]
+    for name, counts in methods.items():
+        cells = ["the stock model" if name == "stock" else f"`{name}`"]
+        for part in ("prompt", "step"):
+            ratio = counts[part]["calls"] / methods["stock"][part]["calls"]
+            reads = f"{counts[part]['reads']} + {counts[part]['uploads']}"
+            cells += [f"{counts[part]['calls']:,} ({ratio:.1f}x)", reads]
+        yield cells
+
+
+def equal_under_load(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per record, method and load: answers and log-probabilities that are not those of one at a time."""
+    yield ["dtype", "batch-invariant", "method", "connections", "different answers", "different log-probabilities"]
+    for head in heads:
+        settings = head["settings"]
+        for row in head["summary"]["rows"]:
+            shares = [f"{row[key]} of {row['questions']}" for key in ("different_answers", "different_scores")]
+            method, together = f"`{row['method']}`", str(row["together"])
+            yield [settings["dtype"], f"`{settings['batch_invariant']}`", method, together, *shares]
+
+
+def laboratory(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per encoding: mean of each split over the seeds, the lowest and the highest, and the steps."""
+    summary = heads[0]["summary"]
+    yield ["encoding", *(f"{split}: {text}" for split, text in summary["splits"].items()), "steps"]
+    for name, encoding in summary["encodings"].items():
+        digits = 2 if summary["metric"] == "perplexity" else 1
+        cells = [_spread(encoding["splits"][split], digits) for split in summary["splits"]]
+        yield [f"`{name}`", *cells, ", ".join(str(steps) for steps in encoding["steps"])]
+
+
+def by_place(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per encoding and split: the error at the first position, the mean between, and at the last."""
+    yield ["encoding", "split", "first", "between", "last"]
+    summary = heads[0]["summary"]
+    for name, encoding in summary["encodings"].items():
+        for split, text in summary["splits"].items():
+            first, *between, last = encoding["splits"][split]["by_place"]
+            # The spread over seeds of the mean over positions.
+            values = [fmean(seed) for seed in zip(*(errors["values"] for errors in between), strict=True)]
+            middle = {"mean": fmean(values), "low": min(values), "high": max(values), "values": values}
+            yield [f"`{name}`", text, *(_spread(errors, 0) for errors in (first, middle, last))]
+
+
+def contextual_maps(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per decoder and kind of word: the best counter, its gates, and their difference."""
+    yield ["encoding", "people", "counts", "layer, head", "queries", "gate", "largest other gate", "difference"]
+    for head in heads:
+        for name, counter in head["summary"]["counters"].items():
+            gates = (f"{counter[key]:.2f}" for key in ("gate", "largest_other_gate", "difference"))
+            where = f"{counter['layer']}, {counter['head']}"
+            yield [f"`{head['encoding']}`", str(head["settings"]["people"]), name, where, counter["query"], *gates]
+
+
+def _spread(errors: Mapping[str, Any], digits: int) -> str:
+    mean, low, high = (f"{errors[name]:.{digits}f}" for name in ("mean", "low", "high"))
+    return mean if len(errors["values"]) == 1 else f"{mean} ({low} to {high})"
+
+
+def fine_tuning(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per model, task and method: the curve by position, its worst, spread and mean, and gold only."""
+    models = heads[0]["summary"]["models"]
+    yield ["task", "method", "model", "first", "middle", "last", "worst", "spread", "mean", "gold only"]
+    for task in next(iter(models.values())):
+        for method in [name for name in models["before"][task] if name != "gold_only"]:
+            for model, tasks in models.items():
+                if method in tasks[task]:
+                    yield [task.replace("_", "-"), f"`{method}`", model, *_curve(tasks[task], method)]
+
+
+def _curve(task: Mapping[str, Any], method: str) -> Row:
+    scores = [position["log_probability"] for position in task[method].values()]
+    accuracy = [position["accuracy"] for position in task[method].values()]
+    alone = task["gold_only"]
+    if len(set(scores)) == 1:  # the answers do not depend on the position
+        scores, accuracy = scores[:1], accuracy[:1]
+    pairs = [
+        *zip(scores, accuracy, strict=True),
+        (min(scores), min(accuracy)),
+        (max(scores) - min(scores), max(accuracy) - min(accuracy)),
+        (sum(scores) / len(scores), sum(accuracy) / len(accuracy)),
+        (alone["log_probability"], alone["accuracy"]),
+    ]
+    cells = [f"{score:.2f} ({share:.2f})" for score, share in pairs]
+    return [*cells[: len(scores)], *[""] * (3 - len(scores)), *cells[len(scores) :]]
+
+
+def fine_tuning_gains(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per task, method and trained model: what it adds by position, to the worst and to the spread."""
+    gains = heads[0]["summary"]["gains"]
+    yield ["task", "method", "model", "first", "middle", "last", "worst", "spread"]
+    for task in next(iter(gains.values())):
+        for method in dict.fromkeys(name for tasks in gains.values() for name in tasks[task]):
+            for model, tasks in gains.items():
+                if method in tasks[task]:
+                    *positions, worst, spread = map(_gain_cell, tasks[task][method].values())
+                    same = len(set(positions)) == 1
+                    cells = ["", "", "", worst, "-"] if same else [*positions, worst, spread]
+                    yield [task.replace("_", "-"), f"`{method}`", model, *cells]
+
+
+def _gain_cell(gain: Head) -> str:
+    return f"{gain['mean']:+.2f} [{gain['ci95'][0]:+.2f}, {gain['ci95'][1]:+.2f}]"
+
+
+def forgetting(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per model: its training, and the perplexity of unrelated texts."""
+    summary = heads[0]["summary"]
+    yield ["model", "minutes of training", "best step", "perplexity", "log-probability less before"]
+    for name, texts in summary["perplexity"].items():
+        run, cells, difference = summary["trainings"].get(name), ["-", "-"], "-"
+        if run is not None:
+            low, high = texts["difference_ci95"]
+            cells = [f"{run['seconds'] / 60:.0f}", f"{run['best_step']} of {run['steps']}"]
+            difference = f"{texts['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
+        yield [name, *cells, f"{texts['perplexity']:.2f}", difference]
+
+
+STUDY_LAYOUTS = {
+    "clients": clients,
+    "first-answer": first_answer,
+    "service-load": service_load,
+    "service-faults": faults,
+    "capacity": capacity_check,
+    "ray-routing": ray_routing,
+    "device-calls": device_calls,
+    "equal-under-load": equal_under_load,
+    "lab": laboratory,
+    "by-place": by_place,
+    "lab-maps": contextual_maps,
+    "fine-tuning": fine_tuning,
+    "gains": fine_tuning_gains,
+    "forgetting": forgetting,
+}
+"""By name, as in ``benchmarks.tables.LAYOUTS``."""
