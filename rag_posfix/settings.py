@@ -107,7 +107,7 @@ class PassageStoreSettings(BaseSettings):
             return self.disk_bytes
         return _PRECOMPUTED_BYTES if (cache_dir / PASSAGES_FOLDER).is_dir() else 0
 
-    def outlives_the_process(self, cache_dir: Path) -> bool:
+    def is_persistent(self, cache_dir: Path) -> bool:
         """Return whether the store has a tier that other processes can read: disk or Redis."""
         return self.enabled and (self.disk_bytes_in(cache_dir) > 0 or self.redis_url is not None)
 

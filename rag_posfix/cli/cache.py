@@ -32,7 +32,7 @@ def _opened() -> Iterator[tuple[TieredAnswerCache | None, PassageStore | None]]:
         passages = build_passage_store(settings.passages, settings.cache_dir)
         if passages is not None:
             stack.callback(passages.close)
-        if answers is None and (passages is None or not settings.passages.outlives_the_process(settings.cache_dir)):
+        if answers is None and (passages is None or not settings.passages.is_persistent(settings.cache_dir)):
             raise CacheError(
                 "no cache outlives a process: the settings turn the answer cache off, and the passage KV store has "
                 "no disk or Redis tier; turn one on, for example with RAG_POSFIX_CACHE_ENABLED=true"

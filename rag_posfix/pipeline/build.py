@@ -6,8 +6,9 @@ All concrete classes are chosen here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.orders import ORDERS, create_order
 from rag_posfix.caching.answers.build import build_answer_cache
 from rag_posfix.caching.answers.keys import tenant_salt
+from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.kv.build import build_passage_store
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.generator import Generator
-from rag_posfix.contracts.method_spec import MethodSpec, read_reranker
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method, read_reranker
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError, UnsupportedModelError
@@ -34,15 +36,16 @@ from rag_posfix.generation.encode_texts import TextEncoder
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading, read_facts
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.generation.remote.address import is_remote
+from rag_posfix.generation.remote.address import is_remote, parse_remote
 from rag_posfix.generation.remote.connection import ServerLimits
-from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
+from rag_posfix.generation.remote.generator import RemoteGenerator, check_remote_mitigation, open_remote
 from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
+from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
-from rag_posfix.pipeline.invalidation import invalidate
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.pipeline.precompute import precompute
-from rag_posfix.pipeline.protocols import QuestionTracer
+from rag_posfix.pipeline.stores import invalidate
+from rag_posfix.pipeline.tracing import QuestionTracer
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.reranking.deadline import GuardedReranker
@@ -54,20 +57,40 @@ from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.hybrid import HybridRetriever
 from rag_posfix.settings import Settings, TorchrunSettings, environment_with
 
-__all__ = [
-    "build_embeddings",
-    "build_engine",
-    "build_generator",
-    "build_pipeline",
-    "build_reranker_models",
-    "build_tokenizer",
-    "invalidate_stored",
-    "launch_environment",
-    "precompute_stored",
-]
+__all__ = ["build_pipeline"]
 
 DEFAULT_RERANKER = "embedding"
-_LOADS_A_MODEL = "cross_encoder"
+
+
+@dataclass(frozen=True, slots=True)
+class Methods:
+    """The methods that settings name, checked, with the values of files."""
+
+    mitigation: MitigationChoice
+    order: str
+    reranker: MethodSpec
+
+
+def resolve_methods(settings: Settings, *, loads_model: bool = True) -> Methods:
+    """Read and check mitigation, order and reranker of ``settings``: errors are raised before a model is loaded.
+
+    Args:
+        loads_model: Whether ``settings.model`` answers: if it is on a server, the mitigation must be one for servers.
+
+    Raises:
+        ConfigError: an unknown name or parameter, a value out of range, or a file that cannot be read.
+        UnsupportedModelError: the model is on a server, and the method needs the weights in this process.
+    """
+    reranker = with_file_parameters(read_reranker(settings.reranker or DEFAULT_RERANKER), RERANKERS)
+    RERANKERS.check(reranker)
+    order = order_with_values(settings.order)
+    create_order(order, _order_parameters(settings))
+    named = parse_method(settings.mitigation, "mitigation", "experts=5")
+    mitigation = with_file_parameters(named, MITIGATIONS)
+    MITIGATIONS.check(mitigation)
+    if loads_model and is_remote(settings.model):
+        check_remote_mitigation(parse_remote(settings.model).name, mitigation)
+    return Methods(mitigation if named.parameters else named, order, reranker)
 
 
 def build_pipeline(
@@ -100,44 +123,57 @@ def build_pipeline(
             ``none``.
     """
     chosen = settings or Settings()
-    reranker = _reranker_spec(chosen)  # before the model, as the index below
-    order = order_with_values(chosen.order)
-    assembly = _assembly(chosen, order)
+    methods = resolve_methods(chosen, loads_model=generator is None)  # before the model, as the indexes below
+    order_parameters = _order_parameters(chosen)
+    budget = PassageBudget(chosen.passage_tokens, chosen.passage_shrink, chosen.overflow)
     embeddings = build_embeddings(chosen)
-    found_by, store = _retrieval(chosen, index, retriever, embeddings)  # before the model: errors are told at once
-    further = {name: _retriever(chosen, folder, embeddings) for name, folder in chosen.indexes.items()}
-    with ExitStack() as undo:  # closes what was opened if a later part cannot be made
-        engine = generator if generator is not None else _load(chosen, undo, deferred)
-        engine, passages = _with_passages(engine, chosen, undo)
-        guarded = _reranker(chosen, reranker, embeddings, engine, undo)
+    served_retriever, store = _served_retriever(chosen, index, retriever, embeddings)
+    extra_indexes = {name: _retriever(chosen, folder, embeddings) for name, folder in chosen.indexes.items()}
+    with ExitStack() as cleanup:  # closes what was opened if a later part cannot be made
+        engine = generator if generator is not None else _load(chosen, cleanup, deferred)
+        engine, passages = _with_passages(engine, chosen, cleanup)
+        models = RerankerModels(lambda: embeddings, lambda: _loaded(engine))
+        reranker = GuardedReranker(
+            reranker=build_reranker(methods.reranker, models), deadline_seconds=chosen.reranker_deadline_seconds
+        )
+        cleanup.callback(reranker.close)
+
+        def choose_reranker(spec: MethodSpec) -> GuardedReranker:
+            if spec == methods.reranker:
+                return reranker
+            _check_loads_no_model(spec)
+            return GuardedReranker(reranker=build_reranker(spec, models), health=reranker.health)
+
         pipeline = Pipeline(
             engine,
-            Assembler(engine.encoder, engine.context_window, **assembly),
-            retriever=found_by,
-            reranker=guarded,
+            Assembler(engine.encoder, engine.context_window, order_parameters=order_parameters, budget=budget),
+            retriever=served_retriever,
+            reranker=reranker,
             cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
             defaults=Defaults(
-                mitigation=MitigationChoice(chosen.mitigation),
-                order=order,
+                mitigation=methods.mitigation,
+                order=methods.order,
                 k=chosen.k,
                 sampling=Sampling(max_tokens=chosen.max_tokens),
                 tenant=chosen.tenant,
             ),
             passages=passages,
-            on_close=undo.pop_all().close,
+            on_close=cleanup.pop_all().close,
             candidates=chosen.candidates if chosen.reranker is not None else 0,
             embeddings=embeddings,
             tracer=tracer,
-            indexes={name: one for name, (one, _) in further.items()},
-            choose_reranker=_reranker_choice(reranker, guarded, embeddings, engine),
+            indexes={name: extra for name, (extra, _) in extra_indexes.items()},
+            choose_reranker=choose_reranker,
         )
-    for opened in (store, *(one for _, one in further.values())):
-        if opened is not None:
-            opened.add_delete_listener(pipeline.invalidate)
+    for each in (store, *(extra for _, extra in extra_indexes.values())):
+        if each is not None:
+            each.add_delete_listener(pipeline.invalidate)
     return pipeline
 
 
-def _with_passages(generator: Generator, settings: Settings, undo: ExitStack) -> tuple[Generator, PassageStore | None]:
+def _with_passages(
+    generator: Generator, settings: Settings, cleanup: ExitStack
+) -> tuple[Generator, PassageStore | None]:
     """Return a generator with the passage KV store of the settings, and that store.
 
     A generator that already has a store is returned unchanged, with None: the caller owns that store.
@@ -149,29 +185,29 @@ def _with_passages(generator: Generator, settings: Settings, undo: ExitStack) ->
     passages = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
     if passages is None:
         return generator, None
-    undo.callback(passages.close)
+    cleanup.callback(passages.close)
     engine = engine.with_passages(passages)
     if batching is None:
         return engine, passages
     batching = batching.with_engine(engine)
-    undo.callback(batching.close)
+    cleanup.callback(batching.close)
     return batching, passages
 
 
-def _reranker_spec(settings: Settings) -> MethodSpec:
-    """Return the reranker that the settings ask for, checked."""
-    spec = read_reranker(settings.reranker or DEFAULT_RERANKER)
-    spec = with_file_parameters(spec, RERANKERS)
-    RERANKERS.check(spec)
-    return spec
+def _check_loads_no_model(spec: MethodSpec) -> None:
+    """Raise for rerankers that load a model: clients of a service choose rerankers, and must not make it load one."""
+    scorers = [scorer.partition(":")[0] for scorer in spec.parameters.get("scorers", ()) if isinstance(scorer, str)]
+    for name in (spec.name, *scorers):
+        if name in RERANKERS and getattr(RERANKERS.get(name), "loads_own_model", False):
+            raise ConfigError(
+                f"a question cannot choose {name}, which loads a model of its own; set RAG_POSFIX_RERANKER"
+            )
 
 
 def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
     """Load ``settings.model`` into this process, on the device and in the dtype of ``settings``.
 
-    Args:
-        settings: Model, dtype, device and the folder of converted weights.
-        passage_bytes: Size limit of a passage KV store in memory, on the device of the model; 0 for no store.
+    ``passage_bytes`` is the size limit of a passage KV store in memory, on the device of the model; 0 for no store.
 
     Raises:
         ConfigError: the model cannot be found or read.
@@ -199,13 +235,7 @@ def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
 def build_generator(settings: Settings, passage_bytes: int = 0) -> Generator:
     """Return the generator of ``settings.model``: a connection to a server for ``openai:NAME@URL``, else an engine.
 
-    Args:
-        settings: As for ``build_engine``, and the settings of a remote generator.
-        passage_bytes: As for ``build_engine``; a remote generator has no passage KV store.
-
-    Raises:
-        ConfigError: the model cannot be found or read, or a setting is wrong.
-        UnsupportedModelError: the model cannot take the attention hook.
+    ``passage_bytes`` is as for ``build_engine``; a remote generator has no passage KV store.
     """
     return _remote(settings) if is_remote(settings.model) else build_engine(settings, passage_bytes)
 
@@ -213,9 +243,9 @@ def build_generator(settings: Settings, passage_bytes: int = 0) -> Generator:
 def _remote(settings: Settings) -> RemoteGenerator:
     if settings.adapter is not None:
         raise ConfigError(f"an adapter changes weights in this process, and model={settings.model!r} is on a server")
-    for name, given in (("tp", settings.tp != 1), ("device_map", settings.device_map is not None)):
-        if given:
-            raise ConfigError(f"{name} deals out weights in this process, and model={settings.model!r} is on a server")
+    for name, is_set in (("tp", settings.tp != 1), ("device_map", settings.device_map is not None)):
+        if is_set:
+            raise ConfigError(f"{name} splits weights in this process, and model={settings.model!r} is on a server")
     remote = settings.remote
     return open_remote(
         settings.model,
@@ -247,32 +277,23 @@ def launch_environment() -> LaunchEnvironment:
 def build_embeddings(settings: Settings, *, many: bool = False) -> SentenceEmbeddings:
     """Return the embedding model of ``settings``; its weights are loaded at the first use.
 
-    Args:
-        many: Many texts will be embedded: compute on all cores, in bfloat16 where the processor has it.
+    For ``many`` texts it computes on all cores, in bfloat16 where the processor has it.
     """
     encoder = TextEncoder if many else None
     return SentenceEmbeddings(settings.embedding_model, cache_dir=settings.cache_dir, encoder=encoder)
 
 
 def build_reranker_models(settings: Settings) -> RerankerModels:
-    """Return the models for rerankers; each is loaded once, at the first use.
-
-    Args:
-        settings: Embedding model, model, dtype and device.
-    """
+    """Return the models for rerankers; each is loaded once, at the first use."""
 
     @functools.cache
     def embeddings() -> Embeddings:
-        made = build_embeddings(settings)
+        model = build_embeddings(settings)
         with quiet_loading():
-            embedding_identity(made)  # which loads the weights
-        return made
+            embedding_identity(model)  # loads the weights
+        return model
 
-    @functools.cache
-    def generator() -> Generator:
-        return build_engine(settings)
-
-    return RerankerModels(embeddings=embeddings, generator=generator)
+    return RerankerModels(embeddings=embeddings, generator=functools.cache(lambda: build_engine(settings)))
 
 
 def invalidate_stored(documents: Sequence[Document], settings: Settings) -> tuple[int, int]:
@@ -285,16 +306,22 @@ def invalidate_stored(documents: Sequence[Document], settings: Settings) -> tupl
     """
     if not documents:
         return 0, 0
-    with ExitStack() as opened:
+    with open_caches(settings) as (answers, passages):
+        persistent = settings.passages.is_persistent(settings.cache_dir)
+        return invalidate(documents, answers, passages if persistent else None)
+
+
+@contextmanager
+def open_caches(settings: Settings) -> Iterator[tuple[TieredAnswerCache | None, PassageStore | None]]:
+    """Open the answer cache and the passage KV store of ``settings``; None for one that is turned off."""
+    with ExitStack() as stack:
         answers = build_answer_cache(settings.cache, settings.cache_dir)
         if answers is not None:
-            opened.callback(answers.close)
-        passages = None
-        if settings.passages.outlives_the_process(settings.cache_dir):
-            passages = build_passage_store(settings.passages, settings.cache_dir)
+            stack.callback(answers.close)
+        passages = build_passage_store(settings.passages, settings.cache_dir)
         if passages is not None:
-            opened.callback(passages.close)
-        return invalidate(documents, answers, passages)
+            stack.callback(passages.close)
+        yield answers, passages
 
 
 def precompute_stored(
@@ -318,55 +345,23 @@ def precompute_stored(
         UnsupportedModelError: the method does not support the model.
     """
     store = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
-    with ExitStack() as opened:
+    with ExitStack() as stack:
         if store is not None:
-            opened.callback(store.close)
+            stack.callback(store.close)
         engine = engine.with_passages(store)
         tokens = precompute(engine, documents, mitigation, salt=tenant_salt(settings.tenant, ""), progress=progress)
-        held = 0 if store is None else max(tier.get("bytes") or 0 for tier in store.lasting_stats())
-    return tokens, held
-
-
-def _reranker(
-    settings: Settings, spec: MethodSpec, embeddings: Embeddings, engine: Generator, undo: ExitStack
-) -> GuardedReranker:
-    """Return the reranker that the settings ask for."""
-    made = build_reranker(spec, RerankerModels(lambda: embeddings, lambda: _loaded(engine)))
-    guarded = GuardedReranker(reranker=made, deadline_seconds=settings.reranker_deadline_seconds)
-    undo.callback(guarded.close)
-    return guarded
-
-
-def _reranker_choice(
-    served: MethodSpec, guarded: GuardedReranker, embeddings: Embeddings, engine: Generator
-) -> Callable[[MethodSpec], GuardedReranker]:
-    """Return a function from a reranker that a question names to that reranker, on the models that are loaded.
-
-    Questions may come from clients of the service: they cannot make it load a model or read a file.
-    """
-
-    def choose(spec: MethodSpec) -> GuardedReranker:
-        if spec == served:
-            return guarded
-        scorers = [one.partition(":")[0] for one in spec.parameters.get("scorers", ()) if isinstance(one, str)]
-        if _LOADS_A_MODEL in (spec.name, *scorers):
-            raise ConfigError(
-                f"a question cannot choose {_LOADS_A_MODEL}, which loads a model of its own; set RAG_POSFIX_RERANKER"
-            )
-        made = build_reranker(spec, RerankerModels(lambda: embeddings, lambda: _loaded(engine)))
-        return GuardedReranker(reranker=made, health=guarded.health)
-
-    return choose
+        stored_bytes = 0 if store is None else max(tier.get("bytes") or 0 for tier in store.lasting_stats())
+    return tokens, stored_bytes
 
 
 def _loaded(engine: Generator) -> Generator:
     return engine.loaded() if isinstance(engine, DeferredGenerator) else engine
 
 
-def _retrieval(
+def _served_retriever(
     settings: Settings, index: str | Path | None, retriever: object, embeddings: SentenceEmbeddings
 ) -> tuple[Retriever | None, FaissVectorStore | None]:
-    """Return the given retriever, or that of an index with its vector store; None without both."""
+    """Return the retriever of questions without a named index, and its vector store; None if there is none."""
     if retriever is not None:
         if index is not None:
             raise ConfigError(f"index={str(index)!r} and a retriever are given; give one of them")
@@ -378,7 +373,7 @@ def _retrieval(
 def _retriever(
     settings: Settings, folder: Path, embeddings: SentenceEmbeddings
 ) -> tuple[Retriever, FaissVectorStore | None]:
-    """Return the retriever that the settings ask for, and the vector store in it, where there is one."""
+    """Return the retriever that the settings name, on an index, and its vector store if it has one."""
     if settings.retriever == "bm25":
         return BM25Retriever.load(folder, k=settings.k), None
     with quiet_loading():
@@ -390,29 +385,25 @@ def _retriever(
     return HybridRetriever(retrievers=[dense, words], k=settings.k), store
 
 
-def _assembly(settings: Settings, order: str) -> dict[str, Any]:
-    """Return the parameters of the assembler, checked before a model is loaded."""
-    parameters: dict[str, Mapping[str, Any]] = {}
-    if settings.profile is not None:
-        profile = MethodSpec("profile", {"file": str(settings.profile)})
-        parameters["profile"] = with_file_parameters(profile, ORDERS).parameters
-    create_order(order, parameters)
-    budget = PassageBudget(settings.passage_tokens, settings.passage_shrink, settings.overflow)
-    return {"order_parameters": parameters, "budget": budget}
+def _order_parameters(settings: Settings) -> Mapping[str, Mapping[str, Any]]:
+    """Return the parameters of orders that are named without any."""
+    if settings.profile is None:
+        return {}
+    profile = MethodSpec("profile", {"file": str(settings.profile)})
+    return {"profile": with_file_parameters(profile, ORDERS).parameters}
 
 
-def _load(settings: Settings, undo: ExitStack, deferred: bool) -> Generator:
-    """Return the generator that the settings ask for."""
+def _load(settings: Settings, cleanup: ExitStack, deferred: bool) -> Generator:
+    """Return the generator of ``settings.model``: remote, deferred, in this process, or split over several."""
     if is_remote(settings.model):
         remote = _remote(settings)
-        undo.callback(remote.close)
-        remote.describe(MitigationChoice(settings.mitigation))  # refused before any question
+        cleanup.callback(remote.close)
         return remote
     if settings.tp == 1 and deferred and settings.device_map is None:
-        opened = undo.enter_context(ExitStack())  # closed with the pipeline, whenever the model is loaded
+        stack = cleanup.enter_context(ExitStack())  # closed with the pipeline, whenever the model is loaded
 
         def load() -> Generator:
-            return _with_passages(build_engine(settings), settings, opened)[0]
+            return _with_passages(build_engine(settings), settings, stack)[0]
 
         return deferred_generator(
             settings.model, load, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir,
@@ -422,7 +413,7 @@ def _load(settings: Settings, undo: ExitStack, deferred: bool) -> Generator:
         return build_engine(settings)
     if settings.device_map is not None:
         raise ConfigError(
-            f"device_map={settings.device_map!r} and tp={settings.tp} each deal a model out to several devices; give "
+            f"device_map={settings.device_map!r} and tp={settings.tp} each split a model over several devices; give "
             "one of them"
         )
     if settings.adapter is not None:
@@ -435,5 +426,5 @@ def _load(settings: Settings, undo: ExitStack, deferred: bool) -> Generator:
         device=settings.device,
         cache_dir=settings.cache_dir,
     )
-    undo.callback(split.close)
+    cleanup.callback(split.close)
     return split

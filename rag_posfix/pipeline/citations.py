@@ -1,10 +1,13 @@
-"""Finds the spans of an answer that are quotes of passages."""
+"""Citations: spans of an answer that are quotes of passages, and sentences that one passage's attention dominates."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from rag_posfix.contracts.request import TokenSource
 
 _WORD = re.compile(r"\w+")
 MIN_WORDS = 3
@@ -12,16 +15,17 @@ MIN_WORDS = 3
 MOST_CHARACTERS = 1_000_000
 """Characters of a passage that are searched: more than any context window holds."""
 
+_SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026](?=\s)|(?=\n)|$|[\u3002\uff01\uff1f])", re.DOTALL)
+
+SHARE = 1 / 3
+"""A passage dominates a sentence with at least this share of the attention to passages, ..."""
+LEAD = 2.0
+"""... if that is at least this many times the share of every other passage."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """A span of the answer that passages contain word for word.
-
-    Attributes:
-        start: First character in the answer.
-        end: Character after the last.
-        passages: Indices of the passages that contain the span.
-    """
+    """A span of the answer, from ``start`` to before ``end``, that ``passages`` (indices) contain word for word."""
 
     start: int
     end: int
@@ -45,10 +49,10 @@ class PassageWords:
         Case and punctuation are ignored, as by ``find_quotes``.
         """
         words = _WORD.findall(quote)
-        at = self._text.find(_spaced(words)) if words else -1
-        if at < 0:
+        position = self._text.find(_spaced(words)) if words else -1
+        if position < 0:
             return None
-        first = self._text.count(" ", 0, at)  # one space before each word
+        first = self._text.count(" ", 0, position)  # one space before each word
         return self._spans[first][0], self._spans[first + len(words) - 1][1]
 
 
@@ -63,22 +67,63 @@ def find_quotes(answer: str, passages: Sequence[str]) -> list[Quote]:
     words = list(_WORD.finditer(answer))
     # Lower case comes after the split: some capitals become two characters, of which one is no part of a word.
     texts = [_spaced(_WORD.findall(passage[:MOST_CHARACTERS])) for passage in passages]
-    least = min(MIN_WORDS, len(words))
+    min_words = min(MIN_WORDS, len(words))
     quotes: list[Quote] = []
-    at = 0
-    while least and at + least <= len(words):
-        best: tuple[int, tuple[int, ...]] = (0, ())
-        for size in range(least, len(words) - at + 1):
-            phrase = _spaced(word.group() for word in words[at : at + size])
-            holders = tuple(i for i, text in enumerate(texts) if phrase in text)
+    first = 0
+    while min_words and first + min_words <= len(words):
+        length = 0
+        passages_with_it: tuple[int, ...] = ()
+        for size in range(min_words, len(words) - first + 1):
+            phrase = _spaced(word.group() for word in words[first : first + size])
+            holders = tuple(index for index, text in enumerate(texts) if phrase in text)
             if not holders:
                 break
-            best = (size, holders)
-        size, holders = best
-        if size:
-            quotes.append(Quote(words[at].start(), words[at + size - 1].end(), holders))
-        at += max(size, 1)
+            length, passages_with_it = size, holders
+        if length:
+            quotes.append(Quote(words[first].start(), words[first + length - 1].end(), passages_with_it))
+        first += max(length, 1)
     return quotes
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceAttribution:
+    """A sentence of the answer, from ``start`` to before ``end``, and the mean share of each passage in its tokens."""
+
+    start: int
+    end: int
+    shares: tuple[float, ...]
+
+
+def attribute_sentences(answer: str, sources: Sequence[TokenSource]) -> list[SentenceAttribution]:
+    """Return the sentences of ``answer`` with the mean shares of their tokens, left to right.
+
+    A token belongs to the sentence that contains its last character. White space and tokens without text belong to no
+    sentence. A sentence without tokens is left out.
+    """
+    spans = [(match.start(), match.start() + len(match.group().rstrip())) for match in _SENTENCE.finditer(answer)]
+    ends = [end for _, end in spans]
+    tokens: list[list[tuple[float, ...]]] = [[] for _ in spans]
+    written = 0
+    for source in sources:
+        text = answer[written : source.end].rstrip()
+        index = bisect_left(ends, written + len(text))
+        if text and index < len(spans) and spans[index][0] < written + len(text):
+            tokens[index].append(source.shares)
+        written = max(written, source.end)
+    return [
+        SentenceAttribution(start, end, tuple(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+        for (start, end), rows in zip(spans, tokens, strict=True)
+        if rows
+    ]
+
+
+def dominant(shares: Sequence[float]) -> int | None:
+    """Return the passage that dominates, by ``SHARE`` and ``LEAD``; None if none does."""
+    if not shares:
+        return None
+    first = max(range(len(shares)), key=shares.__getitem__)
+    others = max((share for index, share in enumerate(shares) if index != first), default=0.0)
+    return first if shares[first] >= SHARE and shares[first] >= LEAD * others else None
 
 
 def _spaced(words: Iterable[str]) -> str:

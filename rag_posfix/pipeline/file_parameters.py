@@ -28,12 +28,12 @@ def with_file_parameters(spec: MethodSpec, registry: Registry[Any]) -> MethodSpe
         UnknownNameError: no such name.
         ConfigError: a file cannot be read, or has a parameter that is also given directly.
     """
-    name, given = registry.expand(spec)
+    name, values = registry.expand(spec)
     entry = registry.get(name)
-    parameters = _with_values(name, given, getattr(entry, "file_parameters", {}))
-    held = getattr(entry, "holds_methods", "")
-    if held and isinstance(parameters.get(held), list | tuple):
-        parameters[held] = [_member(member, registry) for member in parameters[held]]
+    parameters = _with_values(name, values, getattr(entry, "file_parameters", {}))
+    nested = getattr(entry, "holds_methods", "")
+    if nested and isinstance(parameters.get(nested), list | tuple):
+        parameters[nested] = [_member(member, registry) for member in parameters[nested]]
     return MethodSpec(name, parameters)
 
 
@@ -48,17 +48,17 @@ def order_with_values(order: str) -> str:
     return ":".join([spec.name, *(f"{name}={json.dumps(value)}" for name, value in spec.parameters.items())])
 
 
-def _with_values(name: str, given: Mapping[str, Any], readers: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = dict(given)
+def _with_values(name: str, values: Mapping[str, Any], readers: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = dict(values)
     for key, read in readers.items():
         if not isinstance(parameters.get(key), str):  # the values themselves, or nothing
             continue
         path = parameters.pop(key)
-        found = read(path)
-        both = [one for one in found if one in parameters]
-        if both:
-            raise ConfigError(f"{name}: {key}={path!r} gives {', '.join(both)} already; leave out one of the two")
-        parameters.update(found)
+        file_values = read(path)
+        duplicates = ", ".join(parameter for parameter in file_values if parameter in parameters)
+        if duplicates:
+            raise ConfigError(f"{name}: {key}={path!r} gives {duplicates} already; leave out one of the two")
+        parameters.update(file_values)
     return parameters
 
 
@@ -72,6 +72,6 @@ def _member(member: Any, registry: Registry[Any]) -> Any:
             return member
     if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
         return member
-    own = MethodSpec(fields["name"], {key: value for key, value in fields.items() if key != "name"})
-    read = with_file_parameters(own, registry)
-    return {"name": read.name, **read.parameters}
+    spec = MethodSpec(fields["name"], {key: value for key, value in fields.items() if key != "name"})
+    spec = with_file_parameters(spec, registry)
+    return {"name": spec.name, **spec.parameters}

@@ -1,44 +1,33 @@
-"""The path of one question: retrieve, rerank, assemble, look up the answer cache, generate. Knows protocols only."""
+"""The path of one question: retrieve, rerank, assemble, look up the answer cache, generate. Knows no concrete part."""
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
+from rag_posfix.assembly.assembler import Assembled, Assembler
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.orders.cache_aware import RecentPrompts
 from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, collected_warnings
-from rag_posfix.contracts.cache_salt import own_tags
+from rag_posfix.contracts.cache_salt import own_tags, salted
 from rag_posfix.contracts.generator import Generator, gives_scores, shown_model
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
-from rag_posfix.contracts.retrieval import Reranker, Retriever
+from rag_posfix.contracts.retrieval import Reranker, Retriever, rerank_indexed
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from rag_posfix.parameters import shown
-from rag_posfix.pipeline.invalidation import invalidate
-from rag_posfix.pipeline.protocols import (
-    AnswerCache,
-    DroppablePassages,
-    PromptAssembler,
-    PromptMemory,
-    QuestionTrace,
-    QuestionTracer,
-    StageWatcher,
-)
-from rag_posfix.pipeline.rerank_step import best_of, score_in_place
 from rag_posfix.pipeline.stored_answer import answer_from, readable, to_store
-from rag_posfix.pipeline.watching import UNTRACED, watched_by
+from rag_posfix.pipeline.stores import AnswerCache, PassageKVStore, invalidate
+from rag_posfix.pipeline.tracing import UNTRACED, QuestionTrace, QuestionTracer, Stage, StageWatcher, watched_by
 from rag_posfix.text import content_hash
-
-if TYPE_CHECKING:
-    from rag_posfix.assembly.assembler import Assembled
 
 __all__ = ["Answer", "Defaults", "Pipeline", "Question"]
 
@@ -66,18 +55,40 @@ class Defaults:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    """Everything that is known about a question before the generator runs."""
+class _Run:
+    """One question on its way through the stages; ``timings`` are seconds by stage."""
 
-    text: str
+    question: Question
+    salt: str
+    trace: QuestionTrace
+    watcher: StageWatcher
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - started
+
+    @contextmanager
+    def stage(self, timing: str, name: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
+        watcher = self.trace if name == "assembler" else self.watcher
+        with self.timed(timing), watcher.stage(name, self.question.text, documents) as stage:
+            yield stage
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A question before the generator runs. ``key`` is None if the answer is not cached."""
+
+    run: _Run
     assembled: Assembled
     request: GenerationRequest
     info: MitigationInfo
     key: str | None
     scope: str
-    timings: dict[str, float]
-    watcher: StageWatcher
-    trace: QuestionTrace
     warnings: tuple[str, ...]
 
 
@@ -103,14 +114,14 @@ class Pipeline:
     def __init__(
         self,
         generator: Generator,
-        assembler: PromptAssembler,
+        assembler: Assembler,
         *,
         retriever: Retriever | None = None,
         reranker: Reranker | None = None,
         cache: AnswerCache | None = None,
         defaults: Defaults | None = None,
-        passages: DroppablePassages | None = None,
-        recent: PromptMemory | None = None,
+        passages: PassageKVStore | None = None,
+        recent: RecentPrompts | None = None,
         on_close: Callable[[], None] | None = None,
         candidates: int = 0,
         embeddings: Embeddings | None = None,
@@ -143,11 +154,7 @@ class Pipeline:
         return self._with(generator=generator, cache=self.cache if cache is None else cache)
 
     def with_retriever(self, retriever: Retriever) -> Pipeline:
-        """Return a pipeline with the same parts and another retriever; this pipeline does not change.
-
-        Args:
-            retriever: Finds the passages of questions without documents.
-        """
+        """Return a pipeline with the same parts and another retriever; this pipeline does not change."""
         return self._with(retriever=retriever)
 
     def with_tracer(self, tracer: QuestionTracer) -> Pipeline:
@@ -162,30 +169,16 @@ class Pipeline:
         """
         return self._with(defaults=replace(self.defaults, tenant=tenant_salt(self.defaults.tenant, tenant)))
 
-    def _with(self, **changed: Any) -> Pipeline:
-        parts: dict[str, Any] = {
-            "generator": self.generator,
-            "assembler": self.assembler,
-            "retriever": self.retriever,
-            "reranker": self.reranker,
-            "cache": self.cache,
-            "defaults": self.defaults,
-            "passages": self.passages,
-            "recent": self.recent,
-            "on_close": self._on_close,
-            "candidates": self.candidates,
-            "embeddings": self.embeddings,
-            "tracer": self.tracer,
-            "indexes": self.indexes,
-            "choose_reranker": self.choose_reranker,
-        }
-        return Pipeline(**(parts | changed))
+    def _with(self, **changes: Any) -> Pipeline:
+        pipeline = copy.copy(self)
+        vars(pipeline).update(changes)
+        return pipeline
 
     def close(self) -> None:
         """Close the caches and end the processes of a split model. Later questions are answered without caches."""
-        for kept in (self.cache, self.passages):
-            if kept is not None:
-                kept.close()
+        for store in (self.cache, self.passages):
+            if store is not None:
+                store.close()
         if self._on_close is not None:
             self._on_close()
 
@@ -212,12 +205,12 @@ class Pipeline:
             RagPosfixError: the question, its parameters or its documents are wrong, or generation failed. A failing
                 cache never raises.
         """
-        asked = Question(question) if isinstance(question, str) else question
-        with self.tracer.question(asked, self.generator.model_id, stream=False) as trace:
-            return self._answer(self._prepare(asked, watcher, trace))
+        question = Question(question) if isinstance(question, str) else question
+        with self.tracer.question(question, self.generator.model_id, stream=False) as trace:
+            return self._answer(self._prepare(question, watcher, trace))
 
     def _answer(self, prepared: _Prepared) -> Answer:
-        cache, key = self.cache, prepared.key
+        cache, key, run = self.cache, prepared.key, prepared.run
         stored = self._look_up(prepared)
         if stored is not None:  # waits for nobody
             return self._finish(prepared, stored, cached=True)
@@ -226,11 +219,11 @@ class Pipeline:
             if stored is not None:
                 return self._finish(prepared, stored, cached=True)
             self.recent.add(prepared.scope, prepared.assembled.layout.keys)
-            with prepared.watcher.stage("generator", prepared.text) as stage:
+            with run.watcher.stage("generator", run.question.text) as stage:
                 generation = self.generator.generate(prepared.request)
                 stage.done(generation)
-            prepared.timings.update(generation.timings)
-            return self._keep(prepared, to_store(prepared.assembled, generation))
+            run.timings.update(generation.timings)
+            return self._store(prepared, to_store(prepared.assembled, generation))
 
     def stream(self, question: Question | str, watcher: StageWatcher | None = None) -> Iterator[AnswerChunk]:
         """Yield the answer in pieces; the last chunk has the complete answer.
@@ -238,19 +231,20 @@ class Pipeline:
         Wrong input raises in this call, before the first piece is requested. A cached answer is one piece. Closing the
         iterator stops the computation.
         """
-        asked = Question(question) if isinstance(question, str) else question
-        with ExitStack() as opened:
-            trace = opened.enter_context(self.tracer.question(asked, self.generator.model_id, stream=True))
-            prepared = self._prepare(asked, watcher, trace)
+        question = Question(question) if isinstance(question, str) else question
+        with ExitStack() as stack:
+            trace = stack.enter_context(self.tracer.question(question, self.generator.model_id, stream=True))
+            prepared = self._prepare(question, watcher, trace)
             stored = self._look_up(prepared)
             if stored is not None:
                 answer = self._finish(prepared, stored, cached=True)
                 return iter([AnswerChunk(answer.text, answer, answer.log_probs)])
             self.recent.add(prepared.scope, prepared.assembled.layout.keys)
-            return self._stream(prepared, self.generator.stream(prepared.request), opened.pop_all())
+            return self._stream(prepared, self.generator.stream(prepared.request), stack.pop_all())
 
-    def _stream(self, prepared: _Prepared, chunks: Iterator[Chunk], opened: ExitStack) -> Iterator[AnswerChunk]:
-        with opened, prepared.watcher.stage("generator", prepared.text) as stage:
+    def _stream(self, prepared: _Prepared, chunks: Iterator[Chunk], stack: ExitStack) -> Iterator[AnswerChunk]:
+        run = prepared.run
+        with stack, run.watcher.stage("generator", run.question.text) as stage:
             for chunk in chunks:
                 if chunk.text:
                     stage.piece(chunk.text)
@@ -258,116 +252,91 @@ class Pipeline:
                     yield AnswerChunk(chunk.text, log_probs=chunk.log_probs)
                     continue
                 stage.done(chunk.generation)
-                prepared.timings.update(chunk.generation.timings)
+                run.timings.update(chunk.generation.timings)
                 stored = to_store(prepared.assembled, chunk.generation)
-                yield AnswerChunk(chunk.text, self._keep(prepared, stored), chunk.log_probs)
+                yield AnswerChunk(chunk.text, self._store(prepared, stored), chunk.log_probs)
 
-    def _prepare(self, asked: Question, watcher: StageWatcher | None, trace: QuestionTrace) -> _Prepared:
-        watcher = watched_by(trace, watcher)
-        if not asked.text.strip():
+    def _prepare(self, question: Question, watcher: StageWatcher | None, trace: QuestionTrace) -> _Prepared:
+        if not question.text.strip():
             raise ConfigError("the question is empty; ask something")
-        mitigation = asked.mitigation or self.defaults.mitigation
-        sampling = asked.sampling or self.defaults.sampling
-        order = asked.order or self.defaults.order
+        mitigation = question.mitigation or self.defaults.mitigation
+        sampling = question.sampling or self.defaults.sampling
         if sampling.top_logprobs is not None and not gives_scores(self.generator):
             raise UnsupportedModelError(
                 f"{shown_model(self.generator.model_id)} returns no log-probabilities here; ask without logprobs"
             )
         info = self.generator.describe(mitigation)
-        timings: dict[str, float] = {}
-        salt = tenant_salt(self.defaults.tenant, asked.tenant)
+        salt = tenant_salt(self.defaults.tenant, question.tenant)
+        run = _Run(question, salt, trace, watched_by(trace, watcher))
         with collected_warnings() as warnings:
-            documents = self._documents(asked, timings, watcher, salt)
-        scope = content_hash(salt, info.fingerprint, _words(asked))
-        with _timed(timings, "assemble"), trace.stage("assembler", asked.text) as stage:
+            documents = self._documents(run)
+        scope = content_hash(salt, info.fingerprint, _conversation_text(question))
+        with run.stage("assemble", "assembler") as stage:
             assembled = self.assembler.assemble(
-                asked.text,
+                question.text,
                 documents,
-                order=order,
-                seed=asked.seed,
+                order=question.order or self.defaults.order,
+                seed=question.seed,
                 max_new_tokens=sampling.max_tokens,
-                history=asked.history,
+                history=question.history,
                 recent=self.recent.recent(scope),
                 order_free=info.order_invariant,
             )
             stage.done(assembled.documents)
         key = None
-        if self.cache is not None and asked.use_cache and sampling.deterministic:
-            key = self._key(asked, assembled, info, sampling)
+        if self.cache is not None and question.use_cache and sampling.deterministic:
+            key = self._key(run, assembled, info, sampling)
         request = GenerationRequest(assembled.layout, mitigation, sampling, salt, self.defaults.traced)
-        return _Prepared(asked.text, assembled, request, info, key, scope, timings, watcher, trace, tuple(warnings))
+        return _Prepared(run, assembled, request, info, key, scope, tuple(warnings))
 
-    def _documents(
-        self, asked: Question, timings: dict[str, float], watcher: StageWatcher, salt: str
-    ) -> Sequence[Document]:
-        retriever, reranker = self._retriever_of(asked), self._reranker_of(asked)
-        if asked.documents is None:
-            return self._retrieved(asked, retriever, reranker, timings, watcher, salt)
-        documents = list(asked.documents)
-        if not all(isinstance(d, Document) for d in documents):
-            return documents  # assembly says which one is not
-        return self._scored(asked, documents, reranker, timings, watcher, salt)
-
-    def _retriever_of(self, asked: Question) -> Retriever | None:
-        if asked.index is None:
-            return self.retriever
-        if asked.index not in self.indexes:
-            raise UnknownNameError(
-                f"unknown index {shown(asked.index)}. Available: {', '.join(sorted(self.indexes)) or 'none'}; without "
-                "a name the default one is used"
-            )
-        return self.indexes[asked.index]
-
-    def _reranker_of(self, asked: Question) -> Reranker | None:
-        if asked.reranker is None:
-            return self.reranker
-        if self.choose_reranker is None:
-            raise ConfigError(
-                f"the reranker {shown(asked.reranker.name)} cannot be chosen here; leave it to the pipeline"
-            )
-        return self.choose_reranker(asked.reranker)
-
-    def _scored(
-        self,
-        asked: Question,
-        documents: Sequence[Document],
-        reranker: Reranker | None,
-        timings: dict[str, float],
-        watcher: StageWatcher,
-        salt: str,
-    ) -> Sequence[Document]:
-        """Return the documents in the given order, scored if one of them has no score or the question says by what."""
-        scored = asked.reranker is None and all("relevance_score" in d.metadata for d in documents)
-        if reranker is None or scored:
+    def _documents(self, run: _Run) -> Sequence[Document]:
+        """Return the documents of the question, or those retrieved for it; scored or chosen by the reranker."""
+        question = run.question
+        retriever, reranker = self._retriever_of(question), self._reranker_of(question)
+        k = self.defaults.k if question.k is None else question.k
+        if question.documents is not None:
+            documents = list(question.documents)
+            if not all(isinstance(document, Document) for document in documents):
+                return documents  # assembly says which one is not
+        elif retriever is None:
+            return ()
+        else:
+            with run.stage("retrieve", "retriever") as stage:
+                documents = retriever.retrieve(question.text, max(k, self.candidates))
+                stage.done(documents)
+        chooses = question.documents is None and self.candidates > 0
+        scored = question.reranker is None and all("relevance_score" in each.metadata for each in documents)
+        if reranker is None or (scored and not chooses):
             return documents
-        with _timed(timings, "rerank"), watcher.stage("reranker", asked.text, documents) as stage:
-            ranked = score_in_place(reranker, asked.text, documents, salt)
+        with run.stage("rerank", "reranker", documents) as stage, salted(run.salt):
+            if chooses:  # the first k if the reranker kept the given order
+                ranked = list(reranker.compress_documents(documents, question.text))[:k]
+            else:  # in the given order: the order of the prompt is chosen later
+                entries = sorted(rerank_indexed(reranker, question.text, documents), key=lambda entry: entry.index)
+                ranked = [entry.document for entry in entries]
             stage.done(ranked)
         return ranked
 
-    def _retrieved(
-        self,
-        asked: Question,
-        retriever: Retriever | None,
-        reranker: Reranker | None,
-        timings: dict[str, float],
-        watcher: StageWatcher,
-        salt: str,
-    ) -> Sequence[Document]:
-        if retriever is None:
-            return ()
-        k = self.defaults.k if asked.k is None else asked.k
-        with _timed(timings, "retrieve"), watcher.stage("retriever", asked.text) as stage:
-            found = retriever.retrieve(asked.text, max(k, self.candidates))
-            stage.done(found)
-        if reranker is None or not self.candidates:
-            return self._scored(asked, found, reranker, timings, watcher, salt)
-        with _timed(timings, "rerank"), watcher.stage("reranker", asked.text, found) as stage:
-            best = best_of(reranker, asked.text, found, k, salt)
-            stage.done(best)
-        return best
+    def _retriever_of(self, question: Question) -> Retriever | None:
+        if question.index is None:
+            return self.retriever
+        if question.index not in self.indexes:
+            raise UnknownNameError(
+                f"unknown index {shown(question.index)}. Available: {', '.join(sorted(self.indexes)) or 'none'}; "
+                "without a name the default one is used"
+            )
+        return self.indexes[question.index]
 
-    def _key(self, asked: Question, assembled: Assembled, info: MitigationInfo, sampling: Sampling) -> str:
+    def _reranker_of(self, question: Question) -> Reranker | None:
+        if question.reranker is None:
+            return self.reranker
+        if self.choose_reranker is None:
+            raise ConfigError(
+                f"the reranker {shown(question.reranker.name)} cannot be chosen here; leave it to the pipeline"
+            )
+        return self.choose_reranker(question.reranker)
+
+    def _key(self, run: _Run, assembled: Assembled, info: MitigationInfo, sampling: Sampling) -> str:
         layout = assembled.layout
         relevance = layout.relevance or (None,) * layout.n_passages
         passages = tuple(
@@ -381,43 +350,34 @@ class Pipeline:
             assembly=content_hash(str(layout.tokens(layout.prefix)), str(layout.tokens(layout.suffix))),
             mitigation=info.fingerprint,
             sampling=repr(sampling),
-            question=asked.text,
-            history=_words(asked),
+            question=run.question.text,
+            history=_conversation_text(run.question),
             documents=passages,
             order_invariant=info.order_invariant,
-            tenant=tenant_salt(self.defaults.tenant, asked.tenant),
+            tenant=run.salt,
         ).digest()
 
     def _look_up(self, prepared: _Prepared) -> Mapping[str, Any] | None:
         if self.cache is None or prepared.key is None:
             return None
-        with _timed(prepared.timings, "cache"):
+        with prepared.run.timed("cache"):
             stored = self.cache.get(prepared.key)
         return stored if stored is not None and readable(stored) else None
 
-    def _keep(self, prepared: _Prepared, stored: Mapping[str, Any]) -> Answer:
+    def _store(self, prepared: _Prepared, stored: Mapping[str, Any]) -> Answer:
         if self.cache is not None and prepared.key is not None:
-            with _timed(prepared.timings, "cache"):
+            with prepared.run.timed("cache"):
                 ids = prepared.assembled.ids
-                self.cache.put(prepared.key, stored, (*ids, *own_tags(prepared.request.salt, ids)))
+                self.cache.put(prepared.key, stored, (*ids, *own_tags(prepared.run.salt, ids)))
         return self._finish(prepared, stored, cached=False)
 
     def _finish(self, prepared: _Prepared, stored: Mapping[str, Any], *, cached: bool) -> Answer:
-        answer = answer_from(stored, prepared.assembled, prepared.info.name, prepared.timings, cached=cached)
+        answer = answer_from(stored, prepared.assembled, prepared.info.name, prepared.run.timings, cached=cached)
         answer = replace(answer, warnings=prepared.warnings)
-        prepared.trace.answered(answer)
+        prepared.run.trace.answered(answer)
         return answer
 
 
-def _words(asked: Question) -> str:
+def _conversation_text(question: Question) -> str:
     """Return the conversation so far as text that is different for different conversations."""
-    return repr([(m.get("role"), m.get("content")) for m in asked.history])
-
-
-@contextmanager
-def _timed(timings: dict[str, float], stage: str) -> Iterator[None]:
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        timings[stage] = timings.get(stage, 0.0) + time.perf_counter() - started
+    return repr([(message.get("role"), message.get("content")) for message in question.history])

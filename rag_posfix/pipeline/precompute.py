@@ -4,24 +4,55 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import CheckedDocument, checked_document
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_passage, tokenize_prompt
+from rag_posfix.assembly.tokenization import TokenizedPassage, tokenize_passage, tokenize_prompt
+from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
-from rag_posfix.pipeline.protocols import PassagePrecomputer, WritablePassages
+from rag_posfix.pipeline.stores import PassageKVStore
+from rag_posfix.plan.layout import Layout
 
 BATCH_PASSAGES = 16
-"""Passages that are read in one batch, at most."""
+"""Maximum number of passages in one batch."""
 
 WRITE_TIMEOUT_SECONDS = 60.0
 """How long a batch may take to be written."""
 
 _logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class PassagePrecomputer(Protocol):
+    """A generator that computes keys and values of passages into its passage KV store before any question."""
+
+    @property
+    def encoder(self) -> TokenEncoder:
+        """The tokenizer."""
+        ...
+
+    @property
+    def context_window(self) -> int:
+        """Token limit of prompt and answer together."""
+        ...
+
+    @property
+    def passages(self) -> PassageKVStore | None:
+        """The passage KV store, or None."""
+        ...
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token, in all layers."""
+        ...
+
+    def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
+        """Compute prefix and passages of a prompt into the store; return the number of computed tokens."""
+        ...
 
 
 def precompute(
@@ -39,7 +70,6 @@ def precompute(
     is too small for all documents, it holds the last ones, and a warning is logged.
 
     Args:
-        engine: A model with a passage KV store.
         documents: The documents. Skipped are documents without text, duplicates, and documents that exceed the context
             window, because a prompt contains them truncated.
         template: The prompt template; the default template if None.
@@ -47,24 +77,34 @@ def precompute(
 
     Raises:
         ConfigError: the method's passages are not independent, or the engine has no store, or the store stores
-        nothing. UnsupportedModelError: the method does not support the model.
+            nothing.
+        UnsupportedModelError: the method does not support the model.
     """
-    chosen = template or PromptTemplate()
-    prompt = tokenize_prompt(engine.encoder, chosen, "?")
-    tokenized = (tokenize_passage(engine.encoder, chosen, one.text, title=one.title) for one in _distinct(documents))
-    passages = [one for one in tokenized if len(prompt) + len(one) < engine.context_window]
-    before = _lasting(engine.passages)
+    chosen_template, store = template or PromptTemplate(), engine.passages
+    prompt = tokenize_prompt(engine.encoder, chosen_template, "?")
+    tokenized = (
+        tokenize_passage(engine.encoder, chosen_template, document.text, title=document.title)
+        for document in _distinct(documents)
+    )
+    passages = [passage for passage in tokenized if len(prompt) + len(passage) < engine.context_window]
+    # Entries that do not fit into the write queue of the store would be lost.
+    max_tokens = 0 if store is None else store.queue_bytes // engine.kv_bytes_per_token - len(prompt.prefix)
+    before = _tier_stats(store)
     tokens = done = 0
-    for some in _batches(passages, _max_tokens(engine, prompt)):
-        read = engine.precompute(prompt.with_passages(some), mitigation, salt)
-        _wait(engine.passages)
-        if read and not tokens:  # the first that had to be written
-            _check_kept(before, _lasting(engine.passages))
-        tokens, done = tokens + read, done + len(some)
+    for batch in _batches(passages, max_tokens):
+        computed = engine.precompute(prompt.with_passages(batch), mitigation, salt)
+        if store is not None and not store.flush(WRITE_TIMEOUT_SECONDS):
+            raise ConfigError(
+                f"the passage KV store did not write the computed entries within {WRITE_TIMEOUT_SECONDS:g} seconds; "
+                "check its disk or Redis"
+            )
+        if computed and not tokens:  # the first that had to be written
+            _check_stored(before, _tier_stats(store))
+        tokens, done = tokens + computed, done + len(batch)
         if progress is not None:
             progress(done, len(passages))
     if tokens:
-        _tell_lost(before, _lasting(engine.passages), len(passages))
+        _warn_not_stored(before, _tier_stats(store), len(passages))
     return tokens
 
 
@@ -76,17 +116,10 @@ def _distinct(documents: Sequence[Document]) -> list[CheckedDocument]:
     """
     distinct: dict[str, CheckedDocument] = {}
     for index, document in enumerate(documents):
-        one = checked_document(document, index, with_relevance=False)
-        if one.text.strip():
-            distinct.setdefault(one.key, one)
+        checked = checked_document(document, index, with_relevance=False)
+        if checked.text.strip():
+            distinct.setdefault(checked.key, checked)
     return list(distinct.values())
-
-
-def _max_tokens(engine: PassagePrecomputer, prompt: TokenizedPrompt) -> int:
-    """Return the number of tokens whose entries fit into the write queue of the store; further ones would be lost."""
-    if engine.passages is None:
-        return 0
-    return engine.passages.queue_bytes // engine.kv_bytes_per_token - len(prompt.prefix)
 
 
 def _batches(passages: Sequence[TokenizedPassage], max_tokens: int) -> Iterator[list[TokenizedPassage]]:
@@ -101,47 +134,36 @@ def _batches(passages: Sequence[TokenizedPassage], max_tokens: int) -> Iterator[
         yield batch
 
 
-def _wait(store: WritablePassages | None) -> None:
-    """Wait until the computed entries are written: entries that do not fit into the write queue would be lost."""
-    if store is not None and not store.flush(WRITE_TIMEOUT_SECONDS):
-        raise ConfigError(
-            f"the passage store did not write what was read within {WRITE_TIMEOUT_SECONDS:g} seconds; check the disk "
-            "or the Redis that it keeps passages in"
-        )
-
-
-def _lasting(store: WritablePassages | None) -> Sequence[dict[str, Any]]:
+def _tier_stats(store: PassageKVStore | None) -> Sequence[dict[str, Any]]:
     return [] if store is None else store.lasting_stats()
 
 
-def _check_kept(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
+def _check_stored(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
     """Raise if no tier stored the written entries."""
-    if not any(tier.get("entries") and not failed for tier, failed in zip(now, _failures(before, now), strict=True)):
+    if not any(tier.get("entries") and not errors for tier, errors in zip(now, _errors(before, now), strict=True)):
         raise ConfigError(
-            f"the passage store kept nothing of what was read ({_told(before, now)}); check the disk or the Redis "
-            "that it keeps passages in, and the bounds in the settings"
+            f"the passage KV store kept none of the computed entries ({_format_tier_errors(before, now)}); check its "
+            "disk or Redis, and the size limits in the settings"
         )
 
 
-def _tell_lost(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], n_passages: int) -> None:
+def _warn_not_stored(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], n_passages: int) -> None:
     """Log a warning if no tier can hold all computed entries."""
-    failures = _failures(before, now)
-    if not any(
-        (tier.get("entries") or 0) >= n_passages and not failed for tier, failed in zip(now, failures, strict=True)
-    ):
+    tiers = zip(now, _errors(before, now), strict=True)
+    if not any((tier.get("entries") or 0) >= n_passages and not errors for tier, errors in tiers):
         _logger.warning(
-            "the passage store did not keep all of the %d passages that were read (%s); raise its bounds in the "
-            "settings, or read fewer passages ahead",
+            "the passage KV store did not keep all of the %d computed passages (%s); raise its size limits in the "
+            "settings, or precompute fewer passages",
             n_passages,
-            _told(before, now),
+            _format_tier_errors(before, now),
         )
 
 
-def _failures(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[int]:
+def _errors(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[int]:
     """Return the number of errors of each tier since ``before``."""
     return [new.get("errors", 1) - old.get("errors", 0) for old, new in zip(before, now, strict=True)]
 
 
-def _told(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
-    pairs = zip(now, _failures(before, now), strict=True)
-    return ", ".join(f"{tier['name']}: {failed} errors, {tier.get('entries') or 0} entries" for tier, failed in pairs)
+def _format_tier_errors(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
+    tiers = zip(now, _errors(before, now), strict=True)
+    return ", ".join(f"{tier['name']}: {errors} errors, {tier.get('entries') or 0} entries" for tier, errors in tiers)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rag_posfix.assembly.assembler import Assembled
 from rag_posfix.contracts.answer import Answer, AnswerDocument, Citation
-from rag_posfix.contracts.request import Generation, Usage
-from rag_posfix.pipeline.attribution import attribute_sentences, dominant
-from rag_posfix.pipeline.citations import find_quotes
-from rag_posfix.pipeline.stored_scores import are_scores, scores_from, stored_scores
+from rag_posfix.contracts.request import Generation, ScoredToken, TokenScore, Usage
+from rag_posfix.pipeline.citations import attribute_sentences, dominant, find_quotes
 from rag_posfix.text import clean_text
-
-if TYPE_CHECKING:
-    from rag_posfix.assembly.assembler import Assembled
 
 
 def to_store(assembled: Assembled, generation: Generation) -> dict[str, Any]:
@@ -31,7 +27,7 @@ def to_store(assembled: Assembled, generation: Generation) -> dict[str, Any]:
         "claims": [[claim.start, claim.end, dict(zip(keys, claim.shares, strict=True))] for claim in claims],
     }
     if generation.log_probs:
-        stored["log_probs"] = stored_scores(generation.log_probs)
+        stored["log_probs"] = _stored_scores(generation.log_probs)
     return stored
 
 
@@ -49,7 +45,7 @@ def readable(stored: Any) -> bool:
         and _are_shares(stored.get("attention"))
         and isinstance(stored.get("claims", []), list)
         and all(_is_claim(claim, len(stored["text"])) for claim in stored.get("claims", []))
-        and are_scores(stored.get("log_probs", []))
+        and _are_scores(stored.get("log_probs", []))
     )
 
 
@@ -67,12 +63,7 @@ def _is_claim(stored: Any, length: int) -> bool:
 def answer_from(
     stored: Mapping[str, Any], assembled: Assembled, mitigation: str, timings: Mapping[str, float], *, cached: bool
 ) -> Answer:
-    """Return the answer for the documents of *this* question; order and ids of the cached question's may differ.
-
-    Args:
-        stored: An entry of ``to_store``, new or cached.
-        cached: Whether the entry comes from the cache.
-    """
+    """Return the answer for the documents of *this* question; order and ids of the cached question's may differ."""
     return Answer(
         text=stored["text"],
         documents=_documents(stored["attention"], assembled),
@@ -88,7 +79,7 @@ def answer_from(
         finish_reason=stored["finish_reason"],
         dropped=tuple((dropped.id, dropped.reason) for dropped in assembled.dropped),
         timings=dict(timings),
-        log_probs=scores_from(stored.get("log_probs", [])),
+        log_probs=_scores_from(stored.get("log_probs", [])),
     )
 
 
@@ -115,15 +106,15 @@ def _documents(attention: Mapping[str, float], assembled: Assembled) -> tuple[An
 def _citations(stored: Mapping[str, Any], assembled: Assembled) -> tuple[Citation, ...]:
     """Return citations by quote and by attention, sorted by start; for equal starts the quote first."""
     text = stored["text"]
-    found = []
+    citations = []
     for quote in find_quotes(text, [document.page_content for document in assembled.documents]):
         ids = tuple(assembled.ids[index] for index in quote.passages)
-        found.append(Citation(quote.start, quote.end, text[quote.start : quote.end], ids))
+        citations.append(Citation(quote.start, quote.end, text[quote.start : quote.end], ids))
     for start, end, shares in stored.get("claims", []):
         index = dominant([float(shares.get(key, 0.0)) for key in assembled.layout.keys])
         if index is not None:
-            found.append(Citation(start, end, text[start:end], (assembled.ids[index],), "attention"))
-    return tuple(sorted(found, key=lambda one: (one.start, one.origin == "attention")))
+            citations.append(Citation(start, end, text[start:end], (assembled.ids[index],), "attention"))
+    return tuple(sorted(citations, key=lambda each: (each.start, each.origin == "attention")))
 
 
 def _page(value: object) -> int | None:
@@ -132,3 +123,43 @@ def _page(value: object) -> int | None:
 
 def _text_or_none(value: object) -> str | None:
     return clean_text(value) if isinstance(value, str) and value else None
+
+
+def _stored_scores(scored: Sequence[ScoredToken]) -> list[Any]:
+    """Return ``[start, [hex bytes, log-probability], [[hex bytes, log-probability], ...]]`` for each token."""
+    return [[token.start, _pair(token.token), [_pair(other) for other in token.top]] for token in scored]
+
+
+def _are_scores(stored: Any) -> bool:
+    return isinstance(stored, list) and all(map(_is_scored, stored))
+
+
+def _scores_from(stored: Sequence[Any]) -> tuple[ScoredToken, ...]:
+    return tuple(
+        ScoredToken(_score(token), start, tuple(_score(other) for other in others)) for start, token, others in stored
+    )
+
+
+def _pair(score: TokenScore) -> list[Any]:
+    return [score.data.hex(), score.log_prob]
+
+
+def _score(pair: Sequence[Any]) -> TokenScore:
+    return TokenScore(bytes.fromhex(pair[0]), pair[1])
+
+
+def _is_scored(entry: Any) -> bool:
+    if not isinstance(entry, list) or len(entry) != 3:
+        return False
+    start, token, others = entry
+    return isinstance(start, int) and isinstance(others, list) and all(map(_is_pair, (token, *others)))
+
+
+def _is_pair(pair: Any) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str):
+        return False
+    try:
+        bytes.fromhex(pair[0])
+    except ValueError:
+        return False
+    return pair[1] is None or isinstance(pair[1], int | float)

@@ -78,6 +78,7 @@ class CrossEncoderReranker(ScoringReranker):
     """
 
     name: ClassVar[str] = "cross_encoder"
+    loads_own_model: ClassVar[bool] = True
 
     model: Any = DEFAULT_MODEL
     batch_size: int = Field(default=32, ge=1)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from rag_posfix import __version__
 from rag_posfix.errors import ConfigError, missing_extra
-from rag_posfix.pipeline.protocols import QuestionTracer
-from rag_posfix.pipeline.watching import UNTRACED
+from rag_posfix.pipeline.tracing import UNTRACED, QuestionTracer
 from rag_posfix.settings import OpenTelemetrySettings, TelemetrySettings
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def question_tracer(
     try:
         from opentelemetry import metrics, trace
 
-        from rag_posfix.telemetry.question_tracer import OpenTelemetryTracer
+        from rag_posfix.telemetry.spans import OpenTelemetryTracer
     except ImportError as error:
         raise missing_extra(error.name or "opentelemetry", "telemetry") from error
     if tracer_provider is None and meter_provider is None:
@@ -103,13 +102,13 @@ def open_telemetry(settings: TelemetrySettings, standard: OpenTelemetrySettings 
         ConfigError: telemetry is enabled by our settings, and OpenTelemetry is not installed or a standard variable
             asks for something else than OTLP over HTTP.
     """
-    given = standard or OpenTelemetrySettings()
-    enabled = given.has_endpoint if settings.enabled is None else settings.enabled
-    if not enabled or given.disabled:
+    variables = standard or OpenTelemetrySettings()
+    enabled = variables.has_endpoint if settings.enabled is None else settings.enabled
+    if not enabled or variables.disabled:
         return OFF
     try:
-        _check(given)
-        return _exporting(given, settings.content)
+        _check(variables)
+        return _exporting(variables, settings.content)
     except ConfigError as error:
         if settings.enabled:
             raise
@@ -117,19 +116,19 @@ def open_telemetry(settings: TelemetrySettings, standard: OpenTelemetrySettings 
         return OFF
 
 
-def _check(given: OpenTelemetrySettings) -> None:
+def _check(variables: OpenTelemetrySettings) -> None:
     """Raise for variables that ask for what is not supported."""
     for name in ("otel_traces_exporter", "otel_metrics_exporter"):
-        if getattr(given, name) not in ("otlp", "none"):
-            raise ConfigError(f"{name.upper()}={getattr(given, name)!r} is not supported; use 'otlp' or 'none'")
-    if given.otel_exporter_otlp_protocol != "http/protobuf":
+        if getattr(variables, name) not in ("otlp", "none"):
+            raise ConfigError(f"{name.upper()}={getattr(variables, name)!r} is not supported; use 'otlp' or 'none'")
+    if variables.otel_exporter_otlp_protocol != "http/protobuf":
         raise ConfigError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL={given.otel_exporter_otlp_protocol!r} is not supported; use "
+            f"OTEL_EXPORTER_OTLP_PROTOCOL={variables.otel_exporter_otlp_protocol!r} is not supported; use "
             "'http/protobuf', which collectors take on port 4318"
         )
 
 
-def _exporting(given: OpenTelemetrySettings, content: bool) -> Telemetry:
+def _exporting(variables: OpenTelemetrySettings, content: bool) -> Telemetry:
     """Return telemetry that is sent as OTLP over HTTP. The exporters read further variables themselves."""
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -146,10 +145,10 @@ def _exporting(given: OpenTelemetrySettings, content: bool) -> Telemetry:
         resource = resource.merge(Resource({"service.name": "rag_posfix"}))
     resource = Resource({"service.version": __version__}).merge(resource)
     tracers = meters = None
-    if given.otel_traces_exporter == "otlp":
+    if variables.otel_traces_exporter == "otlp":
         tracers = SdkTracerProvider(resource=resource, shutdown_on_exit=False)  # as flush() says
         tracers.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    if given.otel_metrics_exporter == "otlp":
+    if variables.otel_metrics_exporter == "otlp":
         reader = PeriodicExportingMetricReader(OTLPMetricExporter())
         meters = SdkMeterProvider([reader], resource, shutdown_on_exit=False)
     return Telemetry(tracers, meters, content)

@@ -72,10 +72,10 @@ def test_the_passage_store_has_variables_of_its_own(monkeypatch):
 def test_passages_are_kept_in_memory_alone_unless_asked_for(tmp_path):
     passages = Settings().passages
     assert (passages.enabled, passages.memory_bytes, passages.disk_bytes) == (True, 1024**3, None)
-    assert not passages.outlives_the_process(tmp_path)
-    assert PassageStoreSettings(disk_bytes=1).outlives_the_process(tmp_path)
-    assert PassageStoreSettings(redis_url="redis://127.0.0.1").outlives_the_process(tmp_path)
-    assert not PassageStoreSettings(disk_bytes=1, enabled=False).outlives_the_process(tmp_path)
+    assert not passages.is_persistent(tmp_path)
+    assert PassageStoreSettings(disk_bytes=1).is_persistent(tmp_path)
+    assert PassageStoreSettings(redis_url="redis://127.0.0.1").is_persistent(tmp_path)
+    assert not PassageStoreSettings(disk_bytes=1, enabled=False).is_persistent(tmp_path)
 
 
 def test_a_password_in_the_redis_url_is_not_shown():

@@ -13,11 +13,11 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, LLMResult
 
 from rag_posfix.contracts.request import Generation
-from rag_posfix.pipeline.protocols import Stage
+from rag_posfix.pipeline.tracing import Stage
 
 
 class TracedStages:
-    """Reports the stages of a pipeline to callbacks. Implements ``pipeline.protocols.StageWatcher``.
+    """Reports the stages of a pipeline to callbacks. Implements ``pipeline.tracing.StageWatcher``.
 
     The generator is reported as a chat model whose input is the question, without the passages.
 

@@ -17,7 +17,7 @@ from typing import Any
 from rag_posfix.contracts.generator import Generator, WatchedGenerator
 from rag_posfix.contracts.request import Chunk, GenerationRequest
 from rag_posfix.generation.delegating import DelegatingGenerator
-from rag_posfix.pipeline.protocols import AnswerCache
+from rag_posfix.pipeline.stores import AnswerCache
 from rag_posfix_api.runtime.admission import Admission, Ticket
 
 TICKET: ContextVar[Ticket | None] = ContextVar("rag_posfix_service_ticket", default=None)

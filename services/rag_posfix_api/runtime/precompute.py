@@ -15,7 +15,8 @@ from typing import Literal
 from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import GenerationCancelled, OverloadedError, RagPosfixError
-from rag_posfix.pipeline.protocols import PassagePrecomputer, WritablePassages
+from rag_posfix.pipeline.precompute import PassagePrecomputer
+from rag_posfix.pipeline.stores import PassageKVStore
 from rag_posfix.plan.layout import Layout
 from rag_posfix_api.http.errors import ConflictError, kind_of, log_failure
 from rag_posfix_api.runtime.admission import Admission
@@ -153,7 +154,7 @@ class AdmittedPrecomputer:
         return self._engine.context_window
 
     @property
-    def passages(self) -> WritablePassages | None:
+    def passages(self) -> PassageKVStore | None:
         """The passage KV store, or None."""
         return self._engine.passages
 

@@ -25,9 +25,8 @@ from rag_posfix.errors import GenerationError, OverloadedError, RagPosfixError, 
 from rag_posfix.generation.batching.requests import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
-from rag_posfix.pipeline.precompute import precompute
-from rag_posfix.pipeline.protocols import PassagePrecomputer
-from rag_posfix.pipeline.watching import UNTRACED
+from rag_posfix.pipeline.precompute import PassagePrecomputer, precompute
+from rag_posfix.pipeline.tracing import UNTRACED
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import OFF, Telemetry
 from rag_posfix_api.collections.collection import Collection

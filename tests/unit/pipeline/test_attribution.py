@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rag_posfix.contracts.request import TokenSource
-from rag_posfix.pipeline.attribution import SentenceAttribution, attribute_sentences, dominant
+from rag_posfix.pipeline.citations import SentenceAttribution, attribute_sentences, dominant
 from tests.support.texts import texts
 
 

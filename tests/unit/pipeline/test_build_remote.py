@@ -109,8 +109,8 @@ def test_settings_of_the_server_are_used(build, server: Upstream):
         ({"mitigation": "parallel_encoding"}, UnsupportedModelError, "'parallel_encoding' needs the weights"),
         ({"reranker": "likelihood"}, ConfigError, "embedding, cross_encoder or listwise"),
         ({"reranker": "in_context"}, ConfigError, "embedding, cross_encoder or listwise"),
-        ({"tp": 2}, ConfigError, "tp deals out weights in this process"),
-        ({"device_map": "auto"}, ConfigError, "device_map deals out weights in this process"),
+        ({"tp": 2}, ConfigError, "tp splits weights in this process"),
+        ({"device_map": "auto"}, ConfigError, "device_map splits weights in this process"),
     ],
 )
 def test_what_needs_the_weights_is_refused_at_construction(build, server: Upstream, changes, error, message):

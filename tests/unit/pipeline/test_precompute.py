@@ -219,7 +219,7 @@ class Hanging(MemoryPassages):
 def test_a_store_that_does_not_write_in_time_is_an_error(loaded, monkeypatch):
     monkeypatch.setattr(module, "WRITE_TIMEOUT_SECONDS", 0.05)
     tier = Hanging()
-    with pytest.raises(ConfigError, match=r"^the passage store did not write .* within 0\.05 seconds; check the disk"):
+    with pytest.raises(ConfigError, match=r"did not write .* within 0\.05 seconds; check its disk"):
         precompute(engine_of(loaded, MemoryPassages(), tier), DOCUMENTS, WINDOWS)
     tier.over.set()
 
@@ -238,7 +238,7 @@ def test_a_disk_that_refuses_what_was_read_is_an_error(loaded, tmp_path, monkeyp
 
     monkeypatch.setattr(EntryFolder, "write", refuse)
     seen = []
-    with pytest.raises(ConfigError, match=r"^the passage store kept nothing of what was read \(disk: 1 errors?, "):
+    with pytest.raises(ConfigError, match=r"kept none of the computed entries \(disk: 1 errors?, "):
         precompute(engine, DOCUMENTS[1:], WINDOWS, progress=lambda *at: seen.append(at))
     assert seen == [], "it is told after the first batch"
     engine.passages.close()
@@ -247,7 +247,10 @@ def test_a_disk_that_refuses_what_was_read_is_an_error(loaded, tmp_path, monkeyp
 def test_a_disk_too_small_for_any_passage_is_an_error(loaded, tmp_path):
     # An entry takes at most a quarter of the disk: 64 tokens of 256 bytes. The prefix has more, too.
     engine = engine_of(loaded, MemoryPassages(), DiskPassages(tmp_path, max_bytes=64 * 1024))
-    with closing(engine.passages), pytest.raises(ConfigError, match=r"kept nothing of what was read \(disk: 0 errors"):
+    with (
+        closing(engine.passages),
+        pytest.raises(ConfigError, match=r"none of the computed entries \(disk: 0 errors"),
+    ):
         precompute(engine, [Document(page_content="a" * 70)], WINDOWS)
 
 
@@ -257,7 +260,7 @@ def test_a_disk_too_small_for_all_passages_is_told(loaded, tmp_path, caplog):
     with closing(engine.passages):
         assert precompute(engine, documents, WINDOWS) > 0
     (record,) = caplog.records
-    assert "not keep all of the 6 passages that were read (disk: 0 errors, 4 entries); raise " in record.getMessage()
+    assert "not keep all of the 6 computed passages (disk: 0 errors, 4 entries); raise " in record.getMessage()
 
 
 def test_of_two_lasting_tiers_one_is_enough(loaded, tmp_path):

@@ -275,7 +275,7 @@ def test_a_stream_that_is_read_in_another_context_leaves_the_current_span_alone(
 
 
 def test_the_watcher_of_the_caller_still_sees_every_stage():
-    from rag_posfix.pipeline.watching import Untraced
+    from rag_posfix.pipeline.tracing import Untraced
 
     class Watcher(Untraced):
         def __init__(self) -> None:

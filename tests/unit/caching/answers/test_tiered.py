@@ -7,7 +7,7 @@ from rag_posfix.caching.answers.disk import DiskCache
 from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.errors import CacheError
-from rag_posfix.pipeline.protocols import AnswerCache
+from rag_posfix.pipeline.stores import AnswerCache
 from tests.support.clock import Clock
 
 

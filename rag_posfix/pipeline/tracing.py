@@ -1,0 +1,120 @@
+"""Who is notified of the stages of a question: the tracer of the pipeline, and a watcher of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Protocol
+
+from langchain_core.documents import Document
+
+from rag_posfix.contracts.answer import Answer, Question
+
+
+class Stage(Protocol):
+    """A running stage of one question."""
+
+    def piece(self, text: str) -> None:
+        """Receive a piece of an answer while it is generated."""
+        ...
+
+    def done(self, outcome: Any) -> None:
+        """Receive the result of the stage: documents, or a ``Generation``."""
+        ...
+
+
+class StageWatcher(Protocol):
+    """Is notified of the stages of one question, for traces."""
+
+    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> AbstractContextManager[Stage]:
+        """Return the context manager of a stage; an exception that it sees is the failure of the stage.
+
+        Args:
+            name: ``retriever``, ``reranker`` or ``generator``; for a ``QuestionTrace`` also ``assembler``.
+            given: The text of the question.
+        """
+        ...
+
+
+class QuestionTrace(StageWatcher, Protocol):
+    """The trace of one question."""
+
+    def answered(self, answer: Answer) -> None:
+        """Receive the complete answer."""
+        ...
+
+
+class QuestionTracer(StageWatcher, Protocol):
+    """Traces every question of a pipeline. As a watcher it traces stages outside of a question, such as a rerank."""
+
+    def question(self, question: Question, model: str, *, stream: bool) -> AbstractContextManager[QuestionTrace]:
+        """Return the context manager of a question; an exception that it sees is the failure of the question.
+
+        For a stream it is entered in one call and left in another, which may run in another thread.
+        """
+        ...
+
+
+class Untraced:
+    """A tracer that traces nothing. It is its own trace, stage and context manager, so it costs a few calls."""
+
+    def question(self, question: Question, model: str, *, stream: bool) -> Untraced:
+        """Return this object."""
+        return self
+
+    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> Untraced:
+        """Return this object."""
+        return self
+
+    def __enter__(self) -> Untraced:
+        """Return this object."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Do nothing."""
+
+    def answered(self, answer: Answer) -> None:
+        """Ignore it."""
+
+    def piece(self, text: str) -> None:
+        """Ignore it."""
+
+    def done(self, outcome: Any) -> None:
+        """Ignore it."""
+
+
+UNTRACED = Untraced()
+"""The tracer of pipelines that are not traced."""
+
+
+def watched_by(trace: QuestionTrace, watcher: StageWatcher | None) -> StageWatcher:
+    """Return a watcher that passes each stage on to the trace and to the watcher of the caller, if there is one."""
+    if watcher is None:
+        return trace
+    return watcher if trace is UNTRACED else _Watchers(trace, watcher)
+
+
+class _Watchers:
+    def __init__(self, *watchers: StageWatcher) -> None:
+        self._watchers = watchers
+
+    @contextmanager
+    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
+        with ExitStack() as stack:
+            yield _Stages([stack.enter_context(each.stage(name, given, documents)) for each in self._watchers])
+
+
+class _Stages:
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+
+    def piece(self, text: str) -> None:
+        for stage in self._stages:
+            stage.piece(text)
+
+    def done(self, outcome: Any) -> None:
+        for stage in self._stages:
+            stage.done(outcome)
