@@ -49,7 +49,7 @@ from rag_posfix.pipeline.tracing import QuestionTracer
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.reranking.deadline import GuardedReranker
-from rag_posfix.retrieval.any_retriever import as_retriever
+from rag_posfix.retrieval.base import as_retriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity

@@ -14,8 +14,7 @@ from pydantic import Field, PrivateAttr
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.base import QuestionRetriever
 from rag_posfix.retrieval.index.bm25_index import BM25Index, check_bm25_parameters, split_words, top_rows
-from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry, deep_copy, stored_copy
-from rag_posfix.retrieval.index.filters import check_filter
+from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry, check_filter, deep_copy, stored_copy
 from rag_posfix.retrieval.index.storage import read_bm25, read_entries
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class BM25Retriever(QuestionRetriever):
         k: Number of passages that ``invoke`` returns if the call gives no ``k``.
         k1: Term frequency saturation; the default is Anserini's for passages.
         b: Length normalisation; the default is Anserini's for passages.
-        filter: Only passages whose metadata matches are returned; see ``index.filters.MetadataFilter``. The word
+        filter: Only passages whose metadata matches are returned; see ``index.documents.MetadataFilter``. The word
             statistics are those of all passages.
         counted: Keys and word statistics that were saved with the passages; not used if the passages differ.
     """

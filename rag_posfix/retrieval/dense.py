@@ -22,7 +22,7 @@ class PassageRetriever(QuestionRetriever):
         store: The passages.
         k: Number of passages that ``invoke`` returns if the call gives no ``k``.
         filter: Passed to the store with every search unless None; for ``FaissVectorStore`` see
-            ``index.filters.MetadataFilter``.
+            ``index.documents.MetadataFilter``.
     """
 
     store: VectorStore

@@ -7,6 +7,7 @@ The result of an exact search does not depend on the order in which documents we
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,20 +16,27 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.base import cosine_relevance
+from rag_posfix.retrieval.base import check_count, cosine_relevance
 from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.index.bm25_index import BM25Index
-from rag_posfix.retrieval.index.document_vectors import DocumentVectors
 from rag_posfix.retrieval.index.documents import (
     DocumentTable,
     IndexEntry,
+    MetadataFilter,
+    check_filter,
     deep_copy,
     searchable_text,
     stored_copy,
 )
-from rag_posfix.retrieval.index.filters import MetadataFilter, check_filter
 from rag_posfix.retrieval.index.storage import IndexContents, IndexManifest, read_index, read_manifest, write_index
-from rag_posfix.retrieval.index.vector_index import IndexKind, VectorIndex, check_kind, import_faiss, unit_rows
+from rag_posfix.retrieval.index.vector_index import (
+    DocumentVectors,
+    IndexKind,
+    VectorIndex,
+    check_kind,
+    import_faiss,
+    unit_rows,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,8 +113,7 @@ class FaissVectorStore(VectorStore):
         """
         if ids is not None and len(ids) != len(documents):
             raise ConfigError(f"{len(ids)} ids for {len(documents)} documents; pass one id per document")
-        given_ids: Sequence[str | None] = ids or [None] * len(documents)
-        copies = [stored_copy(document, given) for document, given in zip(documents, given_ids, strict=True)]
+        copies = [stored_copy(document, name) for document, name in zip_longest(documents, ids or ())]
         entries = {str(document.id): IndexEntry(document) for document in copies}
         if entries:
             rows = self.embed_texts([searchable_text(entry.document) for entry in entries.values()])
@@ -131,16 +138,7 @@ class FaissVectorStore(VectorStore):
         return list(entries)
 
     def put_entries(self, entries: dict[str, IndexEntry], vectors: ArrayLike) -> None:
-        """Add documents that were read from files, without copying them, and their vectors.
-
-        Args:
-            entries: Documents by id, with clean text, and their files.
-            vectors: One row per document.
-
-        Raises:
-            ConfigError: the numbers differ, or the store was loaded with ``mmap``.
-            RetrievalError: the vectors are unusable.
-        """
+        """Add documents by id, with clean text and without copying them, and a vector for each, as ``add_vectors``."""
         if entries:
             rows = unit_rows(vectors)
             if len(rows) != len(entries):
@@ -158,8 +156,8 @@ class FaissVectorStore(VectorStore):
         """
         with self._contents.lock:
             table = self.table
-            known = table.ids() if ids is None else [n for n in dict.fromkeys(ids) if table.key_of(n) is not None]
-            removed = self._contents.remove(known)
+            stored = table.ids() if ids is None else [n for n in dict.fromkeys(ids) if table.key_of(n) is not None]
+            removed = self._contents.remove(stored)
         self._notify(removed)
         return True
 
@@ -183,7 +181,7 @@ class FaissVectorStore(VectorStore):
 
         Args:
             k: Maximum number of documents.
-            **kwargs: ``filter``: see ``index.filters.MetadataFilter``. Any other raises ConfigError.
+            **kwargs: ``filter``: see ``index.documents.MetadataFilter``. Any other raises ConfigError.
         """
         return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
@@ -194,7 +192,7 @@ class FaissVectorStore(VectorStore):
 
         Args:
             k: Maximum number of documents.
-            **kwargs: ``filter``: see ``index.filters.MetadataFilter``. Any other raises ConfigError.
+            **kwargs: ``filter``: see ``index.documents.MetadataFilter``. Any other raises ConfigError.
 
         Raises:
             ConfigError: ``k`` is below 1, or an option is not supported.
@@ -211,7 +209,7 @@ class FaissVectorStore(VectorStore):
         Args:
             embedding: Need not have length one.
             k: Maximum number of documents.
-            **kwargs: ``filter``: see ``index.filters.MetadataFilter``. Any other raises ConfigError.
+            **kwargs: ``filter``: see ``index.documents.MetadataFilter``. Any other raises ConfigError.
         """
         metadata_filter = _checked_filter(k, kwargs)
         return [document for document, _ in self._nearest(embedding, k, metadata_filter)]
@@ -228,7 +226,7 @@ class FaissVectorStore(VectorStore):
             k: Maximum number of documents.
             fetch_k: Number of nearest documents to choose from.
             lambda_mult: Weight of relevance, 0 to 1; the rest is the weight of variety.
-            **kwargs: ``filter``: see ``index.filters.MetadataFilter``. Any other raises ConfigError.
+            **kwargs: ``filter``: see ``index.documents.MetadataFilter``. Any other raises ConfigError.
 
         Raises:
             ConfigError: a number is out of range, or an option is not supported.
@@ -249,7 +247,7 @@ class FaissVectorStore(VectorStore):
             k: Maximum number of documents.
             fetch_k: Number of nearest documents to choose from.
             lambda_mult: Weight of relevance, 0 to 1.
-            **kwargs: ``filter``: see ``index.filters.MetadataFilter``. Any other raises ConfigError.
+            **kwargs: ``filter``: see ``index.documents.MetadataFilter``. Any other raises ConfigError.
         """
         return self._varied(embedding, k, fetch_k, lambda_mult, _checked_filter(k, kwargs))
 
@@ -400,22 +398,20 @@ class FaissVectorStore(VectorStore):
     ) -> list[Document]:
         from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
-        if not isinstance(fetch_k, int) or fetch_k < 1:
-            raise ConfigError(f"fetch_k={fetch_k!r} must be an integer >= 1")
+        check_count("fetch_k", fetch_k)
         if not 0 <= lambda_mult <= 1:
             raise ConfigError(f"lambda_mult={lambda_mult!r} must be from 0 (variety) to 1 (relevance)")
-        found = [document for document, _ in self._nearest(vector, max(k, fetch_k), metadata_filter)]
-        if not found:
+        documents = [document for document, _ in self._nearest(vector, max(k, fetch_k), metadata_filter)]
+        if not documents:
             return []
-        rows = self.vectors_of([str(document.id) for document in found])
+        rows = self.vectors_of([str(document.id) for document in documents])
         chosen = maximal_marginal_relevance(unit_rows([vector]), list(rows), lambda_mult=lambda_mult, k=k)
-        return [found[index] for index in chosen]
+        return [documents[index] for index in chosen]
 
 
 def _checked_filter(k: int, options: dict[str, Any]) -> MetadataFilter | None:
     """Check the arguments of a search and return its filter."""
-    if not isinstance(k, int) or k < 1:
-        raise ConfigError(f"k={k!r} must be an integer >= 1")
+    check_count("k", k)
     unknown = sorted(set(options) - {"filter"})
     if unknown:
         raise ConfigError(f"search options not supported by this store: {', '.join(unknown)}; k and filter are")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from langchain_core.documents import Document
@@ -13,7 +13,6 @@ from pydantic import Field
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.base import QuestionRetriever
-from rag_posfix.retrieval.fusion import reciprocal_ranks, weighted_scores
 from rag_posfix.retrieval.index.documents import deep_copy, stored_id
 
 __all__ = ["HybridRetriever"]
@@ -25,8 +24,8 @@ class HybridRetriever(QuestionRetriever):
     ``rank`` is reciprocal rank fusion. It uses ranks only, so the scores of the retrievers need no common scale. A
     passage that is first in all rankings has relevance 1, and relevance falls slowly: .86 for rank 10 in all rankings.
     ``score`` is the weighted mean of the scores after min-max normalisation per question and retriever. It keeps the
-    differences between scores; the last candidate of each retriever gets 0 from it. See ``fusion`` for formulas and
-    sources.
+    differences between scores; the last candidate of each retriever gets 0 from it. See ``reciprocal_ranks``
+    and ``weighted_scores`` for formulas and sources.
 
     A passage that several retrievers find keeps the metadata of the first of them, and gains the keys that only the
     others have, such as ``bm25_score``. ``retrieve`` asks the retrievers one after the other, ``aretrieve``
@@ -85,14 +84,14 @@ class HybridRetriever(QuestionRetriever):
     def _weights(self) -> list[float]:
         return [1.0] * len(self.retrievers) if self.weights is None else [float(weight) for weight in self.weights]
 
-    def _fused(self, found: Sequence[Sequence[Document]], k: int) -> list[Document]:
-        rankings = [_scores(documents) for documents in found]
+    def _fused(self, results: Sequence[Sequence[Document]], k: int) -> list[Document]:
+        rankings = [_scores(documents) for documents in results]
         if self.fusion == "rank":
             fused = reciprocal_ranks([list(ranking) for ranking in rankings], self._weights(), self.rank_constant)
         else:
             fused = weighted_scores(rankings, self._weights())
         best = sorted(fused, key=lambda name: (-fused[name], name))[:k]
-        return [_merged(name, found, fused[name]) for name in best]
+        return [_merged(name, results, fused[name]) for name in best]
 
 
 def _scores(documents: Sequence[Document]) -> dict[str, float]:
@@ -103,9 +102,9 @@ def _scores(documents: Sequence[Document]) -> dict[str, float]:
     return scores
 
 
-def _merged(document_id: str, found: Sequence[Sequence[Document]], score: float) -> Document:
+def _merged(document_id: str, results: Sequence[Sequence[Document]], score: float) -> Document:
     """Return the document with this id, with the metadata of all copies; that of the first copy takes precedence."""
-    copies = [document for documents in found for document in documents if stored_id(document) == document_id]
+    copies = [document for documents in results for document in documents if stored_id(document) == document_id]
     metadata: dict[str, Any] = {}
     for document in reversed(copies):
         metadata = {**metadata, **document.metadata}
@@ -113,3 +112,50 @@ def _merged(document_id: str, found: Sequence[Sequence[Document]], score: float)
         id=document_id, page_content=copies[0].page_content, metadata={**metadata, "relevance_score": score}
     )
     return deep_copy(merged)
+
+
+def reciprocal_ranks(rankings: Sequence[Sequence[str]], weights: Sequence[float], constant: float) -> dict[str, float]:
+    """Return the score of each id by reciprocal rank fusion, in [0, 1].
+
+    Source: Cormack, Clarke and Büttcher, SIGIR 2009.
+    Formula: score(d) = sum over the rankings i that contain d of  w_i / (c + rank_i(d)),  rank from 1, divided by
+        its maximum, sum of w_i / (c + 1), which a document has that is first in all rankings. The paper has neither
+        weights nor this division.
+
+    Args:
+        rankings: Ids, best first, each once per ranking.
+        weights: One per ranking, none negative, at least one positive.
+        constant: The paper's k, 60 there: the larger, the smaller the advantage of the first ranks.
+    """
+    largest = sum(weights) / (constant + 1)
+    fused: dict[str, float] = {}
+    for ranking, weight in zip(rankings, weights, strict=True):
+        for rank, name in enumerate(ranking, start=1):
+            fused[name] = fused.get(name, 0.0) + weight / (constant + rank)
+    return {name: min(score / largest, 1.0) for name, score in fused.items()}
+
+
+def weighted_scores(rankings: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
+    """Return the weighted mean of the scores of each id, in [0, 1], after ``min_max`` of each ranking.
+
+    A document counts 0, the lowest score, in a ranking that does not contain it. Bruch, Gai and Ingber (arXiv
+    2210.11934) compare such convex combinations with reciprocal rank fusion.
+
+    Args:
+        weights: One per ranking, none negative, at least one positive.
+    """
+    fused: dict[str, float] = {}
+    for scores, weight in zip(rankings, weights, strict=True):
+        for name, score in min_max(scores).items():
+            fused[name] = fused.get(name, 0.0) + weight * score
+    return {name: min(score / sum(weights), 1.0) for name, score in fused.items()}
+
+
+def min_max(scores: Mapping[str, float]) -> dict[str, float]:
+    """Return ``(s - min) / (max - min)`` for each score; 1 for each if all are equal."""
+    if not scores:
+        return {}
+    low, high = min(scores.values()), max(scores.values())
+    if low == high:
+        return dict.fromkeys(scores, 1.0)
+    return {name: (score - low) / (high - low) for name, score in scores.items()}

@@ -21,7 +21,7 @@ from rag_posfix.integrations.langchain.rag_input import RAGInput, joined_input, 
 from rag_posfix.integrations.langchain.trace import TracedStages
 from rag_posfix.integrations.method_choice import checked_method
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
-from rag_posfix.retrieval.any_retriever import as_retriever
+from rag_posfix.retrieval.base import as_retriever
 
 __all__ = ["PosfixRAG", "RAGInput"]
 

@@ -16,7 +16,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.durable_files import flush
 from rag_posfix.errors import IndexBusyError, RetrievalError
-from rag_posfix.retrieval.index.documents import IndexEntry
+from rag_posfix.retrieval.index.documents import IndexEntry, document_json
 from rag_posfix.text import parse_json
 
 StoredRow: TypeAlias = tuple[int, IndexEntry, bytes | None]
@@ -128,7 +128,13 @@ class DocumentFile:
         """
         for key, entry, vector in rows:
             document = entry.document
-            columns = (key, str(document.id), document.page_content, _metadata(document), json.dumps(entry.files))
+            columns = (
+                key,
+                str(document.id),
+                document.page_content,
+                document_json(document, document.metadata),
+                json.dumps(entry.files),
+            )
             self._connection.execute(
                 "INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", (*columns, vector, _checksum(*columns, vector))
             )
@@ -200,16 +206,6 @@ class DocumentFile:
             if code in _CANNOT_WRITE:
                 raise OSError(str(error)) from error
             raise self._damaged(str(error).splitlines()[0]) from error
-
-
-def _metadata(document: Document) -> str:
-    try:
-        return json.dumps(document.metadata, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RetrievalError(
-            f"document {document.id!r} has metadata that JSON cannot hold ({error}); "
-            "keep to strings, finite numbers, booleans, None, lists and dictionaries"
-        ) from error
 
 
 def _checksum(key: int, name: str, text: str, metadata: str, files: str, vector: bytes | None) -> int:

@@ -18,7 +18,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.index.bm25_index import BM25Index
-from rag_posfix.retrieval.index.documents import IndexEntry
+from rag_posfix.retrieval.index.documents import IndexEntry, document_json
 from rag_posfix.retrieval.index.vector_index import import_faiss
 from rag_posfix.text import parse_json
 
@@ -29,17 +29,12 @@ if TYPE_CHECKING:
 BM25_ROLES = ("bm25_words", "bm25_shares", "bm25_texts", "bm25_starts")
 """Roles of the files of word statistics: words and parameters as JSON, then three arrays of ``BM25Index`` (.npy)."""
 
-
 _KEYS = 2**63
 _MAGIC = b"\x93NUMPY"
 
 
 def write_vectors(vectors: Any, path: Path) -> None:
-    """Write a faiss index.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a faiss index; OSError if it cannot be written."""
     try:
         import_faiss().write_index(vectors, str(path))
     except RuntimeError as error:
@@ -115,17 +110,9 @@ def read_offsets(path: Path) -> NDArray[np.int64]:
     return offsets
 
 
-def map_documents(path: Path, offsets: NDArray[np.int64]) -> Mapping[int, IndexEntry]:
-    """Return documents by key that stay in the memory-mapped file and are parsed on access.
+class MappedDocuments(Mapping[int, IndexEntry]):
+    """Documents by key that stay in a memory-mapped file of lines and are parsed on access."""
 
-    Args:
-        path: A file written by ``write_document_lines``.
-        offsets: Its offsets, from ``read_offsets``.
-    """
-    return _MappedDocuments(path, offsets)
-
-
-class _MappedDocuments(Mapping[int, IndexEntry]):
     def __init__(self, path: Path, offsets: NDArray[np.int64]) -> None:
         self._name = path.name
         self._keys, self._offsets = offsets[:, 0].copy(), offsets[:, 1].copy()
@@ -138,15 +125,14 @@ class _MappedDocuments(Mapping[int, IndexEntry]):
             raise KeyError(key)
         end = int(self._offsets[row + 1]) if row + 1 < len(self._offsets) else len(self._lines)
         try:
-            found, entry = _parse_document(self._lines[int(self._offsets[row]) : end])
+            stored_key, entry = _parse_document(self._lines[int(self._offsets[row]) : end])
+            if stored_key != key:
+                raise ValueError("another key")
         except (ValueError, KeyError, TypeError) as error:
-            raise self._damaged(key) from error
-        if found != key:
-            raise self._damaged(key)
+            raise RetrievalError(
+                f"{self._name} does not hold document {key} where its table says; build the index again"
+            ) from error
         return entry
-
-    def _damaged(self, key: int) -> RetrievalError:
-        return RetrievalError(f"{self._name} does not hold document {key} where its table says; build the index again")
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._keys.tolist())
@@ -169,9 +155,9 @@ def write_bm25_files(index: BM25Index, paths: Mapping[str, Path]) -> None:
 def read_bm25_files(paths: Mapping[str, Path], *, mapped: bool) -> BM25Index:
     """Return word statistics that ``write_bm25_files`` wrote; with ``mapped``, the arrays stay in the files."""
     try:
-        kept = json.loads(paths["bm25_words"].read_text(encoding="utf-8"))
-        words = {str(word): row for row, word in enumerate(kept["words"])}
-        k1, b, count = float(kept["k1"]), float(kept["b"]), int(kept["count"])
+        fields = json.loads(paths["bm25_words"].read_text(encoding="utf-8"))
+        words = {str(word): row for row, word in enumerate(fields["words"])}
+        k1, b, count = float(fields["k1"]), float(fields["b"]), int(fields["count"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{paths['bm25_words'].name} holds no words") from error
     term_scores, texts, starts = (_load_array(paths[role], mapped=mapped) for role in BM25_ROLES[1:])
@@ -195,11 +181,11 @@ def _load_array(path: Path, *, mapped: bool) -> NDArray[Any]:
         with path.open("rb") as handle:
             if handle.read(len(_MAGIC)) != _MAGIC:  # numpy would read archives and pickles, too
                 raise ValueError("no array")
-        found: NDArray[Any] = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+        array: NDArray[Any] = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     # A hostile header makes numpy raise any of these.
     except (ValueError, EOFError, MemoryError, OverflowError, SyntaxError, TypeError, TokenError) as error:
         raise ValueError(f"{path.name} holds no array") from error
-    return found
+    return array
 
 
 def _document_line(key: int, entry: IndexEntry) -> str:
@@ -209,13 +195,7 @@ def _document_line(key: int, entry: IndexEntry) -> str:
     }  # fmt: skip
     if entry.files:
         fields["files"] = list(entry.files)
-    try:
-        return json.dumps(fields, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RetrievalError(
-            f"document {document.id!r} has metadata that JSON cannot hold ({error}); "
-            "keep to strings, finite numbers, booleans, None, lists and dictionaries"
-        ) from error
+    return document_json(document, fields)
 
 
 def _parse_document(line: bytes) -> tuple[int, IndexEntry]:

@@ -1,8 +1,8 @@
 """An index on disk: a folder with a manifest and data files, replaced atomically and checked when it is read.
 
 ``manifest.json`` names the data files with their sizes and hashes. Each save writes data files under new names and
-replaces the manifest last, so the folder is one complete index at every moment, whenever the process is stopped. Word
-statistics are optional. Knows nothing of embedding models or searching; ``file_formats`` knows what is in each file.
+replaces the manifest last, so the folder is one complete index at every moment. Readers neither write nor lock, and
+mapped files stay as they were: an index may be on a read-only or network file system while it is replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rag_posfix.retrieval.index.bm25_index import BM25Index
 from rag_posfix.retrieval.index.documents import IndexEntry
 from rag_posfix.retrieval.index.file_formats import (
     BM25_ROLES,
-    map_documents,
+    MappedDocuments,
     read_bm25_files,
     read_document_lines,
     read_offsets,
@@ -53,19 +53,17 @@ _DATA_FILE = re.compile(r"\w+-[0-9a-f]{12}\.(faiss|jsonl|json|npy)")
 _REBUILD: Final = "build the index again with: rag-posfix index PATH... --out DIR --rebuild"
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class IndexFile(_Frozen):
+class IndexFile(BaseModel):
     """Name, size and hash of one data file of an index."""
+
+    model_config = ConfigDict(frozen=True)
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
     bytes: int = Field(ge=0)
     sha256: str
 
 
-class IndexManifest(_Frozen):
+class IndexManifest(BaseModel):
     """The manifest of an index.
 
     Attributes:
@@ -78,6 +76,8 @@ class IndexManifest(_Frozen):
         files: Data files by role: ``vectors``, ``documents``, ``table`` (byte offsets of the documents), and
             ``BM25_ROLES`` if there are word statistics.
     """
+
+    model_config = ConfigDict(frozen=True)
 
     format: Literal["rag-posfix-index"] = _FORMAT
     version: int = _VERSION
@@ -109,15 +109,12 @@ class IndexContents:
         import numpy as np
 
         stored = import_faiss().vector_to_array(self.vectors.id_map)
-        kept = np.fromiter(self.entries, dtype=np.int64, count=len(self.entries))
-        return set(np.setdiff1d(stored, kept, assume_unique=True).tolist())
+        keys = np.fromiter(self.entries, dtype=np.int64, count=len(self.entries))
+        return set(np.setdiff1d(stored, keys, assume_unique=True).tolist())
 
 
 def write_index(folder: Path, contents: IndexContents) -> IndexManifest:
-    """Write an index, atomically replacing an existing one.
-
-    Args:
-        folder: New, empty, or an existing index.
+    """Write an index into a new or empty folder, or in place of an existing index, atomically.
 
     Raises:
         RetrievalError: the folder holds something else, metadata cannot be written as JSON, or writing failed.
@@ -164,9 +161,9 @@ def read_manifest(folder: Path) -> IndexManifest:
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise RetrievalError(f"{str(folder)!r} is not an index of rag-posfix; give the folder of one, or {_REBUILD}")
     if data.get("version") not in _READABLE:
-        known = " and ".join(map(str, _READABLE))
+        readable = " and ".join(map(str, _READABLE))
         raise RetrievalError(
-            f"index {str(folder)!r} has format version {data.get('version')!r}, this release reads {known}; "
+            f"index {str(folder)!r} has format version {data.get('version')!r}, this release reads {readable}; "
             f"install the release that wrote it, or {_REBUILD}"
         )
     try:
@@ -177,11 +174,7 @@ def read_manifest(folder: Path) -> IndexManifest:
 
 
 def check_sizes(folder: Path) -> IndexManifest:
-    """Return the manifest of an index after checking that its files are there in full size; nothing is read of them.
-
-    Raises:
-        RetrievalError: the index is missing, damaged, or of another program or version.
-    """
+    """Return the manifest of an index after checking that its files are there in full size, without reading them."""
     manifest = read_manifest(folder)
     for role in manifest.files:
         _checked_file(folder, manifest, role, False)
@@ -212,8 +205,8 @@ def read_index(folder: Path, embedding: str, *, mmap: bool = False, verify: bool
     with _reported_as_damage(folder):
         # Vectors are mapped only with the documents: faiss aborts the process if mapped vectors are added to.
         vectors = read_vectors(path, mapped=mmap and not isinstance(entries, dict))
-    found = IndexContents(vectors, entries, manifest.embedding)
-    count, removed = len(entries), found.removed()
+    contents = IndexContents(vectors, entries, manifest.embedding)
+    count, removed = len(entries), contents.removed()
     if manifest.count != count or manifest.dimension != vectors.d or manifest.removed + count != vectors.ntotal:
         raise _damaged(
             folder,
@@ -222,19 +215,11 @@ def read_index(folder: Path, embedding: str, *, mmap: bool = False, verify: bool
         )
     if len(removed) != manifest.removed:
         raise _damaged(folder, "its vectors and its documents have different keys")
-    return found
+    return contents
 
 
 def read_entries(folder: Path, *, mmap: bool = False, verify: bool = True) -> Mapping[int, IndexEntry]:
-    """Read the documents only; this needs no embedding model.
-
-    Args:
-        mmap: As for ``read_index``.
-        verify: As for ``read_index``.
-
-    Raises:
-        RetrievalError: the index is missing, damaged, or of another program or version.
-    """
+    """Read the documents only, as ``read_index``; this needs no embedding model."""
     manifest = read_manifest(folder)
     entries = _read_documents(folder, manifest, mmap, verify)
     if len(entries) != manifest.count:
@@ -243,15 +228,7 @@ def read_entries(folder: Path, *, mmap: bool = False, verify: bool = True) -> Ma
 
 
 def read_bm25(folder: Path, *, mmap: bool = False, verify: bool = True) -> tuple[NDArray[np.int64], BM25Index] | None:
-    """Read the word statistics and the keys of their documents; None if the index has none.
-
-    Args:
-        mmap: As for ``read_index``.
-        verify: As for ``read_index``.
-
-    Raises:
-        RetrievalError: the index is missing, damaged, or of another program or version.
-    """
+    """Read the word statistics and the keys of their documents, as ``read_index``; None if the index has none."""
     manifest = read_manifest(folder)
     if not any(role in manifest.files for role in BM25_ROLES):
         return None
@@ -265,11 +242,7 @@ def read_bm25(folder: Path, *, mmap: bool = False, verify: bool = True) -> tuple
 
 
 def check_writable(folder: Path) -> None:
-    """Raise for a target that holds something other than an index, before any work is done for it.
-
-    Raises:
-        RetrievalError: ``folder`` is a file, or a folder with other content.
-    """
+    """Raise RetrievalError if ``folder`` is a file, or a folder with other content than an index."""
     try:
         # An interrupted save into an empty folder leaves data files without a manifest.
         if not folder.exists() or (
@@ -370,7 +343,7 @@ def _read_documents(folder: Path, manifest: IndexManifest, mapped: bool, verify:
     path = _checked_file(folder, manifest, "documents", verify)
     with _reported_as_damage(folder):
         if mapped and "table" in manifest.files:
-            return map_documents(path, read_offsets(_checked_file(folder, manifest, "table", verify)))
+            return MappedDocuments(path, read_offsets(_checked_file(folder, manifest, "table", verify)))
         return read_document_lines(path)
 
 

@@ -1,16 +1,20 @@
-"""Vectors of length one under integer keys, and nearest-neighbour search: exact, or through an HNSW graph.
+"""Vectors of length one under integer keys, exact or in an HNSW graph, and nearest-neighbour search of documents.
 
-Knows nothing of documents. The search returns candidates only; the caller computes their scores from ``rows``, so that
-scores do not depend on the kind of index.
+The search of vectors returns candidates only; scores are computed per document from their vectors, so that they do not
+depend on the kind of index.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
+from langchain_core.documents import Document
+
 from rag_posfix.errors import ConfigError, RetrievalError, missing_extra
+from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry, MetadataFilter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,6 +44,9 @@ _EXACT_SHARE: Final = 0.1
 
 # Scores closer than this may be equal: faiss sums in single precision.
 _TIE_WINDOW: Final = 1e-5
+
+# The vector of one text differs by about 1e-7 with the batch that it was embedded in.
+_SCORE_DECIMALS: Final = 6
 
 
 class VectorIndex:
@@ -73,27 +80,19 @@ class VectorIndex:
         check_kind(kind)
         self.kind = kind
         self._removed = set(removed)
-        self._faiss = _empty(dimension, graph=kind == "hnsw") if stored is None else stored
+        self.stored = _empty(dimension, graph=kind == "hnsw") if stored is None else stored
+        """The ``IndexIDMap2`` of faiss; a graph includes removed vectors."""
+        self.dimension: int = self.stored.d
         self._keys: NDArray[np.int64] | None = None
         self._not_removed: Any = None
 
     @property
-    def dimension(self) -> int:
-        """Length of a vector."""
-        return int(self._faiss.d)
-
-    @property
     def is_graph(self) -> bool:
         """Whether the vectors are stored as a graph."""
-        return not isinstance(_inner(self._faiss), import_faiss().IndexFlat)
-
-    @property
-    def stored(self) -> Any:
-        """The ``IndexIDMap2`` of faiss; a graph includes removed vectors."""
-        return self._faiss
+        return not isinstance(_inner(self.stored), import_faiss().IndexFlat)
 
     def __len__(self) -> int:
-        return int(self._faiss.ntotal) - len(self._removed)
+        return int(self.stored.ntotal) - len(self._removed)
 
     def add(self, keys: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
         """Add vectors under keys that are larger than all before."""
@@ -101,18 +100,18 @@ class VectorIndex:
             self._build(graph=False)
         elif not self.is_graph and self._wants_graph(len(self) + len(rows)):
             self._build(graph=True)
-        self._faiss.add_with_ids(rows, keys)
+        self.stored.add_with_ids(rows, keys)
         self._mark_changed()
 
     def remove(self, keys: NDArray[np.int64]) -> None:
         """Remove vectors, each of which is in the index."""
         if not self.is_graph:
-            self._faiss.remove_ids(keys)
+            self.stored.remove_ids(keys)
             self._mark_changed()
             return
         self._mark_changed()
         self._removed.update(keys.tolist())
-        if len(self._removed) > _REBUILD_SHARE * self._faiss.ntotal:
+        if len(self._removed) > _REBUILD_SHARE * self.stored.ntotal:
             self.rebuild()
 
     def rebuild(self) -> None:
@@ -121,17 +120,15 @@ class VectorIndex:
 
     def rows(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the vectors under ``keys``, in this order."""
-        found: NDArray[np.float32] = self._faiss.reconstruct_batch(keys)
-        return found
+        rows: NDArray[np.float32] = self.stored.reconstruct_batch(keys)
+        return rows
 
     def candidates(
         self, query: NDArray[np.float32], k: int, allowed: NDArray[np.int64] | None = None
     ) -> NDArray[np.int64]:
         """Return the keys of the best ``k`` vectors and of all that may tie with the last of them.
 
-        Args:
-            k: At least 1.
-            allowed: Keys that may be found, ascending; all if None. At least ``k`` are found if so many are allowed.
+        Only the keys ``allowed`` (ascending; all if None) are returned, at least ``k`` if so many are allowed.
         """
         import numpy as np
 
@@ -149,7 +146,7 @@ class VectorIndex:
         self, query: NDArray[np.float32], width: int, allowed: NDArray[np.int64] | None, count: int
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         faiss = import_faiss()
-        inner, keys, selector = _inner(self._faiss), self._stored_keys(), self._selector(allowed)
+        inner, keys, selector = _inner(self.stored), self._stored_keys(), self._selector(allowed)
         if self.is_graph:
             if width <= _WIDEST_WALK and count > max(EXACT_UNTIL, _EXACT_SHARE * len(keys)):
                 params = faiss.SearchParametersHNSW(sel=selector, efSearch=max(SEARCH_WIDTH, width))
@@ -173,17 +170,17 @@ class VectorIndex:
             if self._not_removed is None:
                 mask = np.ones(len(keys), dtype=bool)
                 mask[np.searchsorted(keys, np.fromiter(self._removed, dtype=np.int64))] = False
-                self._not_removed = _selector_of(mask)
+                self._not_removed = import_faiss().IDSelectorBitmap(np.packbits(mask, bitorder="little"))
             return self._not_removed
         mask = np.zeros(len(keys), dtype=bool)
         contiguous = keys[-1] - keys[0] + 1 == len(keys)  # until a vector is removed; saves the binary search
         mask[allowed - keys[0] if contiguous else np.searchsorted(keys, allowed)] = True
-        return _selector_of(mask)
+        return import_faiss().IDSelectorBitmap(np.packbits(mask, bitorder="little"))
 
     def _stored_keys(self) -> NDArray[np.int64]:
         """Return the key of each row, ascending."""
         if self._keys is None:
-            self._keys = import_faiss().vector_to_array(self._faiss.id_map)
+            self._keys = import_faiss().vector_to_array(self.stored.id_map)
         return self._keys
 
     def _mark_changed(self) -> None:
@@ -200,29 +197,21 @@ class VectorIndex:
             keys = keys[~np.isin(keys, np.fromiter(self._removed, dtype=np.int64))]
         if graph and len(keys) >= GRAPH_FROM:
             logger.info("building a graph of %s vectors; this takes minutes for each million", len(keys))
-        built = _empty(self.dimension, graph=graph)
+        index = _empty(self.dimension, graph=graph)
         if len(keys):
-            built.add_with_ids(self._faiss.reconstruct_batch(keys), keys)
-        self._faiss, self._removed = built, set()
+            index.add_with_ids(self.stored.reconstruct_batch(keys), keys)
+        self.stored, self._removed = index, set()
         self._mark_changed()
 
 
 def check_kind(kind: object) -> None:
-    """Raise for an unknown kind of index.
-
-    Raises:
-        ConfigError: it is none of ``auto``, ``flat`` and ``hnsw``.
-    """
+    """Raise ConfigError for an unknown kind of index."""
     if kind not in get_args(IndexKind):
         raise ConfigError(f"unknown index kind={kind!r}; choose one of {', '.join(get_args(IndexKind))}")
 
 
 def import_faiss() -> Any:
-    """Return faiss.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return faiss, or raise ConfigError if it is not installed."""
     try:
         import faiss
     except ImportError as error:
@@ -237,12 +226,6 @@ def _empty(dimension: int, *, graph: bool) -> Any:
     index = faiss.IndexHNSWFlat(dimension, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
     index.hnsw.efConstruction = BUILD_WIDTH
     return faiss.IndexIDMap2(index)
-
-
-def _selector_of(mask: NDArray[np.bool_]) -> Any:
-    import numpy as np
-
-    return import_faiss().IDSelectorBitmap(np.packbits(mask, bitorder="little"))
 
 
 def _inner(stored: Any) -> Any:
@@ -267,3 +250,109 @@ def unit_rows(vectors: ArrayLike) -> NDArray[np.float32]:
         raise RetrievalError("the embedding model returned a value that is not finite; check its weights and dtype")
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return np.ascontiguousarray(rows / np.where(lengths > 0, lengths, 1.0), dtype=np.float32)
+
+
+class DocumentVectors:
+    """A document table and a vector index under the same keys. Safe for use by several threads.
+
+    Methods of change raise ConfigError if the documents are memory-mapped.
+    """
+
+    def __init__(
+        self, kind: IndexKind = "auto", table: DocumentTable | None = None, vectors: VectorIndex | None = None
+    ) -> None:
+        self.table = table if table is not None else DocumentTable()
+        self.lock = threading.RLock()
+        self._kind: IndexKind = kind
+        self._vectors = vectors
+
+    def put(self, entries: Mapping[str, IndexEntry], rows: NDArray[np.float32]) -> list[Document]:
+        """Add documents by id, replacing those with the same ids, and return the replaced documents.
+
+        The table owns the entries from then on; ``rows`` has a vector of length one for each.
+
+        Raises:
+            RetrievalError: the vectors are of another dimension than those before.
+        """
+        import numpy as np
+
+        with self.lock:
+            self.table.mutable_entries()
+            vectors = self._of_dimension(rows.shape[1])
+            replaced = self.remove([name for name in entries if self.table.key_of(name) is not None])
+            # Vectors first, so that every document that a concurrent reader finds in the table has its vector.
+            first = self.table.next_key
+            vectors.add(np.arange(first, first + len(entries), dtype=np.int64), rows)
+            self.table.add(entries.values())
+            return replaced
+
+    def remove(self, ids: Sequence[str]) -> list[Document]:
+        """Remove documents by id, each of which is in the table, and return them."""
+        import numpy as np
+
+        with self.lock:
+            self.table.mutable_entries()
+            if not ids or self._vectors is None:
+                return []
+            keys, removed = self.table.remove(ids)
+            self._vectors.remove(np.sort(np.asarray(keys, dtype=np.int64)))
+            return removed
+
+    def rows_of(self, ids: Sequence[str]) -> NDArray[np.float32]:
+        """Return the vectors of documents that are in the table, one row per id."""
+        import numpy as np
+
+        with self.lock:
+            keys = np.asarray([self.table.key_of(name) for name in ids], dtype=np.int64)
+            if self._vectors is None or not len(keys):
+                return np.empty((0, 1), dtype=np.float32)
+            return self._vectors.rows(keys)
+
+    def nearest(
+        self, query: NDArray[np.float32], k: int, metadata_filter: MetadataFilter | None
+    ) -> list[tuple[Document, float]]:
+        """Return the ``k`` nearest documents, not copied, with their cosine, best first and ties by id.
+
+        Raises:
+            RetrievalError: the question's vector is of another dimension than those of the documents.
+        """
+        with self.lock:
+            if not len(self.table):
+                return []
+            vectors = self._of_dimension(query.shape[1])
+            allowed = None if metadata_filter is None else self.table.matching(metadata_filter)
+            keys = vectors.candidates(query, k, allowed)
+            rows = vectors.rows(keys).astype("float64")
+            # Row by row: a matrix product would sum in an order that depends on the row's position.
+            scores = (rows * query.astype("float64")).sum(axis=1).round(_SCORE_DECIMALS).clip(-1.0, 1.0)
+            entries = self.table.entries
+            hits = [(entries[int(key)].document, float(score)) for key, score in zip(keys, scores, strict=True)]
+            hits.sort(key=lambda hit: (-hit[1], str(hit[0].id)))
+            return hits[:k]
+
+    def compact(self) -> None:
+        """Drop the vectors of removed documents that a graph still holds."""
+        with self.lock:
+            self.table.mutable_entries()
+            if self._vectors is not None:
+                self._vectors.rebuild()
+
+    def stored(self, dimension: int) -> Any:
+        """Return the faiss index; an empty one of ``dimension`` if no document was ever added."""
+        with self.lock:
+            return self._of_dimension(dimension).stored
+
+    @property
+    def dimension(self) -> int | None:
+        """Length of a vector; None if no document was ever added."""
+        return None if self._vectors is None else self._vectors.dimension
+
+    def _of_dimension(self, dimension: int) -> VectorIndex:
+        if self._vectors is None:
+            self._vectors = VectorIndex(dimension, self._kind)
+        if dimension != self._vectors.dimension:
+            raise RetrievalError(
+                f"the embedding model returned vectors of dimension {dimension}, the index holds "
+                f"{self._vectors.dimension}; use the model that the index was built with"
+            )
+        return self._vectors

@@ -4,7 +4,7 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda
 
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.any_retriever import as_retriever
+from rag_posfix.retrieval.base import as_retriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
 
 DOCUMENTS = [Document(page_content=text, id=text) for text in ("one", "two", "three")]
@@ -36,7 +36,7 @@ def test_the_pipelines_own_retrievers_stay_as_they_are():
 
 @pytest.mark.parametrize("given", ["my.index", 5, BM25Retriever])
 def test_what_is_no_retriever_is_refused(given):
-    with pytest.raises(ConfigError, match=r"is no retriever; give a langchain retriever \(store.as_retriever\(\)\)"):
+    with pytest.raises(ConfigError, match=r"must be a langchain retriever \(store.as_retriever\(\)\)"):
         as_retriever(given)
 
 

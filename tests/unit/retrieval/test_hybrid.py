@@ -5,8 +5,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
-from rag_posfix.retrieval.fusion import min_max, reciprocal_ranks, weighted_scores
-from rag_posfix.retrieval.hybrid import HybridRetriever
+from rag_posfix.retrieval.hybrid import HybridRetriever, min_max, reciprocal_ranks, weighted_scores
 
 
 class Fixed:

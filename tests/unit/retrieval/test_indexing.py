@@ -14,8 +14,7 @@ from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.index.file_formats import BM25_ROLES
 from rag_posfix.retrieval.index.storage import read_manifest
 from rag_posfix.retrieval.indexing import build_index, update_index
-from rag_posfix.retrieval.ingest.ingest import read_documents
-from rag_posfix.retrieval.ingest.splitting import PassageSize
+from rag_posfix.retrieval.ingest.ingest import PassageSize, read_documents
 from tests.support.letter_embeddings import LetterEmbeddings
 
 

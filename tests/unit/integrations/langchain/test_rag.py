@@ -147,7 +147,7 @@ class TestInvoke:
             ({"mitigation": "context_expert"}, "Did you mean 'context_experts'"),
             ({"mitigation": "context_experts:expert=2"}, "Did you mean 'experts'"),
             ({"order": "revers"}, "Did you mean 'reverse'"),
-            ({"retriever": 5}, "retriever=5 is no retriever"),
+            ({"retriever": 5}, "retriever=5 must be a langchain retriever"),
         ],
     )
     def test_a_misspelt_part_is_told_when_it_is_made(self, options, message):

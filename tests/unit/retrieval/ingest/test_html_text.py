@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rag_posfix.retrieval.ingest.html_text import decode_html, html_text
+from rag_posfix.retrieval.ingest.readers import decode_html, html_text
 
 
 @pytest.mark.parametrize(

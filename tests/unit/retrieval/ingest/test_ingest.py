@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.errors import RetrievalError
-from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
-from rag_posfix.retrieval.ingest.splitting import PassageSize
+from rag_posfix.retrieval.ingest.ingest import PassageSize, read_documents, read_files
 
 
 def write_lines(path, *records):

@@ -6,9 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.ingest.ingest import read_documents
+from rag_posfix.retrieval.ingest.ingest import PassageSize, read_documents
 from rag_posfix.retrieval.ingest.readers import read_text
-from rag_posfix.retrieval.ingest.splitting import PassageSize
 from tests.support.pdf_files import pdf_of
 
 PAGES = ["First page line one.\nLine two.", "", "Third page, which has\nmore words than fit."]
