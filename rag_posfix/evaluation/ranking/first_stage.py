@@ -330,8 +330,8 @@ def vectors_retriever(names: Sequence[str], rows: NDArray[np.float32], embedding
     """Return a retriever over unit vectors that a store returned, whose documents have no text."""
     from rag_posfix.retrieval.dense import PassageRetriever
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
-    from rag_posfix.retrieval.index.vector_index import DocumentVectors
     from rag_posfix.retrieval.index.documents import IndexEntry
+    from rag_posfix.retrieval.index.vector_index import DocumentVectors
 
     # Not through the store, which would compute the length of each vector again and could change its last digit.
     contents = DocumentVectors("flat")
