@@ -27,31 +27,25 @@ class DelegatingGenerator(ABC, Generic[Inner]):
 
     @property
     def model_id(self) -> str:
-        """Name of the model."""
         return self._inner.model_id
 
     @property
     def fingerprint(self) -> str:
-        """Identity of weights and dtype."""
         return self._inner.fingerprint
 
     @property
     def context_window(self) -> int:
-        """Most tokens that prompt and answer may have together."""
         return self._inner.context_window
 
     @property
     def encoder(self) -> TokenEncoder:
-        """The tokenizer that prompts must be counted and encoded with."""
         return self._inner.encoder
 
     @property
     def scores_tokens(self) -> bool:
-        """Whether log-probabilities are returned."""
         return gives_scores(self._inner)
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
-        """Check a mitigation and its parameters and return what caching needs to know of it."""
         return self._inner.describe(choice)
 
     def generate(self, request: GenerationRequest) -> Generation:

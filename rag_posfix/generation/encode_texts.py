@@ -49,11 +49,7 @@ class TextEncoder:
         self._lock = threading.Lock()
 
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return one unit vector per text.
-
-        Args:
-            texts: At least one; those of similar length side by side need the least padding.
-        """
+        """Return one unit vector per text; texts of similar length side by side need the least padding."""
         import numpy as np
         import torch
 

@@ -43,14 +43,17 @@ class Engine:
 
     Several threads may call it; each answer keeps its own state.
 
-    Args:
+    Attributes:
         loaded: The model with the attention hook on it.
-        encoder: Its tokenizer.
-        model_id: Name for responses and cache keys.
+        encoder: The tokenizer that prompts must be counted and encoded with.
+        model_id: Name of the model for responses and cache keys.
         fingerprint: Identity of weights and dtype.
-        passages: Keeps keys and values of what was read, for prompts that hold the same; None keeps nothing. It
-            belongs to whoever made it.
+        passages: The passage KV store, for prompts that hold the same passages; None keeps nothing. It belongs to
+            whoever made it.
+        scores_tokens: Log-probabilities are returned.
     """
+
+    scores_tokens = True
 
     def __init__(
         self,
@@ -60,51 +63,26 @@ class Engine:
         fingerprint: str,
         passages: PassageStore | None = None,
     ) -> None:
-        self._loaded = loaded
-        self._encoder = encoder
-        self._model_id = model_id
-        self._fingerprint = fingerprint
-        self._passages = passages
-
-    @property
-    def loaded(self) -> LoadedModel:
-        """The model with the attention hook on it."""
-        return self._loaded
-
-    @property
-    def passages(self) -> PassageStore | None:
-        """The passage KV store, or None."""
-        return self._passages
+        self.loaded = loaded
+        self.encoder = encoder
+        self.model_id = model_id
+        self.fingerprint = fingerprint
+        self.passages = passages
 
     def with_passages(self, passages: PassageStore | None) -> Engine:
         """Return an engine over the same model that keeps keys and values in ``passages``; this one stays as it is."""
-        return Engine(self._loaded, self._encoder, self._model_id, self._fingerprint, passages)
-
-    @property
-    def model_id(self) -> str:
-        """Name of the model."""
-        return self._model_id
-
-    @property
-    def fingerprint(self) -> str:
-        """Identity of weights and dtype."""
-        return self._fingerprint
+        return Engine(self.loaded, self.encoder, self.model_id, self.fingerprint, passages)
 
     @property
     def context_window(self) -> int:
         """Most tokens that prompt and answer may have together."""
-        return self._loaded.spec.shape.context_window
+        return self.loaded.spec.shape.context_window
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token, in all layers: 2 L Hkv D times the size of the dtype."""
-        shape = self._loaded.spec.shape
-        return 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * int(self._loaded.model.dtype.itemsize)
-
-    @property
-    def encoder(self) -> Tokenizer:
-        """The tokenizer that prompts must be counted and encoded with."""
-        return self._encoder
+        shape = self.loaded.spec.shape
+        return 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * int(self.loaded.model.dtype.itemsize)
 
     def open(
         self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1, salt: str = ""
@@ -125,18 +103,18 @@ class Engine:
         The suffix is not read: any question may follow.
 
         Raises:
-            ConfigError: the engine has no store, or the mitigation does not read passages apart.
+            ConfigError: the engine has no store, or the mitigation does not encode passages independently.
             UnsupportedModelError: the model cannot be served by the mitigation.
         """
-        method, shape = create(mitigation.name, mitigation.parameters), self._loaded.spec.shape
+        method, shape = create(mitigation.name, mitigation.parameters), self.loaded.spec.shape
         plan = method.checked_plan(layout, shape)
-        if self._passages is None:
+        if self.passages is None:
             raise ConfigError("precomputing needs a passage store; give the engine one, or turn it on in the settings")
-        rows = [resolve(row, layout, self._loaded.device) for row in plan.rows if not row.joint]
-        if not (plan.independent_passages and self._loaded.keeps_all_keys and can_share_batch(rows)):
+        rows = [resolve(row, layout, self.loaded.device) for row in plan.rows if not row.joint]
+        if not (plan.independent_passages and self.loaded.keeps_all_keys and can_share_batch(rows)):
             raise ConfigError(
                 f"{mitigation.name} does not read passages independently of each other on "
-                f"{shown_model(self._model_id)}, so they cannot be precomputed; use parallel_windows, "
+                f"{shown_model(self.model_id)}, so they cannot be precomputed; use parallel_windows, "
                 "set_prompting, parallel_encoding, context_experts or "
                 "passage_answers"
             )
@@ -145,10 +123,10 @@ class Engine:
                 f"{mitigation.name} with these parameters places a passage by the length of those around it, so that "
                 "it cannot be precomputed; use the default parameters"
             )
-        kv_lookup = KVLookup(self._passages, self._fingerprint, self.describe(mitigation).fingerprint, salt)
+        kv_lookup = KVLookup(self.passages, self.fingerprint, self.describe(mitigation).fingerprint, salt)
         with torch.inference_mode():
-            states, cached = encode_passages(self._loaded, layout, rows, kv_lookup)
-        return sum(one.shape[3] for one in states.values()) - cached
+            kv, cached = encode_passages(self.loaded, layout, rows, kv_lookup)
+        return sum(segment.shape[3] for segment in kv.values()) - cached
 
     def _positions_independent(self, layout: Layout, method: Mitigation, rows: Sequence[ResolvedRow]) -> bool:
         """Return whether the shortest passage has the positions that it has as the only passage."""
@@ -156,17 +134,11 @@ class Engine:
             return True
         shortest = min(range(layout.n_passages), key=lambda i: len(layout.passages[i]))
         alone = layout.select((shortest,))
-        plan = method.checked_plan(alone, self._loaded.spec.shape)
-        resolved = [resolve(row, alone, self._loaded.device) for row in plan.rows if not row.joint]
+        plan = method.checked_plan(alone, self.loaded.spec.shape)
+        resolved = [resolve(row, alone, self.loaded.device) for row in plan.rows if not row.joint]
         return passage_starts(resolved, 0) == passage_starts(rows, shortest)
 
-    @property
-    def scores_tokens(self) -> bool:
-        """Log-probabilities are returned."""
-        return True
-
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
-        """Check a mitigation and its parameters and return what caching needs to know of it."""
         return mitigation_info(choice)
 
     def next_log_probs(self, layout: Layout, mitigation: MitigationChoice | None = None) -> Tensor:
@@ -180,17 +152,14 @@ class Engine:
     def question_likelihood(self, layout: Layout, salt: str = "") -> tuple[float, ...]:
         """Return for each passage the mean log-probability of the question's tokens after that passage alone.
 
-        Args:
-            layout: The passages, and the suffix that each of them is followed by. All are read together.
-            salt: As in ``GenerationRequest``.
+        All passages are read together, each followed by the suffix. Salt as in ``GenerationRequest``.
 
         Raises:
             PromptTooLongError: a passage with prefix and suffix exceeds the context window.
         """
-        around = len(layout.prefix) + len(layout.suffix)
-        longest = around + max((len(span) for span in layout.passages), default=0)
+        longest = len(layout.prefix) + len(layout.suffix) + max(map(len, layout.passages), default=0)
         self._check_prompt(longest)
-        loaded = self._loaded.reading(longest)
+        loaded = self.loaded.reading(longest)
         return question_likelihood(loaded, layout, self._lookup(loaded, salt))
 
     def question_attention(
@@ -207,7 +176,6 @@ class Engine:
 
         Args:
             layouts: Prompts that differ in their suffix alone: what they share is read once.
-            salt: As in ``GenerationRequest``.
             check: Called before each suffix is read; what it raises ends the reading.
             layers: Which layers count, from 0; all if None.
             heads: Which query heads count, as (layer, head) from 0, in place of ``layers``; all if None.
@@ -228,10 +196,7 @@ class Engine:
         Averaged over layers and heads. The first prompt is read whole; of the others, what follows the tokens that
         they share with it.
 
-        Args:
-            layouts: Prompts with the same number of passages each.
-            salt: As in ``GenerationRequest``.
-            check: Called before each further prompt is read; what it raises ends the reading.
+        ``check`` is called before each further prompt is read; what it raises ends the reading.
 
         Raises:
             PromptTooLongError: one exceeds the context window.
@@ -244,19 +209,19 @@ class Engine:
         """Return the model as it reads prompts that begin alike. Errors as those of ``_check_prompt``."""
         longest = max((len(layout.token_ids) for layout in layouts), default=0)
         self._check_prompt(longest)
-        return self._loaded.reading(longest)
+        return self.loaded.reading(longest)
 
     def _lookup(self, loaded: LoadedModel, salt: str, method: str = "") -> KVLookup | None:
         """Return the store as a method sees it; without its identity, as prompts see it that are read unmodified."""
-        if self._passages is None:
+        if self.passages is None:
             return None
-        frequencies = "" if loaded is self._loaded else "+extended"  # keys have other angles
-        return KVLookup(self._passages, self._fingerprint + frequencies, method, salt)
+        frequencies = "" if loaded is self.loaded else "+extended"  # keys have other angles
+        return KVLookup(self.passages, self.fingerprint + frequencies, method, salt)
 
     def _check_prompt(self, n_tokens: int) -> None:
-        if self._loaded.spec.ranks.count > 1:
+        if self.loaded.spec.ranks.count > 1:
             raise UnsupportedModelError(
-                f"{shown_model(self._model_id)} is split over {self._loaded.spec.ranks.count} processes, which read "
+                f"{shown_model(self.model_id)} is split over {self.loaded.spec.ranks.count} processes, which read "
                 "no passages for rerankers; serve it with tp=1, or use the embedding or the cross_encoder reranker"
             )
         if n_tokens > self.context_window:
@@ -278,12 +243,12 @@ class Engine:
         return self._stream(request, self.plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
     def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:
+        prompt: Sequence[ScoredToken] = ()
         if request.prompt_scored:
-            session, prompt = open_scored(self.open, request, self._encoder.token_bytes)
-            yield from self.resume(session, request, prompt=prompt)
-            return
-        session = self.prefill(request.layout, plan, request.mitigation, request.salt)
-        yield from self.resume(session, request)
+            session, prompt = open_scored(self.open, request, self.encoder.token_bytes)
+        else:
+            session = self.prefill(request.layout, plan, request.mitigation, request.salt)
+        yield from self.resume(session, request, prompt=prompt)
 
     def resume(
         self,
@@ -299,7 +264,7 @@ class Engine:
             prompt: The tokens of the prompt with their log-probabilities, if the request asked for them.
         """
         advance = advance or session.advance
-        writer = AnswerWriter(self._encoder, session, request, prompt)
+        writer = AnswerWriter(self.encoder, session, request, prompt)
         while not writer.done:
             if (chunk := writer.write(session.next_log_probs())).text:
                 yield chunk
@@ -314,16 +279,16 @@ class Engine:
             choice: What the plan was made by; without it nothing is found in the passage store, or kept there.
             salt: As in ``GenerationRequest``.
         """
-        kv_lookup, loaded = None, self._loaded.reading(max(_lengths(layout, plan)))
-        # What is split over processes is kept by none: they would have to find the same, and each has its own heads.
-        if choice is not None and self._loaded.spec.ranks.count == 1:
+        kv_lookup, loaded = None, self.loaded.reading(max(_lengths(layout, plan)))
+        # Ranks of a split model store no passages: they would have to find the same, and each has its own heads.
+        if choice is not None and self.loaded.spec.ranks.count == 1:
             kv_lookup = self._lookup(loaded, salt, self.describe(choice).fingerprint)
-        text = AnswerText(self._encoder.eos_ids, self._encoder.decode_answer)
+        text = AnswerText(self.encoder.eos_ids, self.encoder.decode_answer)
         return Session(loaded, layout, plan, text, kv_lookup)
 
     def plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
         """Return what a mitigation does with a prompt. Runs no model. Errors as those of ``open``."""
-        plan = create(choice.name, choice.parameters).checked_plan(layout, self._loaded.spec.shape)
+        plan = create(choice.name, choice.parameters).checked_plan(layout, self.loaded.spec.shape)
         self._check_length(layout, plan, max_tokens)
         return plan
 
@@ -332,7 +297,7 @@ class Engine:
         window = self.context_window
         if plan.draft is not None:
             max_tokens = max(max_tokens, plan.draft.max_tokens)
-        needed, original = max(_lengths(layout, plan)), self._loaded.spec.original_window
+        needed, original = max(_lengths(layout, plan)), self.loaded.spec.original_window
         if needed + max_tokens > window:
             raise PromptTooLongError(
                 f"the prompt takes {needed} tokens and max_tokens={max_tokens} more, but the context window is "

@@ -33,60 +33,34 @@ class FakeGenerator:
     log-probability log 1/2, and made-up alternatives.
 
     Args:
-        encoder: A tokenizer.
-        context_window: Most tokens that prompt and answer may have together.
-        order_invariant: What it says of every mitigation.
+        context_window: Token limit of prompt and answer together.
+        order_invariant: What ``describe`` returns for every mitigation.
     """
 
+    model_id, fingerprint, scores_tokens = "fake", "fake-1", True
+
     def __init__(self, encoder: TokenEncoder, context_window: int = 8192, *, order_invariant: bool = True) -> None:
-        self._encoder = encoder
-        self._window = context_window
+        self.encoder, self.context_window = encoder, context_window
         self._order_invariant = order_invariant
 
-    @property
-    def model_id(self) -> str:
-        """Name of the model."""
-        return "fake"
-
-    @property
-    def fingerprint(self) -> str:
-        """Identity for cache keys."""
-        return "fake-1"
-
-    @property
-    def context_window(self) -> int:
-        """Most tokens that prompt and answer may have together."""
-        return self._window
-
-    @property
-    def encoder(self) -> TokenEncoder:
-        """The tokenizer given."""
-        return self._encoder
-
-    @property
-    def scores_tokens(self) -> bool:
-        """Log-probabilities are returned."""
-        return True
-
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
-        """Return what the name says; mitigations are checked as the engine checks them."""
+        """Check a mitigation as the engine does; all are as order-invariant as the constructor says."""
         from rag_posfix.mitigations import create
 
         method = create(choice.name, choice.parameters)
         return MitigationInfo(method.name, method.fingerprint(), self._order_invariant)
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """Return the whole answer."""
         layout, sampling = request.layout, request.sampling
-        if len(layout.token_ids) + sampling.max_tokens > self._window:
+        if len(layout.token_ids) + sampling.max_tokens > self.context_window:
             raise PromptTooLongError(
                 f"the prompt takes {len(layout.token_ids)} tokens and max_tokens={sampling.max_tokens} more, but the "
-                f"context window is {self._window}; use fewer or shorter passages, or lower max_tokens"
+                f"context window is {self.context_window}; use fewer or shorter passages, or lower max_tokens"
             )
-        question = self._encoder.decode(layout.tokens(layout.question))
-        passages = [self._encoder.decode(layout.tokens(span)) for span in layout.texts]
-        asked = set(re.findall(r"\w+", question.lower()))
-        shared = [len(asked & set(re.findall(r"\w+", passage.lower()))) for passage in passages]
+        question = self.encoder.decode(layout.tokens(layout.question))
+        passages = [self.encoder.decode(layout.tokens(span)) for span in layout.texts]
+        words_asked = set(re.findall(r"\w+", question.lower()))
+        shared = [len(words_asked & set(re.findall(r"\w+", passage.lower()))) for passage in passages]
         chosen = max(range(len(passages)), key=lambda i: (shared[i], layout.keys[i]), default=None)
         text = f"No passages for: {question}" if chosen is None else passages[chosen].split(". ")[0]
         scored = _scored(text, sampling)
@@ -116,21 +90,20 @@ class FakeGenerator:
         yield Chunk("", generation)
 
     def _scored_prompt(self, request: GenerationRequest) -> tuple[ScoredToken, ...]:
-        pieces = [self._encoder.decode([token]) for token in request.layout.token_ids]
+        pieces = [self.encoder.decode([token]) for token in request.layout.token_ids]
         first, *others = _scored_pieces(pieces, request.sampling.top_logprobs or 0)
         return (ScoredToken(TokenScore(first.token.data, None), 0), *others)
 
 
 def _scored(text: str, sampling: Sampling) -> tuple[ScoredToken, ...]:
-    """Return the words of the answer with log-probabilities: log 1/2 each, and log 1/4, 1/8, ... for alternatives."""
     return () if sampling.top_logprobs is None else _scored_pieces(_WORDS.findall(text), sampling.top_logprobs)
 
 
 def _scored_pieces(pieces: Sequence[str], n_top: int) -> tuple[ScoredToken, ...]:
     starts = accumulate(map(len, pieces), initial=0)
-    found = []
+    scored = []
     for piece, start in zip(pieces, starts, strict=False):
         others = [TokenScore(f"other{rank}".encode(), -math.log(2) * (rank + 1)) for rank in range(1, n_top)]
-        own = TokenScore(piece.encode(), -math.log(2))
-        found.append(ScoredToken(own, start, (own, *others)[:n_top]))
-    return tuple(found)
+        token = TokenScore(piece.encode(), -math.log(2))
+        scored.append(ScoredToken(token, start, (token, *others)[:n_top]))
+    return tuple(scored)

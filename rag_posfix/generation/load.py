@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,40 +94,43 @@ def load_engine(
     if adapter is not None:
         check_adapter(adapter)
     place = usable_device(device)
-    kind = _dtype(dtype, place)
+    torch_dtype = _dtype(dtype, place)
     options = _placing(device_map, ranks)
     packaged = PACKAGED.get(model)
     if packaged is not None:
-        source, loaded, tokenizer = _load_packaged(packaged, cache_dir or default_cache_dir(), kind, place, **options)
+        source, loaded, tokenizer = _load_packaged(
+            packaged, cache_dir or default_cache_dir(), torch_dtype, place, **options
+        )
     else:
-        source, (loaded, tokenizer) = model, load_pretrained(model, kind, place, **options)
+        source, (loaded, tokenizer) = model, load_pretrained(model, torch_dtype, place, **options)
     if adapter is not None:
         loaded = merge_adapter(loaded, adapter)
-    fingerprint = _fingerprint(source, kind, cache_dir or default_cache_dir(), adapter)
-    stated = read_generation_config(folder_of(source))
+    fingerprint = _fingerprint(source, torch_dtype, cache_dir or default_cache_dir(), adapter)
+    generation_config = read_generation_config(folder_of(source))
     with _as_config_error(
-        source, f"run in {str(kind).removeprefix('torch.')} on {place}", "use another dtype or device"
+        source, f"run in {str(torch_dtype).removeprefix('torch.')} on {place}", "use another dtype or device"
     ):
         spec = install(loaded, ranks)
         spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
         verify(loaded, spec)
         rows = 1 if ranks is not None else rows_for(batch_invariant, loaded)
-        encoder = Tokenizer(tokenizer, eos_ids=stated.eos_ids)
+        encoder = Tokenizer(tokenizer, eos_ids=generation_config.eos_ids)
     name = _name_of(model, adapter)
-    _log.info("loaded %s as %s on %s", name, kind, place)
-    if stated.ignored:
-        _log.info("settings of its generation config that are not applied: %s", stated.ignored)
+    _log.info("loaded %s as %s on %s", name, torch_dtype, place)
+    if generation_config.ignored:
+        _log.info("settings of its generation config that are not applied: %s", generation_config.ignored)
     return Engine(LoadedModel(loaded, spec, rows), encoder, name, fingerprint)
 
 
 def _placing(device_map: str | None, ranks: Ranks | None) -> dict[str, Any]:
-    """Return what transformers needs to place the weights other than on one device.
+    """Return what transformers needs to place the weights other than on one device."""
+    if device_map is None and (ranks is None or ranks.count == 1):
+        return {}
+    if device_map is None and ranks is not None:
+        from transformers import DistributedConfig
 
-    Raises:
-        ConfigError: the device map is unknown, or accelerate is not installed.
-    """
-    if device_map is None:
-        return {} if ranks is None or ranks.count == 1 else {"distributed_config": _split(ranks.count)}
+        # This rank's share: heads and channels of each layer, split evenly.
+        return {"distributed_config": DistributedConfig(tp_size=ranks.count)}
     if device_map not in DEVICE_MAPS:
         raise ConfigError(f"device_map={device_map!r} must be one of {', '.join(DEVICE_MAPS)}")
     if find_spec("accelerate") is None:
@@ -142,15 +145,8 @@ def source_of(model: str, cache_dir: Path | None = None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What is known of a model without its weights in memory.
-
-    Attributes:
-        name: Its name in responses.
-        fingerprint: Identity of weights and dtype, as that of the loaded model.
-        context_window: Token limit of prompt and answer together.
-        tokenizer: Its tokenizer.
-    """
+class ModelMetadata:
+    """A model without its weights in memory; attributes as those of ``Engine``."""
 
     name: str
     fingerprint: str
@@ -158,8 +154,10 @@ class ModelFacts:
     tokenizer: Tokenizer
 
 
-def read_facts(model: str, *, dtype: str, device: str, cache_dir: Path, adapter: Path | None = None) -> ModelFacts:
-    """Return what is known of a model without its weights in memory; a packaged model is converted if needed.
+def read_metadata(
+    model: str, *, dtype: str, device: str, cache_dir: Path, adapter: Path | None = None
+) -> ModelMetadata:
+    """Read a model without its weights; a packaged model is converted if needed.
 
     Raises:
         ConfigError: the model cannot be found or read.
@@ -169,22 +167,22 @@ def read_facts(model: str, *, dtype: str, device: str, cache_dir: Path, adapter:
 
     if adapter is not None:
         check_adapter(adapter)
-    kind = _dtype(dtype, usable_device(device))
+    torch_dtype = _dtype(dtype, usable_device(device))
     source = source_of(model, cache_dir)
     with _as_config_error(source):
         shape = read_shape(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
         eos_ids = read_generation_config(folder_of(source)).eos_ids
-        return ModelFacts(
+        return ModelMetadata(
             _name_of(model, adapter),
-            _fingerprint(source, kind, cache_dir, adapter),
+            _fingerprint(source, torch_dtype, cache_dir, adapter),
             shape.context_window,
             Tokenizer(tokenizer, eos_ids=eos_ids),
         )
 
 
 def generation_config_of(model: str, cache_dir: Path) -> GenerationConfig:
-    """Return the generation config of a model that has been loaded; errors as those of ``read_facts``."""
+    """Return the generation config of a model that has been loaded; errors as those of ``read_metadata``."""
     return read_generation_config(folder_of(source_of(model, cache_dir)))
 
 
@@ -195,22 +193,13 @@ def _name_of(model: str, adapter: Path | None) -> str:
 
 
 def read_shape(source: str) -> ModelShape:
-    """Return what a model's configuration says of it; no weights are read.
-
-    Raises:
-        ConfigError: there is no such model.
-        UnsupportedModelError: its family is not supported.
-    """
-    config = _read_config(source)
+    """Return the shape that a model's configuration states; errors as those of ``read_metadata``."""
+    config = _read_config(source).get_text_config()
     return shape_of(config, family_of(config))
 
 
 def usable_device(device: str) -> str:
-    """Return the device that is meant, ``cpu`` or ``cuda`` for ``auto``.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    """Return the device, ``cpu`` or ``cuda`` for ``auto``; ConfigError if it cannot be used."""
     import torch
 
     if device == "auto":
@@ -238,24 +227,22 @@ def _dtype(dtype: str, device: str) -> Any:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keep transformers' progress bars off the terminal: ours belongs there."""
+    """Keep transformers' progress bars off the terminal, where the command line shows its own."""
     from transformers.utils import logging as transformers_logging
 
-    shown = transformers_logging.is_progress_bar_enabled()
+    enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             transformers_logging.enable_progress_bar()
 
 
 def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, Any]:
     """Return the stock model and the tokenizer of a folder or an id, as transformers loads them.
 
-    Raises:
-        ConfigError: they cannot be found or read.
-        UnsupportedModelError: the family is not supported; told before the weights are read.
+    Errors as those of ``read_metadata``, raised before the weights are read where the configuration suffices.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -263,7 +250,7 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
         raise missing_extra("transformers", "local") from error
     with _as_config_error(source), quiet_loading():
         if "gguf_file" not in options:  # a family that is refused is told before its weights are read
-            config = _whole_config(source)
+            config = _read_config(source)
             family_of(config.get_text_config())
             if is_quantised(config) and not _PLACED & options.keys():
                 # Quantised weights are made where they stay: most kinds cannot be moved.
@@ -287,11 +274,7 @@ def is_quantised(config: Any) -> bool:
 
 
 def _read_config(source: str) -> Any:
-    return _whole_config(source).get_text_config()
-
-
-def _whole_config(source: str) -> Any:
-    """Return the configuration; a source with the files of an adapter is refused."""
+    """Return the configuration; a source with the files of an adapter is rejected."""
     from transformers import AutoConfig
 
     with _as_config_error(source):
@@ -319,17 +302,10 @@ def _as_config_error(source: str, wanted: str = "be loaded", advice: str = "") -
         raise ConfigError(f"model {source!r} cannot {wanted}: {reason}; {advice}") from error
 
 
-def _split(count: int) -> Any:
-    """Return what makes transformers load this rank's share: heads and channels of each layer, dealt out evenly."""
-    from transformers import DistributedConfig
-
-    return DistributedConfig(tp_size=count)
-
-
 def _load_packaged(
     packaged: PackagedModel, cache_dir: Path, dtype: Any, device: str, **options: Any
 ) -> tuple[str, Any, Any]:
-    """Return where the model was loaded from, and it; converted weights that are damaged are converted again, once."""
+    """Return where the model was loaded from, and it; damaged converted weights are converted again, once."""
     source = str(_converted(packaged, cache_dir))
     try:
         loaded, tokenizer = load_pretrained(source, dtype, device, **options)
@@ -361,10 +337,15 @@ def convert(gguf: Path, target: Path) -> None:
     """Write the dequantised model beside ``target`` and move it there whole; the last writer of several wins."""
     import torch
 
+    dense: dict[str, Any] = {}
+    with suppress(ImportError):  # older transformers unpack GGUF weights always and lack the option
+        from transformers.utils.quantization_config import GgufConfig
+
+        dense = {"quantization_config": GgufConfig(dequantize=True)}
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        model, tokenizer = load_pretrained(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **_dense())
+        model, tokenizer = load_pretrained(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **dense)
         # True where the Hub is off; the files' content is the fingerprint, and stores are shared by fingerprint.
         tokenizer.init_kwargs["local_files_only"] = False
         with quiet_loading():
@@ -379,15 +360,6 @@ def convert(gguf: Path, target: Path) -> None:
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _dense() -> dict[str, Any]:
-    """Return the option that unpacks GGUF weights; older transformers unpack them always and lack it."""
-    try:
-        from transformers.utils.quantization_config import GgufConfig
-    except ImportError:
-        return {}
-    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 def _fingerprint(source: str, dtype: Any, cache_dir: Path, adapter: Path | None) -> str:

@@ -34,7 +34,7 @@ from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.deferred import DeferredGenerator, deferred_generator
 from rag_posfix.generation.encode_texts import TextEncoder
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.load import load_engine, quiet_loading, read_facts
+from rag_posfix.generation.load import load_engine, quiet_loading, read_metadata
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.remote.address import is_remote, parse_remote
 from rag_posfix.generation.remote.connection import ServerLimits
@@ -264,7 +264,7 @@ def build_tokenizer(settings: Settings) -> Tokenizer:
         ConfigError: the model cannot be found or read.
         UnsupportedModelError: its family is not supported.
     """
-    facts = read_facts(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
+    facts = read_metadata(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
     return facts.tokenizer
 
 

@@ -15,7 +15,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from rag_posfix.contracts.generator import PassageReader
 from rag_posfix.contracts.request import Chunk, GenerationRequest
 from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
-from rag_posfix.generation.batching.requests import RequestHandle, RunningRequest, SteppedGenerator, decode_step
+from rag_posfix.generation.batching.requests import (
+    RequestHandle,
+    RunningRequest,
+    SteppedGenerator,
+    decode_step,
+    write_tokens,
+)
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.plan.layout import Layout
 
@@ -30,10 +36,6 @@ class Worker:
 
     Between two decode steps it prefills at most one prompt: running answers never wait for a whole queue of prompts,
     and a prompt never waits for a running answer to end while fewer than ``max_running`` are decoded.
-
-    Args:
-        max_running: Answers that are decoded at the same time.
-        on_step: Called before each decode step with the number of answers that share it. Must be quick.
     """
 
     def __init__(
@@ -47,26 +49,16 @@ class Worker:
         self._waiting: deque[RequestHandle] = deque()  # anyone appends; only the thread removes
         self._running: list[RunningRequest] = []  # the thread's own
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self.closed = False
 
     @property
     def waiting(self) -> int:
-        """How many requests wait; the one whose prompt is being read is still among them."""
         return len(self._waiting)
 
-    @property
-    def closed(self) -> bool:
-        """Whether requests are refused."""
-        return self._closed
-
     def submit(self, handle: RequestHandle) -> None:
-        """Take a request in.
-
-        Raises:
-            GenerationError: the worker was closed.
-        """
+        """Queue a request; GenerationError if the worker was closed."""
         with self._changed:
-            if self._closed:
+            if self.closed:
                 raise GenerationError("the generator is closed; make a new one")
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="rag-posfix-generation", daemon=True)
@@ -80,7 +72,7 @@ class Worker:
     def stop(self) -> None:
         """End the thread after the prompt or step that it is at. Returns at once."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()
 
     def close(self, timeout_seconds: float = CLOSING_SECONDS) -> None:
@@ -97,8 +89,8 @@ class Worker:
         thread.join(timeout_seconds)
         if thread.is_alive():
             with self._changed:
-                left = self._open()
-            self._fail(left)
+                handles = self._open_handles()
+            self._fail(handles)
             raise GenerationError(
                 f"the generator was closed, and the model is still at a prompt or step after {timeout_seconds:g} s; "
                 "end the process if it does not return"
@@ -119,18 +111,18 @@ class Worker:
     def _has_work(self) -> bool:
         """Wait for work; return whether there is any to be done."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
-            return not self._closed
+            self._changed.wait_for(lambda: self.closed or self._waiting or self._running)
+            return not self.closed
 
     def _drop_cancelled(self) -> None:
         """Drop requests that nobody waits for."""
         with self._changed:
             waiting = list(self._waiting)
         for handle in waiting:
-            if not handle.still_wanted():
+            if not handle.is_wanted():
                 with self._changed:
                     self._waiting.remove(handle)
-        self._running = [one for one in self._running if one.handle.still_wanted()]
+        self._running = [request for request in self._running if request.handle.is_wanted()]
 
     def _prefill_one(self) -> None:
         """Read the prompt that has waited longest and write its first token, if there is room for one more answer."""
@@ -138,9 +130,7 @@ class Worker:
             return
         handle = self._waiting[0]  # stays there meanwhile: whatever happens, `_end` finds it
         try:
-            running = RunningRequest(self._engine, handle)
-            if running.write():
-                self._running.append(running)
+            self._running += write_tokens([RunningRequest(self._engine, handle)])
         except Exception as error:
             handle.fail(error)
         with self._changed:
@@ -148,18 +138,18 @@ class Worker:
 
     def _end(self) -> None:
         with self._changed:
-            left = self._open()
+            handles = self._open_handles()
             self._waiting.clear()
             self._running = []
             self._thread = None  # where the thread died of itself, the next request starts another
         atexit.unregister(self.close)
-        self._fail(left)
+        self._fail(handles)
 
-    def _open(self) -> list[RequestHandle]:
-        return [*self._waiting, *(one.handle for one in self._running)]
+    def _open_handles(self) -> list[RequestHandle]:
+        return [*self._waiting, *(request.handle for request in self._running)]
 
     def _fail(self, handles: Sequence[RequestHandle]) -> None:
-        how = "was closed" if self._closed else "stopped"
+        how = "was closed" if self.closed else "stopped"
         for handle in handles:
             handle.fail(GenerationError(f"the generator {how} before the answer was complete; ask again"))
 

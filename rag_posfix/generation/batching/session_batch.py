@@ -7,6 +7,7 @@ where scores are compared, score them in equal batches.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,15 +39,15 @@ def advance_batch(sessions: Sequence[Session], tokens: Sequence[int]) -> None:
     Sessions share one forward pass, whatever their mitigations; those of models whose layers do not keep all keys
     advance on their own. Any sessions of one model may come together at any step.
     """
-    joint = [i for i, session in enumerate(sessions) if session.can_share_pass]
-    if len(joint) < 2:
-        joint = []
-    for i in sorted(set(range(len(sessions))) - set(joint)):
+    shared = [i for i, session in enumerate(sessions) if session.can_share_pass]
+    if len(shared) < 2:
+        shared = []
+    for i in sorted(set(range(len(sessions))) - set(shared)):
         sessions[i].advance(tokens[i])
-    observers = [sessions[i].observers() for i in joint]
-    found = _pass([(sessions[i].batches, [tokens[i]]) for i in joint], 1, observers)
-    for i, logits, seen in zip(joint, found, observers, strict=True):
-        sessions[i].accept(tokens[i], logits[:, -1], seen)
+    observers = [sessions[i].observers() for i in shared]
+    logits_of = _pass([(sessions[i].batches, [tokens[i]]) for i in shared], 1, observers)
+    for i, logits, session_observers in zip(shared, logits_of, observers, strict=True):
+        sessions[i].accept(tokens[i], logits[:, -1], session_observers)
 
 
 @torch.inference_mode()
@@ -55,12 +56,12 @@ def score_batch(sessions: Sequence[Session], answers: Sequence[Sequence[int]]) -
 
     Cost: one forward pass over the longest answer.
     """
-    joint = [i for i, session in enumerate(sessions) if session.can_share_pass and len(answers[i]) > 1]
-    longest = max((len(answers[i]) - 1 for i in joint), default=0)
+    shared = [i for i, session in enumerate(sessions) if session.can_share_pass and len(answers[i]) > 1]
+    longest = max((len(answers[i]) - 1 for i in shared), default=0)
     # Padding after an answer is hidden from it by causality.
-    padded = [[*answers[i][:-1], *[0] * (longest + 1 - len(answers[i]))] for i in joint]
-    ahead = [[batch.branch() for batch in sessions[i].batches] for i in joint]
-    logits = dict(zip(joint, _pass(list(zip(ahead, padded, strict=True)), longest), strict=True))
+    padded = [[*answers[i][:-1], *[0] * (longest + 1 - len(answers[i]))] for i in shared]
+    ahead = [[batch.branch() for batch in sessions[i].batches] for i in shared]
+    logits = dict(zip(shared, _pass(list(zip(ahead, padded, strict=True)), longest), strict=True))
     return [
         session.score_from(answer, logits[i][:, : len(answer) - 1]) if i in logits else session.score(answer)
         for i, (session, answer) in enumerate(zip(sessions, answers, strict=True))
@@ -68,26 +69,24 @@ def score_batch(sessions: Sequence[Session], answers: Sequence[Sequence[int]]) -
 
 
 def _pass(
-    given: Sequence[tuple[Sequence[SequenceBatch], Sequence[int]]],
+    appended: Sequence[tuple[Sequence[SequenceBatch], Sequence[int]]],
     keep: int,
     observers: Sequence[Sequence[Observer | None]] | None = None,
 ) -> list[Tensor]:
-    """Append each session's tokens to all of its rows, in one pass; return the logits of each session, (R, keep, V).
+    """Append tokens to all rows of each session's batches, in one pass.
 
-    Args:
-        given: The batches of each session, and the tokens to append.
-        keep: Number of last tokens whose logits are returned.
-        observers: Of each batch of each session.
+    Returns the logits of the last ``keep`` tokens of each session, (R, keep, V). ``observers`` are of each batch of
+    each session.
     """
-    if not given:
+    if not appended:
         return []
-    batches = [batch for own, _ in given for batch in own]
-    rows = [tokens for own, tokens in given for batch in own for _ in range(batch.n_rows)]
+    batches = [batch for session_batches, _ in appended for batch in session_batches]
+    rows = [tokens for session_batches, tokens in appended for batch in session_batches for _ in range(batch.n_rows)]
     ids = torch.tensor(rows, device=batches[0].loaded.device)  # one upload for all
     ids_of = list(torch.split(ids, [batch.n_rows for batch in batches]))
-    seen = None if observers is None else [observer for own in observers for observer in own]
-    found = iter(forward_batches(batches, ids_of, keep, seen))
-    return [torch.cat([next(found) for _ in own]) for own, _ in given]
+    flat = None if observers is None else list(itertools.chain.from_iterable(observers))
+    logits = iter(forward_batches(batches, ids_of, keep, flat))
+    return [torch.cat([next(logits) for _ in session_batches]) for session_batches, _ in appended]
 
 
 def generate_batch(
@@ -101,10 +100,12 @@ def generate_batch(
         chosen = choose_together([writer.sampler for _, writer in open_answers], scores)
         for (_, writer), token, log_probs in zip(open_answers, chosen, scores, strict=True):
             writer.accept(token, log_probs)
-        going = [(session, writer.last) for session, writer in zip(sessions, writers, strict=True) if not writer.done]
-        if not going:
+        continuing = [
+            (session, writer.last) for session, writer in zip(sessions, writers, strict=True) if not writer.done
+        ]
+        if not continuing:
             return [whole_answer([writer.end()]) for writer in writers]
-        advance_batch([session for session, _ in going], [token for _, token in going])
+        advance_batch([session for session, _ in continuing], [token for _, token in continuing])
 
 
 def in_batches(items: Iterable[T], session_of: Callable[[T], Session]) -> Iterator[list[T]]:
@@ -114,16 +115,12 @@ def in_batches(items: Iterable[T], session_of: Callable[[T], Session]) -> Iterat
     """
     batch: list[T] = []
     for item in items:
-        sessions = [session_of(one) for one in (*batch, item)]
-        rows = sum(map(_n_rows, sessions))
-        tokens = sum(b.n_rows * b.length for session in sessions for b in session.batches)
+        batches = [b for member in (*batch, item) for b in session_of(member).batches]
+        rows = sum(b.n_rows for b in batches)
+        tokens = sum(b.n_rows * b.length for b in batches)
         if batch and (rows > MAX_ROWS or tokens > MAX_TOKENS):
             yield batch
             batch = []
         batch.append(item)
     if batch:
         yield batch
-
-
-def _n_rows(session: Session) -> int:
-    return sum(batch.n_rows for batch in session.batches)

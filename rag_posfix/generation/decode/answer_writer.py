@@ -24,24 +24,16 @@ from rag_posfix.generation.model.tokenizer import Tokenizer
 
 
 class Sampler:
-    """Chooses tokens for one answer. Seeded runs repeat on the same machine; no global random state is touched.
-
-    Args:
-        sampling: Temperature, top-p, top-k and seed.
-    """
+    """Chooses tokens for one answer. Seeded runs repeat on the same machine; no global random state is touched."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
+        self.greedy = sampling.temperature == 0.0
         self._random = torch.Generator(device="cpu")
         if sampling.seed is None:
             self._random.seed()
         else:
             self._random.manual_seed(sampling.seed)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
-        return self._sampling.temperature == 0.0
 
     def choose(self, log_probs: Tensor) -> int:
         """Return a token id. Greedy takes the first of equals, so that a tie never depends on chance.
@@ -77,25 +69,22 @@ def choose_together(samplers: Sequence[Sampler], log_probs: Sequence[Tensor]) ->
     Shapes:
         log_probs: (V,) float32 each.
     """
-    found: dict[int, int] = {}
+    chosen: dict[int, int] = {}
     greedy = [i for i, sampler in enumerate(samplers) if sampler.greedy]
     if greedy:
-        found.update(zip(greedy, torch.stack([log_probs[i].argmax() for i in greedy]).tolist(), strict=True))
-    drawn = [i for i in range(len(samplers)) if i not in found]
+        chosen.update(zip(greedy, torch.stack([log_probs[i].argmax() for i in greedy]).tolist(), strict=True))
+    drawn = [i for i in range(len(samplers)) if i not in chosen]
     if drawn:
         scores = torch.stack([log_probs[i] for i in drawn]).cpu()
-        found.update((i, samplers[i].choose(own)) for i, own in zip(drawn, scores, strict=True))
-    return [found[i] for i in range(len(samplers))]
+        chosen.update((i, samplers[i].choose(row)) for i, row in zip(drawn, scores, strict=True))
+    return [chosen[i] for i in range(len(samplers))]
 
 
 class StopMatcher:
     """Matches several strings at once against a growing text, one character at a time.
 
     Source: Knuth, Morris and Pratt, "Fast pattern matching in strings" (SIAM J. Comput. 6, 1977), for each string.
-    Cost: a constant number of steps for each character and string, on average.
-
-    Args:
-        stops: The strings, none of them empty.
+    Cost: a constant number of steps for each character and string, on average; no string may be empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -112,26 +101,21 @@ class StopMatcher:
     def push(self, piece: str) -> int | None:
         """Return the start of the first string in the text that ``piece`` completes, or None.
 
-        Of strings that ``piece`` completes together, the one that starts first counts.
-
-        Args:
-            piece: The characters that follow. Nothing may be pushed after a match.
+        Of strings that it completes together, the one that starts first counts. Nothing may be pushed after a match.
         """
-        if not self._stops:
-            return None
         starts = [start for i in range(len(self._stops)) if (start := self._first(i, piece)) is not None]
         self._length += len(piece)
         return min(starts, default=None)
 
     def _first(self, index: int, piece: str) -> int | None:
         stop, borders, matched = self._stops[index], self._borders[index], self._matched[index]
-        for at, character in enumerate(piece):
+        for offset, character in enumerate(piece):
             while matched and stop[matched] != character:
                 matched = borders[matched - 1]
             if stop[matched] == character:
                 matched += 1
             if matched == len(stop):
-                return self._length + at + 1 - matched
+                return self._length + offset + 1 - matched
         self._matched[index] = matched
         return None
 
@@ -152,12 +136,7 @@ REPLACEMENT = "\ufffd"
 
 
 class TextStream:
-    """Decodes one answer incrementally.
-
-    Args:
-        decode: Tokens to text, special tokens left out.
-        stop: Strings that end the answer.
-    """
+    """Decodes one answer incrementally: full characters only, and nothing that may become a ``stop`` string."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode = decode
@@ -173,7 +152,7 @@ class TextStream:
         """Add a token and return the text that is certain now; check ``stopped`` afterwards."""
         self._ids.append(token_id)
         window = self._decode(self._ids[self._window :])
-        if window.endswith(REPLACEMENT):  # half a character: wait for the rest
+        if window.endswith(REPLACEMENT):  # half a character: wait for its other bytes
             return ""
         new = window[self._seen :]
         # Keep a few tokens of context: some tokenizers write a word differently at the start of a text.
@@ -183,14 +162,14 @@ class TextStream:
 
     def finish(self) -> str:
         """Return what was held back. Call once, at the end."""
-        rest = "" if self.stopped else self._decode(self._ids[self._window :])[self._seen :]
-        return self._emit(rest, hold_back=False)
+        held_back = "" if self.stopped else self._decode(self._ids[self._window :])[self._seen :]
+        return self._emit(held_back, hold_back=False)
 
     def _emit(self, new: str, hold_back: bool) -> str:
         self.text += new
-        found = None if self.stopped else self._matcher.push(new)
-        if found is not None:
-            self.text = self.text[:found]
+        stop_start = None if self.stopped else self._matcher.push(new)
+        if stop_start is not None:
+            self.text = self.text[:stop_start]
             self.stopped = True
         end = len(self.text) - (self._matcher.undecided if hold_back and not self.stopped else 0)
         certain = self.text[self._emitted : end]
@@ -202,8 +181,7 @@ class AnswerWriter:
     """Writes one answer. Runs no model: whoever holds the session hands in log-probabilities and advances it.
 
     Args:
-        encoder: The engine's tokenizer.
-        session: A session that has just read the request's prompt.
+        session: Has just read the request's prompt.
         prompt: The tokens of the prompt with their log-probabilities, if the request asked for them.
 
     Attributes:
@@ -238,15 +216,10 @@ class AnswerWriter:
 
     @property
     def last(self) -> int:
-        """The token that was written last."""
         return self._ids[-1]
 
     def write(self, log_probs: Tensor) -> Chunk:
-        """Choose a token and return the text that is certain now, maybe none; check ``done`` afterwards.
-
-        Shapes:
-            log_probs: (V,) float32.
-        """
+        """Choose a token from (V,) log-probabilities and return the text that is certain now; then check ``done``."""
         return self.accept(self.sampler.choose(log_probs), log_probs)
 
     def accept(self, token: int, log_probs: Tensor) -> Chunk:
@@ -268,8 +241,8 @@ class AnswerWriter:
 
     def end(self) -> Chunk:
         """Return the text that was held back, with the whole answer. Call once, when ``done``."""
-        rest = self._text.finish()
-        if self._text.stopped:  # a stop string may stand in what was held back
+        held_back = self._text.finish()
+        if self._text.stopped:  # a stop string may be in what was held back
             self._finish = "stop"
         generation = Generation(
             text=self._text.text,
@@ -286,7 +259,7 @@ class AnswerWriter:
             log_probs=tuple(self._scored),
             prompt_log_probs=self._prompt,
         )
-        return Chunk(rest, generation, tuple(self._scored[self._sent_tokens :]))
+        return Chunk(held_back, generation, tuple(self._scored[self._sent_tokens :]))
 
     def _begun_in(self, new: str) -> tuple[ScoredToken, ...]:
         """Return the tokens whose text begins in what was sent, and that were not returned before."""

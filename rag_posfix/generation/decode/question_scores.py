@@ -35,7 +35,6 @@ def question_attention(
         not keep all keys (sliding windows), each prompt is read whole.
 
     Args:
-        kv_lookup: The passage KV store; None computes all keys and values.
         check: Called before each suffix is read; what it raises ends the reading.
         layers: Which layers count, from 0; all if None.
         heads: Which query heads count, as (layer, head) from 0, in place of ``layers``; all if None.
@@ -56,13 +55,13 @@ def question_attention(
         )
     last = max(by_layer or layers or [shape.n_layers - 1])
     before = prefill_context(loaded, layouts[0], kv_lookup, last) if layouts and loaded.keeps_all_keys else None
-    found = []
+    scores = []
     for layout in layouts:
         if check is not None:
             check()
         attended = _of_suffix(loaded, layout, before, layers, by_layer)
-        found.append(tuple(tuple(attended[span.slice].tolist()) for span in layout.passages))
-    return found
+        scores.append(tuple(tuple(attended[span.slice].tolist()) for span in layout.passages))
+    return scores
 
 
 @torch.inference_mode()
@@ -71,13 +70,9 @@ def question_attention_by_head(
 ) -> list[Tensor]:
     """Return for each prompt the attention that its suffix pays to each token, by layer and head.
 
+    (L, Hq, T) float32 on the CPU for each prompt, T with its suffix, averaged over the tokens of the suffix.
+
     Cost: as ``question_attention``, and (L, Hq, T) numbers per prompt.
-
-    Args:
-        kv_lookup: The passage KV store; None computes all keys and values.
-
-    Returns:
-        (L, Hq, T) float32 on the CPU for each prompt, T with its suffix, averaged over the tokens of the suffix.
     """
     shape = loaded.spec.shape
     heads = {layer: tuple(range(shape.n_heads)) for layer in range(shape.n_layers)}
@@ -98,10 +93,10 @@ def _by_layer(heads: Collection[tuple[int, int]], shape: ModelShape) -> dict[int
             f"heads={sorted(heads)} must name one or more heads as (layer, head), layers 0 to {shape.n_layers - 1}, "
             f"heads 0 to {shape.n_heads - 1}"
         )
-    found: dict[int, tuple[int, ...]] = {}
+    by_layer: dict[int, tuple[int, ...]] = {}
     for layer, head in sorted(set(heads)):
-        found[layer] = (*found.get(layer, ()), head)
-    return found
+        by_layer[layer] = (*by_layer.get(layer, ()), head)
+    return by_layer
 
 
 def _read_suffix(
@@ -125,11 +120,11 @@ def _of_suffix(
     heads: dict[int, tuple[int, ...]] | None,
 ) -> Tensor:
     """Return the attention to every token, (T,) float32 on the CPU."""
-    asked = None if layers is None else frozenset(layers)
-    observer = Observer(queries=len(layout.suffix), layers=asked, heads=heads)
+    counted = None if layers is None else frozenset(layers)
+    observer = Observer(queries=len(layout.suffix), layers=counted, heads=heads)
     _read_suffix(loaded, layout, before, observer, max(heads or layers or [loaded.spec.shape.n_layers - 1]))
     if heads is not None:
-        return torch.stack([found[0].sum(dim=0).float().cpu() for found in observer.by_head.values()]).sum(dim=0)
+        return torch.stack([attended[0].sum(dim=0).float().cpu() for attended in observer.by_head.values()]).sum(dim=0)
     if observer.total is None:
         raise ConfigError("no layer of the model reported its attention; load it with rag_posfix.load_engine")
     total: Tensor = observer.total[0] * loaded.spec.shape.n_heads  # the observer averages over heads
@@ -153,7 +148,7 @@ def question_likelihood(loaded: LoadedModel, layout: Layout, kv_lookup: KVLookup
 
 
 def _first(scores: RowScores) -> tuple[Tensor, Tensor]:
-    """A plan of several rows must say how they speak; nothing is generated from these."""
+    """Combine rows that generate nothing: a plan of several rows needs a combination."""
     weights = torch.zeros_like(scores.question)
     weights[0] = 1.0
     return scores.log_probs[0], weights

@@ -26,10 +26,11 @@ class Session:
     Not for several threads at once; several sessions may share a model.
 
     Args:
-        text: What ends an answer; used where the plan drafts.
+        text: What ends a candidate answer.
         kv_lookup: The passage KV store, for keys and values that need not be computed again; None computes all.
 
     Attributes:
+        batches: Their rows, in order, are the plan's rows.
         cached_tokens: Tokens of the prompt that were found in ``kv_lookup``, whichever row they are read in.
     """
 
@@ -45,7 +46,7 @@ class Session:
         started = time.perf_counter()
         self._plan, groups = prefill_calibrated(loaded, layout, plan, kv_lookup)
         self.cached_tokens = min(group.cached_tokens for group in groups)
-        self._batches = [group.batch for group in groups]
+        self.batches = [group.batch for group in groups]
         self._log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)  # (R, V)
         self._question = torch.cat([group.question for group in groups])
         self._answer = torch.zeros_like(self._question)
@@ -58,14 +59,9 @@ class Session:
         self.prefill_seconds = time.perf_counter() - started
 
     @property
-    def batches(self) -> Sequence[SequenceBatch]:
-        """The batches that it decodes; their rows, in order, are the plan's rows."""
-        return self._batches
-
-    @property
     def can_share_pass(self) -> bool:
         """Whether its next token may be read in one pass with those of other sessions."""
-        return all(batch.can_share_pass for batch in self._batches)
+        return all(batch.can_share_pass for batch in self.batches)
 
     @torch.inference_mode()
     def next_log_probs(self) -> Tensor:
@@ -87,10 +83,10 @@ class Session:
     def attribute_tokens(self) -> None:
         """Track from now on which passages each token comes from. Call before the first token is chosen.
 
-        Does nothing where that cannot be told; see ``can_attribute``.
+        No-op unless ``can_attribute``.
         """
-        if self._attention.shape[1] and can_attribute(self._batches):
-            self._attribution = AttributionTracker(self._batches, self._attention)
+        if self._attention.shape[1] and can_attribute(self.batches):
+            self._attribution = AttributionTracker(self.batches, self._attention)
 
     def token_shares(self) -> list[tuple[float, ...]]:
         """Return each passage's share in every token whose log-probabilities were asked for; empty if not tracked."""
@@ -98,13 +94,13 @@ class Session:
 
     def observers(self) -> list[Observer | None]:
         """Return what must receive the attention of the next token's forward pass in each batch."""
-        return [None] * len(self._batches) if self._attribution is None else self._attribution.observers()
+        return [None] * len(self.batches) if self._attribution is None else self._attribution.observers()
 
     @torch.inference_mode()
     def advance(self, token_id: int) -> None:
         """Append a generated token to every row."""
         observers = self.observers()
-        self.accept(token_id, self._read(self._batches, [token_id], observers)[:, -1], observers)
+        self.accept(token_id, self._read(self.batches, [token_id], observers)[:, -1], observers)
 
     @torch.inference_mode()
     def accept(self, token_id: int, logits: Tensor, observers: Sequence[Observer | None] = ()) -> None:
@@ -112,12 +108,7 @@ class Session:
 
         The session's own batches are not advanced: from then on every token must come this way.
 
-        Args:
-            token_id: The token.
-            observers: Those of ``observers``, after the pass.
-
-        Shapes:
-            logits: (R, V), in the model's dtype.
+        ``logits`` are (R, V), in the model's dtype, ``observers`` those of ``observers()`` after the pass.
         """
         self._answer = self._answer + self._log_probs[:, token_id]
         self._log_probs = logits.float().log_softmax(dim=-1)
@@ -137,7 +128,7 @@ class Session:
             raise ConfigError("cannot score an empty continuation; give at least one token")
         if len(token_ids) == 1:
             return self.score_from(token_ids, None)
-        return self.score_from(token_ids, self._read([batch.branch() for batch in self._batches], token_ids[:-1]))
+        return self.score_from(token_ids, self._read([batch.branch() for batch in self.batches], token_ids[:-1]))
 
     @torch.inference_mode()
     def score_from(self, token_ids: Sequence[int], logits: Tensor | None) -> tuple[float, ...]:
@@ -162,15 +153,15 @@ class Session:
         Cost: one forward pass; memory for n rows of V scores, twice.
         """
         observers = self.observers()
-        logits = self._read(self._batches, token_ids, observers)
+        logits = self._read(self.batches, token_ids, observers)
         *steps, self._log_probs = (self._log_probs, *logits.float().log_softmax(dim=-1).unbind(dim=1))
-        found = []
+        scores = []
         for log_probs, token in zip(steps, token_ids, strict=True):
-            found.append(self._combine(log_probs, self._answer)[0])
+            scores.append(self._combine(log_probs, self._answer)[0])
             self._answer = self._answer + log_probs[:, token]
         if self._attribution is not None:
             self._attribution.take(observers)
-        return torch.stack(found)
+        return torch.stack(scores)
 
     def _read(
         self,
@@ -189,16 +180,16 @@ class Session:
 
     def _draft(self, draft: Draft, text: AnswerText) -> None:
         """Weigh the rows by the short answers that they write; those of weight 0 are not read any further."""
-        drafts = draft_answers(self._batches, self._log_probs, self._question, draft.max_tokens, text)
-        weights = self._batches[0].loaded.spec.ranks.broadcast_decision(draft.choose(drafts))
+        drafts = draft_answers(self.batches, self._log_probs, self._question, draft.max_tokens, text)
+        weights = self.batches[0].loaded.spec.ranks.broadcast_decision(draft.choose(drafts))
         held = [weight > 0 for weight in weights.tolist()]  # read once
-        counts = itertools.accumulate((batch.n_rows for batch in self._batches), initial=0)
+        counts = itertools.accumulate((batch.n_rows for batch in self.batches), initial=0)
         kept = [
             [row for row in range(stop - start) if held[start + row]] for start, stop in itertools.pairwise(counts)
         ]
-        self._batches = [
+        self.batches = [
             batch if len(rows) == batch.n_rows else batch.select(rows)
-            for batch, rows in zip(self._batches, kept, strict=True)
+            for batch, rows in zip(self.batches, kept, strict=True)
             if rows
         ]
         rows = torch.tensor([row for row, weight in enumerate(held) if weight], device=weights.device)

@@ -28,65 +28,56 @@ class AttributionTracker:
 
     Rows that hold one passage each need no attention: their weights in the plan are the shares.
 
-    Args:
-        batches: The session's rows.
-        attention: (R, N) the passages' shares in what the prompt's last token attends to, row by row.
+    ``attention`` (R, N) is the passages' shares in the attention of the prompt's last token, row by row.
     """
 
     def __init__(self, batches: Sequence[SequenceBatch], attention: Tensor) -> None:
         self._batches = list(batches)
-        self._now = attention
+        self._current = attention
         self._weights: Tensor | None = None
         self._shares: list[Tensor] = []
         self._segments = [_segments(batch, attention.shape[1]) for batch in self._batches]
-        layers = self._batches[0].loaded.spec.shape.n_layers
-        self._layers = attribution_layers(layers)
+        self._layers = attribution_layers(self._batches[0].loaded.spec.shape.n_layers)
 
     def observers(self) -> list[Observer | None]:
         """Return what must receive the attention of the next forward pass, for each group."""
         return [None if segments is None else Observer(layers=self._layers, rough=True) for segments in self._segments]
 
     def weigh_rows(self, weights: Tensor) -> None:
-        """Set the weights with which the rows choose the next token; the last call before ``take`` counts.
-
-        Shapes:
-            weights: (R,), sums to 1.
-        """
+        """Set the (R,) weights with which the rows choose the next token; the last call before ``take`` counts."""
         self._weights = weights
 
     def take(self, observers: Sequence[Observer | None]) -> None:
-        """Count the token that was chosen, and take what the pass that read it attended to.
+        """Count the token that was chosen, and take the attention of the pass that read it from its ``observers()``.
 
-        Args:
-            observers: Those of ``observers``, after the pass; none leaves the shares as they are.
+        Without observers the shares stay as they are.
         """
         self._count()
         if not observers:
             return
         counts = [batch.n_rows for batch in self._batches]
-        now = list(torch.split(self._now, counts))
+        current = list(torch.split(self._current, counts))
         for index, (segments, observer) in enumerate(zip(self._segments, observers, strict=True)):
             attended = None if observer is None else observer.mean()
             if segments is not None and attended is not None:
-                now[index] = _shares(attended, segments, self._now.shape[1])
-        self._now = torch.cat(now)
+                current[index] = _shares(attended, segments, self._current.shape[1])
+        self._current = torch.cat(current)
 
     def shares(self) -> list[tuple[float, ...]]:
-        """Return the shares of every token, that included which was chosen last."""
+        """Return the shares of every token, the last one included."""
         self._count()
         if not self._shares:
             return []
-        found: list[list[float]] = torch.stack(self._shares).tolist()
-        return [tuple(row) for row in found]
+        return [tuple(row) for row in torch.stack(self._shares).tolist()]
 
     def _count(self) -> None:
         if self._weights is not None:
-            self._shares.append((self._weights[:, None] * self._now).sum(dim=0))
+            self._shares.append((self._weights[:, None] * self._current).sum(dim=0))
             self._weights = None
 
 
 def can_attribute(batches: Sequence[SequenceBatch]) -> bool:
-    """Return whether it can be told which passages these rows' tokens come from.
+    """Return whether these rows' tokens can be attributed to passages.
 
     Not where a model is split over processes, each of which sees its own heads only, nor where a layer forgets keys.
     """

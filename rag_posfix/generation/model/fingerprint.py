@@ -42,7 +42,7 @@ THREADS = 4
 
 
 def model_fingerprint(folder: Path, dtype: str, digests: FileDigests, adapters: Sequence[Path] = ()) -> str:
-    """Return the identity of a model: of its weights, its configuration, its tokenizer, its adapters and its dtype.
+    """Return the identity of a model, 32 hexadecimal digits: weights, configuration, tokenizer, adapters and dtype.
 
     It depends on the names and the content of files, not on the path of their folder: copies of a model on several
     machines agree. Links are followed.
@@ -55,12 +55,10 @@ def model_fingerprint(folder: Path, dtype: str, digests: FileDigests, adapters: 
     Raises:
         ConfigError: a folder holds no weights, or a file cannot be read.
 
-    Returns:
-        32 hexadecimal digits.
     """
     folders = [(folder, _files_in(folder, "model")), *((each, _files_in(each, "adapter")) for each in adapters)]
-    found = iter(digests.of([file for _, files in folders for file in files]))
-    content = [FORMAT, dtype, [[[file.name, next(found)] for file in files] for _, files in folders]]
+    sha256s = iter(digests.of([file for _, files in folders for file in files]))
+    content = [FORMAT, dtype, [[[file.name, next(sha256s)] for file in files] for _, files in folders]]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
@@ -86,21 +84,17 @@ class FileDigests:
         self._now_ns = now_ns
 
     def of(self, files: Sequence[Path]) -> list[str]:
-        """Return the SHA-256 of each file, as hexadecimal digits; files that are not remembered are read whole.
-
-        Raises:
-            ConfigError: a file cannot be read.
-        """
-        paths = list(dict.fromkeys(map(_real_path, files)))
-        known = self._recall(paths)
-        missing = [path for path in paths if path not in known]
+        """Return the SHA-256 of each file, as hexadecimal digits; files that are not remembered are read whole."""
+        paths = [os.path.realpath(file) for file in files]
+        digests = self._recall(paths)
+        missing = [path for path in dict.fromkeys(paths) if path not in digests]
         if missing:
             _log.info("taking the digest of %d files", len(missing))
             with ThreadPoolExecutor(THREADS) as pool:
                 taken = dict(zip(missing, pool.map(self._digest, missing), strict=True))
             self._remember(taken)
-            known.update({path: one.sha256 for path, one in taken.items()})
-        return [known[_real_path(file)] for file in files]
+            digests.update({path: entry.sha256 for path, entry in taken.items()})
+        return [digests[path] for path in paths]
 
     def _digest(self, path: str) -> _Taken:
         started = self._now_ns()
@@ -115,23 +109,23 @@ class FileDigests:
         return _Taken(sha256, before if before == after and settled else None)
 
     def _recall(self, paths: Sequence[str]) -> dict[str, str]:
-        remembered, known = self._read(), {}
+        remembered, digests = self._read(), {}
         for path in paths:
             entry = remembered.get(path)
             if isinstance(entry, dict) and re.fullmatch("[0-9a-f]{64}", str(entry.get("sha256"))):
                 with contextlib.suppress(OSError):  # a file that is gone is told when it is opened
                     if entry == {**asdict(_Stamp.of(os.stat(path))), "sha256": entry["sha256"]}:
-                        known[path] = entry["sha256"]
-        return known
+                        digests[path] = entry["sha256"]
+        return digests
 
     def _read(self) -> Mapping[str, Any]:
         if self._path is None:
             return {}
         try:
-            found = json.loads(self._path.read_bytes())
+            content = json.loads(self._path.read_bytes())
         except (OSError, ValueError, RecursionError):
             return {}
-        files = found.get("files") if isinstance(found, dict) and found.get("format") == FORMAT else None
+        files = content.get("files") if isinstance(content, dict) and content.get("format") == FORMAT else None
         return files if isinstance(files, dict) else {}
 
     def _remember(self, taken: Mapping[str, _Taken]) -> None:
@@ -171,8 +165,8 @@ class _Stamp:
     device: int
 
     @classmethod
-    def of(cls, found: os.stat_result) -> _Stamp:
-        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+    def of(cls, stat: os.stat_result) -> _Stamp:
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +180,7 @@ class _Taken:
 def _files_in(folder: Path, of_what: str) -> list[Path]:
     """Return the files that make a model or an adapter what it is, by name; links are not resolved."""
     try:
-        files = sorted(file for file in folder.iterdir() if _counts(file) and file.is_file())
+        files = sorted(file for file in folder.iterdir() if _is_part_of_model(file) and file.is_file())
     except OSError as error:
         raise ConfigError(f"the folder {folder} of the {of_what} cannot be read: {error.strerror}") from error
     weights = [file for file in files if file.suffix in WEIGHT_SUFFIXES]
@@ -198,9 +192,5 @@ def _files_in(folder: Path, of_what: str) -> list[Path]:
     return files
 
 
-def _counts(file: Path) -> bool:
+def _is_part_of_model(file: Path) -> bool:
     return file.suffix in WEIGHT_SUFFIXES or file.suffix == ".json" or file.name in TOKENIZER_NAMES
-
-
-def _real_path(file: Path) -> str:
-    return os.path.realpath(file)

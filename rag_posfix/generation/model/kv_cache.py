@@ -40,7 +40,6 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take dtype and device from the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -59,16 +58,13 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[misc]
         return layer
 
     def get_seq_length(self) -> int:
-        """Return how many tokens are filled."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and offset that a mask would have."""
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1: no bound."""
-        return -1
+        return -1  # no bound
 
     def _reserve(self, key_states: Tensor, value_states: Tensor, length: int) -> None:
         if self._keys is not None and self._values is not None and length <= self._keys.shape[2]:
@@ -76,7 +72,9 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         capacity = length + max(SPARE_TOKENS, length // GROWTH)
-        keys, values = (_buffer(states, capacity) for states in (key_states, value_states))
+        rows, heads, _, channels = key_states.shape
+        keys = key_states.new_empty((rows, heads, capacity, channels))
+        values = value_states.new_empty((rows, heads, capacity, value_states.shape[3]))
         if self._keys is not None and self._values is not None:
             keys[:, :, : self.length] = self._keys[:, :, : self.length]
             values[:, :, : self.length] = self._values[:, :, : self.length]
@@ -102,9 +100,8 @@ class GrowingCache(Cache):  # type: ignore[misc]
         """Return an independent cache that holds the first ``length`` tokens of all rows, or of some."""
         copied = GrowingCache(len(self.layers))
         for old, new in zip(self.layers, copied.layers, strict=True):
-            some = old.keys[:, :, :length] if rows is None else old.keys[rows, :, :length]
-            others = old.values[:, :, :length] if rows is None else old.values[rows, :, :length]
-            new.update(some, others)
+            keys, values = old.keys[:, :, :length], old.values[:, :, :length]
+            new.update(*((keys, values) if rows is None else (keys[rows], values[rows])))
         return copied
 
     @staticmethod
@@ -126,9 +123,7 @@ class ConcatenatedCache(Cache):  # type: ignore[misc]
     The attention hook reads the batches' own caches: what ``update`` returns are the new tokens alone. Rows beyond
     those of the batches are padding, which no cache keeps.
 
-    Args:
-        caches: One per batch, in their order.
-        counts: Rows of each batch, then those of padding, if there are any.
+    ``counts`` are the rows of each batch, then those of padding, if there are any.
     """
 
     def __init__(self, caches: Sequence[GrowingCache], counts: Sequence[int]) -> None:
@@ -144,8 +139,3 @@ class ConcatenatedCache(Cache):  # type: ignore[misc]
         for cache, key, value in zip(self._caches, keys, values, strict=False):
             cache.layers[layer_idx].update(key, value)
         return key_states, value_states
-
-
-def _buffer(states: Tensor, capacity: int) -> Tensor:
-    rows, heads, _, channels = states.shape
-    return states.new_empty((rows, heads, capacity, channels))

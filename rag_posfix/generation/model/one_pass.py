@@ -21,14 +21,7 @@ from rag_posfix.plan.plan import MaskFunction
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnsweredPrompt:
-    """A prompt and its answer, as a row of a plan reads them.
-
-    Attributes:
-        prompt: The tokens of a resolved row.
-        positions: (1, T) float32, their positions.
-        overrides: What the row changes in the model.
-        answer: The tokens of the answer.
-    """
+    """The tokens of a resolved row, their positions (1, T) float32, its overrides, and the tokens of its answer."""
 
     prompt: Sequence[int]
     positions: Tensor
@@ -37,11 +30,10 @@ class AnsweredPrompt:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of prompt and answer together."""
         return len(self.prompt) + len(self.answer)
 
 
-def can_share_pass(loaded: LoadedModel, one: AnsweredPrompt) -> bool:
+def can_share_pass(loaded: LoadedModel, prompt: AnsweredPrompt) -> bool:
     """Return whether a prompt may be read in one pass with others: all that its plan changes is mask and positions.
 
     Models with sliding windows have masks of their own. Those with LongRoPE would read a prompt differently beside a
@@ -49,18 +41,15 @@ def can_share_pass(loaded: LoadedModel, one: AnsweredPrompt) -> bool:
     """
     if loaded.spec.original_window is not None:
         return False
-    return one.overrides.masks_only and {Capability.FULL_CACHE, Capability.ANGLES} <= loaded.spec.shape.capabilities
+    return prompt.overrides.masks_only and {Capability.FULL_CACHE, Capability.ANGLES} <= loaded.spec.shape.capabilities
 
 
-def forward_with_answers(loaded: LoadedModel, parts: Sequence[AnsweredPrompt]) -> list[Tensor]:
+def forward_with_answers(loaded: LoadedModel, prompts: Sequence[AnsweredPrompt]) -> list[Tensor]:
     """Return the logits of each token of the answers after their prompts and the tokens before them.
 
     One pass without a cache, so that gradients flow. Positions of an answer are those of decoding
     (``SequenceBatch.next_positions``), and its tokens see all before them, as generated ones do. Several prompts stand
     one after another in one sequence, each with its own mask and positions, and see nothing of each other.
-
-    Args:
-        parts: The prompts with their answers; at least one.
 
     Shapes:
         returns: (len(answer), V) for each, in the model's dtype.
@@ -71,25 +60,27 @@ def forward_with_answers(loaded: LoadedModel, parts: Sequence[AnsweredPrompt]) -
         PlanConflictError: a row decides something at the end of the prompt, its attention has no gradient, or it
             cannot share a pass with others.
     """
-    for part in parts:
-        _check(part.overrides)
-    if len(parts) > 1 and not all(can_share_pass(loaded, part) for part in parts):
+    for prompt in prompts:
+        _check(prompt.overrides)
+    if len(prompts) > 1 and not all(can_share_pass(loaded, prompt) for prompt in prompts):
         raise PlanConflictError(
             "a prompt whose plan changes more than mask and positions, or whose model has sliding windows or "
             "LongRoPE, cannot be packed with others; read it in a pass of its own"
         )
-    loaded = loaded.reading(max(int(part.positions.max()) + 1 + len(part.answer) for part in parts))
-    rows = [_with_answer(loaded, part) for part in parts]
-    positions = torch.cat([one for _, one in rows], dim=1)
+    loaded = loaded.reading(max(int(prompt.positions.max()) + 1 + len(prompt.answer) for prompt in prompts))
+    rows = [_with_answer(loaded, prompt) for prompt in prompts]
+    positions = torch.cat([row for _, row in rows], dim=1)
     context = SequenceBatch(loaded, None, positions[:, :0]).append(positions)
     context = replace(context, overrides=rows[0][0] if len(rows) == 1 else _packed(rows))
-    whole = all(torch.equal(part.positions.round(), part.positions) for part in parts)
-    ids = torch.tensor([[token for part in parts for token in (*part.prompt, *part.answer)]], device=loaded.device)
-    counts = [len(part.answer) + 1 for part in parts]
-    ends = accumulate(part.n_tokens for part in parts)
+    whole = all(torch.equal(prompt.positions.round(), prompt.positions) for prompt in prompts)
+    ids = torch.tensor(
+        [[token for prompt in prompts for token in (*prompt.prompt, *prompt.answer)]], device=loaded.device
+    )
+    counts = [len(prompt.answer) + 1 for prompt in prompts]
+    ends = accumulate(prompt.n_tokens for prompt in prompts)
     keep = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
     logits = run_model(loaded, context, None, ids, position_ids(positions, whole), keep.to(loaded.device))
-    return [one[:-1] for one in torch.split(logits[0], counts)]
+    return [row[:-1] for row in torch.split(logits[0], counts)]
 
 
 def mask_with_answer(mask: MaskFunction, n_prompt: int) -> MaskFunction:
@@ -104,13 +95,11 @@ def mask_with_answer(mask: MaskFunction, n_prompt: int) -> MaskFunction:
 
 
 def recompute_layers(model: Any) -> None:
-    """Let a model that trains keep the inputs of its layers alone, and compute the layers again for the gradient.
-
-    Args:
-        model: With the attention hook. It takes effect in training mode.
+    """Let a patched model in training mode keep only the inputs of its layers; they are recomputed for the gradient.
 
     Raises:
         ConfigError: the model cannot do it.
+
     """
     options = {"use_reentrant": False, "context_fn": _checkpoint_contexts}
     # transformers before 5.20 has the second name alone.
@@ -126,23 +115,22 @@ def _checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContex
 
     Layers are recomputed in the backward pass, which may run in another thread: the forward context is taken along.
     """
-    found = current()
-    return nullcontext(), nullcontext() if found is None else active(found)
+    context = current()
+    return nullcontext(), nullcontext() if context is None else active(context)
 
 
-def _with_answer(loaded: LoadedModel, one: AnsweredPrompt) -> tuple[Overrides, Tensor]:
+def _with_answer(loaded: LoadedModel, prompt: AnsweredPrompt) -> tuple[Overrides, Tensor]:
     """Return what the row of a prompt changes, and its positions (1, T), the answer included in both."""
-    overrides, device = one.overrides, loaded.device
+    overrides, device = prompt.overrides, loaded.device
     batch = SequenceBatch(loaded, None, torch.zeros((1, 0), device=device), overrides=overrides)
-    batch.append(one.positions.to(device))
-    batch.append(batch.next_positions(len(one.answer)))
+    batch.append(prompt.positions.to(device))
+    batch.append(batch.next_positions(len(prompt.answer)))
     if overrides.mask is not None:
-        overrides = replace(overrides, mask=mask_with_answer(overrides.mask, len(one.prompt)))
+        overrides = replace(overrides, mask=mask_with_answer(overrides.mask, len(prompt.prompt)))
     return overrides, batch.positions
 
 
 def _packed(rows: Sequence[tuple[Overrides, Tensor]]) -> Overrides:
-    """Return the overrides of one pass over several rows that change mask and positions alone."""
     masks = [overrides.mask or causal_mask for overrides, _ in rows]
     return Overrides(mask=block_diagonal_mask(masks, [positions.shape[1] for _, positions in rows]))
 
@@ -150,7 +138,7 @@ def _packed(rows: Sequence[tuple[Overrides, Tensor]]) -> Overrides:
 def _check(overrides: Overrides) -> None:
     if overrides.head_scale is not None or overrides.hidden_scale is not None:
         raise PlanConflictError(
-            "a plan that scales heads or a hidden channel for the newest token has no training forward; train under "
+            "a plan that scales heads or a hidden channel for the last token has no training forward; train under "
             "none, parallel_windows, set_prompting or parallel_encoding"
         )
     if overrides.attend is not None and not overrides.attend.differentiable:

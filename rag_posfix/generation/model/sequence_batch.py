@@ -30,11 +30,9 @@ from rag_posfix.plan.model_shape import Capability
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model with the attention hook, and what is known of it.
+    """A model with the attention hook, and what patching learned of it.
 
     Attributes:
-        model: The model.
-        spec: What patching learned of it.
         least_rows: Rows that a decode pass has at least, so that its results are those of any larger pass; see
             ``batch_invariance``.
     """
@@ -59,13 +57,6 @@ class LoadedModel:
         return self if window is None or extended is None or n_positions <= window else replace(self, spec=extended)
 
 
-def new_cache(loaded: LoadedModel) -> Any:
-    """Return an empty key/value cache: our own where every layer keeps all keys, else of the model's own kind."""
-    if loaded.keeps_all_keys:
-        return GrowingCache(loaded.spec.shape.n_layers)
-    return DynamicCache(config=loaded.model.config)
-
-
 @dataclass(slots=True, eq=False)
 class SequenceBatch:
     """Sequences that are read and decoded together: a batch with its KV cache, its padding and its positions.
@@ -73,7 +64,6 @@ class SequenceBatch:
     Forward passes append to it. Nothing else changes it: other methods return another batch.
 
     Attributes:
-        loaded: The model.
         cache: Keys and values of all tokens so far.
         positions: (R, length) float32, positions so far.
         starts: The first token of each row in the cache; those before it are padding. Empty: all rows start at 0.
@@ -100,13 +90,14 @@ class SequenceBatch:
 
     @classmethod
     def empty(cls, loaded: LoadedModel, n_rows: int = 1, overrides: Overrides | None = None) -> SequenceBatch:
-        """Return a batch that has read nothing yet."""
         positions = torch.zeros((n_rows, 0), device=loaded.device)
-        return cls(loaded, new_cache(loaded), positions, overrides=overrides or Overrides())
+        # Our own cache where every layer keeps all keys, else the model's own kind.
+        keeps_all = loaded.keeps_all_keys
+        cache = GrowingCache(loaded.spec.shape.n_layers) if keeps_all else DynamicCache(config=loaded.model.config)
+        return cls(loaded, cache, positions, overrides=overrides or Overrides())
 
     @property
     def n_rows(self) -> int:
-        """How many sequences the batch holds."""
         return self.positions.shape[0]
 
     @property
@@ -131,10 +122,8 @@ class SequenceBatch:
         """Append tokens to every row and return the logits of the last ``keep`` of them.
 
         Args:
-            token_ids: The tokens.
-            positions: Where they stand; those of a prompt may be on the CPU.
-            keep: Number of last tokens whose logits are returned.
-            observer: Receives the attention of the newest tokens.
+            positions: Those of a prompt may be on the CPU.
+            observer: Receives the attention of the last tokens.
             ends_prompt: Whether the prompt, where it is still being read, ends with these tokens.
 
         Shapes:
@@ -156,11 +145,8 @@ class SequenceBatch:
 
         For batches without overrides. Only ``read_layers`` may follow, with the same ``last_layer`` or an earlier one.
 
-        Args:
-            token_ids: (R, Tq), the tokens.
-            positions: (R, Tq) float32, where they stand: whole numbers; they may be on the CPU.
-            last_layer: The last layer that runs, from 0.
-            observer: Receives the attention of the newest tokens.
+        Shapes:
+            token_ids: (R, Tq). positions: (R, Tq) float32, whole numbers; they may be on the CPU.
         """
         positions = positions.to(self.loaded.device)
         context = self.append(positions, observer, ends_prompt=False)
@@ -174,7 +160,12 @@ class SequenceBatch:
         """Count tokens as appended, at (R, Tq) positions, and return the context of the pass over them."""
         overrides = self.current_overrides()
         if not self.prompt_length and self.loaded.spec.original_window is not None:
-            self._check_frequencies(float(positions.max()))
+            last = float(positions.max())
+            if self.loaded.reading(last + 1) is not self.loaded:
+                raise GenerationError(
+                    f"a prompt with positions up to {last:g} was begun with the frequencies of the original window of "
+                    f"{self.loaded.spec.original_window} positions; please report this"
+                )
         self.positions = torch.cat((self.positions, positions), dim=1)
         self.length += positions.shape[1]
         if ends_prompt and not self.prompt_length:
@@ -189,28 +180,21 @@ class SequenceBatch:
             starts=self.row_starts if self.loaded.keeps_all_keys else None,
         )
 
-    def _check_frequencies(self, last: float) -> None:
-        if self.loaded.reading(last + 1) is not self.loaded:
-            raise GenerationError(
-                f"a prompt with positions up to {last:g} was begun with the frequencies of the original window of "
-                f"{self.loaded.spec.original_window} positions; please report this"
-            )
-
     def next_positions(self, count: int = 1) -> Tensor:
         """Return the positions of the next ``count`` tokens: they continue after the last. (R, count)."""
         steps = torch.arange(1, count + 1, device=self.positions.device)
         return self.positions[:, -1:] + steps
 
-    def select(self, kept: Sequence[int]) -> SequenceBatch:
+    def select(self, rows: Sequence[int]) -> SequenceBatch:
         """Return the batch with only some of its rows; this one must not be used any more."""
-        index = torch.tensor(kept, device=self.positions.device)
+        index = torch.tensor(rows, device=self.positions.device)
         if isinstance(self.cache, GrowingCache):
             cache = self.cache.copy(self.length, index)
         else:
             cache = self.cache
             cache.batch_select_indices(index)
-        starts = tuple(self.starts[row] for row in kept) if self.starts else ()
-        spans = tuple(self.passage_spans[row] for row in kept) if self.passage_spans else ()
+        starts = tuple(self.starts[row] for row in rows) if self.starts else ()
+        spans = tuple(self.passage_spans[row] for row in rows) if self.passage_spans else ()
         return replace(self, cache=cache, positions=self.positions[index], starts=starts, passage_spans=spans)
 
     def branch(self) -> SequenceBatch:
@@ -263,35 +247,36 @@ def forward_batches(
     Args:
         token_ids: (R, Tq) of each batch, Tq the same for all.
         keep: Number of last tokens whose logits are returned.
-        observers: Receive the attention of each batch's newest tokens; None where nobody asks.
+        observers: Receive the attention of each batch's last tokens.
     """
-    watching = observers or [None] * len(batches)
+    observers = observers or [None] * len(batches)
     counts, n_tokens = [batch.n_rows for batch in batches], token_ids[0].shape[1]
     n_padding = max(0, -(-batches[0].loaded.least_rows // n_tokens) - sum(counts))
     if (len(batches) < 2 and not n_padding) or not all(batch.can_share_pass for batch in batches):
-        parts = zip(batches, token_ids, watching, strict=True)
-        return [batch.forward(ids, batch.next_positions(ids.shape[1]), keep, seen) for batch, ids, seen in parts]
+        return [
+            batch.forward(ids, batch.next_positions(n_tokens), keep, observer)
+            for batch, ids, observer in zip(batches, token_ids, observers, strict=True)
+        ]
     slices: list[BatchSlice] = []
-    newest: list[Tensor] = []
-    at = 0
-    for batch, seen in zip(batches, watching, strict=True):
+    next_positions: list[Tensor] = []
+    start = 0
+    for batch, observer in zip(batches, observers, strict=True):
         positions = batch.next_positions(n_tokens)
-        own, layers = batch.append(positions, seen), batch.cache.layers
+        context, layers = batch.append(positions, observer), batch.cache.layers
 
         def keys(layer: int, layers: Any = layers) -> tuple[Tensor, Tensor]:
             return layers[layer].keys, layers[layer].values
 
-        slices.append(BatchSlice(slice(at, at + batch.n_rows), own, keys))
-        newest.append(positions)
-        at += batch.n_rows
-    ids, positions = torch.cat(list(token_ids)), torch.cat(newest)
+        slices.append(BatchSlice(slice(start, start + batch.n_rows), context, keys))
+        next_positions.append(positions)
+        start += batch.n_rows
+    ids, positions = torch.cat(list(token_ids)), torch.cat(next_positions)
     if n_padding:
         ids, positions = (torch.cat((rows, rows[:1].expand(n_padding, -1))) for rows in (ids, positions))
         counts.append(n_padding)
     cache = ConcatenatedCache([batch.cache for batch in batches], counts)
-    at_integers = position_ids(positions, all(batch.integer_positions for batch in batches))
-    context = ForwardContext(slices=tuple(slices))
-    logits = run_model(batches[0].loaded, context, cache, ids, at_integers, keep)
+    model_positions = position_ids(positions, all(batch.integer_positions for batch in batches))
+    logits = run_model(batches[0].loaded, ForwardContext(slices=tuple(slices)), cache, ids, model_positions, keep)
     return list(torch.split(logits, counts))[: len(batches)]
 
 

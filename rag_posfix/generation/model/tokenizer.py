@@ -39,6 +39,10 @@ class Tokenizer:
         tokenizer: The fast tokenizer. It is not changed, and later changes to it have no effect on encoding.
         eos_ids: Further tokens that end an answer (a model's generation config may list some).
 
+    Attributes:
+        control_ids: Tokens that no text encodes to.
+        eos_ids: Tokens that end an answer: the tokenizer's, the chat template's end of a turn, and the given ones.
+
     Raises:
         ConfigError: ``tokenizer`` is not a fast one.
     """
@@ -52,28 +56,17 @@ class Tokenizer:
         self._chat = tokenizer
         # Copies of the backend: truncation, padding and whether control tokens are recognised are state of a backend,
         # so that other users of a shared one would change the encoding.
-        self._template, self._text, controls, self._control_ids = _backends(backend)
+        self._template, self._text, controls, self.control_ids = _backends(backend)
         self._control_names = _any_of(controls)
         self._unwritable = _unwritable(self._text)
         self._bytes = byte_of_character() if is_byte_level(self._template) else None
         self._added: dict[int, str] = {
             id_: token.content for id_, token in self._template.get_added_tokens_decoder().items()
         }
-        self._eos = self._find_eos(eos_ids)
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Tokens that end an answer: the tokenizer's, the chat template's end of a turn, and the given ones."""
-        return self._eos
-
-    @property
-    def control_ids(self) -> frozenset[int]:
-        """Tokens that no text encodes to."""
-        return self._control_ids
+        self.eos_ids = self._find_eos(eos_ids)
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
         return int(self._template.get_vocab_size(with_added_tokens=True))
 
     @property
@@ -108,40 +101,31 @@ class Tokenizer:
         for index, part in enumerate(written):
             first, last = bisect_right(stops, begin), bisect_left(starts, begin + len(part))
             # Some control tokens hold the white space around them, where a content may begin or end.
-            while index % 2 and first < last and ids[first] in self._control_ids:
+            while index % 2 and first < last and ids[first] in self.control_ids:
                 first += 1
-            while index % 2 and first < last and ids[last - 1] in self._control_ids:
+            while index % 2 and first < last and ids[last - 1] in self.control_ids:
                 last -= 1
             spans.append(Span(first, max(first, last)))
             begin += len(part)
         return ids, spans
 
     def encode_template(self, text: str) -> list[int]:
-        """Return the tokens of a piece of chat template, control tokens included. Adds none of its own.
-
-        Args:
-            text: Text that a chat template wrote.
-        """
+        """Return the tokens of a piece of chat template, control tokens included. Adds none of its own."""
         ids: list[int] = self._template.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the tokens of a whole prompt, as the model's own tokenizer encodes it.
+        """Return the tokens of a full prompt, as the model's own tokenizer encodes it.
 
-        Control tokens written in it are recognised, and those that the tokenizer puts around a text are added.
+        Control tokens written in it are recognised, and those that the tokenizer puts around a text are added. For
+        prompts that their author controls; never for a document.
 
-        Args:
-            text: A prompt that its author controls. Never a document.
         """
         ids: list[int] = self._template.encode(clean_text(text), add_special_tokens=True).ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token within a text; they need not be complete characters.
-
-        Args:
-            token_id: Any token; one that the vocabulary lacks has no bytes.
-        """
+        """Return the bytes of a token within a text, not always full characters; none if the vocabulary lacks it."""
         if token_id in self._added:
             return self._added[token_id].encode()
         name = self._template.id_to_token(token_id)
@@ -155,41 +139,31 @@ class Tokenizer:
         return self.decode([token_id, token_id])[len(self.decode([token_id])) :].encode()
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the exact text of ``token_ids``, control tokens included.
-
-        Args:
-            token_ids: Any tokens.
-        """
+        """Return the exact text of ``token_ids``, control tokens included."""
         return str(self._template.decode(list(token_ids), skip_special_tokens=False))
 
     def decode_answer(self, token_ids: Sequence[int]) -> str:
-        """Return the text of generated tokens without special tokens.
-
-        Args:
-            token_ids: Generated tokens.
-        """
-        shown = [token for token in token_ids if token not in self._eos]
-        return str(self._template.decode(shown, skip_special_tokens=True))
+        """Return the text of generated tokens without special tokens."""
+        text_ids = [token for token in token_ids if token not in self.eos_ids]
+        return str(self._template.decode(text_ids, skip_special_tokens=True))
 
     def render_chat(self, messages: Sequence[ChatMessage], *, open_answer: bool = True) -> str:
         """Return the chat template filled with ``messages``; ``open_answer`` opens the assistant's turn.
 
         Without a chat template the contents are joined by blank lines, after the token that begins a text.
 
-        Args:
-            messages: The chat, in a form that the template accepts.
-
         Raises:
-            ConfigError: the chat template refuses the messages.
+            ConfigError: the chat template rejects the messages.
+
         """
         if not self.has_chat_template:
             return (self._chat.bos_token or "") + "\n\n".join(message["content"] for message in messages)
-        plain = [dict(message) for message in messages]
+        chat = [dict(message) for message in messages]  # templates may change them
         try:
-            rendered = self._chat.apply_chat_template(plain, tokenize=False, add_generation_prompt=open_answer)
+            rendered = self._chat.apply_chat_template(chat, tokenize=False, add_generation_prompt=open_answer)
         # Templates are programs that come with a model: they raise what they like.
         except Exception as error:
-            roles = ", ".join(message["role"] for message in plain)
+            roles = ", ".join(message["role"] for message in chat)
             raise ConfigError(
                 f"the chat template refused messages with the roles {roles}: {error}; move the content of a role that "
                 "the model does not know into the user's message"
@@ -197,7 +171,6 @@ class Tokenizer:
         return str(rendered)
 
     def save(self, folder: Path) -> None:
-        """Write the files of the tokenizer to a folder, as transformers reads them."""
         self._chat.save_pretrained(folder)
 
     def _writable(self, text: str) -> str:
@@ -205,8 +178,8 @@ class Tokenizer:
         text = clean_text(text)
         return text if self._unwritable is None else self._unwritable.sub(_REPLACEMENT, text)
 
-    def _find_eos(self, given: Iterable[int]) -> frozenset[int]:
-        found = {*given, self._chat.eos_token_id} - {None}
+    def _find_eos(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        found = {*eos_ids, self._chat.eos_token_id} - {None}
         if self.has_chat_template:
             try:
                 chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}]
@@ -214,7 +187,7 @@ class Tokenizer:
             except ConfigError:
                 after = []
             # What follows an answer ends it, unless it is mere text.
-            found |= {token for token in after[:1] if token in self._control_ids}
+            found |= {token for token in after[:1] if token in self.control_ids}
         return frozenset(found)
 
 

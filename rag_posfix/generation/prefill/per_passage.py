@@ -18,12 +18,12 @@ from rag_posfix.generation.prefill.rows import PrefilledGroup, ResolvedRow, logi
 from rag_posfix.generation.prefill.segments import KVLookup, KVRequest, Segment, concatenate_kv, encode_segments
 from rag_posfix.patching.forward_context import ForwardContext, Observer, Overrides
 from rag_posfix.patching.rotation import rerotate
-from rag_posfix.plan.layout import Layout, Span
+from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Blend
 
 
 def can_share_batch(rows: Sequence[ResolvedRow]) -> bool:
-    """Return whether the rows' passages may be encoded apart from the question, and the rows read in one batch."""
+    """Return whether passages may be encoded independently of the question, and the rows read in one batch."""
     first = rows[0].overrides
     return all(
         row.overrides.head_scale is None
@@ -39,11 +39,11 @@ def prefill_per_passage(
     loaded: LoadedModel, layout: Layout, rows: Sequence[ResolvedRow], score_question: bool, kv_lookup: KVLookup | None
 ) -> PrefilledGroup:
     """Read prefix and passages once, concatenate them per row, and read the suffix in all rows together."""
-    states, cached = encode_passages(loaded, layout, rows, kv_lookup)
+    kv, cached = encode_passages(loaded, layout, rows, kv_lookup)
     suffix, first = layout.tokens(layout.suffix), rows[0].overrides
     batch = concatenate_kv(
         loaded,
-        [[states[key] for key in _keys_of(row)] for row in rows],
+        [[kv[key] for key in _keys_of(row)] for row in rows],
         [row.positions[:, : row.layout.suffix.start] for row in rows],
         len(suffix),
         replace(_encoding_overrides(rows), attend=first.attend),
@@ -72,15 +72,16 @@ def encode_passages(
     needed: dict[_Key, Segment] = {}
     for row in rows:
         for passage, span in row.passage_spans:
-            at = row.positions[0, span.slice]
+            positions = row.positions[0, span.slice]
             if len(span):
-                needed.setdefault((passage, float(at[0])), _segment(layout, layout.passages[passage], at))
-    prefix = _segment(layout, layout.prefix, first.positions[0, layout.prefix.slice])
+                tokens = layout.tokens(layout.passages[passage])
+                needed.setdefault((passage, float(positions[0])), Segment(tokens, positions))
+    prefix = Segment(layout.tokens(layout.prefix), first.positions[0, layout.prefix.slice])
     if not len(prefix):
         return _find_or_encode(loaded, layout, needed, None, overrides, kv_lookup)
-    states, cached = _find_or_encode(loaded, layout, {_PREFIX: prefix}, None, overrides, kv_lookup)
-    more, found = _find_or_encode(loaded, layout, needed, (prefix, states[_PREFIX]), overrides, kv_lookup)
-    return {**states, **more}, cached + found
+    kv, cached = _find_or_encode(loaded, layout, {_PREFIX: prefix}, None, overrides, kv_lookup)
+    more, found = _find_or_encode(loaded, layout, needed, (prefix, kv[_PREFIX]), overrides, kv_lookup)
+    return {**kv, **more}, cached + found
 
 
 def _find_or_encode(
@@ -99,28 +100,24 @@ def _find_or_encode(
     found: list[Tensor | None] = [None] * len(requests)
     if kv_lookup is not None and requests:
         found = kv_lookup.find(loaded, kv_lookup.independent_part(overrides), list(requests.values()))
-    states = {key: kv for key, kv in zip(requests, found, strict=True) if kv is not None}
-    cached = sum(len(needed[key]) for key in states)
-    missing = [key for key in requests if key not in states]
+    kv = {key: entry for key, entry in zip(requests, found, strict=True) if entry is not None}
+    cached = sum(len(needed[key]) for key in kv)
+    missing = [key for key in requests if key not in kv]
     encoded = encode_segments(loaded, [needed[key] for key in missing], prefix, overrides)
-    states.update(zip(missing, encoded, strict=True))
+    kv.update(zip(missing, encoded, strict=True))
     if kv_lookup is not None:
-        kv_lookup.add(kv_lookup.independent_part(overrides), [(requests[key], states[key]) for key in missing])
-    return states, cached
+        kv_lookup.add(kv_lookup.independent_part(overrides), [(requests[key], kv[key]) for key in missing])
+    return kv, cached
 
 
 def _encoding_overrides(rows: Sequence[ResolvedRow]) -> Overrides:
-    """Return what passages are encoded with: neither mask nor attention reach into a passage that is read alone."""
+    """Return what passages are encoded with: mask and attention do not reach into an independently encoded passage."""
     return replace(rows[0].overrides, mask=None, attend=None)
 
 
 def _keys_of(row: ResolvedRow) -> list[_Key]:
     keys = [(passage, float(row.positions[0, span.start])) for passage, span in row.passage_spans if len(span)]
     return [_PREFIX, *keys] if len(row.layout.prefix) else keys
-
-
-def _segment(layout: Layout, span: Span, positions: Tensor) -> Segment:
-    return Segment(layout.tokens(span), positions)
 
 
 def prefill_blended(
@@ -131,8 +128,8 @@ def prefill_blended(
     Cost with everything found: the first layers of the whole prompt, a fraction of it in all layers, the suffix.
     """
     alone = replace(row, positions=window_positions(layout, windows_of(layout, None)))
-    states, cached = encode_passages(loaded, layout, [alone], kv_lookup)
-    batch = _moved(loaded, row, states)
+    kv, cached = encode_passages(loaded, layout, [alone], kv_lookup)
+    batch = _moved(loaded, row, kv)
     chosen = _tokens_to_recompute(loaded, row, batch, blend)
     if len(chosen):
         _recompute(loaded, row, batch, chosen)
@@ -142,13 +139,13 @@ def prefill_blended(
     return prefilled_group(batch, logits, layout, [row], observer, max(0, cached - len(chosen)))
 
 
-def _moved(loaded: LoadedModel, row: ResolvedRow, states: dict[tuple[int, float], Tensor]) -> SequenceBatch:
+def _moved(loaded: LoadedModel, row: ResolvedRow, kv: dict[tuple[int, float], Tensor]) -> SequenceBatch:
     """Return a batch that holds prefix and passages, keys rotated to their positions in the prompt."""
     first = len(row.layout.prefix)
-    found = [states[-1, 0.0]] if first else []
+    found = [kv[-1, 0.0]] if first else []
     for passage, span in row.passage_spans:
         if len(span):
-            keys, values = states[passage, float(first)]
+            keys, values = kv[passage, float(first)]
             found.append(torch.stack((rerotate(loaded.model, loaded.spec, keys, span.start - first), values)))
     length = row.layout.suffix.start
     return concatenate_kv(loaded, [found], [row.positions[:, :length]], len(row.layout.suffix), row.overrides)
@@ -171,7 +168,7 @@ def _tokens_to_recompute(loaded: LoadedModel, row: ResolvedRow, batch: SequenceB
 
 
 class _EnoughLayers(Exception):
-    """The layers that were asked for are computed."""
+    """The first layers are computed."""
 
 
 def _first_layers(loaded: LoadedModel, row: ResolvedRow, count: int) -> GrowingCache:
@@ -206,7 +203,6 @@ class _OverwritingCache(GrowingCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Replace the chosen tokens; return all."""
         layer = self.layers[layer_idx]
         layer.keys[:, :, self._chosen] = key_states
         layer.values[:, :, self._chosen] = value_states

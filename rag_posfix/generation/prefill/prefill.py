@@ -54,9 +54,8 @@ def prefill_context(
 
     For models whose every layer keeps all keys. Shares what ``kv_lookup`` finds with prompts that are read whole.
 
-    Args:
-        kv_lookup: The passage KV store; it keeps all layers, so all are read.
-        last_layer: Without ``kv_lookup``: the last layer that is read (``SequenceBatch.read_layers``); None reads all.
+    ``last_layer`` is the last layer that is read (``SequenceBatch.read_layers``), without ``kv_lookup``: the store has
+    all layers, so all are read.
     """
     row = resolve(RowPlan(reusable=layout.boundaries), layout, loaded.device)
     if kv_lookup is not None and row.reusable:
@@ -77,12 +76,7 @@ def prefill_context(
 
 
 class _CachedPrefix:
-    """The first tokens of a row: the segments that the store holds, and those that are missing.
-
-    Attributes:
-        batch: Holds what was found, and what ``read_missing`` has read.
-        cached_tokens: How many tokens were found.
-    """
+    """The first tokens of a row: ``batch`` has the segments that the store holds, and those of ``read_missing``."""
 
     def __init__(self, loaded: LoadedModel, row: ResolvedRow, kv_lookup: KVLookup) -> None:
         self._kv_lookup, self._row = kv_lookup, row
@@ -98,7 +92,7 @@ class _CachedPrefix:
             self.batch = concatenate_kv(loaded, [held], [positions], more_tokens, row.overrides)
 
     def read_missing(self) -> None:
-        """Read each missing segment in a pass of its own, as it would be had those before it been found."""
+        """Read each missing segment in its own forward pass: results do not depend on what the store holds."""
         for request in self._missing:
             ids = torch.tensor([request.segment.token_ids], device=self.batch.positions.device)
             self.batch.forward(ids, request.segment.positions[None], keep=1, ends_prompt=False)
@@ -116,8 +110,8 @@ def _prefill_row(
 ) -> PrefilledGroup:
     """Read one row as one sequence, after as many of its first tokens as the store holds.
 
-    With ``kv_lookup``, each reusable segment is read in a pass of its own, found or not found: then what is computed
-    from it is the same to the last bit.
+    With ``kv_lookup``, each reusable segment is read in its own forward pass. Results are then bit-identical with a
+    cold or warm store.
     """
     keep = logits_to_keep(row.layout, score_question)
     if kv_lookup is None or not row.reusable or not loaded.keeps_all_keys:
@@ -193,25 +187,24 @@ def passage_attention(
     Shapes:
         returns: (len(layouts), N) float32 on the CPU, averaged over layers and heads; the prefill of ``base``.
     """
-    plain = Plan(rows=(RowPlan(reusable=layouts[base].boundaries),))
-    whole = prefill(loaded, layouts[base], plain, kv_lookup)[0]
+    plan = Plan(rows=(RowPlan(reusable=layouts[base].boundaries),))
+    full = prefill(loaded, layouts[base], plan, kv_lookup)[0]
     rows = []
     for index, layout in enumerate(layouts):
         if check is not None and index != base:
             check()
         if index == base:
-            group = whole
+            group = full
         elif loaded.keeps_all_keys:
-            group = extend(loaded, layout, RowPlan(), whole.batch, _shared_tokens(layout, layouts[base]))
+            group = extend(loaded, layout, RowPlan(), full.batch, _shared_tokens(layout, layouts[base]))
         else:
             group = prefill(loaded, layout, Plan())[0]
         rows.append(group.passage_attention[0].float())
     lengths = torch.tensor([[max(len(span), 1) for span in layout.passages] for layout in layouts])
-    return torch.stack(rows).cpu() / lengths, whole  # read once
+    return torch.stack(rows).cpu() / lengths, full  # read once
 
 
 def _shared_tokens(layout: Layout, other: Layout) -> int:
     """Return how many first tokens two prompts share, the last token of the shorter left out."""
-    pairs = enumerate(zip(layout.token_ids[:-1], other.token_ids[:-1], strict=False))
-    same = min(len(layout.token_ids), len(other.token_ids)) - 1
-    return next((index for index, (ours, theirs) in pairs if ours != theirs), same)
+    pairs = zip(layout.token_ids[:-1], other.token_ids[:-1], strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

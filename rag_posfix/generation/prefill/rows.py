@@ -16,14 +16,12 @@ from rag_posfix.plan.plan import RowPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResolvedRow:
-    """A row of a plan with the layout of what it sees, its positions, and what it changes in the model.
+    """A row of a plan resolved for one prompt.
 
     Attributes:
         layout: Of the row's own tokens.
         passages: Which passages of the prompt it holds, in its order.
         positions: (1, T) float32 on the CPU: they are looked at one by one, and go to the device with the tokens.
-        overrides: What it changes in the model.
-        reusable: As in ``RowPlan``.
     """
 
     layout: Layout
@@ -39,7 +37,6 @@ class ResolvedRow:
 
 
 def resolve(row: RowPlan, layout: Layout, device: torch.device) -> ResolvedRow:
-    """Return a row of a plan for one prompt."""
     passages = tuple(range(layout.n_passages)) if row.passages is None else row.passages
     seen = layout if row.passages is None else layout.select(passages)
     positions = row.positions
@@ -68,15 +65,14 @@ def passage_starts(rows: Sequence[ResolvedRow], passage: int) -> set[float]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefilledGroup:
-    """Rows of a plan that were read in one batch, and what they say of the next token.
+    """Rows of a plan that were read in one batch, ready to decode.
 
     Attributes:
-        batch: The rows, ready to decode.
         logits: (R, K, V): the last is that of the next token; the others are those of the question, if asked for.
         question: (R,) mean log-probability of the question's tokens, zeros if not asked for.
         passage_attention: (R, N) attention of the last token to each passage, averaged over layers and heads.
         passage_shares: (R, N) the same as shares of the attention to passages; rows sum to 1 or are 0.
-        cached_tokens: Tokens of the prompt whose keys and values were found, not computed.
+        cached_tokens: Tokens of the prompt whose keys and values were in the store.
     """
 
     batch: SequenceBatch
@@ -102,14 +98,7 @@ def prefilled_group(
     observer: Observer,
     cached_tokens: int = 0,
 ) -> PrefilledGroup:
-    """Return the result of a prefill.
-
-    Args:
-        batch: Has read the rows.
-        logits: Of its last pass, see ``logits_to_keep``.
-        observer: Has seen the attention of the last token.
-        cached_tokens: Tokens that were found, not computed.
-    """
+    """Return the result of a prefill whose last pass had ``logits`` (see ``logits_to_keep``) and the ``observer``."""
     spans = tuple(
         tuple((passage, start + span.start, start + span.stop) for passage, span in row.passage_spans)
         for row, start in zip(rows, batch.row_starts, strict=True)
@@ -118,8 +107,8 @@ def prefilled_group(
     attended = observer.mean()
     if attended is not None:
         attended = batch.loaded.spec.ranks.mean(attended)
-        for r, held in enumerate(spans):
-            for passage, start, stop in held:
+        for r, row_spans in enumerate(spans):
+            for passage, start, stop in row_spans:
                 attention[r, passage] = attended[r, start:stop].sum()
     total = attention.sum(dim=1, keepdim=True)
     return PrefilledGroup(
@@ -134,10 +123,10 @@ def prefilled_group(
 
 def _question_log_probs(logits: Tensor, layout: Layout) -> Tensor:
     """Return the mean log-probability of the question's tokens in each row, (R,); zeros where it was not asked for."""
-    found = torch.zeros(logits.shape[0], device=logits.device)
+    means = torch.zeros(logits.shape[0], device=logits.device)
     if logits.shape[1] > 1:
         target = torch.tensor(layout.tokens(layout.question), device=logits.device)
         for r in range(logits.shape[0]):  # row by row: (question, V) in float32 is large
             log_probs = logits[r, : len(target)].float().log_softmax(dim=-1)
-            found[r] = log_probs.gather(1, target[:, None]).mean() if len(target) else 0.0
-    return found
+            means[r] = log_probs.gather(1, target[:, None]).mean() if len(target) else 0.0
+    return means

@@ -45,7 +45,7 @@ class Segment:
 def encode_segments(
     loaded: LoadedModel, segments: Sequence[Segment], prefix: tuple[Segment, Tensor] | None, overrides: Overrides
 ) -> list[Tensor]:
-    """Return the keys and values of each segment read after ``prefix`` alone; segments do not see each other.
+    """Return the keys and values of each segment, encoded independently after ``prefix``.
 
     Segments of similar length share a batch. Padding is at the end, where the causal mask hides it.
 
@@ -59,15 +59,19 @@ def encode_segments(
         longest = -(-max(len(segments[by_length[-1]]), loaded.least_rows) // TILE) * TILE
         count = max(1, BATCH_TOKENS // longest)
         some, by_length = by_length[-count:], by_length[:-count]
-        batch = _after_prefix(loaded, prefix, len(some), longest, overrides)
+        if prefix is None:
+            batch = SequenceBatch.empty(loaded, len(some), overrides)
+        else:  # every row holds the prefix
+            rows, positions = [[prefix[1]]] * len(some), [prefix[0].positions[None]] * len(some)
+            batch = concatenate_kv(loaded, rows, positions, longest, overrides)
         before = batch.length
         tokens = torch.zeros((len(some), longest), dtype=torch.long)
-        at = torch.zeros((len(some), longest))
+        positions_of = torch.zeros((len(some), longest))
         for row, i in enumerate(some):
             tokens[row, : len(segments[i])] = torch.tensor(segments[i].token_ids)
-            at[row, : len(segments[i])] = segments[i].positions
-            at[row, len(segments[i]) :] = segments[i].positions[-1]
-        batch.forward(tokens.to(loaded.device), at, keep=1)
+            positions_of[row, : len(segments[i])] = segments[i].positions
+            positions_of[row, len(segments[i]) :] = segments[i].positions[-1]
+        batch.forward(tokens.to(loaded.device), positions_of, keep=1)
         result.update(zip(some, _copy_rows(batch, before, [len(segments[i]) for i in some]), strict=True))
     return [result[i] for i in range(len(segments))]
 
@@ -84,13 +88,13 @@ def _copy_rows(batch: SequenceBatch, start: int, lengths: Sequence[int]) -> list
     """Return a copy of the keys and values of each row's tokens from ``start`` on, (2, L, Hkv, length, D) each."""
     layers, first = batch.cache.layers, batch.cache.layers[0].keys
     copies = [first.new_empty((2, len(layers), first.shape[1], length, first.shape[3])) for length in lengths]
-    at_a_time = max(1, COPIED_NUMBERS // first.numel())
-    for at in range(0, len(layers), at_a_time):
-        some = layers[at : at + at_a_time]
-        for half, states in enumerate(([layer.keys for layer in some], [layer.values for layer in some])):
-            stacked = torch.stack(states)  # (l, R, Hkv, T, D)
+    step = max(1, COPIED_NUMBERS // first.numel())
+    for layer in range(0, len(layers), step):
+        some = layers[layer : layer + step]
+        for half, kv in enumerate(([each.keys for each in some], [each.values for each in some])):
+            stacked = torch.stack(kv)  # (l, R, Hkv, T, D)
             for row, (copy, length) in enumerate(zip(copies, lengths, strict=True)):
-                copy[half, at : at + len(some)] = stacked[:, row, :, start : start + length]
+                copy[half, layer : layer + len(some)] = stacked[:, row, :, start : start + length]
     return copies
 
 
@@ -103,11 +107,11 @@ def concatenate_kv(
 ) -> SequenceBatch:
     """Return a batch whose rows hold segments end to end; shorter rows are padded in front.
 
-    Args:
+    ``more_tokens`` will follow at least: the cache gets capacity for them.
+
+    Shapes:
         rows: The keys and values of each row's segments, (2, L, Hkv, T, D) each.
         positions: (1, T) of each row, all its segments together, on the CPU.
-        more_tokens: Tokens that will follow at least: the cache gets capacity for them.
-        overrides: What the rows change in the model from here on.
     """
     lengths = [p.shape[1] for p in positions]
     longest = max(lengths)
@@ -117,11 +121,11 @@ def concatenate_kv(
     both, n_layers, n_heads, _, channels = some.shape
     buffers = some.new_empty((both, n_layers, len(rows), n_heads, longest + more_tokens + SPARE_TOKENS, channels))
     for row, segments in enumerate(rows):
-        at = longest - lengths[row]
-        buffers[:, :, row, :, :at] = 0  # nothing reads it, but a NaN there would spread through 0 * NaN
+        start = longest - lengths[row]
+        buffers[:, :, row, :, :start] = 0  # nothing reads it, but a NaN there would spread through 0 * NaN
         for segment in segments:
-            buffers[:, :, row, :, at : at + segment.shape[3]] = segment
-            at += segment.shape[3]
+            buffers[:, :, row, :, start : start + segment.shape[3]] = segment
+            start += segment.shape[3]
     filled = torch.cat([torch.nn.functional.pad(p, (longest - p.shape[1], 0)) for p in positions])
     starts = tuple(longest - length for length in lengths)
     return SequenceBatch(
@@ -134,23 +138,12 @@ def concatenate_kv(
     )
 
 
-def _after_prefix(
-    loaded: LoadedModel, prefix: tuple[Segment, Tensor] | None, n_rows: int, more_tokens: int, overrides: Overrides
-) -> SequenceBatch:
-    """Return a batch whose every row holds the prefix."""
-    if prefix is None:
-        return SequenceBatch.empty(loaded, n_rows, overrides)
-    segment, states = prefix
-    return concatenate_kv(loaded, [[states]] * n_rows, [segment.positions[None]] * n_rows, more_tokens, overrides)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class KVRequest:
-    """A segment of tokens whose keys and values are asked for.
+    """A segment of tokens whose keys and values are needed.
 
     Attributes:
-        segment: The tokens and their positions.
-        before: What was read before them: all that their keys and values depend on besides the model.
+        before: What was read before it: all that its keys and values depend on besides the model.
         tags: What the entry can be dropped by: the content keys of its passages.
     """
 
@@ -164,7 +157,6 @@ class KVLookup:
     """The passage KV store as one prompt under one method sees it.
 
     Attributes:
-        store: Keeps keys and values.
         model: Identity of weights and dtype.
         method: Identity of the method and its parameters.
         salt: Entries of another salt are not seen: one per tenant.
@@ -195,8 +187,8 @@ class KVLookup:
             key: EntryShape(shape.n_layers, shape.n_kv_heads, shape.head_dim, dtype, len(request.segment))
             for key, request in zip(keys, requests, strict=True)
         }
-        found = self.store.get_many(shapes)
-        return [found[key].states.to(loaded.device) if key in found else None for key in keys]
+        entries = self.store.get_many(shapes)
+        return [entries[key].states.to(loaded.device) if key in entries else None for key in keys]
 
     def add(self, part: Part, encoded: Sequence[tuple[KVRequest, Tensor]]) -> None:
         """Add the keys and values of segments to the store."""
@@ -204,9 +196,9 @@ class KVLookup:
             return
         entries: dict[str, PassageKV] = {}
         tags: dict[str, Sequence[str]] = {}
-        for request, states in encoded:
-            key = self._key(states.dtype, part, request)
-            entries[key] = PassageKV(states)
+        for request, kv in encoded:
+            key = self._key(kv.dtype, part, request)
+            entries[key] = PassageKV(kv)
             tags[key] = (*request.tags, *own_tags(self.salt, request.tags))
         self.store.put_many(entries, tags)
 

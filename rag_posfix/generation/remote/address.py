@@ -16,12 +16,7 @@ _LONGEST = 2048
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """A model of an OpenAI-compatible server.
-
-    Attributes:
-        name: Its name on the server, which is sent as ``model``.
-        url: Base URL of the API, without a slash at the end.
-    """
+    """The name of a model on an OpenAI-compatible server, and the base URL of its API without a slash at the end."""
 
     name: str
     url: str

@@ -22,7 +22,7 @@ from rag_posfix.contracts.request import (
 )
 from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError, UnsupportedModelError, UpstreamError
 from rag_posfix.generation.remote.address import RemoteModel, parse_remote
-from rag_posfix.generation.remote.connection import Connection, ServerLimits, error_message
+from rag_posfix.generation.remote.connection import Connection, Event, ServerLimits, error_message
 from rag_posfix.mitigations import create
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import clean_text, content_hash
@@ -41,16 +41,15 @@ class PieceEncoder(TokenEncoder):
     """
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the pieces of ``text`` as numbers."""
-        return [_number(piece) for piece in _PIECE.findall(clean_text(text))]
+        return self.encode_template(clean_text(text))
 
     def encode_template(self, text: str) -> list[int]:
-        """Return the pieces of ``text``; there are no control tokens."""
-        return [_number(piece) for piece in _PIECE.findall(text)]
+        pieces = _PIECE.findall(text)
+        return [int.from_bytes(_MARK + piece.encode("utf-8", "replace"), "big") for piece in pieces]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the exact text of pieces."""
-        return b"".join(_bytes(number) for number in token_ids).decode("utf-8", "replace")
+        pieces = (number.to_bytes((number.bit_length() + 7) // 8, "big")[1:] for number in token_ids)
+        return b"".join(pieces).decode("utf-8", "replace")
 
     def render_chat(self, messages: Sequence[ChatMessage], *, open_answer: bool = True) -> str:
         """Return the messages as ChatML, whose marks stand for those that the server will add."""
@@ -58,21 +57,11 @@ class PieceEncoder(TokenEncoder):
         return "".join(turns) + ("<|im_start|>assistant\n" if open_answer else "")
 
 
-def _number(piece: str) -> int:
-    return int.from_bytes(_MARK + piece.encode("utf-8", "replace"), "big")
-
-
-def _bytes(number: int) -> bytes:
-    return number.to_bytes((number.bit_length() + 7) // 8, "big")[1:]
-
-
 DEFAULT_CONTEXT_WINDOW = 8192
 TokenLimitField = Literal["max_tokens", "max_completion_tokens"]
 
-Objects = Generated[Mapping[str, Any], None, None]
+Events = Generated[Event, None, None]
 """The JSON objects of one answer."""
-
-_ROUTE = "/chat/completions"
 
 
 class RemoteGenerator:
@@ -85,6 +74,11 @@ class RemoteGenerator:
     Args:
         token_limit_field: The field of the request that bounds the answer. OpenAI's newer models take
             ``max_completion_tokens`` alone, other servers know ``max_tokens``.
+
+    Attributes:
+        fingerprint: Identity for cache keys: URL and name. What the server changes under that name is not seen.
+        context_window: Token limit of prompt and answer together.
+        encoder: Exact text, estimated tokens.
     """
 
     def __init__(
@@ -95,42 +89,19 @@ class RemoteGenerator:
         context_window: int = DEFAULT_CONTEXT_WINDOW,
         token_limit_field: TokenLimitField = "max_tokens",
     ) -> None:
-        self._model = model
+        self.model_id = model.name
+        self.fingerprint = content_hash("remote", model.url, model.name)
+        self.context_window = context_window
+        self.encoder = PieceEncoder()
         self._connection = connection
-        self._window = context_window
         self._token_limit_field = token_limit_field
-        self._encoder = PieceEncoder()
-
-    @property
-    def model_id(self) -> str:
-        """Name of the model on its server."""
-        return self._model.name
-
-    @property
-    def fingerprint(self) -> str:
-        """Identity for cache keys: URL and name. What the server changes under that name is not seen."""
-        return content_hash("remote", self._model.url, self._model.name)
-
-    @property
-    def context_window(self) -> int:
-        """Token limit of prompt and answer together."""
-        return self._window
-
-    @property
-    def encoder(self) -> PieceEncoder:
-        """Exact text, estimated tokens."""
-        return self._encoder
 
     def close(self) -> None:
         """Close the connections; later requests raise ``GenerationError``."""
         self._connection.close()
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
-        """Return what caching needs to know of a mitigation.
-
-        Raises:
-            UnsupportedModelError: it is not ``none``.
-        """
+        """Return what caching needs to know of a mitigation; errors as those of ``check_remote_mitigation``."""
         return check_remote_mitigation(self.model_id, choice)
 
     def generate(self, request: GenerationRequest) -> Generation:
@@ -158,19 +129,18 @@ class RemoteGenerator:
             UpstreamTimeoutError: the server was silent for too long.
             OverloadedError: the server has no capacity, also after retries.
         """
-        objects = self._post(request, stream=True)
-        return self._chunks(request, objects)
+        return self._chunks(request, self._post(request, stream=True))
 
-    def _chunks(self, request: GenerationRequest, objects: Objects) -> Iterator[Chunk]:
+    def _chunks(self, request: GenerationRequest, events: Events) -> Iterator[Chunk]:
         started = time.perf_counter()
         first: float | None = None
         parts: list[str] = []
         finish: FinishReason | None = None
         usage: object = None
-        with closing(objects):
-            for found in objects:
-                usage = found.get("usage") or usage
-                choice = self._choice(found)
+        with closing(events):
+            for event in events:
+                usage = event.get("usage") or usage
+                choice = self._choice(event)
                 if choice is None:
                     continue
                 text = self._text(choice.get("delta"))
@@ -185,38 +155,38 @@ class RemoteGenerator:
         timings = {"prefill": (first or ended) - started, "decode": ended - (first or ended)}
         yield Chunk("", self._generation(request, "".join(parts), finish, usage, timings))
 
-    def _post(self, request: GenerationRequest, *, stream: bool) -> Objects:
+    def _post(self, request: GenerationRequest, *, stream: bool) -> Events:
         """Check a request, and return the objects of its answer; nothing is sent yet."""
         check_remote_mitigation(self.model_id, request.mitigation)
         needed = len(request.layout.token_ids) + request.sampling.max_tokens
-        if needed > self._window:
+        if needed > self.context_window:
             raise PromptTooLongError(
                 f"the prompt takes about {len(request.layout.token_ids)} tokens and "
-                f"max_tokens={request.sampling.max_tokens} more, but the context window is {self._window}; use fewer "
-                "or shorter passages, or set RAG_POSFIX_REMOTE_CONTEXT_WINDOW to the server's limit"
+                f"max_tokens={request.sampling.max_tokens} more, but the context window is {self.context_window}; use "
+                "fewer or shorter passages, or set RAG_POSFIX_REMOTE_CONTEXT_WINDOW to the server's limit"
             )
         body = {
-            "model": self._model.name,
-            "messages": messages_of(request.layout, self._encoder),
+            "model": self.model_id,
+            "messages": messages_of(request.layout, self.encoder),
             **_sampling_fields(request.sampling, self._token_limit_field),
             "stream": stream,
         }
         if stream:
             body["stream_options"] = {"include_usage": True}
-        return self._connection.post(_ROUTE, body, request.sampling.max_tokens)
+        return self._connection.post("/chat/completions", body, request.sampling.max_tokens)
 
-    def _choice(self, found: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def _choice(self, event: Event) -> Event | None:
         """Return the first choice of an object; None if it has none, as the last one of a stream, with the usage."""
-        if found.get("error"):
-            reason = error_message(found)
-            told = f": {reason}" if reason else ""
-            raise UpstreamError(f"{self._connection.url} failed while it generated the answer{told}")
-        choices = found.get("choices")
+        if event.get("error"):
+            reason = error_message(event)
+            said = f": {reason}" if reason else ""
+            raise UpstreamError(f"{self._connection.url} failed while it generated the answer{said}")
+        choices = event.get("choices")
         if not isinstance(choices, list) or (choices and not isinstance(choices[0], dict)):
             raise self._unreadable("an object without choices")
         return choices[0] if choices else None
 
-    def _finish(self, choice: Mapping[str, Any]) -> FinishReason | None:
+    def _finish(self, choice: Event) -> FinishReason | None:
         """Return why the answer ended, None if it has not ended. Reasons of single servers count as ``stop``."""
         reason = choice.get("finish_reason")
         if reason == "content_filter":
@@ -252,7 +222,7 @@ class RemoteGenerator:
             finish_reason=finish,
             usage=Usage(
                 prompt_tokens=_count(counted.get("prompt_tokens"), len(request.layout.token_ids)),
-                completion_tokens=_count(counted.get("completion_tokens"), len(self._encoder.encode_text(text))),
+                completion_tokens=_count(counted.get("completion_tokens"), len(self.encoder.encode_text(text))),
                 cached_tokens=_count(cached, 0),
             ),
             timings=timings,
@@ -260,11 +230,9 @@ class RemoteGenerator:
 
 
 def check_remote_mitigation(model_id: str, choice: MitigationChoice) -> MitigationInfo:
-    """Return what caching needs to know of a mitigation of a remote generator.
+    """Return what caching needs to know of a mitigation of a remote generator; errors as those of ``create``.
 
     Raises:
-        UnknownNameError: no mitigation has this name.
-        ConfigError: a parameter is unknown or out of range.
         UnsupportedModelError: it is not ``none``: it needs the weights in this process.
     """
     method = create(choice.name, choice.parameters)
@@ -279,14 +247,7 @@ def check_remote_mitigation(model_id: str, choice: MitigationChoice) -> Mitigati
 
 
 def messages_of(layout: Layout, encoder: TokenEncoder) -> list[ChatMessage]:
-    """Return the messages of a prompt, for a server that applies a chat template of its own.
-
-    Args:
-        encoder: The encoder that made it.
-
-    Raises:
-        GenerationError: the layout does not know its messages.
-    """
+    """Return the messages of a prompt, decoded by the encoder that made it; GenerationError if it has no turns."""
     if not layout.turns:
         raise GenerationError(
             "the layout has no turns, so its messages are not known; make it with Assembler or tokenize_prompt"
@@ -295,7 +256,7 @@ def messages_of(layout: Layout, encoder: TokenEncoder) -> list[ChatMessage]:
 
 
 def _sampling_fields(sampling: Sampling, token_limit_field: str) -> dict[str, Any]:
-    """Return the fields of a request; what has its neutral value is left out, because not all servers know it."""
+    """Return the fields of a request, without those at their neutral value: not all servers know them."""
     fields: dict[str, Any] = {token_limit_field: sampling.max_tokens, "temperature": sampling.temperature}
     if sampling.top_p < 1.0:
         fields["top_p"] = sampling.top_p

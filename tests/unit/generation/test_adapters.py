@@ -15,7 +15,7 @@ from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.load import load_engine, read_facts
+from rag_posfix.generation.load import load_engine, read_metadata
 from rag_posfix.pipeline.build import build_generator, build_pipeline
 from rag_posfix.pipeline.pipeline import Question
 from rag_posfix.settings import Settings
@@ -60,7 +60,7 @@ def test_an_adapter_is_part_of_name_and_fingerprint_wherever_it_lies(folders, ad
     assert tuned.fingerprint != base.fingerprint
     copy = shutil.copytree(adapter, tmp_path / "copy")
     assert engine_of(folders, copy).fingerprint == tuned.fingerprint
-    facts = read_facts(str(folders[0]), dtype="float32", device="cpu", cache_dir=tmp_path, adapter=adapter)
+    facts = read_metadata(str(folders[0]), dtype="float32", device="cpu", cache_dir=tmp_path, adapter=adapter)
     assert (facts.name, facts.fingerprint) == ("tiny+adapter", tuned.fingerprint)
     weights = copy / "adapter_model.safetensors"
     content = bytearray(weights.read_bytes())

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
-from rag_posfix.generation.load import load_engine, read_facts
+from rag_posfix.generation.load import load_engine, read_metadata
 from tests.support.tiny import COMMON, save_tiny, stock_model, toy_layout
 
 transformers = pytest.importorskip("transformers")
@@ -299,7 +299,7 @@ class TestErrors:
 
     def test_of_the_configuration_without_the_weights(self, tiny, tmp_path):
         edited(tiny, num_attention_heads=0)
-        for read in (load_engine, lambda *names, **options: read_facts(*names, **options, cache_dir=tmp_path)):
+        for read in (load_engine, lambda *names, **options: read_metadata(*names, **options, cache_dir=tmp_path)):
             with pytest.raises(ConfigError) as caught:
                 read(str(tiny), dtype="float32", device="cpu")
             assert str(caught.value).startswith(f"model {str(tiny)!r} cannot be loaded: ")
@@ -316,7 +316,7 @@ class TestAdapterBesideTheWeights:
     def test_is_refused_with_and_without_peft(self, both, tmp_path, monkeypatch, installed):
         monkeypatch.setattr("transformers.utils.peft_utils.is_peft_available", lambda: installed)
         monkeypatch.setattr("transformers.integrations.peft.is_peft_available", lambda *_: installed)
-        for read in (load_engine, lambda *names, **options: read_facts(*names, **options, cache_dir=tmp_path)):
+        for read in (load_engine, lambda *names, **options: read_metadata(*names, **options, cache_dir=tmp_path)):
             with pytest.raises(ConfigError) as caught:
                 read(str(both), dtype="float32", device="cpu")
             assert str(caught.value) == (

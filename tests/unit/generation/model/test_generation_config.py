@@ -6,7 +6,7 @@ import pytest
 from rag_posfix.contracts.request import GenerationRequest, Sampling
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation import load as module
-from rag_posfix.generation.load import generation_config_of, load_engine, read_facts
+from rag_posfix.generation.load import generation_config_of, load_engine, read_metadata
 from rag_posfix.generation.model.checkpoint import read_generation_config
 from tests.support.tiny import save_tiny, toy_layout
 
@@ -146,7 +146,7 @@ def test_the_second_end_stops_the_answer(tiny):
 
 def test_the_model_and_what_is_known_without_it_have_the_same_ends(tiny, tmp_path):
     state(tiny, eos_token_id=[5, 9])
-    facts = read_facts(str(tiny), dtype="float32", device="cpu", cache_dir=tmp_path)
+    facts = read_metadata(str(tiny), dtype="float32", device="cpu", cache_dir=tmp_path)
     engine = load(tiny)
     assert facts.tokenizer.eos_ids == engine.encoder.eos_ids == {2, 5, 9}
     assert facts.fingerprint == engine.fingerprint

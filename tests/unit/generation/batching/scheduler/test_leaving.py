@@ -15,7 +15,7 @@ import pytest
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, GenerationCancelled, GenerationError, PromptTooLongError, UnknownNameError
-from rag_posfix.generation.batching.requests import RequestHandle, RunningRequest, decode_step
+from rag_posfix.generation.batching.requests import RequestHandle, RunningRequest, decode_step, write_tokens
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
 from tests.support.scheduling import CLOSING_SECONDS, start_all, threads
@@ -173,8 +173,7 @@ class TestFailures:
         engine = RecordingEngine(alone="be").install(monkeypatch)
         engine.failures["step b"] = ZeroDivisionError("broken")
         running = [RunningRequest(engine, RequestHandle(ask(name, 2 if name == "c" else 5))) for name in "abcde"]
-        for one in running:
-            one.write()
+        assert write_tokens(running) == running
         assert [one.session.name for one in decode_step(running)] == ["a", "d", "e"]
 
     def test_a_step_that_fails_for_all_fails_those_in_it_and_the_worker_goes_on(self, make, pool, caplog):
