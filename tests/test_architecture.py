@@ -196,7 +196,7 @@ FORBIDDEN = [
     ("services/rag_posfix_api/app.py", "from rag_posfix.evaluation.answers.answering import first_line"),
     ("rag_posfix/cli/bench.py", "from benchmarks import idle"),
     ("rag_posfix/evaluation/ranking/rankings.py", "import ray.data"),
-    ("services/rag_posfix_api/ray_serve/scoring.py", "from ray import serve"),
+    ("services/rag_posfix_api/ray_serve/routing.py", "from ray import serve"),
     ("services/rag_posfix_api/app.py", "import ray"),
     ("rag_posfix/evaluation/ranking/rankings.py", "import ir_measures"),
     ("rag_posfix/probing/a.py", "from rag_posfix.mitigations.base import Mitigation"),

@@ -12,35 +12,27 @@ from fastapi.routing import APIRoute
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import Telemetry, open_telemetry
-from rag_posfix_api import operations
 from rag_posfix_api.dialects import (
+    administration,
     anthropic,
-    attention,
     cohere,
     collections,
-    evaluate,
-    info,
-    keys,
+    completions,
+    embeddings,
+    measurements,
     ollama,
     openai,
-    openai_completions,
-    openai_embeddings,
     rerank,
     responses,
 )
 from rag_posfix_api.dialects.errors import ANTHROPIC, COHERE, JINA, OLLAMA, OPENAI, TEI
-from rag_posfix_api.http.auth import ApiKeyAuth
-from rag_posfix_api.http.errors import ErrorRenderers, install_handlers
-from rag_posfix_api.http.hosts import AllowedHosts
-from rag_posfix_api.http.limits import BodyLimit
-from rag_posfix_api.http.observability import ObservedRequests
-from rag_posfix_api.http.tracing import request_tracer
-from rag_posfix_api.page import api_docs
+from rag_posfix_api.http.errors import ErrorForm
+from rag_posfix_api.http.middleware import AllowedHosts, ApiKeyAuth, BodyLimit, ObservedRequests, install_handlers
 from rag_posfix_api.page import routes as page
 from rag_posfix_api.runtime.service import Service, package_version
 
 ROUTERS = {
-    "openai": (openai.router, openai_completions.router, openai_embeddings.router),
+    "openai": (openai.router, completions.router, embeddings.router),
     "responses": (responses.router,),
     "anthropic": (anthropic.router,),
     "cohere": (cohere.router, rerank.cohere),
@@ -48,25 +40,27 @@ ROUTERS = {
     "ollama": (ollama.router,),
     "vllm": (rerank.vllm,),
     "tei": (rerank.tei,),
-    "native": (keys.router, collections.router, evaluate.router, info.router),
-    "attention": (attention.router,),
-    "none": (operations.router, page.router, api_docs.router),
+    "native": (administration.keys, collections.router, measurements.evaluation, administration.information),
+    "attention": (measurements.attention,),
+    "none": (administration.operations, page.router),
 }
 """The routes of every dialect; what orchestrators ask, and the page, have none. No router holds another."""
 
-RENDERERS = ErrorRenderers(
-    OPENAI,
-    {
-        anthropic.PATH: ANTHROPIC,
-        cohere.PATH: COHERE,
-        ollama.CHAT_PATH: OLLAMA,
-        ollama.TAGS_PATH: OLLAMA,
-        rerank.JINA_PATH: JINA,
-        rerank.COHERE_PATH: COHERE,
-        rerank.TEI_PATH: TEI,
-    },
-)
-"""The dialect that reports errors: that of the path, OpenAI's elsewhere."""
+ERROR_FORMS = {
+    anthropic.PATH: ANTHROPIC,
+    cohere.PATH: COHERE,
+    ollama.CHAT_PATH: OLLAMA,
+    ollama.TAGS_PATH: OLLAMA,
+    rerank.JINA_PATH: JINA,
+    rerank.COHERE_PATH: COHERE,
+    rerank.TEI_PATH: TEI,
+}
+"""The dialect that reports the errors of a path; OpenAI's elsewhere."""
+
+
+def error_form(path: str) -> ErrorForm:
+    """Return the form of the errors of a path."""
+    return ERROR_FORMS.get(path, OPENAI)
 
 
 def create_app(
@@ -98,7 +92,8 @@ def create_app(
         summary="Answers from documents that do not depend on the order of the documents.",
         version=package_version(),
         lifespan=_lifespan(state, pipeline),
-        docs_url=None,  # FastAPI's pages load from a CDN; page/api_docs.py has ours
+        generate_unique_id_function=lambda route: route.name,
+        docs_url=None,  # FastAPI's pages load from a CDN; page/routes.py has ours
         redoc_url=None,
         # Its spans would carry what clients wrote; http/tracing.py writes ours.
         telemetry={"tracing": False, "metrics": False, "logs": False},
@@ -107,12 +102,11 @@ def create_app(
     for routers in ROUTERS.values():
         for router in routers:
             app.include_router(router)
-    install_handlers(app, RENDERERS)
-    app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes, renderers=RENDERERS)
-    app.add_middleware(ApiKeyAuth, checker=state.key_checker, renderers=RENDERERS)
+    install_handlers(app, error_form)
+    app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes)
+    app.add_middleware(ApiKeyAuth, checker=state.key_checker)
     if hosts is not None:
-        app.add_middleware(AllowedHosts, names=hosts, renderers=RENDERERS)
-    tracer = request_tracer(telemetry.tracer_provider)
+        app.add_middleware(AllowedHosts, names=hosts)
     dialects = {
         route.endpoint: dialect
         for dialect, routers in ROUTERS.items()
@@ -120,7 +114,14 @@ def create_app(
         for route in router.routes
         if isinstance(route, APIRoute)
     }
-    app.add_middleware(ObservedRequests, metrics=state.metrics, dialects=dialects, renderers=RENDERERS, tracer=tracer)
+    provider = telemetry.tracer_provider
+    app.add_middleware(
+        ObservedRequests,
+        metrics=state.metrics,
+        dialects=dialects,
+        form_of=error_form,
+        tracer=None if provider is None else provider.get_tracer("rag_posfix_api"),
+    )
     return app
 
 

@@ -6,7 +6,9 @@ import errno
 import ipaddress
 import logging
 import socket
+import threading
 import time
+import webbrowser
 from collections.abc import Callable, Collection
 from functools import partial
 from types import FrameType
@@ -17,14 +19,12 @@ from rag_posfix.errors import ConfigError, RagPosfixError
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import Telemetry
-from rag_posfix_api.app import RENDERERS, create_app
+from rag_posfix_api.app import create_app, error_form
 from rag_posfix_api.http.auth import KeyChecker
-from rag_posfix_api.http.connection import bounded_connection
-from rag_posfix_api.http.hosts import LOOPBACK_NAMES
+from rag_posfix_api.http.connection import BoundedConnection, check_tls
 from rag_posfix_api.http.logs import LogFormat, configure_logging
-from rag_posfix_api.http.tls import check_tls
+from rag_posfix_api.http.middleware import LOOPBACK_NAMES
 from rag_posfix_api.keys.store import KeyStore
-from rag_posfix_api.page.browser import address_of, open_page
 from rag_posfix_api.runtime.service import Service
 
 _CUT_SECONDS = 5
@@ -78,7 +78,7 @@ def run(
         hosts = None
         if on_loopback and not with_keys:
             hosts = LOOPBACK_NAMES | {f"[{address}]" if ":" in address else address}
-        on_ready = partial(open_page, address_of(address, number, scheme)) if opens_page else None
+        on_ready = partial(open_page, page_address(address, number, scheme)) if opens_page else None
         server = make_server(settings, limits, pipeline, hosts=hosts, on_ready=on_ready)
         server.run(sockets=[listener])
     if server.failure is not None:
@@ -162,7 +162,7 @@ def make_server(
     app = create_app(settings, pipeline, service, hosts=hosts, telemetry=telemetry)
     config = uvicorn.Config(
         app,
-        http=bounded_connection(service.max_header_bytes, service.read_timeout_seconds, RENDERERS.of("")),
+        http=BoundedConnection.limited(service.max_header_bytes, service.read_timeout_seconds, error_form("")),
         log_config=None,
         access_log=False,  # the app writes its own lines, without paths and queries
         server_header=False,
@@ -208,3 +208,24 @@ def _bind_error(error: OSError, host: str, port: int) -> ConfigError:
     if error.errno == errno.EACCES:
         return ConfigError(f"port {port} on {host} needs privileges; choose one above 1023 with --port")
     return ConfigError(f"{host}:{port} cannot be listened on: {error.strerror}; choose another with --host and --port")
+
+
+def page_address(host: str, port: int, scheme: str = "http") -> str:
+    """Return the address of the page on this machine; ``host`` may mean "all addresses"."""
+    bound = ipaddress.ip_address(host.partition("%")[0])
+    if bound.is_unspecified:
+        host = "127.0.0.1" if bound.version == 4 else "::1"
+    return f"{scheme}://[{host}]:{port}/" if ":" in host else f"{scheme}://{host}:{port}/"
+
+
+def open_page(address: str) -> None:
+    """Open ``address`` in the default browser, in a thread: some browsers return only when they are closed.
+
+    Without a browser the address is logged.
+    """
+
+    def open_or_log() -> None:
+        if not webbrowser.open(address):
+            _log.warning("no browser was found; open %s in one", address)
+
+    threading.Thread(target=open_or_log, name="open-page", daemon=True).start()

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.ray_serve.application import (
+    ApplicationOptions,
     ModelParts,
     application,
     describe_model,
     make_application,
     router_config,
 )
-from rag_posfix_api.ray_serve.options import ApplicationOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = yaml.safe_load((ROOT / "deployments" / "ray" / "serve.yaml").read_text())

@@ -67,8 +67,7 @@ def test_the_prefix_tree_of_ray_matches_nothing_of_reordered_passages():
     from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
     from rag_posfix.contracts.request import GenerationRequest
-    from rag_posfix_api.ray_serve.routed_request import RoutedRequest
-    from rag_posfix_api.ray_serve.scoring import overlap
+    from rag_posfix_api.ray_serve.routing import RoutedRequest, overlap
     from tests.support.tiny import toy_layout
 
     layout = toy_layout(lengths=(40, 50, 60, 70))

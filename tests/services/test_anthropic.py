@@ -18,7 +18,7 @@ from rag_posfix.errors import GenerationError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.dialects.anthropic_citations import CitableDocument, cited_blocks
+from rag_posfix_api.dialects.anthropic import CitableDocument, cited_blocks
 from tests.support.serving import (
     ANSWER,
     BRIDGE,

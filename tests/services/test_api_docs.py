@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.page import api_docs
+from rag_posfix_api.page import routes
 from tests.support.serving import limits, make_pipeline
 
 
@@ -40,7 +40,7 @@ def test_there_are_no_pages_that_load_from_a_network(client: TestClient):
 
 
 def test_without_its_package_the_page_says_what_to_install(client: TestClient, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(api_docs, "find_spec", lambda name: None)
+    monkeypatch.setattr(routes, "find_spec", lambda name: None)
     for path in ("/docs", "/docs/swagger-ui.css"):
         response = client.get(path)
         assert response.status_code == 404

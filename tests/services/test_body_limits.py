@@ -12,8 +12,8 @@ from fastapi.testclient import TestClient
 from rag_posfix.errors import GenerationCancelled
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.http.body_shape import MAX_DEPTH, MAX_LIST, MAX_VALUES, check_shape
 from rag_posfix_api.http.errors import RequestTimeoutError, TooLargeError
+from rag_posfix_api.http.json_bodies import MAX_DEPTH, MAX_LIST, MAX_VALUES, check_shape
 from rag_posfix_api.runtime.admission import Ticket
 from tests.support.serving import BRIDGE, CHAT, chat, limits, make_pipeline
 

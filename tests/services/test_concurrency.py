@@ -17,8 +17,8 @@ from rag_posfix.errors import GenerationCancelled, GenerationError, OverloadedEr
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
 from rag_posfix_api.http.errors import RequestTimeoutError
-from rag_posfix_api.runtime.admission import Admission, Ticket
-from rag_posfix_api.runtime.admitted import TICKET, AdmittedGenerator
+from rag_posfix_api.runtime.admission import TICKET, Admission, Ticket
+from rag_posfix_api.runtime.admitted import AdmittedGenerator
 from tests.support.serving import (
     BRIDGE,
     CHAT,
@@ -244,7 +244,7 @@ def test_no_more_places_than_capacity():
         admission.acquire(ticket)
         with admission.admit(1) as other, pytest.raises(OverloadedError, match="1 requests"):
             admission.acquire(other)
-        admission.enter(ticket)  # it has one already
+        admission.take_slot(ticket)  # it has one already
     with admission.admit(1) as ticket:  # permit and ticket are back
         admission.acquire(ticket)
     assert admission.in_flight == 0

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from rag_posfix_api.http.hosts import LOOPBACK_NAMES
+from rag_posfix_api.http.middleware import LOOPBACK_NAMES
 from tests.support.serving import (
     BRIDGE,
     CHAT,

@@ -20,7 +20,7 @@ from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.http.errors import TABLE, code_of
+from rag_posfix_api.http import errors
 from tests.support.promql import Exposed, exposed_by, problems
 from tests.support.serving import BRIDGE, CHAT, WordReranker, chat, limits, make_pipeline
 
@@ -32,7 +32,19 @@ RULES = [
     for rule in group["rules"]
 ]
 CLOSED = {
-    "code": frozenset({"ok", *(kind.code for kind in TABLE.values()), *(code_of(status) for status in (404, 405))}),
+    "code": frozenset(
+        {
+            "ok",
+            "not_found",
+            "method_not_allowed",
+            *(kind.code for kind in errors.KINDS.values()),
+            *(
+                value.kind.code
+                for value in vars(errors).values()
+                if isinstance(getattr(value, "kind", None), errors.Kind)
+            ),
+        }
+    ),
     "dialect": frozenset({"none", "openai", "responses", "anthropic", "cohere", "jina", "vllm", "tei"}),
     "work": frozenset({"answer", "score"}),
     "kind": frozenset({"read", "reused", "generated", "prompt", "cached", "completion"}),

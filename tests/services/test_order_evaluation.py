@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rag_posfix.contracts.request import Generation, GenerationRequest
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix_api.runtime.order_evaluation import orders_of, summarize
+from rag_posfix_api.dialects.measurements import orders_of, summarize
 from tests.support.serving import DictCache, make_pipeline
 from tests.support.tenants import Tenants
 from tests.support.toy_encoder import ToyEncoder
@@ -46,26 +46,23 @@ def evaluate(client: TestClient, **fields: Any) -> dict[str, Any]:
 
 
 def test_the_first_orders_are_the_original_and_the_reverse_one():
-    assert [(one.name, one.documents) for one in orders_of(3, 2, 0)] == [
-        ("original", (0, 1, 2)),
-        ("reverse", (2, 1, 0)),
-    ]
+    assert orders_of(3, 2, 0) == [("original", (0, 1, 2)), ("reverse", (2, 1, 0))]
 
 
 @given(st.integers(2, 6), st.integers(2, 24), st.integers(0, 100))
 def test_orders_are_different_permutations_and_as_many_as_there_are(count: int, wanted: int, seed: int):
-    found = [one.documents for one in orders_of(count, wanted, seed)]
+    orders = [order for _, order in orders_of(count, wanted, seed)]
     possible = {2: 2, 3: 6, 4: 24}.get(count, 120)
-    assert len(found) == len(set(found)) == min(wanted, possible)
-    assert all(sorted(one) == list(range(count)) for one in found)
-    assert [one.documents for one in orders_of(count, wanted, seed)] == found
+    assert len(orders) == len(set(orders)) == min(wanted, possible)
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert [order for _, order in orders_of(count, wanted, seed)] == orders
 
 
 def test_the_flip_rate_is_the_share_of_the_other_orders_whose_answer_is_another():
-    summary = summarize(["a", "b", "a ", "c", "b", "\na"])
-    assert summary.flip_rate == 3 / 5
-    assert summary.distinct == ("a", "b", "c")
-    assert summary.answers == (0, 1, 0, 2, 1, 0)
+    flip_rate, texts, indices = summarize(["a", "b", "a ", "c", "b", "\na"])
+    assert flip_rate == 3 / 5
+    assert texts == ["a", "b", "c"]
+    assert indices == [0, 1, 0, 2, 1, 0]
 
 
 def test_answers_of_a_model_that_reads_the_first_passage_flip(client: TestClient):

@@ -15,8 +15,8 @@ from fastapi.testclient import TestClient
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.page import browser, routes
-from rag_posfix_api.server import bind, make_server
+from rag_posfix_api.page import routes
+from rag_posfix_api.server import bind, make_server, open_page, page_address
 from tests.support.order_biased import OrderBiasedGenerator
 from tests.support.serving import limits, make_pipeline
 from tests.support.waiting import wait_until
@@ -118,16 +118,16 @@ def test_the_example_is_one_of_the_demos():
     ],
 )
 def test_the_address_of_the_page_is_one_of_this_machine(host, expected):
-    assert browser.address_of(host, 8000) == expected
-    assert browser.address_of(host, 8000, "https") == expected.replace("http:", "https:")
+    assert page_address(host, 8000) == expected
+    assert page_address(host, 8000, "https") == expected.replace("http:", "https:")
 
 
 def test_the_page_is_opened_once_when_the_service_is_ready(monkeypatch):
     opened = []
     monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
     listener = bind("127.0.0.1", 0)
-    address = browser.address_of(*listener.getsockname()[:2])
-    server = make_server(Settings(), limits(), make_pipeline(), on_ready=lambda: browser.open_page(address))
+    address = page_address(*listener.getsockname()[:2])
+    server = make_server(Settings(), limits(), make_pipeline(), on_ready=lambda: open_page(address))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -142,6 +142,6 @@ def test_the_page_is_opened_once_when_the_service_is_ready(monkeypatch):
 
 def test_without_a_browser_the_address_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(webbrowser, "open", lambda address: False)
-    browser.open_page("http://127.0.0.1:8000/")
+    open_page("http://127.0.0.1:8000/")
     wait_until(lambda: bool(caplog.text))
     assert "open http://127.0.0.1:8000/ in one" in caplog.text

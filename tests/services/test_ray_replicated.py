@@ -15,10 +15,8 @@ from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.request import Chunk, GenerationRequest, Sampling
 from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError, UpstreamError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix_api.ray_serve.replica import GeneratorReplica, ReplicaModel
-from rag_posfix_api.ray_serve.replicated import ReplicaLost, ReplicatedGenerator
-from rag_posfix_api.ray_serve.routed_request import RoutedRequest
-from rag_posfix_api.ray_serve.sketch import marked_passages
+from rag_posfix_api.ray_serve.replicas import GeneratorReplica, ReplicaLost, ReplicaModel, ReplicatedGenerator
+from rag_posfix_api.ray_serve.routing import RoutedRequest, marked_passages
 from tests.support.serving import BRIDGE, HARBOUR, QUESTION, make_pipeline
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until

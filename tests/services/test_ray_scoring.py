@@ -11,10 +11,19 @@ from hypothesis import strategies as st
 from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.contracts.request import GenerationRequest
 from rag_posfix.errors import ConfigError
-from rag_posfix_api.ray_serve.recent_routes import RecentRoutes
-from rag_posfix_api.ray_serve.routed_request import RoutedRequest
-from rag_posfix_api.ray_serve.scoring import Candidate, overlap, ranked, score
-from rag_posfix_api.ray_serve.sketch import ReadPassages, Sketch, mark_of, marked_passages, tags_of
+from rag_posfix_api.ray_serve.routing import (
+    Candidate,
+    ReadPassages,
+    RecentRoutes,
+    RoutedRequest,
+    Sketch,
+    mark_of,
+    marked_passages,
+    overlap,
+    ranked,
+    score,
+    tags_of,
+)
 from tests.support.tiny import toy_layout
 
 PASSAGES = {1: 10, 2: 30, 3: 60}
@@ -114,7 +123,7 @@ def test_a_sketch_is_bounded_and_forgets_what_was_asked_longest_ago():
     read.add(["a", "b"])
     read.add(["a", "c"])
     assert read.sketch(None, 0.0).marks == {mark_of("a"), mark_of("c")}
-    with pytest.raises(ConfigError, match="most=0 must be >= 1"):
+    with pytest.raises(ConfigError, match="max_marks=0 must be >= 1"):
         ReadPassages(0)
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from rag_posfix.errors import OverloadedError
 from rag_posfix_api.dialects.errors import OPENAI
-from rag_posfix_api.http.errors import TokenLimitError, error_response
-from rag_posfix_api.runtime.admission import Admission, Ticket
-from rag_posfix_api.runtime.work_rate import WorkRate
+from rag_posfix_api.http.errors import TokenLimitError
+from rag_posfix_api.http.middleware import error_response
+from rag_posfix_api.runtime.admission import Admission, Ticket, WorkRate
 from tests.support.clock import Clock
 from tests.support.waiting import wait_until
 

@@ -14,15 +14,15 @@ from starlette.responses import Response
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.contracts.request import MOST_ALTERNATIVES, Sampling
+from rag_posfix.contracts.request import MOST_ALTERNATIVES
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
-from rag_posfix_api.dialects.errors import ANSWERING, ErrorForm
+from rag_posfix_api.dialects.errors import ANSWERING
 from rag_posfix_api.dialects.requests import MAX_STOP_CHARACTERS, MAX_STOPS, PosfixInput, chosen_methods
-from rag_posfix_api.http.encoding import SafeJSONResponse
-from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
-from rag_posfix_api.http.facts import Facts, RequestFacts
-from rag_posfix_api.http.streaming import SERVER_SENT_EVENTS, AnswerStream, EventRenderer
+from rag_posfix_api.http.errors import ErrorForm, InvalidRequestError, UnsupportedFeatureError
+from rag_posfix_api.http.json_bodies import SafeJSONResponse
+from rag_posfix_api.http.logs import LogFields, RequestLogFields
+from rag_posfix_api.runtime.jobs import SERVER_SENT_EVENTS, AnswerStream, EventRenderer
 from rag_posfix_api.runtime.service import ReadyService, Service
 
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -60,17 +60,21 @@ def chat_route(
     streamed = STREAMED if lines is None else {200: {"content": {lines: {"schema": {"type": "string"}}}}}
 
     def decorate(prepare: Prepare) -> Prepare:
-        async def endpoint(body: Any, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
+        async def endpoint(body: Any, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
             question, renderer = prepare(body, service)
-            facts.documents = None if question.documents is None else len(question.documents)
+            fields.documents = None if question.documents is None else len(question.documents)
             pipeline = _pipeline(service, question, None if body.posfix is None else body.posfix.collection)
             if body.stream if lines is None else body.stream is not False:
                 return await respond_with_stream(
-                    service, request, facts, lambda: pipeline().stream(question), renderer, lines or SERVER_SENT_EVENTS
+                    service,
+                    request,
+                    fields,
+                    lambda: pipeline().stream(question),
+                    renderer,
+                    lines or SERVER_SENT_EVENTS,
                 )
-            with service.chat.open() as job:
-                answer = await job.until_gone(request.receive, lambda: job.call(lambda: pipeline().ask(question)))
-            service.record(answer, facts)
+            answer = await service.chat.run(request.receive, lambda: pipeline().ask(question))
+            service.record(answer, fields)
             return SafeJSONResponse(renderer.whole(answer))
 
         endpoint.__name__, endpoint.__doc__ = prepare.__name__, prepare.__doc__
@@ -98,7 +102,7 @@ def _pipeline(service: Service, question: Question, name: str | None) -> Callabl
 async def respond_with_stream(
     service: Service,
     request: Request,
-    facts: Facts,
+    fields: LogFields,
     start: Callable[[], Iterator[AnswerChunk]],
     renderer: EventRenderer,
     media_type: str = SERVER_SENT_EVENTS,
@@ -109,22 +113,22 @@ async def respond_with_stream(
     """
     on_close = ExitStack()
     job = on_close.enter_context(service.chat.open())
-    stream = AnswerStream(job, renderer, facts, lambda answer: service.record(answer, facts), on_close, media_type)
+    stream = AnswerStream(job, on_close, renderer, fields, lambda answer: service.record(answer, fields), media_type)
     await stream.open(start, request.receive)
     return stream
 
 
 def build_question(
+    service: Service,
     messages: Sequence[ChatMessage],
-    sampling: Sampling,
     documents: Sequence[Document] | None,
     posfix: PosfixInput | None,
     *,
     role: str,
     system: str | None = None,
-    seed: int | None = None,
     use_cache: bool = True,
     param: str = "messages",
+    **sampling: Any,
 ) -> Question:
     """Return the question that the last message asks.
 
@@ -132,15 +136,18 @@ def build_question(
         documents: The passages; None retrieves them.
         posfix: What this service adds to the dialect.
         role: The role of the last message as the request has it, for the error.
-        system: Instructions that stand before the conversation.
-        seed: Seed of the order ``random``.
+        system: Instructions before the conversation.
         use_cache: Whether the answer cache may be used.
         param: The field of the messages in this dialect.
+        sampling: Sampling parameters; None takes the default. ``seed`` is that of the order ``random`` too.
 
     Raises:
         InvalidRequestError: the last message is not the user's or is empty, or fields of ``posfix`` contradict each
             other.
+        ConfigError: a sampling parameter is out of range.
     """
+    chosen = {name: value for name, value in sampling.items() if value is not None}
+    parameters = replace(service.pipeline.defaults.sampling, **chosen)
     *history, last = messages
     if last["role"] != "user":
         raise InvalidRequestError(
@@ -154,31 +161,19 @@ def build_question(
         text=last["content"],
         documents=documents,
         history=history,
-        seed=seed or 0,
-        sampling=sampling,
+        seed=chosen.get("seed", 0),
+        sampling=parameters,
         use_cache=use_cache,
         **chosen_methods(posfix or PosfixInput()),
     )
 
 
-def sampling_with(defaults: Sampling, **parameters: Any) -> Sampling:
-    """Return sampling parameters with those of a request; None takes the default.
-
-    Raises:
-        ConfigError: a parameter is out of range.
-    """
-    return replace(defaults, **{name: value for name, value in parameters.items() if value is not None})
-
-
-def refuse_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise for a field that would change the answer and is not supported.
+def reject_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ``UnsupportedFeatureError`` for a field that would change the answer and is not supported.
 
     Args:
         extra: The fields of the request that its schema does not have.
         harmless: Unsupported fields, with the values that ask for what happens anyway.
-
-    Raises:
-        UnsupportedFeatureError: a field has another value.
     """
     for name, allowed in harmless.items():
         if extra and name in extra and extra[name] not in allowed:
@@ -189,11 +184,7 @@ def refuse_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[
 
 
 def stop_strings(stops: str | Sequence[str] | None, param: str) -> tuple[str, ...] | None:
-    """Return the stop strings of a request, which are in its field ``param``; None without any.
-
-    Raises:
-        InvalidRequestError: there are too many, or one is too long.
-    """
+    """Return the stop strings of a request, in its field ``param``; raise for too many and for a long one."""
     if stops is None:
         return None
     stops = (stops,) if isinstance(stops, str) else tuple(stops)

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Field, Tag
 
-from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Citation, Question
 from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.contracts.request import Sampling
 from rag_posfix.parameters import shown
+from rag_posfix.pipeline.citations import PassageWords
 from rag_posfix_api.dialects.answering import (
     AnswerRenderer,
     Provenance,
     build_question,
     chat_route,
     provenance,
-    refuse_fields,
-    sampling_with,
+    reject_fields,
     stop_strings,
 )
-from rag_posfix_api.dialects.anthropic_citations import SEPARATOR, CitableDocument, TextBlock, cited_blocks, locations
 from rag_posfix_api.dialects.errors import ANTHROPIC
 from rag_posfix_api.dialects.requests import (
     EXAMPLE,
@@ -33,14 +33,14 @@ from rag_posfix_api.dialects.requests import (
     RequestModel,
     StopList,
     Temperature,
+    TextOr,
     TopK,
     TopP,
     check_count,
     needs,
 )
-from rag_posfix_api.http.clean_json import CleanRoute
-from rag_posfix_api.http.encoding import event
 from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.json_bodies import CleanRoute, event
 from rag_posfix_api.runtime.service import Service
 
 
@@ -80,13 +80,7 @@ class DocumentSource(RequestModel):
     type: str = Field(json_schema_extra={"enum": ["text", "content"]})
     media_type: str | None = None
     data: str | None = None
-    content: (
-        Annotated[
-            Annotated[str, Tag("string")] | Annotated[list[SourceText], Field(fail_fast=True), Tag("array")],
-            Forms("string", "array"),
-        ]
-        | None
-    ) = None
+    content: TextOr[SourceText] | None = None
 
 
 class AnthropicBlock(RequestModel):
@@ -112,19 +106,13 @@ class AnthropicBlock(RequestModel):
     ) = Field(default=None, description="Of a document: whether it may be cited. Of a text block: read over.")
 
 
-_Content = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[AnthropicBlock], Field(fail_fast=True), Tag("array")],
-    Forms("string", "array"),
-]
-
-
 class AnthropicMessage(RequestModel):
     """A message of the conversation."""
 
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(json_schema_extra={"enum": ["user", "assistant"]})
-    content: _Content
+    content: TextOr[AnthropicBlock]
 
 
 def _texts_only(schema: dict[str, Any]) -> None:
@@ -149,13 +137,71 @@ class AnthropicRequest(RequestModel):
         min_length=1, examples=[EXAMPLE], description="The last one must be the user's: its text is the question."
     )
     max_tokens: Integer = Field(json_schema_extra={"minimum": 1})
-    system: _Content | None = Field(default=None, json_schema_extra=_texts_only)
+    system: TextOr[AnthropicBlock] | None = Field(default=None, json_schema_extra=_texts_only)
     temperature: Temperature = None
     top_p: TopP = None
     top_k: TopK = None
     stop_sequences: StopList | None = None
     stream: bool | None = None
     posfix: PosfixInput | None = Field(default=None, description="What this service adds to Anthropic's API.")
+
+
+SEPARATOR = "\n"
+"""Between the blocks of a document of type ``content``."""
+
+
+class Location(BaseModel):
+    """A passage that a text block is from, and the characters of the whole answer that it supports."""
+
+    cited_text: str
+    document_index: int = Field(description="Counts the document blocks of the request, from 0.")
+    document_title: str | None
+    file_id: None = None
+    answer_start_index: int = Field(description="First character in the answer: all text blocks joined.")
+    answer_end_index: int = Field(description="Character after the last in the answer.")
+
+
+class CharLocation(Location):
+    """Characters of a plain text document, counted in code points."""
+
+    type: Literal["char_location"] = "char_location"
+    start_char_index: int
+    end_char_index: int
+
+
+class BlockLocation(Location):
+    """Blocks of a document of type ``content``."""
+
+    type: Literal["content_block_location"] = "content_block_location"
+    start_block_index: int
+    end_block_index: int
+
+
+class TextBlock(BaseModel):
+    """A part of the answer."""
+
+    type: Literal["text"] = "text"
+    text: str
+    citations: list[CharLocation | BlockLocation] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CitableDocument:
+    """A document block of a request.
+
+    Attributes:
+        id: Its id in answers.
+        title: Its title, or None.
+        text: Its text, without the context.
+        blocks: The blocks that ``text`` joins, of a document that is cited by blocks; else None.
+        enabled: Whether it may be cited.
+    """
+
+    id: str
+    title: str | None
+    text: str
+    blocks: tuple[str, ...] | None
+    enabled: bool
 
 
 class AnthropicUsage(BaseModel):
@@ -182,40 +228,13 @@ class AnthropicResponse(BaseModel):
 
 
 # Fields that would change the answer, with the values that ask for what happens anyway.
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, {"type": "none"}, {"type": "auto"}),
     "thinking": (None, {"type": "disabled"}),
     "mcp_servers": (None, []),
     "container": (None,),
 }
-
-
-def _question(
-    body: AnthropicRequest, defaults: Sampling, max_documents: int
-) -> tuple[Question, tuple[CitableDocument, ...]]:
-    """Return the question of a request, and its document blocks in their order."""
-    refuse_fields(body.model_extra, _REFUSED)
-    blocks = [block for message in body.messages for block in _documents_of(message)]
-    check_count(len(blocks), max_documents, "messages")
-    citable = tuple(_citable(block, index) for index, block in enumerate(blocks))
-    documents = [_document(one, block.context) for one, block in zip(citable, blocks, strict=True)]
-    question = build_question(
-        [_chat_message(message, index) for index, message in enumerate(body.messages)],
-        sampling_with(
-            defaults,
-            max_tokens=body.max_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            stop=stop_strings(body.stop_sequences, "stop_sequences"),
-        ),
-        documents or None,  # without any, they are retrieved
-        body.posfix,
-        role=body.messages[-1].role,
-        system=None if body.system is None else _text(body.system, "system"),
-    )
-    return question, citable
 
 
 def _chat_message(message: AnthropicMessage, index: int) -> ChatMessage:
@@ -226,25 +245,21 @@ def _chat_message(message: AnthropicMessage, index: int) -> ChatMessage:
     return {"role": message.role, "content": _text(message.content, f"messages[{index}]")}
 
 
-def _text(content: str | Sequence[AnthropicBlock], place: str) -> str:
+def _text(content: str | Sequence[AnthropicBlock], field: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
     for block in content:
-        if block.type == "document" and place != "system":
+        if block.type == "document" and field != "system":
             continue
         if block.type != "text" or block.text is None:
             raise UnsupportedFeatureError(
-                f"{place}: a block of type {shown(block.type)} is not supported; use "
+                f"{field}: a block of type {shown(block.type)} is not supported; use "
                 '{"type": "text", "text": ...} or a document with its text',
-                param=place.partition("[")[0],
+                param=field.partition("[")[0],
             )
         texts.append(block.text)
     return "\n".join(texts)
-
-
-def _documents_of(message: AnthropicMessage) -> list[AnthropicBlock]:
-    return [] if isinstance(message.content, str) else [one for one in message.content if one.type == "document"]
 
 
 def _citable(block: AnthropicBlock, index: int) -> CitableDocument:
@@ -281,6 +296,67 @@ def _document(citable: CitableDocument, context: str | None) -> Document:
     )
 
 
+def cited_blocks(answer: Answer, documents: Sequence[CitableDocument]) -> list[TextBlock]:
+    """Return the answer in blocks: each quote of a document is one, with its citations, and so is text between."""
+    blocks = []
+    written = 0
+    for quote, cited in _quotes(answer, documents):
+        if quote.start > written:
+            blocks.append(TextBlock(text=answer.text[written : quote.start]))
+        blocks.append(TextBlock(text=quote.text, citations=cited))
+        written = quote.end
+    if written < len(answer.text) or not blocks:
+        blocks.append(TextBlock(text=answer.text[written:]))
+    return blocks
+
+
+def locations(answer: Answer, documents: Sequence[CitableDocument]) -> list[CharLocation | BlockLocation]:
+    """Return all citations of the answer, in its order."""
+    return [location for _, cited in _quotes(answer, documents) for location in cited]
+
+
+def _quotes(
+    answer: Answer, documents: Sequence[CitableDocument]
+) -> list[tuple[Citation, list[CharLocation | BlockLocation]]]:
+    """Return the quotes that have a citation. Sentences known by attention have no span in a document."""
+    indices = {document.id: index for index, document in enumerate(documents) if document.enabled}
+    words: dict[int, PassageWords] = {}
+    quotes = []
+    for citation in answer.citations:
+        if citation.origin != "quote":
+            continue
+        cited = []
+        for index in sorted(indices[name] for name in citation.document_ids if name in indices):
+            if index not in words:
+                words[index] = PassageWords(documents[index].text)
+            span = words[index].find(citation.text)
+            if span is not None:  # else the quote is of the context
+                cited.append(_location(documents[index], index, span, citation))
+        if cited:
+            quotes.append((citation, cited))
+    return quotes
+
+
+def _location(
+    document: CitableDocument, index: int, span: tuple[int, int], citation: Citation
+) -> CharLocation | BlockLocation:
+    start, end = span
+    shared = {
+        "document_index": index,
+        "document_title": document.title,
+        "answer_start_index": citation.start,
+        "answer_end_index": citation.end,
+    }
+    if document.blocks is None:
+        text = document.text[start:end]
+        return CharLocation(**shared, cited_text=text, start_char_index=start, end_char_index=end)
+    starts = list(accumulate((len(block) + len(SEPARATOR) for block in document.blocks), initial=0))
+    first = sum(begin <= start for begin in starts) - 1
+    last = sum(begin < end for begin in starts)
+    text = "".join(document.blocks[first:last])
+    return BlockLocation(**shared, cited_text=text, start_block_index=first, end_block_index=last)
+
+
 class MessageRenderer(AnswerRenderer):
     """Renders one message.
 
@@ -294,7 +370,6 @@ class MessageRenderer(AnswerRenderer):
         self._documents = documents
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the body of a response that is not streamed."""
         return AnthropicResponse(
             id=self._id,
             model=self._model,
@@ -320,7 +395,6 @@ class MessageRenderer(AnswerRenderer):
         yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
-        """Yield the events for a piece of the answer; the last piece ends the message."""
         if chunk.text:
             yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": chunk.text})
         if chunk.answer is None:
@@ -337,11 +411,9 @@ class MessageRenderer(AnswerRenderer):
         )
 
     def closing(self) -> Iterator[bytes]:
-        """Yield the last event of a complete stream."""
         yield _event("message_stop")
 
     def failure(self, problem: Problem) -> Iterator[bytes]:
-        """Yield the error event of a stream that failed."""
         yield event(ANTHROPIC(problem), "error")
 
 
@@ -372,5 +444,23 @@ router = APIRouter(route_class=CleanRoute)
 def create_message(body: AnthropicRequest, service: Service) -> tuple[Question, AnswerRenderer]:
     """Answer the last message from the document blocks of the request, or from retrieved passages."""
     service.check_model(body.model)
-    question, documents = _question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
-    return question, MessageRenderer(service.identifiers.new(), service.model_id, documents)
+    reject_fields(body.model_extra, _UNSUPPORTED)
+    contents = [message.content for message in body.messages if not isinstance(message.content, str)]
+    blocks = [block for content in contents for block in content if block.type == "document"]
+    check_count(len(blocks), service.limits.max_documents, "messages")
+    citable = [_citable(block, index) for index, block in enumerate(blocks)]
+    documents = [_document(document, block.context) for document, block in zip(citable, blocks, strict=True)]
+    question = build_question(
+        service,
+        [_chat_message(message, index) for index, message in enumerate(body.messages)],
+        documents or None,  # without any, they are retrieved
+        body.posfix,
+        role=body.messages[-1].role,
+        system=None if body.system is None else _text(body.system, "system"),
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop=stop_strings(body.stop_sequences, "stop_sequences"),
+    )
+    return question, MessageRenderer(service.identifiers.new(), service.model_id, citable)

@@ -9,15 +9,13 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.request import Sampling
 from rag_posfix_api.dialects.answering import (
     AnswerRenderer,
     Provenance,
     build_question,
     chat_route,
     provenance,
-    refuse_fields,
-    sampling_with,
+    reject_fields,
     stop_strings,
 )
 from rag_posfix_api.dialects.errors import COHERE
@@ -37,9 +35,8 @@ from rag_posfix_api.dialects.requests import (
     to_documents,
     within,
 )
-from rag_posfix_api.http.clean_json import CleanRoute
-from rag_posfix_api.http.encoding import event
 from rag_posfix_api.http.errors import Problem
+from rag_posfix_api.http.json_bodies import CleanRoute, event
 from rag_posfix_api.runtime.service import Service
 
 FinishReason = Literal["COMPLETE", "MAX_TOKENS"]
@@ -140,7 +137,7 @@ class CohereChatResponse(BaseModel):
 
 
 # Fields that would change the answer, with the values that ask for what happens anyway.
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "NONE"),
     "response_format": (None, {"type": "text"}),
@@ -149,33 +146,6 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "thinking": (None, {"type": "disabled"}),
 }
-
-
-def _question(
-    body: CohereChatRequest, defaults: Sampling, max_documents: int
-) -> tuple[Question, dict[str, dict[str, Any]]]:
-    """Return the question of a request, and the fields of its documents by id."""
-    refuse_fields(body.model_extra, _REFUSED)
-    inputs = body.documents or []
-    documents = to_documents(inputs, max_documents)
-    question = build_question(
-        [chat_message(message, index) for index, message in enumerate(body.messages)],
-        sampling_with(
-            defaults,
-            max_tokens=body.max_tokens,
-            temperature=body.temperature,
-            top_p=body.p,
-            top_k=body.k,
-            seed=body.seed,
-            stop=stop_strings(body.stop_sequences, "stop_sequences"),
-        ),
-        documents or None,  # Cohere's clients send an empty list for none
-        body.posfix,
-        role=body.messages[-1].role,
-        seed=body.seed,
-    )
-    pairs = zip(documents, inputs, strict=True)
-    return question, {document.id or "": _fields(given) for document, given in pairs}
 
 
 def _fields(document: str | DocumentObject) -> dict[str, Any]:
@@ -200,7 +170,6 @@ class ChatRenderer(AnswerRenderer):
         self._cites = cites
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the body of a response that is not streamed."""
         message = CohereMessage(content=[CohereText(text=answer.text)], citations=self._citations(answer) or None)
         response = CohereChatResponse(
             id=self._id,
@@ -212,13 +181,11 @@ class ChatRenderer(AnswerRenderer):
         return response.model_dump()
 
     def opening(self) -> Iterator[bytes]:
-        """Yield the head of the answer."""
         message = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
         yield _event("message-start", id=self._id, delta={"message": message})
         yield _event("content-start", index=0, delta={"message": {"content": {"type": "text", "text": ""}}})
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
-        """Yield the events for a piece of the answer; the last piece ends it, after its citations."""
         if chunk.text:
             yield _event("content-delta", index=0, delta={"message": {"content": {"text": chunk.text}}})
         if chunk.answer is None:
@@ -231,7 +198,6 @@ class ChatRenderer(AnswerRenderer):
         yield _event("message-end", id=self._id, delta=delta, posfix=provenance(chunk.answer).model_dump())
 
     def failure(self, problem: Problem) -> Iterator[bytes]:
-        """Yield the last event of a stream that failed."""
         yield _event("message-end", id=self._id, delta={"finish_reason": "ERROR", "error": problem.message})
 
     def _citations(self, answer: Answer) -> list[CohereCitation]:
@@ -239,14 +205,14 @@ class ChatRenderer(AnswerRenderer):
         if not self._cites:
             return []
         titles = {document.id: document.title for document in answer.documents}
-        quotes = [(one.start, one.end) for one in answer.citations if one.origin == "quote"]
-        found = []
-        for one in answer.citations:
-            overlaps = any(start < one.end and one.start < end for start, end in quotes)
-            if one.origin == "quote" or not overlaps:
-                sources = [self._source(identity, titles.get(identity)) for identity in one.document_ids]
-                found.append(CohereCitation(start=one.start, end=one.end, text=one.text, sources=sources))
-        return found
+        quotes = [(quote.start, quote.end) for quote in answer.citations if quote.origin == "quote"]
+        citations = []
+        for span in answer.citations:
+            overlaps = any(start < span.end and span.start < end for start, end in quotes)
+            if span.origin == "quote" or not overlaps:
+                sources = [self._source(identity, titles.get(identity)) for identity in span.document_ids]
+                citations.append(CohereCitation(start=span.start, end=span.end, text=span.text, sources=sources))
+        return citations
 
     def _source(self, identity: str, title: str | None) -> CohereSource:
         # A retrieved document has a title at most: its text is not part of an answer.
@@ -277,5 +243,21 @@ router = APIRouter(route_class=CleanRoute)
 def chat(body: CohereChatRequest, service: Service) -> tuple[Question, AnswerRenderer]:
     """Answer the last message from documents: those of the request, or retrieved ones, with citations."""
     service.check_model(body.model)
-    question, documents = _question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
-    return question, ChatRenderer(service.identifiers.new(), documents, cites=body.cites)
+    reject_fields(body.model_extra, _UNSUPPORTED)
+    inputs = body.documents or []
+    documents = to_documents(inputs, service.limits.max_documents)
+    question = build_question(
+        service,
+        [chat_message(message, index) for index, message in enumerate(body.messages)],
+        documents or None,  # Cohere's clients send an empty list for none
+        body.posfix,
+        role=body.messages[-1].role,
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.p,
+        top_k=body.k,
+        seed=body.seed,
+        stop=stop_strings(body.stop_sequences, "stop_sequences"),
+    )
+    fields = {document.id or "": _fields(source) for document, source in zip(documents, inputs, strict=True)}
+    return question, ChatRenderer(service.identifiers.new(), fields, cites=body.cites)

@@ -17,9 +17,9 @@ from rag_posfix_api.collections.store import NAME_PATTERN, CollectionInfo
 from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import Mitigation, Passages, RequestModel, check_count, mitigation_choice
 from rag_posfix_api.http.auth import CALLER
-from rag_posfix_api.http.clean_json import CleanRoute
 from rag_posfix_api.http.errors import InvalidRequestError, NotFoundError
-from rag_posfix_api.http.facts import RequestFacts
+from rag_posfix_api.http.json_bodies import CleanRoute
+from rag_posfix_api.http.logs import RequestLogFields
 from rag_posfix_api.runtime.precompute import PrecomputeState
 from rag_posfix_api.runtime.service import ReadyService, Service, ServiceState
 
@@ -141,66 +141,43 @@ router = APIRouter(tags=["collections"], route_class=CleanRoute, prefix="/v1/col
 Name = Annotated[str, PathParameter(pattern=NAME_PATTERN)]
 
 
-@router.post(
-    "",
-    operation_id="create_collection",
-    response_model=CollectionObject,
-    status_code=201,
-    responses=OPENAI.responses(400, 401, 403, 409, 413, 422, 429, 500, 503),
-)
+@router.post("", status_code=201, responses=OPENAI.responses(400, 401, 403, 409, 413, 422, 429, 500, 503))
 async def create_collection(body: NewCollection, service: ReadyService) -> CollectionObject:
     """Create an empty collection of the caller's tenant."""
     make = partial(service.collections.create, CALLER.get().tenant, body.name, service.embeddings)
     return _shown(await anyio.to_thread.run_sync(make))
 
 
-@router.get(
-    "", operation_id="list_collections", response_model=CollectionList, responses=OPENAI.responses(401, 403, 429, 500)
-)
+@router.get("", responses=OPENAI.responses(401, 403, 429, 500))
 async def list_collections(service: ServiceState) -> CollectionList:
     """List the collections of the caller's tenant, by name."""
     found = await anyio.to_thread.run_sync(service.collections.of, CALLER.get().tenant)
     return CollectionList(data=[_shown(info) for info in found])
 
 
-@router.get(
-    "/{name}",
-    operation_id="retrieve_collection",
-    response_model=CollectionObject,
-    responses=OPENAI.responses(401, 403, 404, 422, 429, 500),
-)
+@router.get("/{name}", responses=OPENAI.responses(401, 403, 404, 422, 429, 500))
 async def retrieve_collection(name: Name, service: ServiceState) -> CollectionObject:
     """Describe a collection."""
     return _shown(await anyio.to_thread.run_sync(service.collections.info, CALLER.get().tenant, name))
 
 
-@router.delete(
-    "/{name}",
-    operation_id="delete_collection",
-    response_model=Deleted,
-    responses=OPENAI.responses(400, 401, 403, 404, 422, 429, 500, 503),
-)
+@router.delete("/{name}", responses=OPENAI.responses(400, 401, 403, 404, 422, 429, 500, 503))
 async def delete_collection(name: Name, service: ReadyService) -> Deleted:
     """Delete a collection with its documents, and what is cached of them."""
     await anyio.to_thread.run_sync(service.delete_collection, name)
     return Deleted(id=name, deleted=True)
 
 
-@router.post(
-    "/{name}/documents",
-    operation_id="add_documents",
-    response_model=AddedDocuments,
-    responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504),
-)
+@router.post("/{name}/documents", responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504))
 async def add_documents(
-    name: Name, body: AddDocuments, request: Request, service: ReadyService, facts: RequestFacts
+    name: Name, body: AddDocuments, request: Request, service: ReadyService, fields: RequestLogFields
 ) -> AddedDocuments:
     """Add documents, all or none; those with known ids are replaced. The response follows when they are on the disk.
 
     The same request again changes nothing and costs no embedding.
     """
     check_count(len(body.documents), service.limits.max_documents)
-    facts.documents = len(body.documents)
+    fields.documents = len(body.documents)
     documents = [_document(document, index) for index, document in enumerate(body.documents)]
     collection = service.collection(name)
     put = await _with_embeddings(service, request, lambda: collection.put(documents))
@@ -208,10 +185,7 @@ async def add_documents(
 
 
 @router.delete(
-    "/{name}/documents/{document_id:path}",
-    operation_id="delete_document",
-    response_model=Deleted,
-    responses=OPENAI.responses(400, 401, 403, 404, 422, 429, 500, 503),
+    "/{name}/documents/{document_id:path}", responses=OPENAI.responses(400, 401, 403, 404, 422, 429, 500, 503)
 )
 async def delete_document(name: Name, document_id: str, service: ReadyService) -> Deleted:
     """Delete a document, and what is cached of it. The response follows when that is on the disk."""
@@ -221,14 +195,9 @@ async def delete_document(name: Name, document_id: str, service: ReadyService) -
     return Deleted(id=document_id, deleted=True)
 
 
-@router.post(
-    "/{name}/search",
-    operation_id="search_collection",
-    response_model=SearchResults,
-    responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504),
-)
+@router.post("/{name}/search", responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504))
 async def search_collection(
-    name: Name, body: SearchRequest, request: Request, service: ReadyService, facts: RequestFacts
+    name: Name, body: SearchRequest, request: Request, service: ReadyService, fields: RequestLogFields
 ) -> SearchResults:
     """Return the documents nearest to a query by embeddings, best first."""
     if not body.query.strip():
@@ -239,34 +208,20 @@ async def search_collection(
 
 
 @router.post(
-    "/{name}/precompute",
-    operation_id="start_precompute",
-    response_model=PrecomputeStatus,
-    status_code=202,
-    responses=OPENAI.responses(400, 401, 403, 404, 409, 413, 422, 429, 500, 503),
+    "/{name}/precompute", status_code=202, responses=OPENAI.responses(400, 401, 403, 404, 409, 413, 422, 429, 500, 503)
 )
 async def start_precompute(name: Name, body: Precompute, service: ReadyService) -> PrecomputeStatus:
     """Compute the keys and values of all documents in the background, so that the first question is fast."""
     return _status(service.precompute(name, mitigation_choice(body.mitigation)))
 
 
-@router.get(
-    "/{name}/precompute",
-    operation_id="retrieve_precompute",
-    response_model=PrecomputeStatus,
-    responses=OPENAI.responses(401, 403, 404, 422, 429, 500),
-)
+@router.get("/{name}/precompute", responses=OPENAI.responses(401, 403, 404, 422, 429, 500))
 async def retrieve_precompute(name: Name, service: ServiceState) -> PrecomputeStatus:
     """Return how far the last job of a collection is. Jobs are known to the process that runs them."""
     return _status(service.precomputing.state(await _existing(service, name)))
 
 
-@router.delete(
-    "/{name}/precompute",
-    operation_id="cancel_precompute",
-    response_model=PrecomputeStatus,
-    responses=OPENAI.responses(401, 403, 404, 422, 429, 500),
-)
+@router.delete("/{name}/precompute", responses=OPENAI.responses(401, 403, 404, 422, 429, 500))
 async def cancel_precompute(name: Name, service: ServiceState) -> PrecomputeStatus:
     """End the job of a collection after its current batch. What was computed stays."""
     return _status(service.precomputing.cancel(await _existing(service, name)))
@@ -281,8 +236,7 @@ async def _existing(service: Service, name: str) -> tuple[str, str]:
 
 async def _with_embeddings(service: Service, request: Request, work: Callable[[], T]) -> T:
     """Run ``work`` in a thread while nothing else embeds or reranks; stop when the client leaves."""
-    with service.rerank.open() as job:
-        return await job.until_gone(request.receive, lambda: job.permitted(work))
+    return await service.rerank.run(request.receive, work, permit=True)
 
 
 def _document(given: NewDocument, index: int) -> Document:

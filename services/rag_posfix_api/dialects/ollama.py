@@ -10,15 +10,13 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.request import Sampling
 from rag_posfix_api.dialects.answering import (
     AnswerRenderer,
     Provenance,
     build_question,
     chat_route,
     provenance,
-    refuse_fields,
-    sampling_with,
+    reject_fields,
     stop_strings,
 )
 from rag_posfix_api.dialects.errors import OLLAMA
@@ -36,9 +34,8 @@ from rag_posfix_api.dialects.requests import (
     chat_message,
     to_documents,
 )
-from rag_posfix_api.http.clean_json import CleanRoute
-from rag_posfix_api.http.encoding import encode_json
 from rag_posfix_api.http.errors import Problem
+from rag_posfix_api.http.json_bodies import CleanRoute, encode_json
 from rag_posfix_api.runtime.service import ReadyService, Service
 
 
@@ -114,28 +111,21 @@ class OllamaModels(BaseModel):
 
 
 class OllamaRenderer(AnswerRenderer):
-    """Renders one answer.
-
-    Args:
-        model: The name that the request gave the model; clients expect it back.
-    """
+    """Renders one answer; ``model`` is the name that the request gave the model: clients expect it back."""
 
     def __init__(self, model: str) -> None:
         self._model = model
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the body of a response that is not streamed."""
         return self._last(answer, answer.text)
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
-        """Yield the line of a piece; the last one has the counts."""
         if chunk.answer is not None:
             yield encode_json(self._last(chunk.answer, chunk.text)) + b"\n"
         elif chunk.text:
             yield encode_json(self._body(chunk.text, done=False)) + b"\n"
 
     def failure(self, problem: Problem) -> Iterator[bytes]:
-        """Yield the last line of a stream that failed."""
         yield encode_json(OLLAMA(problem)) + b"\n"
 
     def _last(self, answer: Answer, text: str) -> dict[str, Any]:
@@ -166,7 +156,7 @@ LINES = "application/x-ndjson"
 router = APIRouter(route_class=CleanRoute)
 
 # Fields that would change the answer, with the values that ask for what happens anyway.
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "format": (None, ""),
     "think": (None, False),
@@ -178,17 +168,16 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 def chat(body: OllamaChatRequest, service: Service) -> tuple[Question, AnswerRenderer]:
     """Answer the last message from documents: those of the request, or retrieved ones; in lines of JSON by default."""
     service.check_model(body.model.removesuffix(":latest"))
-    question = _question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
-    return question, OllamaRenderer(body.model)
-
-
-def _question(body: OllamaChatRequest, defaults: Sampling, max_documents: int) -> Question:
-    refuse_fields(body.model_extra, _REFUSED)
+    reject_fields(body.model_extra, _UNSUPPORTED)
     for message in body.messages:
-        refuse_fields(message.model_extra, {"images": (None, []), "tool_calls": (None, [])})
+        reject_fields(message.model_extra, {"images": (None, []), "tool_calls": (None, [])})
     options = body.options or OllamaOptions()
-    sampling = sampling_with(
-        defaults,
+    question = build_question(
+        service,
+        [chat_message(message, index) for index, message in enumerate(body.messages)],
+        None if body.documents is None else to_documents(body.documents, service.limits.max_documents),
+        body.posfix,
+        role=body.messages[-1].role,
         max_tokens=options.num_predict if (options.num_predict or 0) > 0 else None,
         temperature=options.temperature,
         top_p=options.top_p,
@@ -196,23 +185,10 @@ def _question(body: OllamaChatRequest, defaults: Sampling, max_documents: int) -
         seed=options.seed,
         stop=stop_strings(options.stop, "options.stop"),
     )
-    return build_question(
-        [chat_message(message, index) for index, message in enumerate(body.messages)],
-        sampling,
-        None if body.documents is None else to_documents(body.documents, max_documents),
-        body.posfix,
-        role=body.messages[-1].role,
-        seed=options.seed,
-    )
+    return question, OllamaRenderer(body.model)
 
 
-@router.get(
-    TAGS_PATH,
-    tags=["models"],
-    operation_id="ollama_tags",
-    response_model=OllamaModels,
-    responses=OLLAMA.responses(401, 403, 500, 503),
-)
+@router.get(TAGS_PATH, tags=["models"], operation_id="ollama_tags", responses=OLLAMA.responses(401, 403, 500, 503))
 async def tags(service: ReadyService) -> OllamaModels:
     """List the served model."""
     started = datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z")

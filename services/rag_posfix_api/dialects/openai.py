@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.request import LEAST, MOST_ALTERNATIVES, Sampling, ScoredToken, TokenScore, Usage
+from rag_posfix.contracts.request import LEAST, MOST_ALTERNATIVES, ScoredToken, TokenScore, Usage
 from rag_posfix_api.dialects.answering import (
     AnswerRenderer,
     Provenance,
@@ -18,8 +18,7 @@ from rag_posfix_api.dialects.answering import (
     chat_route,
     check_top_logprobs,
     provenance,
-    refuse_fields,
-    sampling_with,
+    reject_fields,
     stop_strings,
 )
 from rag_posfix_api.dialects.errors import OPENAI
@@ -41,9 +40,8 @@ from rag_posfix_api.dialects.requests import (
     to_documents,
     within,
 )
-from rag_posfix_api.http.clean_json import CleanRoute
-from rag_posfix_api.http.encoding import event
 from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.json_bodies import CleanRoute, event
 from rag_posfix_api.runtime.service import ReadyService, Service
 
 
@@ -179,7 +177,7 @@ class ModelList(BaseModel):
 
 
 # Fields that would change the answer, with the values that ask for what happens anyway.
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -194,30 +192,8 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def _question(body: ChatRequest, defaults: Sampling, max_documents: int) -> Question:
-    _refuse(body)
-    return build_question(
-        [chat_message(message, index) for index, message in enumerate(body.messages)],
-        sampling_with(
-            defaults,
-            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            seed=body.seed,
-            stop=stop_strings(body.stop, "stop"),
-            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        ),
-        None if body.documents is None else to_documents(body.documents, max_documents),
-        _posfix(body),
-        role=body.messages[-1].role,
-        seed=body.seed,
-        use_cache=body.cache is not False,
-    )
-
-
-def _refuse(body: ChatRequest) -> None:
-    refuse_fields(body.model_extra, _REFUSED)
+def _check(body: ChatRequest) -> None:
+    reject_fields(body.model_extra, _UNSUPPORTED)
     if body.n not in (None, 1):
         raise UnsupportedFeatureError(f"n={body.n} is not supported; one answer is given, so n must be 1", param="n")
     check_top_logprobs(body.top_logprobs, "top_logprobs")
@@ -231,16 +207,15 @@ def _refuse(body: ChatRequest) -> None:
 
 
 def _posfix(body: ChatRequest) -> PosfixInput:
-    """Return the fields of this service, which may stand beside ``messages`` or in ``posfix``."""
+    """Return the fields of this service, which may be next to ``messages`` or in ``posfix``."""
     inside = body.posfix or PosfixInput()
-    beside: dict[str, Any] = {name: getattr(body, name) for name in ("mitigation", "order", "k")}
-    given = {name: value for name, value in beside.items() if value is not None}
-    for name, value in given.items():
+    outside = {name: value for name in ("mitigation", "order", "k") if (value := getattr(body, name)) is not None}
+    for name, value in outside.items():
         if getattr(inside, name) not in (None, value):
             raise InvalidRequestError(
                 f"{name} is given twice, beside messages and in posfix; give it once", param=name
             )
-    return inside.model_copy(update=given)
+    return inside.model_copy(update=outside)
 
 
 DONE = b"data: [DONE]\n\n"
@@ -268,7 +243,6 @@ class Completion(AnswerRenderer):
         }
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the body of a response that is not streamed."""
         completion = ChatCompletion(
             **self._shared,
             choices=[
@@ -284,11 +258,9 @@ class Completion(AnswerRenderer):
         return completion.model_dump()
 
     def opening(self) -> Iterator[bytes]:
-        """Yield the first chunk, which has the role."""
         yield event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
-        """Yield the chunks for a piece of the answer; the last piece ends it."""
         tokens = self._tokens(chunk)
         if chunk.text or (tokens and tokens["content"]):
             yield event(self._chunk({"content": chunk.text}, log_probs=tokens))
@@ -300,11 +272,9 @@ class Completion(AnswerRenderer):
             yield event(self._head() | {"choices": [], "usage": usage_output(chunk.answer.usage).model_dump()})
 
     def closing(self) -> Iterator[bytes]:
-        """Yield the last events of a complete stream."""
         yield DONE
 
     def failure(self, problem: Problem) -> Iterator[bytes]:
-        """Yield the error event of a stream that failed."""
         yield event(OPENAI(problem))
 
     def _head(self) -> dict[str, Any]:
@@ -356,7 +326,6 @@ def text_of(score: TokenScore, mark: str = "") -> str:
 
 
 def usage_output(usage: Usage) -> UsageOutput:
-    """Return token counts in OpenAI's form."""
     return UsageOutput(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -375,20 +344,29 @@ def create_chat_completion(body: ChatRequest, service: Service) -> tuple[Questio
     With ``stream`` the answer is sent as server-sent events; the last chunk before the usage has the sources.
     """
     service.check_model(body.model or "")
-    question = _question(body, service.pipeline.defaults.sampling, service.limits.max_documents)
+    _check(body)
+    question = build_question(
+        service,
+        [chat_message(message, index) for index, message in enumerate(body.messages)],
+        None if body.documents is None else to_documents(body.documents, service.limits.max_documents),
+        _posfix(body),
+        role=body.messages[-1].role,
+        use_cache=body.cache is not False,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        stop=stop_strings(body.stop, "stop"),
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
     usage = bool(body.stream_options and body.stream_options.include_usage)
     identity, fingerprint = service.identifiers.new(), service.pipeline.generator.fingerprint
     renderer = Completion(identity, service.model_id, fingerprint, include_usage=usage, log_probs=bool(body.logprobs))
     return question, renderer
 
 
-@router.get(
-    "/v1/models",
-    tags=["models"],
-    operation_id="list_models",
-    response_model=ModelList,
-    responses=OPENAI.responses(401, 403, 500, 503),
-)
+@router.get("/v1/models", tags=["models"], responses=OPENAI.responses(401, 403, 500, 503))
 async def list_models(service: ReadyService) -> ModelList:
     """List the served model."""
     return ModelList(data=[_model(service)])
@@ -397,8 +375,6 @@ async def list_models(service: ReadyService) -> ModelList:
 @router.get(
     "/v1/models/{model:path}",  # ids of the form owner/name hold a slash
     tags=["models"],
-    operation_id="retrieve_model",
-    response_model=ModelObject,
     responses=OPENAI.responses(401, 403, 404, 422, 500, 503),
 )
 async def retrieve_model(model: str, service: ReadyService) -> ModelObject:

@@ -1,12 +1,12 @@
 """Bodies of requests: JSON types, documents, messages of text, and what this service adds to each wire format.
 
-A value of another JSON type is refused, not converted, as the schema says.
+A value of another JSON type is rejected, not converted, as the schema says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 from langchain_core.documents import Document
 from pydantic import (
@@ -81,13 +81,21 @@ def Forms(*allowed: str) -> Discriminator:  # reads as an annotation, as Field a
     )
 
 
+T = TypeVar("T")
+
+TextOr = Annotated[
+    Annotated[str, Tag("string")] | Annotated[list[T], Field(fail_fast=True), Tag("array")], Forms("string", "array")
+]
+"""A text, or a list of parts."""
+
+
 class RequestModel(BaseModel):
     """A part of a request. ``"1"`` is no number, and ``1`` is no truth value."""
 
     model_config = ConfigDict(strict=True)
 
 
-def _whole(value: Any) -> Any:
+def _without_point(value: Any) -> Any:
     """Return 226.0 as 226: JSON has one kind of number, and some clients write all of them with a point."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -96,22 +104,22 @@ def _in_64_bits(seed: int) -> int:
     return seed if -(2**63) <= seed < 2**63 else seed % 2**63
 
 
-WHOLE = BeforeValidator(_whole)
-"""Takes whole numbers with a decimal point; stands after the bounds, or the schema loses them."""
+WHOLE = BeforeValidator(_without_point)
+"""Takes whole numbers with a decimal point; must follow the bounds, or the schema loses them."""
 
-Integer = Annotated[int, BeforeValidator(_whole)]
+Integer = Annotated[int, BeforeValidator(_without_point)]
 """A whole number, with or without a decimal point."""
 
-Natural = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(_without_point)]
 """A whole number from 0 on."""
 
-Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_without_point)]
 """A whole number from 1 on."""
 
-Passages = Annotated[int, Field(ge=1, le=1000), BeforeValidator(_whole)]
+Passages = Annotated[int, Field(ge=1, le=1000), BeforeValidator(_without_point)]
 """A number of passages to retrieve."""
 
-Seed = Annotated[int, BeforeValidator(_whole), AfterValidator(_in_64_bits)]
+Seed = Annotated[int, BeforeValidator(_without_point), AfterValidator(_in_64_bits)]
 """A seed; those of more than 64 bits are reduced."""
 
 # Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
@@ -213,11 +221,7 @@ Documents = Annotated[list[DocumentInput], Field(fail_fast=True)]
 
 
 def to_documents(inputs: Sequence[str | DocumentObject], max_documents: int) -> list[Document]:
-    """Return the documents of a request. A document without an id gets its index as id: ``doc_0``, ``doc_1``, ...
-
-    Raises:
-        TooManyDocumentsError: there are more than ``max_documents``.
-    """
+    """Return the documents of a request. A document without an id gets its index as id: ``doc_0``, ``doc_1``, ..."""
     check_count(len(inputs), max_documents)
     return [_document(document, index) for index, document in enumerate(inputs)]
 
@@ -262,13 +266,7 @@ class Message(RequestModel):
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(json_schema_extra={"enum": ["system", "developer", "user", "assistant"]})
-    content: (
-        Annotated[
-            Annotated[str, Tag("string")] | Annotated[list[Part], Field(fail_fast=True), Tag("array")],
-            Forms("string", "array"),
-        ]
-        | None
-    ) = None
+    content: TextOr[Part] | None = None
 
 
 Messages = Annotated[
@@ -320,11 +318,11 @@ class MitigationInput(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, given: Any) -> Any:
+    def _few_fields(cls, value: Any) -> Any:
         # Each unknown field would be an error of its own.
-        if isinstance(given, dict) and len(given) > MAX_FIELDS:
-            raise ValueError(f"{len(given)} fields are given; a mitigation has 'name' and 'parameters'")
-        return given
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"{len(value)} fields are given; a mitigation has 'name' and 'parameters'")
+        return value
 
 
 Mitigation = Annotated[
@@ -361,7 +359,7 @@ def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
     """Return the fields of a ``Question`` that a request chooses; None takes the default.
 
     Raises:
-        InvalidRequestError: an arrangement stands beside a mitigation or an order.
+        InvalidRequestError: there is an arrangement and also a mitigation or an order.
         ConfigError: the arrangement cannot be read.
     """
     chosen: dict[str, Any] = {
@@ -372,10 +370,11 @@ def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
     }
     if posfix.arrangement is None:
         return chosen
-    beside = [name for name in ("mitigation", "order") if chosen[name] is not None]
-    if beside:
+    repeated = [name for name in ("mitigation", "order") if chosen[name] is not None]
+    if repeated:
         raise InvalidRequestError(
-            f"arrangement names method and order already; leave out {' and '.join(beside)}", param="posfix.arrangement"
+            f"arrangement names method and order already; leave out {' and '.join(repeated)}",
+            param="posfix.arrangement",
         )
     reranker, order, mitigation = read_arrangement(posfix.arrangement)
     return chosen | {"reranker": reranker, "order": order, "mitigation": mitigation}

@@ -9,9 +9,15 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from langchain_core.documents import Document
 from pydantic import AliasChoices, BaseModel, Discriminator, Field, Tag
 from starlette.responses import Response
 
+from rag_posfix.caching.answers.keys import tenant_salt
+from rag_posfix.contracts.cache_salt import salted
+from rag_posfix.contracts.retrieval import rerank_indexed
+from rag_posfix.errors import RerankingError
+from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.dialects.errors import COHERE, JINA, OPENAI, SCORING, TEI
 from rag_posfix_api.dialects.requests import (
     Count,
@@ -23,11 +29,9 @@ from rag_posfix_api.dialects.requests import (
     check_count,
     document_text,
 )
-from rag_posfix_api.http.clean_json import CleanRoute
-from rag_posfix_api.http.encoding import SafeJSONResponse
-from rag_posfix_api.http.errors import InvalidRequestError
-from rag_posfix_api.http.facts import Facts, RequestFacts
-from rag_posfix_api.runtime.rerank import Scored, score_texts
+from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
+from rag_posfix_api.http.json_bodies import CleanRoute, SafeJSONResponse
+from rag_posfix_api.http.logs import LogFields, RequestLogFields
 from rag_posfix_api.runtime.service import ReadyService, Service
 
 _log = logging.getLogger(__name__)
@@ -37,45 +41,71 @@ JINA_PATH, COHERE_PATH, TEI_PATH = "/v1/rerank", "/v2/rerank", "/rerank"
 jina, cohere, vllm, tei = (APIRouter(tags=["rerank"], route_class=CleanRoute) for _ in range(4))
 
 
+Ranking = list[tuple[int, float]]
+"""(Index in the request, relevance), best first; equal scores keep the order of the request."""
+
+
 async def rank(
     service: Service,
     request: Request,
-    facts: Facts,
+    fields: LogFields,
     query: str,
     documents: Sequence[str | DocumentObject],
     param: str = "documents",
-) -> Scored:
-    """Return the scores of documents, best first; equal scores keep the order of the request.
+) -> tuple[Ranking, int]:
+    """Return the scores of documents, and the tokens of query and documents by the served model's tokenizer.
 
     Scores that are all equal are logged and counted: a scorer that cannot tell documents apart is usually broken. The
     work stops when the client leaves. ``param`` is the field of the documents.
 
     Raises:
         InvalidRequestError: the query is blank, or there are too many documents.
+        UnsupportedFeatureError: the pipeline has no reranker.
+        RerankingError: the reranker scored nothing.
     """
     check_count(len(documents), service.limits.max_documents, param)
     if not query.strip():
         raise InvalidRequestError("query is empty; give at least one visible character", param="query")
-    facts.documents = len(documents)
-    score = partial(score_texts, service.pipeline, query, [document_text(document) for document in documents])
-    with service.rerank.open() as job:
-        scored = await job.until_gone(request.receive, lambda: job.permitted(score))
-    if scored.tied:
-        service.metrics.tied_ranking()
+    fields.documents = len(documents)
+    score = partial(_score, service.pipeline, query, [document_text(document) for document in documents])
+    ranking, tokens = await service.rerank.run(request.receive, score, permit=True)
+    if len(ranking) > 1 and ranking[0][1] == ranking[-1][1]:
+        service.metrics.tied_rankings.inc()
         _log.warning("reranking: all %d documents have the same score; check the reranker", len(documents))
-    return scored
+    return ranking, tokens
+
+
+def _score(pipeline: Pipeline, query: str, texts: Sequence[str]) -> tuple[Ranking, int]:
+    if pipeline.reranker is None:
+        raise UnsupportedFeatureError("this server has no reranker; serve a pipeline with one to rerank")
+    documents = [Document(page_content=text) for text in texts]
+    with salted(tenant_salt(pipeline.defaults.tenant)), pipeline.tracer.stage("reranker", query, documents) as stage:
+        reranked = rerank_indexed(pipeline.reranker, query, documents)
+        stage.done([entry.document for entry in reranked])
+    ranking = []
+    for entry in reranked:
+        score = entry.document.metadata.get("relevance_score")
+        if score is None:
+            raise RerankingError("the reranker failed, or was late, and scored nothing; its log line says which")
+        ranking.append((entry.index, float(score)))
+    encoder = pipeline.generator.encoder
+    tokens = sum(len(encoder.encode_text(text)) for text in (query, *texts))
+    return sorted(ranking, key=lambda scored: (-scored[1], scored[0])), tokens
 
 
 def _id(document: str | DocumentObject) -> str | None:
     return None if isinstance(document, str) else document.id
 
 
-class RerankRequest(RequestModel):
-    """A query and the documents to score."""
-
+class _RerankInput(RequestModel):
     model: str | None = Field(default=None, description="Read over: one reranker is served.")
     query: str = Field(json_schema_extra={"pattern": r"\S"})
     documents: Documents
+
+
+class RerankRequest(_RerankInput):
+    """A query and the documents to score."""
+
     top_n: Count | None = Field(default=None, description="How many to return; all without it.")
     return_documents: bool | None = None
 
@@ -111,35 +141,27 @@ class RerankResponse(BaseModel):
     usage: RerankUsage
 
 
-@jina.post(
-    JINA_PATH,
-    operation_id="rerank",
-    response_model=RerankResponse,
-    responses=JINA.responses(*SCORING),
-)
-async def rerank(body: RerankRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
+@jina.post(JINA_PATH, response_model=RerankResponse, responses=JINA.responses(*SCORING))
+async def rerank(body: RerankRequest, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
     """Score documents for a query, best first; documents with equal scores stay in the order of the request."""
-    scored = await rank(service, request, facts, body.query, body.documents)
+    ranking, tokens = await rank(service, request, fields, body.query, body.documents)
     results = []
-    for index, score in scored.ranked[: body.top_n]:
+    for index, score in ranking[: body.top_n]:
         document = RerankDocument(text=document_text(body.documents[index]), id=_id(body.documents[index]))
-        shown = document if body.return_documents is not False else None
-        results.append(RerankResult(index=index, relevance_score=score, document=shown))
+        returned = document if body.return_documents is not False else None
+        results.append(RerankResult(index=index, relevance_score=score, document=returned))
     response = RerankResponse(
         id=service.identifiers.new(),
         model=service.embedding_model_id,
         results=results,
-        usage=RerankUsage(total_tokens=scored.tokens, prompt_tokens=scored.tokens),
+        usage=RerankUsage(total_tokens=tokens, prompt_tokens=tokens),
     )
     return SafeJSONResponse(response.model_dump(exclude_none=True))
 
 
-class CohereRerankRequest(RequestModel):
+class CohereRerankRequest(_RerankInput):
     """A query and the documents to score. Other fields of Cohere's API have no effect here."""
 
-    model: str | None = Field(default=None, description="Read over: one reranker is served.")
-    query: str = Field(json_schema_extra={"pattern": r"\S"})
-    documents: Documents
     top_n: Count | None = Field(default=None, description="How many to return; all without it.")
 
 
@@ -178,40 +200,28 @@ class CohereRerankResponse(BaseModel):
     meta: CohereMeta = Field(default_factory=CohereMeta)
 
 
-@cohere.post(
-    COHERE_PATH,
-    operation_id="cohere_rerank",
-    summary="Rerank",
-    response_model=CohereRerankResponse,
-    responses=COHERE.responses(*SCORING),
-)
+@cohere.post(COHERE_PATH, summary="Rerank", response_model=CohereRerankResponse, responses=COHERE.responses(*SCORING))
 async def cohere_rerank(
-    body: CohereRerankRequest, request: Request, service: ReadyService, facts: RequestFacts
+    body: CohereRerankRequest, request: Request, service: ReadyService, fields: RequestLogFields
 ) -> Response:
     """Score documents for a query, best first."""
-    scored = await rank(service, request, facts, body.query, body.documents)
+    ranking, _ = await rank(service, request, fields, body.query, body.documents)
     results = [
         CohereResult(index=index, relevance_score=score, id=_id(body.documents[index]))
-        for index, score in scored.ranked[: body.top_n]
+        for index, score in ranking[: body.top_n]
     ]
     response = CohereRerankResponse(id=service.identifiers.new(), results=results)
     return SafeJSONResponse(response.model_dump(exclude_none=True))
 
 
-class VllmRerankRequest(RequestModel):
+class VllmRerankRequest(_RerankInput):
     """A query and the documents to score."""
 
-    model: str | None = Field(default=None, description="Read over: one reranker is served.")
-    query: str = Field(json_schema_extra={"pattern": r"\S"})
-    documents: Documents
     top_n: Natural | None = Field(default=None, description="How many to return; all without it, and for 0.")
 
 
-class VllmDocument(BaseModel):
+class VllmDocument(RerankDocument):
     """The document that was scored."""
-
-    text: str
-    id: str | None = None
 
 
 class VllmResult(BaseModel):
@@ -279,16 +289,16 @@ class ScoreResponse(BaseModel):
 
 
 @vllm.post("/v1/score", operation_id="score_v1", response_model=ScoreResponse, responses=OPENAI.responses(*SCORING))
-@vllm.post("/score", operation_id="score", response_model=ScoreResponse, responses=OPENAI.responses(*SCORING))
-async def score(body: ScoreRequest, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
+@vllm.post("/score", response_model=ScoreResponse, responses=OPENAI.responses(*SCORING))
+async def score(body: ScoreRequest, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
     """Score one text against others, in the order of the request."""
-    scored = await rank(service, request, facts, body.text_1, body.documents, "text_2")
+    ranking, tokens = await rank(service, request, fields, body.text_1, body.documents, "text_2")
     response = ScoreResponse(
         id=f"score-{service.identifiers.new()}",
         created=int(time.time()),
         model=service.embedding_model_id,
-        data=[ScoreEntry(index=index, score=score) for index, score in sorted(scored.ranked)],
-        usage=VllmUsage(prompt_tokens=scored.tokens, total_tokens=scored.tokens),
+        data=[ScoreEntry(index=index, score=score) for index, score in sorted(ranking)],
+        usage=VllmUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
     return SafeJSONResponse(response.model_dump())
 
@@ -326,34 +336,30 @@ Body = Annotated[
 
 
 @tei.post(
-    TEI_PATH,
-    operation_id="tei_rerank",
-    summary="Rerank",
-    response_model=list[TeiRank] | VllmRerankResponse,
-    responses=TEI.responses(*SCORING),
+    TEI_PATH, summary="Rerank", response_model=list[TeiRank] | VllmRerankResponse, responses=TEI.responses(*SCORING)
 )
-async def tei_rerank(body: Body, request: Request, service: ReadyService, facts: RequestFacts) -> Response:
+async def tei_rerank(body: Body, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
     """Score texts for a query, best first."""
     if isinstance(body, VllmRerankRequest):
-        scored = await rank(service, request, facts, body.query, body.documents)
-        response = _vllm_response(body, scored, service)
+        ranking, tokens = await rank(service, request, fields, body.query, body.documents)
+        vllm_results = [
+            VllmResult(
+                index=index,
+                document=VllmDocument(text=document_text(body.documents[index]), id=_id(body.documents[index])),
+                relevance_score=score,
+            )
+            for index, score in ranking[: body.top_n or None]
+        ]
+        response = VllmRerankResponse(
+            id=f"rerank-{service.identifiers.new()}",
+            model=service.embedding_model_id,
+            usage=VllmUsage(prompt_tokens=tokens, total_tokens=tokens),
+            results=vllm_results,
+        )
         return SafeJSONResponse(response.model_dump(exclude_none=True))
-    scored = await rank(service, request, facts, body.query, body.texts, "texts")
+    ranking, tokens = await rank(service, request, fields, body.query, body.texts, "texts")
     ranks = [
         TeiRank(index=index, score=score, text=body.texts[index] if body.return_text else None)
-        for index, score in scored.ranked
+        for index, score in ranking
     ]
     return SafeJSONResponse([entry.model_dump(exclude_none=True) for entry in ranks])
-
-
-def _vllm_response(body: VllmRerankRequest, scored: Scored, service: Service) -> VllmRerankResponse:
-    results = []
-    for index, score in scored.ranked[: body.top_n or None]:
-        document = VllmDocument(text=document_text(body.documents[index]), id=_id(body.documents[index]))
-        results.append(VllmResult(index=index, document=document, relevance_score=score))
-    return VllmRerankResponse(
-        id=f"rerank-{service.identifiers.new()}",
-        model=service.embedding_model_id,
-        usage=VllmUsage(prompt_tokens=scored.tokens, total_tokens=scored.tokens),
-        results=results,
-    )

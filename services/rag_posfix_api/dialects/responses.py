@@ -20,8 +20,7 @@ from rag_posfix_api.dialects.answering import (
     build_question,
     chat_route,
     provenance,
-    refuse_fields,
-    sampling_with,
+    reject_fields,
 )
 from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import (
@@ -34,14 +33,14 @@ from rag_posfix_api.dialects.requests import (
     PosfixInput,
     RequestModel,
     Temperature,
+    TextOr,
     TopP,
     chat_message,
     needs,
     to_documents,
 )
-from rag_posfix_api.http.clean_json import CleanRoute
-from rag_posfix_api.http.encoding import event
 from rag_posfix_api.http.errors import Problem, UnsupportedFeatureError
+from rag_posfix_api.http.json_bodies import CleanRoute, event
 from rag_posfix_api.runtime.service import Service
 
 
@@ -64,13 +63,7 @@ class InputItem(RequestModel):
 
     type: str = Field(default="message", json_schema_extra={"enum": ["message"]})
     role: str | None = None
-    content: (
-        Annotated[
-            Annotated[str, Tag("string")] | Annotated[list[InputPart], Field(fail_fast=True), Tag("array")],
-            Forms("string", "array"),
-        ]
-        | None
-    ) = None
+    content: TextOr[InputPart] | None = None
 
 
 class ResponsesRequest(RequestModel):
@@ -190,7 +183,7 @@ class ResponseObject(BaseModel):
 
 
 # Fields that would change the answer, with the values that ask for what happens anyway.
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "previous_response_id": (None,),
@@ -201,20 +194,6 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "text": (None, {}, {"format": {"type": "text"}}),
 }
 _TEXTS = ("input_text", "output_text", "text")
-
-
-def _question(body: ResponsesRequest, defaults: Sampling, max_documents: int) -> Question:
-    refuse_fields(body.model_extra, _REFUSED)
-    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    return build_question(
-        [_chat_message(item, index) for index, item in enumerate(items)],
-        sampling_with(defaults, max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p),
-        None if body.documents is None else to_documents(body.documents, max_documents),
-        body.posfix,
-        role=items[-1].role or "",
-        system=body.instructions,
-        param="input",
-    )
 
 
 def _chat_message(item: InputItem, index: int) -> ChatMessage:
@@ -230,11 +209,7 @@ def _chat_message(item: InputItem, index: int) -> ChatMessage:
 
 
 class ResponseRenderer(AnswerRenderer):
-    """Renders one response.
-
-    Args:
-        sampling: Sampling parameters of the question, which responses repeat.
-    """
+    """Renders one response, which repeats the sampling parameters of the question."""
 
     def __init__(self, identity: str, model: str, sampling: Sampling, instructions: str | None) -> None:
         self._item_id = f"msg_{identity}"
@@ -250,7 +225,6 @@ class ResponseRenderer(AnswerRenderer):
         }
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the body of a response that is not streamed."""
         status = _status(answer)
         return ResponseObject(
             **self._shared,
@@ -262,7 +236,6 @@ class ResponseRenderer(AnswerRenderer):
         ).model_dump()
 
     def opening(self) -> Iterator[bytes]:
-        """Yield the four events before the text."""
         begun = ResponseObject(**self._shared, status="in_progress", output=[]).model_dump()
         item = OutputMessage(id=self._item_id, status="in_progress", content=[])
         yield self._event("response.created", response=begun)
@@ -271,7 +244,6 @@ class ResponseRenderer(AnswerRenderer):
         yield self._part_event("response.content_part.added", part=OutputText(text="").model_dump())
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
-        """Yield the events for a piece of the answer; the last piece ends it."""
         if chunk.text:
             yield self._part_event("response.output_text.delta", delta=chunk.text, logprobs=[])
         if chunk.answer is None:
@@ -285,7 +257,6 @@ class ResponseRenderer(AnswerRenderer):
         yield self._event(f"response.{response['status']}", response=response)
 
     def failure(self, problem: Problem) -> Iterator[bytes]:
-        """Yield the last event of a stream that failed."""
         error = ResponseError(code=problem.code, message=problem.message)
         failed = ResponseObject(**self._shared, status="failed", error=error, output=[])
         yield self._event("response.failed", response=failed.model_dump())
@@ -318,7 +289,19 @@ router = APIRouter(route_class=CleanRoute)
 def create_response(body: ResponsesRequest, service: Service) -> tuple[Question, AnswerRenderer]:
     """Answer the input from documents: those of the request, or retrieved ones. Responses are not stored."""
     service.check_model(body.model or "")
-    defaults = service.pipeline.defaults.sampling
-    question = _question(body, defaults, service.limits.max_documents)
-    sampling = question.sampling or defaults
+    reject_fields(body.model_extra, _UNSUPPORTED)
+    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    question = build_question(
+        service,
+        [_chat_message(item, index) for index, item in enumerate(items)],
+        None if body.documents is None else to_documents(body.documents, service.limits.max_documents),
+        body.posfix,
+        role=items[-1].role or "",
+        system=body.instructions,
+        param="input",
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+    )
+    sampling = question.sampling or service.pipeline.defaults.sampling
     return question, ResponseRenderer(service.identifiers.new(), service.model_id, sampling, body.instructions)

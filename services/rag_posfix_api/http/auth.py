@@ -1,4 +1,4 @@
-"""Access by API key: who calls, what a key may do, and how much. Requests are rejected before their body is read."""
+"""Access by API key: who calls, what a key may do, and how much."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final
@@ -20,31 +20,18 @@ import anyio
 import anyio.to_thread
 from pydantic import SecretStr
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rag_posfix.errors import ConfigError, OverloadedError, RagPosfixError
-from rag_posfix_api.http.errors import (
-    ErrorRenderers,
-    ForbiddenError,
-    QuotaError,
-    UnauthorizedError,
-    error_response,
-    kind_of,
-)
+from rag_posfix.errors import ConfigError, OverloadedError
+from rag_posfix_api.http.errors import ForbiddenError, QuotaError, UnauthorizedError
 from rag_posfix_api.keys.store import SCOPES, ApiKey, KeyStore, digest, matches_scrypt, split_key
 
 _log = logging.getLogger(__name__)
-
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics", "/"})
-"""What orchestrators ask without a key, and the page, which asks for the key."""
-OPEN_FOLDERS = ("/page/",)
-"""The files of the page."""
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _SEARCH = re.compile(r"/v1/collections/[^/]*/search")
 
 _MAX_WAITING_PER_KEY = 256
-_REFUSALS_PER_SECOND = 50
+_REJECTIONS_PER_SECOND = 50
 _MAX_PAUSE_SECONDS = 5.0
 
 
@@ -111,6 +98,32 @@ class KeyChecker:
         """Whether requests need a key: one is in the settings, or was ever created."""
         return self._single is not None or self._store.has_keys
 
+    async def allowed(self, method: str, path: str, headers: Headers) -> Caller:
+        """Return the caller of a request that its key allows.
+
+        Raises:
+            UnauthorizedError: the key is missing or wrong.
+            ForbiddenError: the key lacks the scope of the request.
+            OverloadedError: too many secrets are presented for the key.
+        """
+        scope = required_scope(method, path)
+        if not self.required:
+            if scope in ANONYMOUS.scopes:
+                return ANONYMOUS
+            raise ForbiddenError("this needs a key with the scope 'admin', and none exists; create one on the server")
+        presented = _presented(headers)
+        caller = None if presented is None else await self.caller(presented)
+        if caller is None:
+            problem = "missing" if presented is None else "wrong"
+            raise UnauthorizedError(
+                f"the API key is {problem}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            )
+        if scope not in caller.scopes:
+            raise ForbiddenError(
+                f"the API key lacks the scope {scope!r} that the request needs; use a key that has it"
+            )
+        return caller
+
     async def caller(self, presented: bytes) -> Caller | None:
         """Return who presents a key, or None for a wrong or revoked one.
 
@@ -169,6 +182,17 @@ class KeyChecker:
             return self._renewed[key.hash]
 
 
+def _presented(headers: Headers) -> bytes | None:
+    """Return the key of a request; None without one, "" for headers that are no key or contradict each other."""
+    authorizations, keys = headers.getlist("authorization"), headers.getlist("x-api-key")
+    if len(authorizations) > 1 or len(keys) > 1:  # a proxy may have checked the other one
+        return b""
+    if authorizations and authorizations[0]:
+        scheme, _, key = authorizations[0].partition(" ")
+        return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+    return keys[0].strip().encode("latin-1") or None if keys else None  # Anthropic's clients
+
+
 def _hashed(key: bytes) -> bytes:
     """Return bytes of one length, so that a comparison does not show the length of a key."""
     return hashlib.blake2b(key).digest()
@@ -211,13 +235,15 @@ class Quotas:
                 use.running -= 1
 
     def _take(self, caller: Caller, key_id: str) -> _Use:
-        rate, most = caller.requests_per_minute, caller.max_concurrent
+        rate, max_concurrent = caller.requests_per_minute, caller.max_concurrent
         now = self._clock()
         with self._lock:
             use = self._uses.setdefault(key_id, _Use(float(rate or 0), now))
-            if most is not None and use.running >= most:
+            if max_concurrent is not None and use.running >= max_concurrent:
                 raise QuotaError(
-                    f"{use.running} requests of this key are running and {most} are allowed; wait until one ends", 1
+                    f"{use.running} requests of this key are running and {max_concurrent} are allowed; wait until "
+                    "one ends",
+                    1,
                 )
             if rate is not None:
                 use.tokens = min(float(rate), use.tokens + (now - use.counted_at) * rate / 60)
@@ -233,7 +259,7 @@ class Quotas:
 
 
 class Pace:
-    """Spreads refusals: each waits until 1/50 s after the one before, for at most 5 s.
+    """Spreads rejections: each waits until 1/50 s after the one before, for at most 5 s.
 
     Clients that repeat wrong keys on many connections then cost little of the event loop. ``clock`` returns monotonic
     seconds.
@@ -244,82 +270,8 @@ class Pace:
         self._next = 0.0
 
     def pause(self) -> float:
-        """Return the seconds that the next refusal waits."""
+        """Return the seconds that the next rejection waits."""
         now = self._clock()
         pause = min(max(self._next - now, 0.0), _MAX_PAUSE_SECONDS)
-        self._next = now + pause + 1 / _REFUSALS_PER_SECOND
+        self._next = now + pause + 1 / _REJECTIONS_PER_SECOND
         return pause
-
-
-class ApiKeyAuth:
-    """ASGI middleware that tells the caller from the API key, checks its scope and counts its requests.
-
-    Keys are sent as ``Authorization: Bearer`` or ``x-api-key``. The caller is then in ``CALLER``.
-    """
-
-    def __init__(self, app: ASGIApp, checker: KeyChecker, renderers: ErrorRenderers) -> None:
-        self._app = app
-        self._checker = checker
-        self._renderers = renderers
-        self._quotas = Quotas()
-        self._refusals = Pace()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve or refuse one request."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
-            await self._app(scope, receive, send)
-            return
-        facts = scope["state"]["facts"]
-        with ExitStack() as counted:
-            try:
-                caller = await self._allowed(scope)
-                facts.key = caller.key_id
-                counted.enter_context(self._quotas.running(caller))
-            except RagPosfixError as refusal:
-                facts.error = kind_of(refusal).code
-                if isinstance(refusal, UnauthorizedError):
-                    await anyio.sleep(self._refusals.pause())
-                await error_response(refusal, self._renderers.of(scope["path"]))(scope, receive, send)
-                return
-            token = CALLER.set(caller)
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                CALLER.reset(token)
-
-    async def _allowed(self, scope: Scope) -> Caller:
-        """Return the caller.
-
-        Raises:
-            UnauthorizedError: the key is missing or wrong.
-            ForbiddenError: the key has not the scope of the request.
-            OverloadedError: too many secrets are presented for the key.
-        """
-        needed = required_scope(scope["method"], scope["path"])
-        if not self._checker.required:
-            if needed in ANONYMOUS.scopes:
-                return ANONYMOUS
-            raise ForbiddenError("this needs a key with the scope 'admin', and none exists; create one on the server")
-        presented = _presented(Headers(scope=scope))
-        caller = None if presented is None else await self._checker.caller(presented)
-        if caller is None:
-            what = "missing" if presented is None else "wrong"
-            raise UnauthorizedError(
-                f"the API key is {what}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            )
-        if needed not in caller.scopes:
-            raise ForbiddenError(
-                f"the API key lacks the scope {needed!r} that the request needs; use a key that has it"
-            )
-        return caller
-
-
-def _presented(headers: Headers) -> bytes | None:
-    """Return the key of a request; None without one, "" for headers that are no key or contradict each other."""
-    authorizations, keys = headers.getlist("authorization"), headers.getlist("x-api-key")
-    if len(authorizations) > 1 or len(keys) > 1:  # a proxy may have checked the other one
-        return b""
-    if authorizations and authorizations[0]:
-        scheme, _, key = authorizations[0].partition(" ")
-        return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-    return keys[0].strip().encode("latin-1") or None if keys else None  # Anthropic's clients

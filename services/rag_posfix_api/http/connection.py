@@ -1,57 +1,52 @@
-"""Limits of a connection, which hold before any key is checked: size of the head, and time to send a request.
+"""Connections: TLS files, and limits that hold before any key is checked: head size, time to send a request.
 
 uvicorn's parser of HTTP/1.1 takes a request line and headers of any length, and waits for the rest of a request for
-ever. The class here adds both limits and leaves everything else to uvicorn.
+ever. ``BoundedConnection`` adds both limits and leaves everything else to uvicorn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+import ssl
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from rag_posfix_api.http.encoding import encode_json
-from rag_posfix_api.http.errors import Problem
+from rag_posfix.errors import ConfigError
+from rag_posfix_api.http.errors import INVALID, ErrorForm, Problem
+from rag_posfix_api.http.json_bodies import encode_json
 
 _log = logging.getLogger("rag_posfix_api.access")
 
 
-def bounded_connection(
-    max_head_bytes: int, read_seconds: float, render: Callable[[Problem], Mapping[str, Any]]
-) -> type[asyncio.Protocol]:
-    """Return the class of a server's connections.
+class BoundedConnection(HttpToolsProtocol):
+    """A connection with limits; ``limited`` sets them.
 
-    Args:
+    Attributes:
         max_head_bytes: Size limit of request line and headers together; beyond it the answer is 431.
         read_seconds: How long a client may take to send a request, its body included; afterwards the answer is 408.
-        render: Renders the body of both errors.
+        form: Renders the body of both errors.
     """
 
-    class BoundedConnection(_BoundedConnection):
-        """A connection with the limits above."""
+    max_head_bytes: int
+    read_seconds: float
+    form: ErrorForm
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.set_limits(max_head_bytes, read_seconds, render)
+    @classmethod
+    def limited(cls, max_head_bytes: int, read_seconds: float, form: ErrorForm) -> type[BoundedConnection]:
+        """Return the class of a server's connections."""
+        attributes = {"max_head_bytes": max_head_bytes, "read_seconds": read_seconds, "form": form}
+        return type("LimitedConnection", (cls,), attributes)
 
-    return BoundedConnection
-
-
-class _BoundedConnection(HttpToolsProtocol):
-    def set_limits(
-        self, max_head_bytes: int, read_seconds: float, render: Callable[[Problem], Mapping[str, Any]]
-    ) -> None:
-        self._max_head_bytes = max_head_bytes
-        self._read_seconds = read_seconds
-        self._render = render
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._head_bytes = 0  # as parsed; names and values that are not complete yet are not counted
         self._unparsed_bytes = 0  # since the last complete head
         self._in_head = True
-        self._refused = False
+        self._rejected = False
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -63,13 +58,13 @@ class _BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._rejected:
             return
         super().data_received(data)
         if self._in_head:
             self._unparsed_bytes += len(data)
-            if self._unparsed_bytes > self._max_head_bytes + len(data):
-                self._refuse_head()
+            if self._unparsed_bytes > self.max_head_bytes + len(data):
+                self._reject_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -86,32 +81,33 @@ class _BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        if not self._refused:
+        if not self._rejected:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if not self._refused:
+        if not self._rejected:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._stop_timer()
-        if not self._refused:
+        if not self._rejected:
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        if not self._refused:
+        if not self._rejected:
             super().send_400_response(msg)
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
-        if self._head_bytes > self._max_head_bytes:
-            self._refuse_head()
+        if self._head_bytes > self.max_head_bytes:
+            self._reject_head()
 
-    def _refuse_head(self) -> None:
-        most = self._max_head_bytes
-        seen = max(self._head_bytes, self._unparsed_bytes)
-        self._refuse(
-            431, "head_too_large", f"request line and headers have {seen} bytes so far, at most {most} are allowed"
+    def _reject_head(self) -> None:
+        size = max(self._head_bytes, self._unparsed_bytes)
+        self._reject(
+            431,
+            "head_too_large",
+            f"request line and headers have {size} bytes so far, at most {self.max_head_bytes} are allowed",
         )
 
     def _late(self) -> None:
@@ -121,16 +117,19 @@ class _BoundedConnection(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.close()
             return
-        limit = self._read_seconds
-        self._refuse(408, "request_timeout", f"the request was not complete after {limit:g} seconds; send it faster")
+        self._reject(
+            408,
+            "request_timeout",
+            f"the request was not complete after {self.read_seconds:g} seconds; send it faster",
+        )
 
-    def _refuse(self, status: int, code: str, message: str) -> None:
+    def _reject(self, status: int, code: str, message: str) -> None:
         """Answer once, without the application, and close the connection."""
-        if self._refused:
+        if self._rejected:
             return
-        self._refused = True
+        self._rejected = True
         self._stop_timer()
-        body = encode_json(self._render(Problem(status, "invalid_request_error", code, message)))
+        body = encode_json(self.form(Problem(status, INVALID, code, message)))
         lines = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
             "content-type: application/json",
@@ -144,9 +143,40 @@ class _BoundedConnection(HttpToolsProtocol):
 
     def _start_timer(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(self._read_seconds, self._late)
+            self._timer = self.loop.call_later(self.read_seconds, self._late)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def check_tls(cert: Path | None, key: Path | None) -> None:
+    """Raise unless both files are absent, or both are there, readable and belong together. The protocol is uvicorn's.
+
+    Args:
+        cert: The certificate and those of its issuers, in PEM format.
+        key: Its private key in PEM format, without a passphrase.
+
+    Raises:
+        ConfigError: one is missing, cannot be read, is not in PEM format, needs a passphrase, or is of another pair.
+    """
+    if cert is None and key is None:
+        return
+    if cert is None or key is None:
+        present, missing = ("--tls-cert", "--tls-key") if key is None else ("--tls-key", "--tls-cert")
+        raise ConfigError(f"{present} is given and {missing} is not; TLS needs both files")
+    for name, path in (("--tls-cert", cert), ("--tls-key", key)):
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"{name} {path} cannot be read: {error.strerror}; give a file in PEM format") from error
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key, password=lambda: b"")  # a passphrase is not asked for on the terminal
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or type(error).__name__
+        raise ConfigError(
+            f"--tls-cert {cert} and --tls-key {key} cannot be used ({reason}): they must be a certificate and its own "
+            "key, in PEM format, the key without a passphrase"
+        ) from error

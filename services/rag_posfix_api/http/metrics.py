@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from rag_posfix.contracts.retrieval import RerankerHealth
-from rag_posfix_api.http.collectors import CacheTiers, PassageCounts, RerankingFailures, Statistics
 
 ANSWER, SCORE = "answer", "score"
 """The two kinds of work that wait in queues of their own: answers, and scores or vectors of texts."""
+
+Statistics = Callable[[], Mapping[str, Any]]
+"""Returns the statistics of a cache (``TieredAnswerCache.stats``, ``PassageStore.stats``)."""
 
 _REQUEST_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _STAGE_BUCKETS = (0.001, 0.0025, 0.005, *_REQUEST_BUCKETS)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _BATCH_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_TIER = ("cache", "tier")
 
 
 class Metrics:
@@ -49,12 +56,12 @@ class Metrics:
             "requests", "Requests by the format of the response and its outcome.", ["dialect", "code"]
         )
         self._stages = self._histogram("stage_duration_seconds", "One stage of one answer.", _STAGE_BUCKETS, ["stage"])
-        self._first_token = self._histogram(
+        self.first_token = self._histogram(
             "time_to_first_token_seconds",
             "From the admission of a request to the first text that the model wrote for it.",
             _STAGE_BUCKETS,
         )
-        self._token = self._histogram(
+        self.output_token = self._histogram(
             "time_per_output_token_seconds", "Time for each token of an answer after its first.", _TOKEN_BUCKETS
         )
         self._queue = self._histogram(
@@ -63,7 +70,7 @@ class Metrics:
             _STAGE_BUCKETS,
             ["work"],
         )
-        self._batch = self._histogram("decode_batch_size", "Answers that share one decode step.", _BATCH_BUCKETS)
+        self.decode_batch = self._histogram("decode_batch_size", "Answers that share one decode step.", _BATCH_BUCKETS)
         self._tokens = self._counter("tokens", "Tokens of all answers, cached ones included.", ["kind"])
         self._model_tokens = self._counter(
             "model_tokens",
@@ -73,13 +80,10 @@ class Metrics:
         for kind in ("read", "reused", "generated"):
             self._model_tokens.labels(kind)
         self._cache = self._counter("cache_requests", "Look-ups in the answer cache.", ["result"])
-        self._tied = self._counter("reranking_ties", "Rankings whose documents all have one score.")
-        self._reranking = RerankingFailures()
-        self._tiers = CacheTiers()
-        self._passages = PassageCounts()
-        for collector in (self._reranking, self._tiers, self._passages):
-            self.registry.register(collector)
-        self._info = Info("rag_posfix", "What is served.", registry=self.registry)
+        self.tied_rankings = self._counter("reranking_ties", "Rankings whose documents all have one score.")
+        self.counted = CountedElsewhere()
+        self.registry.register(self.counted)
+        self.info = Info("rag_posfix", "What is served.", registry=self.registry)
         self._gauge("in_flight_requests", "Requests being answered or waiting.").set_function(in_flight)
         self._gauge("oldest_request_seconds", "Age of the oldest open request.").set_function(oldest)
         self._gauge("running_answers", "Answers that the model works on.").set_function(working)
@@ -89,56 +93,21 @@ class Metrics:
             self._queue.labels(work)
             queued.labels(work).set_function(count)
 
-    def served(self, version: str, model: str) -> None:
-        """Set the version and the model of the info metric."""
-        self._info.info({"version": version, "model": model})
-
-    def count_reranking(self, health: RerankerHealth) -> None:
-        """Read the failures of rerankers from ``health``."""
-        self._reranking.health = health
-
-    def count_caches(self, answers: Statistics | None, passages: Statistics | None) -> None:
-        """Register functions that return the statistics of the answer cache and of the passage KV store."""
-        named = {"answers": answers, "passages": passages}
-        self._tiers.stats = {cache: stats for cache, stats in named.items() if stats is not None}
-        self._passages.stats = passages
-
-    def tied_ranking(self) -> None:
-        """Count a ranking whose documents all have the same score."""
-        self._tied.inc()
-
-    def request(self, route: str, status: int, seconds: float, dialect: str, code: str) -> None:
-        """Count one request.
-
-        Args:
-            seconds: How long it took.
-            dialect: The wire format of the response.
-            code: ``ok``, or the code of the error.
-        """
+    def count_request(self, route: str, status: int, seconds: float, dialect: str, code: str) -> None:
+        """Count one request; ``dialect`` is the wire format of the response, ``code`` ``ok`` or that of the error."""
         self._requests.labels(route, str(status)).observe(seconds)
         self._codes.labels(dialect, code).inc()
 
-    def first_token(self, seconds: float) -> None:
-        """Count the time until the first text of an answer."""
-        self._first_token.observe(seconds)
-
-    def each_token(self, seconds: float) -> None:
-        """Count the mean time of the tokens of an answer after its first."""
-        self._token.observe(seconds)
-
-    def queued(self, work: str, seconds: float) -> None:
+    def count_wait(self, work: str, seconds: float) -> None:
         """Count how long a request waited: ``work`` is ``ANSWER`` or ``SCORE``."""
         self._queue.labels(work).observe(seconds)
 
-    def decode_step(self, answers: int) -> None:
-        """Count one decode step that so many answers share."""
-        self._batch.observe(answers)
-
-    def answer(self, timings: Mapping[str, float], tokens: Mapping[str, int], cache: str) -> None:
+    def count_answer(self, timings: Mapping[str, float], tokens: Mapping[str, int], cache: str) -> None:
         """Count one answer.
 
         Args:
-            tokens: Tokens by kind: ``prompt``, ``cached`` (a part of the prompt) and ``completion``.
+            timings: Seconds by stage.
+            tokens: Tokens by kind: ``prompt``, ``cached`` (some of the prompt) and ``completion``.
             cache: ``hit``, ``miss`` or ``off``.
         """
         for stage, seconds in timings.items():
@@ -162,3 +131,95 @@ class Metrics:
         self, name: str, documentation: str, buckets: Sequence[float], labels: Sequence[str] = ()
     ) -> Histogram:
         return Histogram(f"rag_posfix_{name}", documentation, labels, buckets=buckets, registry=self.registry)
+
+
+class CountedElsewhere(Collector):
+    """Metrics that rerankers and caches count themselves: they are read when the metrics are collected.
+
+    Attributes:
+        health: Counts the failed rerankings.
+        caches: The statistics of each cache, for its tiers.
+        passages: The statistics of the passage KV store over all of its tiers; None without a store.
+    """
+
+    def __init__(self) -> None:
+        self.health = RerankerHealth()
+        self.caches: Mapping[str, Statistics] = {}
+        self.passages: Statistics | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        yield from self._failures()
+        yield from self._tiers()
+        yield from self._lookups()
+
+    def _failures(self) -> Iterator[Metric]:
+        failures = _counter(
+            "reranking_failures", "Rerankings that left documents in their order.", "reranker", "reason"
+        )
+        in_a_row = _gauge(
+            "reranking_failures_in_a_row", "Failed rerankings since the last one that did not fail.", "reranker"
+        )
+        for name, counts in self.health.failures().items():
+            for reason, count in counts.counts.items():
+                failures.add_metric([name, reason], count)
+            in_a_row.add_metric([name], counts.in_a_row)
+        yield from (failures, in_a_row)
+
+    def _tiers(self) -> Iterator[Metric]:
+        """Yield one family for each field of ``TierStats``."""
+        lookups = _counter(
+            "cache_tier_lookups",
+            "Look-ups by tier: hit, miss, or rest where the circuit breaker kept the tier from being asked.",
+            *_TIER,
+            "result",
+        )
+        counters = {
+            "errors": _counter("cache_tier_errors", "Operations of a tier that failed.", *_TIER),
+            "corrupt": _counter("cache_tier_damaged_entries", "Entries that were damaged; each was a miss.", *_TIER),
+            "evictions": _counter("cache_tier_evictions", "Entries removed to make room for others.", *_TIER),
+        }
+        # A tier that cannot tell its size cheaply has no sample.
+        sizes = {
+            "entries": _gauge("cache_tier_entries", "Entries that a tier holds.", *_TIER),
+            "bytes": _gauge("cache_tier_bytes", "Size of these entries.", *_TIER),
+        }
+        available = _gauge(
+            "cache_tier_available", "1 unless the tier is failing and its circuit breaker is open.", *_TIER
+        )
+        for cache, stats in self.caches.items():
+            for tier in stats().get("tiers", ()):
+                name = tier["name"]
+                for result, field in (("hit", "hits"), ("miss", "misses"), ("rest", "skipped")):
+                    lookups.add_metric([cache, name, result], tier.get(field, 0))
+                for field, counter in counters.items():
+                    counter.add_metric([cache, name], tier.get(field, 0))
+                for field, size in sizes.items():
+                    if tier.get(field) is not None:
+                        size.add_metric([cache, name], tier[field])
+                available.add_metric([cache, name], tier.get("available", True))
+        yield from (lookups, *counters.values(), *sizes.values(), available)
+
+    def _lookups(self) -> Iterator[Metric]:
+        lookups = _counter(
+            "passage_lookups", "Passages that were looked up: hit where a tier had their keys and values.", "result"
+        )
+        read = _counter("passage_hit_bytes", "Keys and values that were reused.")
+        dropped = _counter("passage_dropped_writes", "Passages that did not fit into the write queue.")
+        pending = _gauge("passage_pending_writes", "Passages in the write queue.")
+        if self.passages is not None:
+            counts = self.passages()
+            for result, field in (("hit", "hits"), ("miss", "misses")):
+                lookups.add_metric([result], counts.get(field, 0))
+            read.add_metric([], counts.get("hit_bytes", 0))
+            dropped.add_metric([], counts.get("dropped_writes", 0))
+            pending.add_metric([], counts.get("pending_writes", 0))
+        yield from (lookups, read, dropped, pending)
+
+
+def _counter(name: str, documentation: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"rag_posfix_{name}", documentation, labels=labels)
+
+
+def _gauge(name: str, documentation: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"rag_posfix_{name}", documentation, labels=labels)

@@ -1,18 +1,22 @@
-"""GET / and /page/...: the files of the page, with a content security policy. No key is needed to read them."""
+"""GET / and /page/...: the files of the page, with a content security policy. No key is needed to read them.
+
+GET /docs: the document of the API as a page to try it out, with files of an installed package, not of a CDN.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
-from rag_posfix_api.http.encoding import SafeJSONResponse
-from rag_posfix_api.http.errors import NotReadyError, UnsupportedFeatureError
-from rag_posfix_api.runtime.service import Service, ServiceState
+from rag_posfix_api.http.errors import NotFoundError, NotReadyError, UnsupportedFeatureError
+from rag_posfix_api.http.json_bodies import SafeJSONResponse
+from rag_posfix_api.runtime.service import ServiceState
 
 HEADERS: Final = {
     "content-security-policy": (
@@ -25,53 +29,68 @@ HEADERS: Final = {
     "x-content-type-options": "nosniff",
 }
 """Headers of every file of the page."""
+_DOCS_HEADERS: Final = HEADERS | {
+    # Swagger UI writes style attributes.
+    "content-security-policy": HEADERS["content-security-policy"].replace(
+        "style-src 'self'", "style-src 'self' 'unsafe-inline'"
+    )
+}
+_SWAGGER_PACKAGE: Final = "fastapi_offline"
+"""Ships Swagger UI; its code is not used."""
 
 _FILES: Final = StaticFiles(directory=Path(__file__).with_name("static"), check_dir=False)
 
 router = APIRouter(include_in_schema=False)
 
 
-class PageFacts(BaseModel):
-    """What the page asks before it has a key.
-
-    Attributes:
-        ready: Whether questions are answered.
-        key: Whether requests need a key.
-        attention: Whether the service measures attention.
-    """
-
-    ready: bool
-    key: bool
-    attention: bool
-
-
 @router.get("/")
 async def page(request: Request) -> Response:
     """Return the page."""
-    return await _file("index.html", request)
+    return await _file(_FILES, "index.html", request, HEADERS)
 
 
 @router.get("/page/service.json")
-async def facts(service: ServiceState) -> Response:
-    """Return what the page asks before it has a key."""
-    found = PageFacts(ready=service.is_ready, key=service.key_checker.required, attention=_gives_attention(service))
-    return SafeJSONResponse(found.model_dump(), headers=HEADERS)
+async def service_state(service: ServiceState) -> Response:
+    """Return what the page asks before it has a key: whether the service is ready, needs a key, gives attention."""
+    try:
+        gives_attention = service.reader is not None
+    except (NotReadyError, UnsupportedFeatureError):
+        gives_attention = False
+    state = {"ready": service.is_ready, "key": service.key_checker.required, "attention": gives_attention}
+    return SafeJSONResponse(state, headers=HEADERS)
 
 
 @router.get("/page/{path:path}")
 async def asset(path: str, request: Request) -> Response:
     """Return a file of the page, or 404."""
-    return await _file(path, request)
+    return await _file(_FILES, path, request, HEADERS)
 
 
-async def _file(path: str, request: Request) -> Response:
-    response = await _FILES.get_response(path, request.scope)
-    response.headers.update(HEADERS)
+@router.get("/docs")
+async def api_docs(request: Request) -> Response:
+    """Return the page of the API's document."""
+    _swagger_folder()
+    return await _file(_FILES, "api-docs.html", request, _DOCS_HEADERS)
+
+
+@router.get("/docs/{name}")
+async def swagger_file(name: str, request: Request) -> Response:
+    """Return a file of Swagger UI, or 404."""
+    return await _file(StaticFiles(directory=_swagger_folder()), name, request, _DOCS_HEADERS)
+
+
+async def _file(files: StaticFiles, path: str, request: Request, headers: Mapping[str, str]) -> Response:
+    response = await files.get_response(path, request.scope)
+    response.headers.update(headers)
     return response
 
 
-def _gives_attention(service: Service) -> bool:
-    try:
-        return service.reader is not None
-    except (NotReadyError, UnsupportedFeatureError):
-        return False
+def _swagger_folder() -> Path:
+    """Return the folder of Swagger UI's files; raise ``NotFoundError`` if the package is not installed."""
+    spec = find_spec(_SWAGGER_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise NotFoundError(
+            "this page needs a package that is not installed; run: pip install 'rag-posfix[server]'. "
+            "GET /openapi.json has the document"
+        )
+    return Path(spec.origin).with_name("static")

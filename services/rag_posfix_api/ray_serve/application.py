@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.generator import Generator
@@ -24,8 +24,8 @@ from rag_posfix.generation.remote.address import is_remote
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.http.auth import KeyChecker
 from rag_posfix_api.keys.store import KeyStore
-from rag_posfix_api.ray_serve.options import ApplicationOptions
-from rag_posfix_api.ray_serve.replica import GeneratorReplica, HeldPassages, ReplicaModel
+from rag_posfix_api.ray_serve.replicas import GeneratorReplica, HeldPassages, ReplicaModel, ReplicatedGenerator
+from rag_posfix_api.ray_serve.routing import MAX_MARKS, QUEUE_WEIGHT
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -33,7 +33,57 @@ if TYPE_CHECKING:
 MODEL_DEPLOYMENT = "Model"
 """Name of the deployment with the replicas of the model."""
 INGRESS_DEPLOYMENT = "Ingress"
-_OVERLAP_ROUTER = "rag_posfix_api.ray_serve.overlap_router.OverlapRouter"
+_OVERLAP_ROUTER = "rag_posfix_api.ray_serve.cluster.OverlapRouter"
+
+
+class ApplicationOptions(BaseModel):
+    """How the service is laid out on a cluster. What it serves is in the settings, which replicas read as usual.
+
+    Attributes:
+        settings: Settings that are not those of the replica's environment, by name, such as ``{"model": ...}``.
+            Secrets belong into the environment: Ray keeps arguments in its log of deployments.
+        service: Settings of the service in the same way, such as ``{"max_concurrent": 4}``, which is for one replica
+            of the model.
+        min_replicas: Fewest replicas of the model.
+        max_replicas: Most replicas of the model.
+        target_ongoing_requests: Requests for each replica that autoscaling aims at.
+        replica_cpus: CPUs that Ray reserves for a replica of the model.
+        replica_gpus: GPUs that it reserves.
+        ingress_replicas: Replicas of the HTTP service. Each has its own quotas and its own answer cache in memory.
+        ingress_cpus: CPUs that Ray reserves for one of them.
+        router: ``overlap``, ``power_of_two``, or the path of a ``RequestRouter``.
+        router_options: What its ``initialize_state`` takes; for ``overlap`` besides ``queue_weight``.
+        queue_weight: Share of a question's passages that outweighs one request in the queue, for ``overlap``.
+        sketch_seconds: Seconds between two sketches of a replica.
+        sketch_passages: Bound of a sketch.
+        attempts: How often a request is sent, if replicas are lost while they answer.
+        allow_anonymous: Whether the service may run without an API key. Ray decides which addresses reach it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    settings: dict[str, Any] = Field(default_factory=dict)
+    service: dict[str, Any] = Field(default_factory=dict)
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(default=2, ge=1)
+    target_ongoing_requests: float = Field(default=4.0, gt=0)
+    replica_cpus: float = Field(default=1.0, ge=0)
+    replica_gpus: float = Field(default=0.0, ge=0)
+    ingress_replicas: int = Field(default=1, ge=1)
+    ingress_cpus: float = Field(default=0.5, ge=0)
+    router: str = "overlap"
+    router_options: dict[str, Any] = Field(default_factory=dict)
+    queue_weight: float = Field(default=QUEUE_WEIGHT, ge=0)
+    sketch_seconds: float = Field(default=1.0, gt=0)
+    sketch_passages: int = Field(default=MAX_MARKS, ge=1)
+    attempts: int = Field(default=4, ge=1)
+    allow_anonymous: bool = False
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ApplicationOptions:
+        if self.min_replicas > self.max_replicas:
+            raise ConfigError(f"min_replicas={self.min_replicas} must be at most max_replicas={self.max_replicas}")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +118,10 @@ def application(args: Mapping[str, Any]) -> Any:
 
 def make_application(options: ApplicationOptions, parts: ModelParts) -> Any:
     """Return the application with a model of the caller's. Errors as those of ``application``."""
-    serve = _import()
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise missing_extra(str(error.name), "ray,server") from error
     _, limits = _settings_of(options)
     with_keys = KeyChecker(KeyStore(limits.data_dir), limits.api_key).required
     if not (with_keys or options.allow_anonymous):
@@ -111,14 +164,15 @@ def build_ingress(options: ApplicationOptions, parts: ModelParts, handle: Any) -
     """
     from rag_posfix.pipeline.build import build_pipeline  # torch and transformers: in the replica alone
     from rag_posfix_api.app import create_app
-    from rag_posfix_api.ray_serve.replicated import ReplicatedGenerator
-    from rag_posfix_api.ray_serve.serve_handle import ServeReplicas
+    from rag_posfix_api.ray_serve.cluster import ServeReplicas
 
     settings, limits = _settings_of(options)
     generator = ReplicatedGenerator(parts.describe(settings), ServeReplicas(handle), options.attempts)
-    most = options.max_replicas
     limits = limits.model_copy(
-        update={"max_concurrent": limits.max_concurrent * most, "max_queue": limits.max_queue * most}
+        update={
+            "max_concurrent": limits.max_concurrent * options.max_replicas,
+            "max_queue": limits.max_queue * options.max_replicas,
+        }
     )
     return create_app(settings, build_pipeline(settings, generator=generator), limits)
 
@@ -160,13 +214,13 @@ def load_model(settings: Settings) -> ReplicaModel:
     """Return the model of ``settings`` with its passage KV store, after one answer; the ingress has all else."""
     from rag_posfix.pipeline.build import build_pipeline
 
-    alone: dict[str, Any] = {
+    without_retrieval: dict[str, Any] = {
         "index": None,
         "indexes": {},
         "reranker": None,
         "cache": settings.cache.model_copy(update={"enabled": False}),
     }
-    pipeline = build_pipeline(settings.model_copy(update=alone))
+    pipeline = build_pipeline(settings.model_copy(update=without_retrieval))
     passage = Document(page_content="The replica is warm.", metadata={"relevance_score": 1.0})
     pipeline.ask(Question("Is the replica warm?", documents=[passage], sampling=Sampling(max_tokens=2)))
     passages = pipeline.passages if isinstance(pipeline.passages, HeldPassages) else None
@@ -188,7 +242,7 @@ def describe_model(settings: Settings) -> Generator:
         )
     return deferred_generator(
         settings.model,
-        _refused,
+        _no_weights,
         dtype=settings.dtype,
         device=settings.device,
         cache_dir=settings.cache_dir,
@@ -196,13 +250,5 @@ def describe_model(settings: Settings) -> Generator:
     )
 
 
-def _refused() -> Generator:
+def _no_weights() -> Generator:
     raise GenerationError("the ingress has no weights; its answers come from replicas")
-
-
-def _import() -> Any:
-    try:
-        from ray import serve
-    except ImportError as error:
-        raise missing_extra(str(error.name), "ray,server") from error
-    return serve

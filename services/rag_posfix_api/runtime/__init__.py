@@ -1,1 +1,1 @@
-"""Running questions: admission, jobs in threads, and the loaded pipeline."""
+"""Running questions: admission, jobs in threads, streams, and the loaded pipeline."""

@@ -1,7 +1,7 @@
 """Admission: limits on running and waiting requests. Independent of HTTP and of models.
 
-A *ticket* is one open request. A *place* is the right to wait for the model, or for another request that computes the
-same answer. A *permit* is the right to use the model. A cached answer needs a ticket only: it never waits for a
+A *ticket* is one open request. A *queue slot* is the right to wait for the model, or for another request that computes
+the same answer. A *permit* is the right to use the model. A cached answer needs a ticket only: it never waits for a
 generation, and a full queue does not turn it away.
 
 Permits are limited by number and by *tokens*: those of the prompt, and as many as the answer may have. The tokens of a
@@ -14,13 +14,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from rag_posfix.errors import GenerationCancelled, OverloadedError
 from rag_posfix_api.http.errors import RequestTimeoutError, StoppingError, TokenLimitError
-from rag_posfix_api.runtime.work_rate import WorkRate
+
+_HALF_LIFE_SECONDS = 60.0
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +35,7 @@ class Ticket:
         cancelled: Whether the client has disconnected.
         stopped: Whether the service stops and cannot wait for the answer.
         queued_seconds: How long the request waited for a permit.
-        placed: Whether the request has a place.
+        has_slot: Whether the request has a queue slot.
         tokens: What the request takes of the token limits, while it waits and works.
     """
 
@@ -42,13 +44,8 @@ class Ticket:
     cancelled: bool = False
     stopped: bool = False
     queued_seconds: float = 0.0
-    placed: bool = False
+    has_slot: bool = False
     tokens: int = 0
-
-    @property
-    def ended(self) -> bool:
-        """Whether the request ends without an answer."""
-        return self.cancelled or self.stopped
 
     @property
     def remaining(self) -> float:
@@ -74,11 +71,48 @@ class Ticket:
             )
 
 
+TICKET: ContextVar[Ticket | None] = ContextVar("rag_posfix_service_ticket", default=None)
+"""The ticket of the request that this thread works for."""
+
+
+class WorkRate:
+    """Tokens of finished requests for each second in which the model worked: the base of the header ``Retry-After``.
+
+    A request counts with the tokens that it reserved, prompt and longest answer. The tokens that wait are counted in
+    the same way, so that the quotient of both is a time. Formula: sum of tokens / sum of busy seconds, where both sums
+    halve with every minute of work: a rate of an hour ago says little. Not safe for several threads.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tokens = 0.0
+        self._busy_seconds = 0.0
+        self._busy_since: float | None = None
+
+    def begins(self) -> None:
+        """Note that the model works from now on; it may do so already."""
+        if self._busy_since is None:
+            self._busy_since = self._clock()
+
+    def finished(self, tokens: int, *, idle: bool) -> None:
+        """Count a request that leaves the model; ``idle`` if no other request works."""
+        now = self._clock()
+        seconds = 0.0 if self._busy_since is None else now - self._busy_since
+        decay = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
+        self._tokens = self._tokens * decay + tokens
+        self._busy_seconds = self._busy_seconds * decay + seconds
+        self._busy_since = None if idle else now
+
+    def seconds_for(self, tokens: float) -> float | None:
+        """Return how long the model takes for ``tokens``; None before the first request has ended."""
+        return tokens * self._busy_seconds / self._tokens if self._tokens > 0 else None
+
+
 class Admission:
-    """Hands out tickets, places and permits. Safe to use from any thread.
+    """Hands out tickets, queue slots and permits. Safe to use from any thread.
 
     Args:
-        max_queue: Number of places beyond the permits.
+        max_queue: Number of queue slots beyond the permits.
         queue_timeout: Seconds that a ticket waits for a permit.
         max_open: Number of tickets; no limit if None.
         max_queued_tokens: Tokens of the tickets that wait for a permit; no limit if None.
@@ -103,7 +137,7 @@ class Admission:
         self._queue_timeout = queue_timeout
         self._changed = threading.Condition()
         self._open: dict[Ticket, None] = {}  # in the order of admission
-        self._placed = 0
+        self._slots = 0
         self._working: set[Ticket] = set()
         self._waiting: deque[Ticket] = deque()
 
@@ -126,7 +160,7 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Tickets that wait for a permit."""
+        """Number of tickets that wait for a permit."""
         return len(self._waiting)
 
     @property
@@ -147,7 +181,7 @@ class Admission:
 
     @contextmanager
     def admit(self, timeout: float) -> Iterator[Ticket]:
-        """Hold a ticket during the block; its place and its permit are released at the end too.
+        """Hold a ticket during the block; its queue slot and its permit are released at the end too.
 
         Raises:
             OverloadedError: all tickets are in use.
@@ -164,38 +198,38 @@ class Admission:
         finally:
             with self._changed:
                 self._end_work(ticket)
-                self._placed -= ticket.placed
-                ticket.placed = False
+                self._slots -= ticket.has_slot
+                ticket.has_slot = False
                 del self._open[ticket]
                 self._changed.notify_all()
 
-    def enter(self, ticket: Ticket) -> None:
-        """Give the ticket a place, until its request ends; it may have one already.
+    def take_slot(self, ticket: Ticket) -> None:
+        """Give the ticket a queue slot, until its request ends; it may have one already.
 
         Raises:
-            OverloadedError: all places are taken.
+            OverloadedError: all queue slots are taken.
         """
         with self._changed:
-            if ticket.placed:
+            if ticket.has_slot:
                 return
-            if self._placed >= self.capacity:
+            if self._slots >= self.capacity:
                 raise OverloadedError(
-                    f"{self._placed} requests are being answered or waiting and {self.capacity} are allowed; "
+                    f"{self._slots} requests are being answered or waiting and {self.capacity} are allowed; "
                     "try again later",
-                    self._rate.seconds_for((self.working_tokens + self.waiting_tokens) / max(self._placed, 1)),
+                    self._rate.seconds_for((self.working_tokens + self.waiting_tokens) / max(self._slots, 1)),
                 )
-            ticket.placed = True
-            self._placed += 1
+            ticket.has_slot = True
+            self._slots += 1
 
     def acquire(self, ticket: Ticket, tokens: int = 1) -> None:
-        """Wait for a permit, first come first served, with a place. Blocks the calling thread.
+        """Wait for a permit in a queue slot, first come first served. Blocks the calling thread.
 
         Args:
             tokens: Tokens of the prompt and of the longest answer. Where requests have none, each counts as 1.
 
         Raises:
             TokenLimitError: the request has more tokens than all permits together may have.
-            OverloadedError: all places are taken, too many tokens wait, or no permit was free within the queue
+            OverloadedError: all queue slots are taken, too many tokens wait, or no permit was free within the queue
                 timeout.
             GenerationCancelled: the client has disconnected.
             RequestTimeoutError: the time limit of the request is exceeded.
@@ -205,24 +239,26 @@ class Admission:
                 f"prompt and answer take {tokens} tokens, at most max_tokens_in_flight={self._max_tokens} are "
                 "allowed; lower max_tokens or bring fewer documents"
             )
-        self.enter(ticket)
+        self.take_slot(ticket)
         started = time.monotonic()
-        patience = min(self._queue_timeout, max(ticket.remaining, 0.0))
+        timeout = min(self._queue_timeout, max(ticket.remaining, 0.0))
         with self._changed:
             self._join_queue(ticket, tokens)
             try:
-                free = self._changed.wait_for(lambda: ticket.ended or self._is_next(ticket), patience)
-                ahead = self.waiting_tokens
+                is_free = self._changed.wait_for(
+                    lambda: ticket.cancelled or ticket.stopped or self._is_next(ticket), timeout
+                )
+                waiting_tokens = self.waiting_tokens
             finally:
                 self._waiting.remove(ticket)
                 ticket.queued_seconds += time.monotonic() - started
                 self._changed.notify_all()
             ticket.check()
-            if not free:
+            if not is_free:
                 raise OverloadedError(
                     f"the model did not come free within queue_timeout_seconds={self._queue_timeout:g}; "
                     "try again later",
-                    self._rate.seconds_for(ahead),
+                    self._rate.seconds_for(waiting_tokens),
                 )
             self._rate.begins()
             self._working.add(ticket)
@@ -250,13 +286,13 @@ class Admission:
         """Put the ticket at the end of the queue, unless too many tokens wait there; who need not wait is let in."""
         ticket.tokens = tokens
         self._waiting.append(ticket)
-        queued, most = self.waiting_tokens, self._max_queued_tokens
-        if most is not None and queued > most and not self._is_next(ticket):
+        queued, max_queued = self.waiting_tokens, self._max_queued_tokens
+        if max_queued is not None and queued > max_queued and not self._is_next(ticket):
             self._waiting.pop()
             raise OverloadedError(
                 f"{queued - tokens} tokens wait for the model and this request has {tokens}; at most "
-                f"max_queued_tokens={most} may wait; try again later, or bring fewer documents",
-                self._rate.seconds_for(queued - most),
+                f"max_queued_tokens={max_queued} may wait; try again later, or bring fewer documents",
+                self._rate.seconds_for(queued - max_queued),
             )
 
     def _is_next(self, ticket: Ticket) -> bool:

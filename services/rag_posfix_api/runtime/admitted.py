@@ -1,27 +1,25 @@
-"""Generator and answer cache with admission.
+"""Generator, answer cache and precomputation with admission.
 
 The generator runs with a permit only, and stops when the client has disconnected. Who waits for an equal question, or
-computes its answer, has a place in the queue.
+computes its answer, has a queue slot.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator as Generated
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rag_posfix.contracts.generator import Generator, WatchedGenerator
-from rag_posfix.contracts.request import Chunk, GenerationRequest
+from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.pipeline.stores import AnswerCache
-from rag_posfix_api.runtime.admission import Admission, Ticket
-
-TICKET: ContextVar[Ticket | None] = ContextVar("rag_posfix_service_ticket", default=None)
-"""The ticket of the request that this thread works for."""
+from rag_posfix_api.http.metrics import ANSWER, Metrics
+from rag_posfix_api.runtime.admission import TICKET, Admission, Ticket
 
 
 class AdmittedGenerator(DelegatingGenerator[Generator]):
@@ -29,20 +27,30 @@ class AdmittedGenerator(DelegatingGenerator[Generator]):
 
     Whole answers are generated as streams too, so that they can be stopped between two steps. A generator that
     computes ahead of its readers checks the ticket itself, and releases the permit when its computation is done.
+    ``metrics`` count first token, each token and waiting.
     """
 
-    def __init__(self, generator: Generator, admission: Admission) -> None:
+    def __init__(self, generator: Generator, admission: Admission, metrics: Metrics | None = None) -> None:
         super().__init__(generator)
         self._admission = admission
+        self._metrics = metrics
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer in pieces. The permit is released when the stream ends, fails or is closed, or earlier."""
         ticket = TICKET.get()
-        if ticket is None:
+        if ticket is None:  # a question of this process itself, such as the one that warms the model
             yield from self._inner.stream(request)
-            return
+        elif self._metrics is None:
+            yield from self._admitted(request, ticket)
+        else:
+            yield from _measured(self._admitted(request, ticket), ticket, self._metrics)
+
+    def _admitted(self, request: GenerationRequest, ticket: Ticket) -> Generated[Chunk, None, None]:
         self._admission.acquire(ticket, len(request.layout.token_ids) + request.sampling.max_tokens)
-        stream = self._opened(request, ticket)
+        if isinstance(self._inner, WatchedGenerator):
+            stream = self._inner.stream_watched(request, ticket.check, partial(self._admission.release, ticket))
+        else:
+            stream = self._inner.stream(request)
         try:
             for chunk in stream:
                 if chunk.generation is None:
@@ -50,56 +58,62 @@ class AdmittedGenerator(DelegatingGenerator[Generator]):
                     yield chunk
                 else:
                     timings = chunk.generation.timings
-                    queued = ticket.queued_seconds + timings.get("queue", 0.0)
-                    timings = {**timings, "queue": queued}
+                    timings = {**timings, "queue": ticket.queued_seconds + timings.get("queue", 0.0)}
                     yield replace(chunk, generation=replace(chunk.generation, timings=timings))
         finally:
             if isinstance(stream, Generated):  # any other iterator has nothing to close
                 stream.close()
             self._admission.release(ticket)
 
-    def _opened(self, request: GenerationRequest, ticket: Ticket) -> Iterator[Chunk]:
-        if isinstance(self._inner, WatchedGenerator):
-            return self._inner.stream_watched(request, ticket.check, partial(self._admission.release, ticket))
-        return self._inner.stream(request)
+
+def _measured(chunks: Generated[Chunk, None, None], ticket: Ticket, metrics: Metrics) -> Iterator[Chunk]:
+    has_text = False
+    generation: Generation | None = None
+    try:
+        for chunk in chunks:
+            generation = chunk.generation
+            if not has_text and (chunk.text or generation is not None):
+                has_text = True
+                metrics.first_token.observe(time.monotonic() - ticket.started)
+            if generation is not None:
+                tokens_after_first = generation.usage.completion_tokens - 1
+                # From the generator's own clock: pieces that wait for a slow client are no work of the model.
+                seconds = generation.timings.get("decode")
+                if tokens_after_first > 0 and seconds is not None:
+                    metrics.output_token.observe(seconds / tokens_after_first)
+            yield chunk
+    finally:
+        chunks.close()
+        metrics.count_wait(ANSWER, ticket.queued_seconds if generation is None else generation.timings["queue"])
 
 
 class AdmittedCache:
-    """An answer cache whose ``single_flight`` takes a place for the request: waiting is what places are for.
-
-    Args:
-        admission: Hands out the places.
-    """
+    """An answer cache whose ``single_flight`` takes a queue slot: the slots are for requests that wait."""
 
     def __init__(self, cache: AnswerCache, admission: Admission) -> None:
         self._cache = cache
         self._admission = admission
 
     def get(self, key: str) -> Mapping[str, Any] | None:
-        """Return the stored answer, or None."""
         return self._cache.get(key)
 
     def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
-        """Store an answer."""
         self._cache.put(key, value, document_ids)
 
     @contextmanager
     def single_flight(self, key: str) -> Iterator[bool | None]:
-        """Hold while computing ``key``, with a place.
+        """Hold while computing ``key``, in a queue slot.
 
         Raises:
-            OverloadedError: all places are taken.
+            OverloadedError: all queue slots are taken.
         """
-        ticket = TICKET.get()
-        if ticket is not None:
-            self._admission.enter(ticket)
+        if (ticket := TICKET.get()) is not None:
+            self._admission.take_slot(ticket)
         with self._cache.single_flight(key) as again:
             yield again
 
     def drop_documents(self, document_ids: Sequence[str]) -> int:
-        """Drop every answer made from one of these documents."""
         return self._cache.drop_documents(document_ids)
 
     def close(self) -> None:
-        """Close the cache."""
         self._cache.close()

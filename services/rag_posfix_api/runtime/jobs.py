@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
-from starlette.types import Receive
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from rag_posfix.cancellation import set_cancel_check
-from rag_posfix_api.runtime.admission import Admission, Ticket
-from rag_posfix_api.runtime.admitted import TICKET
+from rag_posfix.contracts.answer import Answer, AnswerChunk
+from rag_posfix.errors import GenerationCancelled
+from rag_posfix_api.http.errors import Problem, kind_of, problem_of
+from rag_posfix_api.http.logs import LogFields
+from rag_posfix_api.runtime.admission import TICKET, Admission, Ticket
 
 T = TypeVar("T")
 
+SERVER_SENT_EVENTS = "text/event-stream"
 _FREE_THREADS = 8
 """Threads for requests that do not wait for the model: retrieval, assembly, cached answers."""
 
@@ -30,9 +36,8 @@ class Job:
     """The execution of one admitted request.
 
     Args:
-        admission: The admission that handed out the ticket.
         limiter: Limits the number of worker threads.
-        queued: Called with the seconds that ``permitted`` waited for its permit, whether or not it got it.
+        count_wait: Called with the seconds that ``permitted`` waited for its permit, whether or not it got it.
     """
 
     def __init__(
@@ -40,12 +45,12 @@ class Job:
         ticket: Ticket,
         admission: Admission,
         limiter: anyio.CapacityLimiter,
-        queued: Callable[[float], None],
+        count_wait: Callable[[float], None],
     ) -> None:
         self.ticket = ticket
         self._admission = admission
         self._limiter = limiter
-        self._queued = queued
+        self._count_wait = count_wait
         self._context = contextvars.copy_context()
         self._context.run(TICKET.set, ticket)
         self._context.run(set_cancel_check, ticket.check)
@@ -55,13 +60,13 @@ class Job:
         return await anyio.to_thread.run_sync(self._context.run, function, limiter=self._limiter)
 
     async def permitted(self, function: Callable[[], T]) -> T:
-        """Do what ``call`` does while holding a permit."""
+        """Return the result of ``function``, run in a worker thread with a permit."""
 
         def work() -> T:
             try:
                 self._admission.acquire(self.ticket)
             finally:
-                self._queued(self.ticket.queued_seconds)
+                self._count_wait(self.ticket.queued_seconds)
             try:
                 return function()
             finally:
@@ -75,7 +80,7 @@ class Job:
             with anyio.CancelScope(shield=True):
                 await self.call(iterator.close)
 
-    async def until_gone(self, receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
+    async def cancel_on_disconnect(self, receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``work``, or stop it at its next step when the client disconnects.
 
         Args:
@@ -84,17 +89,18 @@ class Job:
         Raises:
             GenerationCancelled: the client has disconnected.
         """
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self._admission.cancel(self.ticket)  # the work ends itself, at its next step
+
         # A plain task: a task group with its cancel scope would cost a fifth of a cached answer.
-        watcher = asyncio.ensure_future(self._cancel_when_gone(receive))
+        watcher = asyncio.ensure_future(watch())
         try:
             return await work()
         finally:
             watcher.cancel()
-
-    async def _cancel_when_gone(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._admission.cancel(self.ticket)  # the work ends itself, at its next step
 
 
 class Jobs:
@@ -102,14 +108,14 @@ class Jobs:
 
     Args:
         timeout: Time limit of a job in seconds.
-        queued: Called with the seconds that a job waited for a permit.
+        count_wait: Called with the seconds that a job waited for a permit.
     """
 
-    def __init__(self, admission: Admission, timeout: float, queued: Callable[[float], None]) -> None:
+    def __init__(self, admission: Admission, timeout: float, count_wait: Callable[[float], None]) -> None:
         self.admission = admission
         self._timeout = timeout
-        self._queued = queued
-        # Every place may block a thread. The others stay free for what waits for nobody.
+        self._count_wait = count_wait
+        # Every queue slot may block a thread. The free ones are for requests that wait for nobody.
         self._limiter = anyio.CapacityLimiter(admission.capacity + _FREE_THREADS)
 
     @contextmanager
@@ -120,4 +126,124 @@ class Jobs:
             OverloadedError: too many requests are running and waiting.
         """
         with self.admission.admit(self._timeout) as ticket:
-            yield Job(ticket, self.admission, self._limiter, self._queued)
+            yield Job(ticket, self.admission, self._limiter, self._count_wait)
+
+    async def run(self, receive: Receive, function: Callable[[], T], *, permit: bool = False) -> T:
+        """Return the result of ``function``, run in a job of its own, with a permit or without.
+
+        Raises:
+            OverloadedError: too many requests are running and waiting.
+            GenerationCancelled: the client has disconnected.
+        """
+        with self.open() as job:
+            step = job.permitted if permit else job.call
+            return await job.cancel_on_disconnect(receive, lambda: step(function))
+
+
+class EventRenderer(Protocol):
+    """Renders the server-sent events of one response in one dialect; each part is bytes that end an event."""
+
+    def opening(self) -> Iterable[bytes]:
+        """Return the events before the answer; none if the format has none."""
+        return ()
+
+    def piece(self, chunk: AnswerChunk) -> Iterable[bytes]:
+        """Return the events for a piece of the answer; the last piece has the complete answer."""
+        ...
+
+    def closing(self) -> Iterable[bytes]:
+        """Return the events after a complete answer; none if the format has none."""
+        return ()
+
+    def failure(self, problem: Problem) -> Iterable[bytes]:
+        """Return the events that end a stream whose answer failed."""
+        ...
+
+
+class AnswerStream(Response):
+    """A streamed answer as events of any dialect; ``open`` must be called first.
+
+    The work stops when the client disconnects.
+
+    Args:
+        job: Runs the steps; ``on_close`` ends it, after the response, also after an error.
+        fields: The code of an error is set.
+        record: Called with the complete answer.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        on_close: ExitStack,
+        renderer: EventRenderer,
+        fields: LogFields,
+        record: Callable[[Answer], None],
+        media_type: str = SERVER_SENT_EVENTS,
+    ) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
+        del self.headers["content-length"]
+        self._job = job
+        self._on_close = on_close
+        self._renderer = renderer
+        self._fields = fields
+        self._record = record
+        self._chunks: Iterator[AnswerChunk] = iter(())
+        self._first: AnswerChunk | None = None
+
+    async def open(self, start: Callable[[], Iterator[AnswerChunk]], receive: Receive) -> None:
+        """Compute the first piece of the iterator of ``start``. Until then an error is an ordinary HTTP error."""
+
+        async def first() -> AnswerChunk | None:
+            self._chunks = await self._job.call(start)
+            return await self._next()
+
+        try:
+            self._first = await self._job.cancel_on_disconnect(receive, first)
+        except BaseException:
+            await self._close()
+            raise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        try:
+            await self._job.cancel_on_disconnect(receive, partial(self._send, send))
+        except GenerationCancelled as error:
+            self._fields.error = kind_of(error).code
+        finally:
+            await self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for part in self._events():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        for part in self._renderer.opening():
+            yield part
+        chunk = self._first
+        try:
+            while chunk is not None:
+                for part in self._renderer.piece(chunk):
+                    yield part
+                if chunk.answer is not None:
+                    self._record(chunk.answer)
+                chunk = await self._next()
+        except Exception as error:  # the status is sent; the client learns of it in the stream
+            self._fields.error = kind_of(error).code
+            for part in self._renderer.failure(problem_of(error)):
+                yield part
+            return
+        for part in self._renderer.closing():
+            yield part
+
+    async def _next(self) -> AnswerChunk | None:
+        return await self._job.call(lambda: next(self._chunks, None))
+
+    async def _close(self) -> None:
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._job.close(self._chunks)
+        finally:
+            self._on_close.close()

@@ -62,17 +62,13 @@ class PrecomputeJobs:
         self._cancelled: dict[Hashable, threading.Event] = {}
 
     def start(self, key: Hashable, work: Callable[[Progress, threading.Event], int]) -> PrecomputeState:
-        """Queue a job.
+        """Queue a job; raise ``ConflictError`` while a job with this key has not ended.
 
-        Args:
-            work: Does it, tells its progress, looks at the event that says to end, and returns the number of tokens.
-
-        Raises:
-            ConflictError: a job with this key has not ended.
+        ``work`` gets a function for its progress and an event that says to end, and returns the number of tokens.
         """
         with self._lock:
-            before = self._states.get(key)
-            if before is not None and not before.ended:
+            previous = self._states.get(key)
+            if previous is not None and not previous.ended:
                 raise ConflictError("a job for this collection is running; wait until it ends, or cancel it")
             cancelled = self._cancelled[key] = threading.Event()
             state = self._states[key] = PrecomputeState()
@@ -136,7 +132,7 @@ class PrecomputeJobs:
 
 
 class AdmittedPrecomputer:
-    """A ``PassagePrecomputer`` that takes a permit for each batch, and stops when it is told to."""
+    """A ``PassagePrecomputer`` that takes a permit for each batch, and stops when ``cancelled`` is set."""
 
     def __init__(self, engine: PassagePrecomputer, admission: Admission, cancelled: threading.Event) -> None:
         self._engine = engine
@@ -145,22 +141,18 @@ class AdmittedPrecomputer:
 
     @property
     def encoder(self) -> TokenEncoder:
-        """The tokenizer."""
         return self._engine.encoder
 
     @property
     def context_window(self) -> int:
-        """Token limit of prompt and answer together."""
         return self._engine.context_window
 
     @property
     def passages(self) -> PassageKVStore | None:
-        """The passage KV store, or None."""
         return self._engine.passages
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token, in all layers."""
         return self._engine.kv_bytes_per_token
 
     def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:

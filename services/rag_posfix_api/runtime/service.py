@@ -32,16 +32,13 @@ from rag_posfix.telemetry.build import OFF, Telemetry
 from rag_posfix_api.collections.collection import Collection
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.auth import CALLER, KeyChecker
-from rag_posfix_api.http.collectors import Statistics
 from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError, UnsupportedFeatureError
-from rag_posfix_api.http.facts import Facts
-from rag_posfix_api.http.identifiers import Identifiers
-from rag_posfix_api.http.metrics import ANSWER, SCORE, Metrics
+from rag_posfix_api.http.logs import Identifiers, LogFields
+from rag_posfix_api.http.metrics import ANSWER, SCORE, Metrics, Statistics
 from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.runtime.admission import Admission
 from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
 from rag_posfix_api.runtime.jobs import Jobs
-from rag_posfix_api.runtime.measured import MeasuredGenerator
 from rag_posfix_api.runtime.precompute import AdmittedPrecomputer, PrecomputeJobs, PrecomputeState, Progress
 
 if TYPE_CHECKING:
@@ -56,11 +53,7 @@ _TOKENS_PER_ANSWER = 8192
 
 
 class Service:
-    """The state of one app.
-
-    Args:
-        telemetry: Where traces and metrics go.
-    """
+    """The state of one app; ``telemetry`` says where traces and metrics go."""
 
     def __init__(self, settings: Settings, limits: ServiceSettings, telemetry: Telemetry = OFF) -> None:
         self.settings = settings
@@ -163,16 +156,23 @@ class Service:
         """Serve ``pipeline`` from now on. The pipeline itself is not changed."""
         self._generator = pipeline.generator
         self._model_name = self.limits.served_model_name or shown_model(pipeline.generator.model_id)
-        self.metrics.served(package_version(), self._model_name)
+        self.metrics.info.info({"version": package_version(), "model": self._model_name})
         health = getattr(pipeline.reranker, "health", None)
         if isinstance(health, RerankerHealth):
-            self.reranker_health = health
-            self.metrics.count_reranking(health)
-        self.metrics.count_caches(_statistics(pipeline.cache), _statistics(pipeline.passages))
-        self.chat.admission.limit_tokens(self._max_tokens(pipeline.generator.context_window))
-        generator = AdmittedGenerator(self._batched(pipeline.generator), self.chat.admission)
-        cache = None if pipeline.cache is None else AdmittedCache(pipeline.cache, self.chat.admission)
-        served = pipeline.with_generator(MeasuredGenerator(generator, self.metrics), cache)
+            self.reranker_health = self.metrics.counted.health = health
+        statistics: dict[str, Statistics] = {
+            name: stats
+            for name, cache in (("answers", pipeline.cache), ("passages", pipeline.passages))
+            if callable(stats := getattr(cache, "stats", None))
+        }
+        self.metrics.counted.caches, self.metrics.counted.passages = statistics, statistics.get("passages")
+        limits, admission = self.limits, self.chat.admission
+        # By default every prompt that the model can read fits.
+        default_tokens = max(pipeline.generator.context_window, _TOKENS_PER_ANSWER * limits.max_concurrent)
+        admission.limit_tokens(limits.max_tokens_in_flight or default_tokens)
+        generator = AdmittedGenerator(self._batched(pipeline.generator), admission, self.metrics)
+        cache = None if pipeline.cache is None else AdmittedCache(pipeline.cache, admission)
+        served = pipeline.with_generator(generator, cache)
         # A pipeline that its caller traces already stays as it is.
         tracer = self._telemetry.question_tracer()
         self._pipeline = served if tracer is UNTRACED else served.with_tracer(tracer)
@@ -184,11 +184,11 @@ class Service:
             # Shutting down does not wait for a download.
             pipeline = await anyio.to_thread.run_sync(_build, self.settings, abandon_on_cancel=True)
         except Exception as error:
-            known = isinstance(error, RagPosfixError)
-            told = " ".join(str(error).split()) if known else f"{type(error).__name__}, see the server's log"
-            self._reason = f"the model could not be loaded: {told}"
+            is_known = isinstance(error, RagPosfixError)
+            cause = " ".join(str(error).split()) if is_known else f"{type(error).__name__}, see the server's log"
+            self._reason = f"the model could not be loaded: {cause}"
             self._load_error = error if isinstance(error, RagPosfixError) else GenerationError(self._reason)
-            _log.error("%s", self._reason, exc_info=None if known else error)
+            _log.error("%s", self._reason, exc_info=None if is_known else error)
             return
         self._loaded = pipeline
         self.adopt(pipeline)
@@ -231,10 +231,10 @@ class Service:
         Raises:
             UnsupportedFeatureError: it has none.
         """
-        found = self._served.embeddings
-        if found is None:
+        embeddings = self._served.embeddings
+        if embeddings is None:
             raise UnsupportedFeatureError("this server has no embedding model; serve a pipeline with one")
-        return found
+        return embeddings
 
     def collection(self, name: str) -> Collection:
         """Return a collection of the caller.
@@ -286,30 +286,21 @@ class Service:
         return self.precomputing.start((caller.tenant, name), work)
 
     def check_model(self, name: str) -> None:
-        """Raise if ``name`` is not a name of the served model.
-
-        Raises:
-            ModelNotFoundError: it is another model.
-        """
-        known = (self.model_id, self._served.generator.model_id, self.settings.model, "default", "")
-        if name not in known:
+        """Raise ``ModelNotFoundError`` unless ``name`` is a name of the served model."""
+        if name not in (self.model_id, self._served.generator.model_id, self.settings.model, "default", ""):
             raise ModelNotFoundError(
                 f"model {shown(name)} is not served here; use {self.model_id!r} or 'default'", param="model"
             )
 
     def check_embedding_model(self, name: str) -> None:
-        """Raise if ``name`` is not a name of the embedding model.
-
-        Raises:
-            ModelNotFoundError: it is another model.
-        """
+        """Raise ``ModelNotFoundError`` unless ``name`` is a name of the embedding model."""
         if name not in (self.embedding_model_id, self.settings.embedding_model, "default", ""):
             raise ModelNotFoundError(
                 f"embedding model {shown(name)} is not served; use {self.embedding_model_id!r} or 'default'",
                 param="model",
             )
 
-    def record(self, answer: Answer, facts: Facts) -> None:
+    def record(self, answer: Answer, fields: LogFields) -> None:
         """Count an answer in the metrics, and set the log fields of its request."""
         usage = answer.usage
         tokens = {
@@ -318,9 +309,9 @@ class Service:
             "cached": usage.cached_tokens,
         }
         cache = "hit" if answer.cached else "miss" if "cache" in answer.timings else "off"
-        self.metrics.answer(answer.timings, tokens, cache)
-        facts.mitigation, facts.order, facts.cache = answer.mitigation, answer.order, cache
-        facts.tokens, facts.timings = tokens, dict(answer.timings)
+        self.metrics.count_answer(answer.timings, tokens, cache)
+        fields.mitigation, fields.order, fields.cache = answer.mitigation, answer.order, cache
+        fields.tokens, fields.timings = tokens, dict(answer.timings)
 
     def _forget(self, salt: str, documents: Sequence[Document]) -> None:
         """Drop what a tenant's caches hold of documents that were removed from a collection."""
@@ -333,7 +324,7 @@ class Service:
             return generator
         from rag_posfix.generation.batching.scheduler import BatchingGenerator  # torch
 
-        self._batching = BatchingGenerator(generator, self.limits.max_concurrent, self.metrics.decode_step)
+        self._batching = BatchingGenerator(generator, self.limits.max_concurrent, self.metrics.decode_batch.observe)
         return self._batching
 
     def _jobs(self, at_once: int, work: str) -> Jobs:
@@ -342,21 +333,10 @@ class Service:
         admission = Admission(
             at_once, waiting, limits.queue_timeout_seconds, limits.max_open, limits.max_queued_tokens
         )
-        return Jobs(admission, limits.request_timeout_seconds, partial(self.metrics.queued, work))
-
-    def _max_tokens(self, context_window: int) -> int:
-        """Return the limit on the tokens of running answers; by default every prompt that the model can read fits."""
-        limits = self.limits
-        return limits.max_tokens_in_flight or max(context_window, _TOKENS_PER_ANSWER * limits.max_concurrent)
+        return Jobs(admission, limits.request_timeout_seconds, partial(self.metrics.count_wait, work))
 
     def _oldest_seconds(self) -> float:
         return max(self.chat.admission.oldest_seconds, self.rerank.admission.oldest_seconds)
-
-
-def _statistics(cache: object) -> Statistics | None:
-    """Return the function that returns the statistics of a cache, if it has one."""
-    stats = getattr(cache, "stats", None)
-    return stats if callable(stats) else None
 
 
 def package_version() -> str:
@@ -384,22 +364,15 @@ def _build(settings: Settings) -> Pipeline:
     return pipeline
 
 
-def service_of(request: Request) -> Service:
-    """Return the state of the app of ``request``."""
-    service = request.app.state.service
-    if not isinstance(service, Service):
-        raise NotReadyError("the service has not started")
+# Dependencies are coroutines: FastAPI would run plain functions in worker threads.
+async def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
     return service
 
 
-# Dependencies are coroutines: FastAPI would run plain functions in worker threads.
-async def _service(request: Request) -> Service:
-    return service_of(request)
-
-
 async def _ready_service(request: Request) -> Service:
-    service = service_of(request)
-    service.check_ready()  # refuse before the work
+    service = await _service(request)
+    service.check_ready()  # reject before the work
     return service
 
 

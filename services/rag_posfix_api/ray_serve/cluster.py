@@ -1,17 +1,22 @@
-"""Ray Serve's router that sends a question to the replica that holds its passages' keys and values."""
+"""What talks to Ray Serve: the router of questions, and the replicas behind a handle."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
+from ray.serve.exceptions import ReplicaUnavailableError
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from rag_posfix_api.ray_serve.recent_routes import RecentRoutes
-from rag_posfix_api.ray_serve.routed_request import RoutedRequest
-from rag_posfix_api.ray_serve.scoring import QUEUE_WEIGHT, Candidate, ranked
-from rag_posfix_api.ray_serve.sketch import Sketch
+from rag_posfix.contracts.request import Chunk
+from rag_posfix.errors import GenerationError, RagPosfixError
+from rag_posfix_api.ray_serve.replicas import ReplicaLost
+from rag_posfix_api.ray_serve.routing import QUEUE_WEIGHT, Candidate, RecentRoutes, RoutedRequest, Sketch, ranked
+
+_LOST = (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError, ReplicaUnavailableError)
+"""What Ray raises where a replica or its machine is gone, or the pieces that it had sent."""
 
 
 class OverlapRouter(RequestRouter):
@@ -43,9 +48,10 @@ class OverlapRouter(RequestRouter):
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # otherwise full queues are asked without a pause
         now = time.time()
-        replicas = {_name(one.replica_id): one for one in candidate_replicas}
-        candidates = [self._candidate(name, one, now) for name, one in replicas.items()]
-        return [[replicas[one.name]] for one in ranked(_passages(pending_request), candidates, self._queue_weight)]
+        replicas = {_name(replica.replica_id): replica for replica in candidate_replicas}
+        candidates = [self._candidate(name, replica, now) for name, replica in replicas.items()]
+        ranking = ranked(_passages(pending_request), candidates, self._queue_weight)
+        return [[replicas[candidate.name]] for candidate in ranking]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Remember which passages the replica reads now."""
@@ -54,7 +60,7 @@ class OverlapRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take the replicas that there are now, and forget the others."""
         super().update_replicas(replicas)
-        self._recent.keep_only(_name(one.replica_id) for one in replicas)
+        self._recent.keep_only(_name(replica.replica_id) for replica in replicas)
 
     def _candidate(self, name: str, replica: RunningReplica, now: float) -> Candidate:
         sketch = Sketch.from_stats(replica.routing_stats, now, self._max_age_seconds)
@@ -69,3 +75,44 @@ def _name(replica_id: ReplicaID) -> str:
 def _passages(pending: PendingRequest | None) -> Mapping[int, int]:
     routed = next(iter(pending.args), None) if pending is not None else None
     return routed.passages if isinstance(routed, RoutedRequest) else {}
+
+
+class ServeReplicas:
+    """Implements ``replicas.Replicas``. For threads without an event loop, such as those of the service's jobs.
+
+    Args:
+        handle: Handle of the deployment of ``GeneratorReplica``.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle.options(stream=True, method_name="stream")
+
+    def ask(self, request: RoutedRequest) -> Iterator[Chunk]:
+        """Yield the answer of the replica that the router chooses; closing the iterator cancels the request.
+
+        Raises:
+            ReplicaLost: the replica is gone.
+            RagPosfixError: what the replica raised.
+        """
+        chunks = None
+        try:
+            chunks = self._handle.remote(request)
+            yield from chunks
+        except GeneratorExit:
+            if chunks is not None:
+                chunks.cancel()
+            raise
+        except RagPosfixError:
+            raise
+        except Exception as error:  # Ray wraps what the replica raised in classes that it makes at run time
+            raise _translated(error) from error
+
+
+def _translated(error: Exception) -> RagPosfixError:
+    cause = getattr(error, "cause", None)
+    if isinstance(error, _LOST) or isinstance(cause, _LOST):
+        return ReplicaLost("the replica was lost")
+    if isinstance(cause, RagPosfixError):
+        return cause
+    reason = (str(cause or error).strip() or type(error).__name__).splitlines()[0]
+    return GenerationError(f"a replica failed ({type(cause or error).__name__}: {reason})")

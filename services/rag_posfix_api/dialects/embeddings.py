@@ -15,11 +15,9 @@ from starlette.responses import Response
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import VISIBLE, Count, Forms, RequestModel, check_count
-from rag_posfix_api.http.clean_json import CleanRoute
-from rag_posfix_api.http.encoding import encode_json
 from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
-from rag_posfix_api.http.facts import RequestFacts
-from rag_posfix_api.runtime.embed import embed_texts
+from rag_posfix_api.http.json_bodies import CleanRoute, encode_json
+from rag_posfix_api.http.logs import RequestLogFields
 from rag_posfix_api.runtime.service import ReadyService
 
 
@@ -71,12 +69,11 @@ router = APIRouter(tags=["embeddings"], route_class=CleanRoute)
 
 @router.post(
     "/v1/embeddings",
-    operation_id="create_embeddings",
     response_model=EmbeddingList,
     responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503),
 )
 async def create_embeddings(
-    body: EmbeddingRequest, request: Request, service: ReadyService, facts: RequestFacts
+    body: EmbeddingRequest, request: Request, service: ReadyService, fields: RequestLogFields
 ) -> Response:
     """Embed texts with the embedding model of the index. Runs beside answers; rerankings wait for it."""
     service.check_embedding_model(body.model or "")
@@ -84,27 +81,29 @@ async def create_embeddings(
     check_count(len(texts), service.limits.max_documents, "input")
     if not all(text.strip() for text in texts):
         raise InvalidRequestError("input has an empty text; give each at least one visible character", param="input")
-    facts.documents = len(texts)
-    answer = partial(_embedded, service.pipeline, texts, body, service.embedding_model_id)
-    with service.rerank.open() as job:
-        content = await job.until_gone(request.receive, lambda: job.permitted(answer))
+    fields.documents = len(texts)
+    embed = partial(_embed, service.pipeline, texts, body, service.embedding_model_id)
+    content = await service.rerank.run(request.receive, embed, permit=True)
     return Response(content, media_type="application/json")
 
 
-def _embedded(pipeline: Pipeline, texts: Sequence[str], body: EmbeddingRequest, model: str) -> bytes:
+def _embed(pipeline: Pipeline, texts: Sequence[str], body: EmbeddingRequest, model: str) -> bytes:
     """Return the response, encoded here and not on the event loop: a thousand vectors take a while."""
-    embedded = embed_texts(pipeline, texts)
-    length = len(embedded.vectors[0])
-    if body.dimensions not in (None, length):
+    if pipeline.embeddings is None:
+        raise UnsupportedFeatureError("this server has no embedding model; serve a pipeline with one to embed texts")
+    vectors = pipeline.embeddings.embed_documents(list(texts))
+    tokens = sum(len(pipeline.generator.encoder.encode_text(text)) for text in texts)
+    if body.dimensions not in (None, len(vectors[0])):
         raise UnsupportedFeatureError(
-            f"dimensions={body.dimensions} is not supported; the model's vectors have {length}", param="dimensions"
+            f"dimensions={body.dimensions} is not supported; the model's vectors have {len(vectors[0])}",
+            param="dimensions",
         )
     # Plain data, not ``EmbeddingList``: it would check every number once more.
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
-        for index, vector in enumerate(embedded.vectors)
+        for index, vector in enumerate(vectors)
     ]
-    usage = {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens}
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return encode_json({"object": "list", "data": data, "model": model, "usage": usage})
 
 

@@ -1,0 +1,265 @@
+"""What operators use: probes and metrics, what is served, and API keys.
+
+``/info`` shows no secret, no path, and nothing of a tenant. Keys need the scope ``admin``, which sees all tenants.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Literal
+
+import anyio.to_thread
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from rag_posfix.errors import UnknownNameError
+from rag_posfix_api.dialects.errors import OPENAI
+from rag_posfix_api.dialects.requests import WHOLE, RequestModel
+from rag_posfix_api.http.errors import NotFoundError
+from rag_posfix_api.http.json_bodies import MAX_DEPTH, MAX_VALUES, CleanRoute
+from rag_posfix_api.keys.store import SCOPES, TENANT_PATTERN
+from rag_posfix_api.runtime.service import ReadyService, Service, ServiceState, package_version
+
+_PACKAGES = ("torch", "transformers", "langchain-core", "fastapi", "faiss-cpu", "sentence-transformers")
+
+operations = APIRouter()
+information = APIRouter(tags=["info"])
+keys = APIRouter(tags=["keys"], route_class=CleanRoute)
+
+
+class Health(BaseModel):
+    """The response of a probe."""
+
+    status: str
+
+
+class Readiness(Health):
+    """The response of a readiness probe."""
+
+    detail: str | None = Field(default=None, description="What fails while questions are answered: a reranker.")
+
+
+@operations.get("/healthz", operation_id="healthz", response_model=Health, tags=["health"])
+@operations.get("/livez", operation_id="livez", tags=["health"])
+async def live() -> Health:
+    """Return that the process is alive, whether or not the model is loaded."""
+    return Health(status="live")
+
+
+@operations.get(
+    "/health",
+    operation_id="health",
+    response_model=Readiness,
+    response_model_exclude_none=True,
+    responses=OPENAI.responses(503),
+    tags=["health"],
+)
+@operations.get(
+    "/readyz",
+    operation_id="readyz",
+    response_model_exclude_none=True,
+    responses=OPENAI.responses(503),
+    tags=["health"],
+)
+async def ready(service: ReadyService) -> Readiness:
+    """Return that the model is loaded and verified, and which rerankers fail; otherwise 503 with the reason."""
+    return Readiness(status="ready", detail=service.reranker_health.describe_failing())
+
+
+@operations.get("/metrics", response_class=PlainTextResponse, tags=["metrics"])
+async def metrics(request: Request, service: ServiceState) -> Response:
+    """Return the metrics in the text format, or in OpenMetrics if the client accepts it."""
+    encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    # In a thread: a tier may ask its store what it holds.
+    text = await anyio.to_thread.run_sync(encode, service.metrics.registry)
+    return Response(text, headers={"content-type": media_type})
+
+
+class ModelInfo(BaseModel):
+    """The served model."""
+
+    id: str
+    fingerprint: str
+    context_window: int
+    embeddings: bool
+    index: bool
+
+
+class Methods(BaseModel):
+    """What requests can choose by name."""
+
+    mitigations: list[str]
+    orders: list[str]
+    rerankers: list[str]
+
+
+class DefaultsInfo(BaseModel):
+    """What requests get that choose nothing."""
+
+    mitigation: str
+    order: str
+    k: int
+    max_tokens: int
+
+
+class LimitsInfo(BaseModel):
+    """The limits of requests."""
+
+    max_body_bytes: int
+    max_json_values: int
+    max_json_depth: int
+    max_documents: int
+    max_concurrent: int
+    max_queue: int
+    request_timeout_seconds: float
+    max_collections: int
+    max_collection_documents: int
+
+
+class Info(BaseModel):
+    """What is served."""
+
+    model: ModelInfo
+    methods: Methods
+    defaults: DefaultsInfo
+    limits: LimitsInfo
+    versions: dict[str, str]
+
+
+@information.get("/info", operation_id="info", responses=OPENAI.responses(401, 403, 429, 500, 503))
+async def info(service: ReadyService) -> Info:
+    """Return the model, the methods, the limits and the versions."""
+    pipeline, limits = service.pipeline, service.limits
+    return Info(
+        model=ModelInfo(
+            id=service.model_id,
+            fingerprint=pipeline.generator.fingerprint,
+            context_window=pipeline.generator.context_window,
+            embeddings=pipeline.embeddings is not None,
+            index=pipeline.retriever is not None,
+        ),
+        methods=await anyio.to_thread.run_sync(_methods),
+        defaults=_defaults(service),
+        limits=LimitsInfo(
+            max_json_values=MAX_VALUES,
+            max_json_depth=MAX_DEPTH,
+            **{name: getattr(limits, name) for name in LimitsInfo.model_fields if not name.startswith("max_json")},
+        ),
+        versions=_versions(),
+    )
+
+
+def _methods() -> Methods:
+    """Return the names of the registries, whose modules may have to be imported first."""
+    from rag_posfix.assembly.orders import ORDERS
+    from rag_posfix.mitigations import MITIGATIONS
+    from rag_posfix.reranking import RERANKERS
+
+    return Methods(
+        mitigations=list(MITIGATIONS.names()), orders=list(ORDERS.names()), rerankers=list(RERANKERS.names())
+    )
+
+
+def _defaults(service: Service) -> DefaultsInfo:
+    defaults = service.pipeline.defaults
+    # Without parameters: they may hold the content of a file.
+    return DefaultsInfo(
+        mitigation=defaults.mitigation.name,
+        order=defaults.order.partition(":")[0],
+        k=defaults.k,
+        max_tokens=defaults.sampling.max_tokens,
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"rag-posfix": package_version(), "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+ScopeName = Literal["read", "write", "admin"]
+"""As ``keys.store.SCOPES``."""
+Limit = Annotated[int, Field(ge=1, le=1_000_000), WHOLE]
+
+
+class NewKey(RequestModel):
+    """What a new key is to be."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tenant: str = Field(pattern=TENANT_PATTERN, description="Owner of what the key creates.")
+    name: str = Field(
+        default="",
+        max_length=100,
+        description="Printable text for people.",
+        # The key file's own rule, with status 400, is wider: all printable characters of Unicode.
+        json_schema_extra={"pattern": r"^[ -~]*$"},
+    )
+    scopes: list[ScopeName] = Field(default=["read"], min_length=1, max_length=len(SCOPES))
+    requests_per_minute: Limit | None = None
+    max_concurrent: Limit | None = None
+
+
+class KeyObject(BaseModel):
+    """A key, without its secret."""
+
+    id: str
+    tenant: str
+    name: str
+    scopes: list[str]
+    requests_per_minute: int | None
+    max_concurrent: int | None
+    created_at: int
+    revoked_at: int | None
+
+
+class CreatedKey(KeyObject):
+    """A new key with its secret, which is shown this once."""
+
+    key: str
+
+
+class KeyList(BaseModel):
+    """All keys, revoked ones included."""
+
+    keys: list[KeyObject]
+
+
+@keys.get("/admin/keys", responses=OPENAI.responses(401, 403, 429, 500))
+async def list_keys(service: ServiceState) -> KeyList:
+    """List the keys of all tenants, in the order of creation."""
+    return KeyList(keys=[KeyObject(**key.to_dict()) for key in service.keys.table().keys.values()])
+
+
+@keys.post("/admin/keys", status_code=201, responses=OPENAI.responses(400, 401, 403, 413, 422, 429, 500))
+async def create_key(body: NewKey, service: ServiceState) -> CreatedKey:
+    """Create a key. The response has it in ``key``; it is shown this once and kept nowhere."""
+    make = partial(
+        service.keys.create,
+        body.tenant,
+        name=body.name,
+        scopes=body.scopes,
+        requests_per_minute=body.requests_per_minute,
+        max_concurrent=body.max_concurrent,
+    )
+    created, key = await anyio.to_thread.run_sync(make)
+    return CreatedKey(**created.to_dict(), key=key)
+
+
+@keys.delete("/admin/keys/{key_id}", responses=OPENAI.responses(401, 403, 404, 422, 429, 500))
+async def revoke_key(key_id: str, service: ServiceState) -> KeyObject:
+    """Revoke a key. Its next request is refused; running ones end."""
+    try:
+        key = await anyio.to_thread.run_sync(service.keys.revoke, key_id)
+    except UnknownNameError as error:
+        raise NotFoundError(str(error), param="key_id") from error
+    return KeyObject(**key.to_dict())

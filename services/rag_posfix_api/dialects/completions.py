@@ -1,0 +1,375 @@
+"""OpenAI completions: prompts that clients wrote in full, continued without retrieval, template, method or cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, FiniteFloat, Tag
+from starlette.responses import Response
+
+from rag_posfix.caching.answers.keys import tenant_salt
+from rag_posfix.contracts.answer import Answer, AnswerChunk
+from rag_posfix.contracts.generator import PromptEncoder, gives_scores, shown_model
+from rag_posfix.contracts.request import (
+    MOST_ALTERNATIVES,
+    Generation,
+    GenerationRequest,
+    MitigationChoice,
+    Sampling,
+    ScoredToken,
+    Usage,
+)
+from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.plan.layout import Layout
+from rag_posfix_api.dialects.answering import (
+    STREAMED,
+    check_top_logprobs,
+    reject_fields,
+    respond_with_stream,
+    stop_strings,
+)
+from rag_posfix_api.dialects.errors import ANSWERING, OPENAI
+from rag_posfix_api.dialects.openai import DONE, StreamOptions, UsageOutput, log_prob_of, text_of, usage_output
+from rag_posfix_api.dialects.requests import Integer, Natural, RequestModel, Seed, StopStrings, TopK, TopP, within
+from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.json_bodies import CleanRoute, SafeJSONResponse, event
+from rag_posfix_api.http.logs import RequestLogFields
+from rag_posfix_api.runtime.jobs import EventRenderer
+from rag_posfix_api.runtime.service import ReadyService
+
+
+def _form(value: Any) -> str:
+    """Return the form of a prompt by its first entry, so that errors name one form only."""
+    if isinstance(value, list | tuple) and value:
+        if isinstance(value[0], list | tuple):
+            return "form:lists"
+        return "form:ids" if isinstance(value[0], int | float) else "array"
+    return "array" if isinstance(value, list | tuple) else "string"
+
+
+_Naturals = Annotated[list[Natural], Field(min_length=1, fail_fast=True)]
+
+Prompt = Annotated[
+    Annotated[str, Field(min_length=1), Tag("string")]
+    | Annotated[
+        list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=128, fail_fast=True), Tag("array")
+    ]
+    | Annotated[_Naturals, Tag("form:ids")]
+    | Annotated[list[_Naturals], Field(min_length=1, max_length=128, fail_fast=True), Tag("form:lists")],
+    Discriminator(_form),
+]
+"""A text, token ids, or a list of either."""
+
+
+class CompletionRequest(RequestModel):
+    """A request. Fields of OpenAI's API without effect here are ignored; unsupported ones are refused."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt: Prompt = Field(description="One text or list of token ids, or several. No chat template is applied.")
+    model: str | None = Field(default=None, description="The served model, or 'default'.")
+    max_tokens: Integer | None = Field(
+        default=None, json_schema_extra=within(minimum=0), description="16 without it. 0 generates nothing."
+    )
+    temperature: FiniteFloat | None = Field(
+        default=None, json_schema_extra=within(minimum=0, maximum=5), description="0, greedy, without it."
+    )
+    top_p: TopP = None
+    top_k: TopK = None
+    stop: StopStrings | None = None
+    seed: Seed | None = None
+    n: Integer | None = Field(default=None, json_schema_extra=within(enum=[1]))
+    best_of: Integer | None = Field(default=None, json_schema_extra=within(enum=[1]))
+    echo: bool | None = Field(default=None, description="Whether the text begins with the prompt.")
+    logprobs: Integer | None = Field(
+        default=None,
+        json_schema_extra=within(minimum=0, maximum=MOST_ALTERNATIVES),
+        description="Log-probabilities of the tokens, and of so many likeliest tokens in their places; with ``echo``, "
+        "of the tokens of the prompt too.",
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionLogProbs(BaseModel):
+    """The tokens of a completion."""
+
+    tokens: list[str] = Field(description=r"Bytes that are no complete characters are written as bytes:\xNN.")
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int] = Field(description="Characters of the text before each token.")
+
+
+class CompletionChoice(BaseModel):
+    """The completion of one prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogProbs | None = None
+    finish_reason: str | None
+
+
+class CompletionObject(BaseModel):
+    """The completions of all prompts, or a piece of one."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageOutput | None = None
+    system_fingerprint: str
+
+
+router = APIRouter(tags=["completions"], route_class=CleanRoute)
+
+DEFAULT_TOKENS = 16
+
+# Fields that would change the answer, with the values that ask for what happens anyway.
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+}
+
+
+@router.post("/v1/completions", response_model=CompletionObject, responses=OPENAI.responses(*ANSWERING) | STREAMED)
+async def create_completion(
+    body: CompletionRequest, request: Request, service: ReadyService, fields: RequestLogFields
+) -> Response:
+    """Continue prompts as they are: no chat template, no retrieval and no mitigation.
+
+    With ``echo`` and ``logprobs`` the tokens of the prompt come with their log-probabilities: evaluations of multiple
+    choice need them.
+    """
+    service.check_model(body.model or "")
+    run = partial(_complete, service.pipeline, body, _sampling(body, service.pipeline.defaults.sampling))
+    renderer = CompletionRenderer(
+        service.identifiers.new(),
+        service.model_id,
+        service.pipeline.generator.fingerprint,
+        top_logprobs=body.logprobs,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+    )
+    if body.stream:
+        return await respond_with_stream(service, request, fields, run, renderer)
+    answers = await service.chat.run(request.receive, lambda: [chunk.answer for chunk in run() if chunk.answer])
+    for answer in answers:
+        service.record(answer, fields)
+    return SafeJSONResponse(renderer.whole(answers))
+
+
+def _sampling(body: CompletionRequest, defaults: Sampling) -> Sampling:
+    """Return the sampling parameters of a request; a token that was not asked for is dropped (``max_tokens=0``)."""
+    reject_fields(body.model_extra, _UNSUPPORTED)
+    for name, value in (("n", body.n), ("best_of", body.best_of)):
+        if value not in (None, 1):
+            raise UnsupportedFeatureError(f"{name}={value} is not supported; it must be 1", param=name)
+    check_top_logprobs(body.logprobs, "logprobs")
+    chosen: dict[str, Any] = {
+        "max_tokens": DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens or 1,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "seed": body.seed,
+        "stop": stop_strings(body.stop, "stop"),
+        "top_logprobs": body.logprobs,
+    }
+    return replace(defaults, **{name: value for name, value in chosen.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt: its text, its tokens, and how much longer the text of the tokens is (by a token that begins texts)."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    lead: int = 0
+
+
+def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -> Iterator[AnswerChunk]:
+    """Yield the completions of all prompts, one after another, in pieces; the last piece of each has its ``answer``.
+
+    Raises:
+        UnsupportedFeatureError: the generator takes no prompts without a chat template, or gives no log-probabilities.
+        InvalidRequestError: a prompt is empty, or has a token that the vocabulary lacks.
+        PromptTooLongError: a prompt exceeds the context window.
+    """
+    generator = pipeline.generator
+    encoder = generator.encoder
+    if not isinstance(encoder, PromptEncoder):
+        raise UnsupportedFeatureError(
+            f"{shown_model(generator.model_id)} takes no prompts without a chat template here; "
+            "use /v1/chat/completions"
+        )
+    scored = sampling.top_logprobs is not None
+    if scored and not gives_scores(generator):
+        raise UnsupportedFeatureError(
+            f"{shown_model(generator.model_id)} returns no log-probabilities here; leave logprobs out",
+            param="logprobs",
+        )
+    is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+    prompts: Any = [body.prompt] if is_single else body.prompt
+    for prompt in [_read(encoder, prompt, index) for index, prompt in enumerate(prompts)]:
+        request = GenerationRequest(
+            Layout.plain(prompt.token_ids),
+            MitigationChoice("none"),
+            sampling,
+            tenant_salt(pipeline.defaults.tenant, ""),
+            prompt_scored=scored and bool(body.echo),
+        )
+        yield from _completed(pipeline, request, prompt, body)
+
+
+def _read(encoder: PromptEncoder, prompt: str | Sequence[int], index: int) -> _Prompt:
+    if isinstance(prompt, str):
+        ids = tuple(encoder.encode_prompt(prompt))
+        read = _Prompt(prompt, ids, max(0, len(encoder.decode(ids)) - len(prompt)))
+    else:
+        largest = max(prompt, default=0)
+        if largest >= encoder.vocab_size:
+            raise InvalidRequestError(
+                f"prompt {index} has the token {largest}; the vocabulary has tokens 0 to {encoder.vocab_size - 1}",
+                param="prompt",
+            )
+        read = _Prompt(encoder.decode(prompt), tuple(prompt))
+    if not read.token_ids:
+        raise InvalidRequestError(f"prompt {index} is empty; give at least one token", param="prompt")
+    return read
+
+
+def _completed(
+    pipeline: Pipeline, request: GenerationRequest, prompt: _Prompt, body: CompletionRequest
+) -> Iterator[AnswerChunk]:
+    offset = len(prompt.text) if body.echo else 0
+    # The log-probabilities of the prompt are known at the end, and precede those of the answer.
+    at_once = request.prompt_scored or body.max_tokens == 0
+    if offset and not at_once:
+        yield AnswerChunk(prompt.text)
+    for chunk in pipeline.generator.stream(request):
+        if chunk.generation is None:
+            if not at_once:
+                yield AnswerChunk(chunk.text, log_probs=_moved(chunk.log_probs, offset))
+            continue
+        answer = _answer(chunk.generation, prompt, body)
+        if at_once:
+            yield AnswerChunk(answer.text, answer, answer.log_probs)
+        else:
+            yield AnswerChunk(chunk.text, answer, _moved(chunk.log_probs, offset))
+
+
+def _answer(generation: Generation, prompt: _Prompt, body: CompletionRequest) -> Answer:
+    usage, text, log_probs = generation.usage, generation.text, generation.log_probs
+    if body.max_tokens == 0:
+        usage, text, log_probs = Usage(usage.prompt_tokens, 0, usage.cached_tokens), "", ()
+    if body.echo:
+        text = prompt.text + text
+        log_probs = (*_moved(generation.prompt_log_probs, -prompt.lead), *_moved(log_probs, len(prompt.text)))
+    return Answer(
+        text=text,
+        documents=(),
+        citations=(),
+        usage=usage,
+        cached=False,
+        mitigation="none",
+        order="",
+        finish_reason="length" if body.max_tokens == 0 else generation.finish_reason,
+        timings=generation.timings,
+        log_probs=log_probs,
+    )
+
+
+def _moved(scored: Sequence[ScoredToken], offset: int) -> tuple[ScoredToken, ...]:
+    return tuple(replace(token, start=max(0, token.start + offset)) for token in scored)
+
+
+def completion_log_probs(scored: Sequence[ScoredToken], *, alternatives: bool) -> CompletionLogProbs:
+    """Return the tokens of a completion, the one that ends it included.
+
+    As in OpenAI's API, the alternatives of a token always hold the token itself, and the first token of a prompt has
+    neither log-probability nor alternatives.
+    """
+    return CompletionLogProbs(
+        tokens=[text_of(token.token, "bytes:") for token in scored],
+        token_logprobs=[token.token.log_prob for token in scored],
+        top_logprobs=[_alternatives(token) for token in scored] if alternatives else None,
+        text_offset=[token.start for token in scored],
+    )
+
+
+def _alternatives(token: ScoredToken) -> dict[str, float] | None:
+    if token.token.log_prob is None:
+        return None
+    alternatives: dict[str, float] = {}
+    for score in (*token.top, token.token):  # of two tokens with one text, the likelier one
+        alternatives.setdefault(text_of(score, "bytes:"), log_prob_of(score))
+    return alternatives
+
+
+class CompletionRenderer(EventRenderer):
+    """Renders the completions of one request, whole or as server-sent events.
+
+    Args:
+        top_logprobs: Alternatives of each token; None renders no log-probabilities.
+        include_usage: Whether a stream ends with a chunk that has the usage.
+    """
+
+    def __init__(
+        self, identity: str, model: str, fingerprint: str, *, top_logprobs: int | None, include_usage: bool = False
+    ) -> None:
+        self._top_logprobs = top_logprobs
+        self._include_usage = include_usage
+        self._done: list[Answer] = []
+        self._shared = {
+            "id": f"cmpl-{identity}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"fp_{fingerprint[:12]}",
+        }
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [
+            self._choice(index, answer.text, answer.log_probs, answer.finish_reason)
+            for index, answer in enumerate(answers)
+        ]
+        return CompletionObject(**self._shared, choices=choices, usage=usage_output(_sum(answers))).model_dump()
+
+    def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
+        finish = None if chunk.answer is None else chunk.answer.finish_reason
+        yield self._event([self._choice(len(self._done), chunk.text, chunk.log_probs, finish)])
+        if chunk.answer is not None:
+            self._done.append(chunk.answer)
+
+    def closing(self) -> Iterator[bytes]:
+        if self._include_usage:
+            yield self._event([], _sum(self._done))
+        yield DONE
+
+    def failure(self, problem: Problem) -> Iterator[bytes]:
+        yield event(OPENAI(problem))
+
+    def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
+        body = CompletionObject(**self._shared, choices=choices, usage=None if usage is None else usage_output(usage))
+        return event(body.model_dump(exclude=None if self._include_usage else {"usage"}))
+
+    def _choice(
+        self, index: int, text: str, log_probs: Sequence[ScoredToken], finish_reason: str | None
+    ) -> CompletionChoice:
+        rendered = None
+        if self._top_logprobs is not None:
+            rendered = completion_log_probs(log_probs, alternatives=self._top_logprobs > 0)
+        return CompletionChoice(index=index, text=text, logprobs=rendered, finish_reason=finish_reason)
+
+
+def _sum(answers: Sequence[Answer]) -> Usage:
+    return Usage(
+        sum(answer.usage.prompt_tokens for answer in answers),
+        sum(answer.usage.completion_tokens for answer in answers),
+        sum(answer.usage.cached_tokens for answer in answers),
+    )

@@ -1,0 +1,296 @@
+"""What surrounds every route: host names, API keys, body size, error responses, request ids, counts, spans, log lines.
+
+The middlewares raise what they reject; ``ObservedRequests``, the outermost one, sends the error. Counts and log lines
+contain no text of a client or a model: no prompt, passage, answer or unknown path.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rag_posfix.errors import RagPosfixError
+from rag_posfix_api.http.auth import CALLER, KeyChecker, Pace, Quotas
+from rag_posfix_api.http.errors import (
+    INVALID,
+    SERVER,
+    BodyTooLargeError,
+    ErrorForm,
+    ForbiddenHostError,
+    Problem,
+    UnauthorizedError,
+    kind_of,
+    log_failure,
+    one_line,
+    problem_of,
+)
+from rag_posfix_api.http.json_bodies import SafeJSONResponse
+from rag_posfix_api.http.logs import REQUEST_ID, Identifiers, LogFields
+from rag_posfix_api.http.metrics import Metrics
+from rag_posfix_api.http.tracing import RequestSpan, request_span
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+_access = logging.getLogger("rag_posfix_api.access")
+
+FormOf = Callable[[str], ErrorForm]
+"""Returns the form of the errors of a path."""
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics", "/"})
+"""What orchestrators ask without a key, and the page, which asks for the key."""
+OPEN_FOLDERS = ("/page/",)
+"""The files of the page."""
+
+_RETRY_SECONDS = 1
+_MAX_RETRY_SECONDS = 600
+_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+# Goes into logs and headers as it came, so nothing but plain ids.
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_NO_DIALECT = "none"
+_QUIET = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics"})
+
+
+def error_response(error: Exception, form: ErrorForm) -> Response:
+    """Return the response to ``error`` in the form of a dialect."""
+    problem = problem_of(error)
+    headers = {}
+    if problem.status in (429, 503):
+        seconds = getattr(error, "retry_seconds", None) or _RETRY_SECONDS
+        headers["retry-after"] = str(min(max(math.ceil(seconds), _RETRY_SECONDS), _MAX_RETRY_SECONDS))
+    if problem.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return SafeJSONResponse(form(problem), problem.status, headers)
+
+
+def install_handlers(app: FastAPI, form_of: FormOf) -> None:
+    """Install handlers in ``app`` that render every error of a route in the dialect of its path."""
+
+    async def handle_known(request: Request, error: Exception) -> Response:
+        request.state.log_fields.error = kind_of(error).code
+        return error_response(error, form_of(request.url.path))
+
+    async def handle_routing(request: Request, error: Any) -> Response:
+        status, path, message, headers = error.status_code, request.url.path, str(error.detail), error.headers
+        code = "invalid_request" if status < 500 else "internal_error"
+        if status == 404:
+            code = "not_found"
+            message = f"nothing is served at {request.method} {path!r}; GET /openapi.json lists what is"
+        elif status == 405:
+            code = "method_not_allowed"
+            message = f"{path!r} does not take {request.method}; the header 'allow' says what it takes"
+            headers = {"allow": ", ".join(_allowed_methods(request))}
+        request.state.log_fields.error = code
+        problem = Problem(status, INVALID if status < 500 else SERVER, code, one_line(message))
+        return SafeJSONResponse(form_of(path)(problem), status, headers)
+
+    app.add_exception_handler(RagPosfixError, handle_known)
+    app.add_exception_handler(RequestValidationError, handle_known)
+    app.add_exception_handler(HTTPException, handle_routing)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Return the methods that the path of ``request`` takes. The router itself names those of one route only."""
+    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    routes = request.app.routes
+    return [m for m, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
+
+
+class AllowedHosts:
+    """ASGI middleware that rejects requests to other names with 403. A request without the header ``Host`` passes.
+
+    For a service on loopback without a key, which pages of other sites must not reach: a page can resolve its own name
+    to 127.0.0.1 and then send requests to local services from a user's browser ("DNS rebinding"). Such requests carry
+    the name of the page in ``Host``. ``names`` are without a port.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        self._app = app
+        self._names = frozenset(names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve or reject one request."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        name, colon, port = host.rpartition(":")
+        if host and (name if colon and port.isdecimal() else host).lower() not in self._names:
+            raise ForbiddenHostError(
+                "this service is bound to loopback without a key, and takes requests to localhost only; call it by "
+                "'localhost' or 127.0.0.1, or set RAG_POSFIX_SERVICE_API_KEY"
+            )
+        await self._app(scope, receive, send)
+
+
+class ApiKeyAuth:
+    """ASGI middleware that tells the caller from the API key, checks its scope and counts its requests.
+
+    Keys are sent as ``Authorization: Bearer`` or ``x-api-key``. The caller is then in ``CALLER``. Requests are
+    rejected before their body is read.
+    """
+
+    def __init__(self, app: ASGIApp, checker: KeyChecker) -> None:
+        self._app = app
+        self._checker = checker
+        self._quotas = Quotas()
+        self._rejections = Pace()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve or reject one request."""
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
+            await self._app(scope, receive, send)
+            return
+        try:
+            caller = await self._checker.allowed(scope["method"], scope["path"], Headers(scope=scope))
+        except UnauthorizedError:
+            await anyio.sleep(self._rejections.pause())
+            raise
+        scope["state"]["log_fields"].key = caller.key_id
+        with self._quotas.running(caller):
+            token = CALLER.set(caller)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                CALLER.reset(token)
+
+
+class BodyLimit:
+    """ASGI middleware that limits the size of request bodies."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve or reject one request."""
+        if scope["type"] == "http":
+            length = Headers(scope=scope).get("content-length", "")
+            if length.isdecimal():
+                self._check(int(length), "")
+            receive = self._bounded(receive)
+        await self._app(scope, receive, send)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Return ``receive`` with a byte count, for chunked bodies, whose length is not known in advance."""
+        received = 0
+
+        async def bounded() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            self._check(received, " so far")
+            return message
+
+        return bounded
+
+    def _check(self, size: int, so_far: str) -> None:
+        if size > self._max_body_bytes:
+            raise BodyTooLargeError(
+                f"the body has {size} bytes{so_far}, at most {self._max_body_bytes} are allowed; send fewer or "
+                "shorter documents"
+            )
+
+
+class ObservedRequests:
+    """ASGI middleware, the outermost one of the app; it sends errors that were raised outside of a route.
+
+    Args:
+        dialects: The wire format of each endpoint.
+        tracer: Starts the span of each request but those of probes; None starts none.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        dialects: Mapping[Callable[..., Any], str],
+        form_of: FormOf,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._dialects = dialects
+        self._tracer = tracer
+        self._form_of = form_of
+        self._identifiers = Identifiers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        presented = Headers(scope=scope).get("x-request-id", "")
+        request_id = presented if _REQUEST_ID.fullmatch(presented) else self._identifiers.new()
+        fields = scope.setdefault("state", {})["log_fields"] = LogFields()
+        token = REQUEST_ID.set(request_id)
+        try:
+            tracer = None if scope["path"] in _QUIET else self._tracer
+            with request_span(tracer, scope, request_id) as span:
+                await self._observe(scope, receive, send, request_id, fields, span)
+        finally:
+            REQUEST_ID.reset(token)
+
+    async def _observe(
+        self, scope: Scope, receive: Receive, send: Send, request_id: str, fields: LogFields, span: RequestSpan
+    ) -> None:
+        started = time.perf_counter()
+        status: int | None = None
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            fields.error = kind_of(error).code
+            if status is None:
+                await error_response(error, self._form_of(scope["path"]))(scope, receive, send_with_id)
+            else:  # the server closes the connection of a response that was left incomplete
+                log_failure(error)
+        finally:
+            seconds = time.perf_counter() - started
+            self._finish(scope, request_id, 499 if status is None else status, seconds, fields, span)
+
+    def _finish(
+        self, scope: Scope, request_id: str, status: int, seconds: float, fields: LogFields, span: RequestSpan
+    ) -> None:
+        path = getattr(scope.get("route"), "path", None)
+        route = path or "unmatched"
+        unexplained = "ok" if status < 400 else "client_closed_request" if status == 499 else "internal_error"
+        code = fields.error or unexplained
+        span.finish(path, status, code)
+        self._metrics.count_request(route, status, seconds, self._dialect(scope, status), code)
+        line = {
+            "request_id": request_id,
+            "method": scope["method"] if route != "unmatched" else "-",
+            "route": route,
+            "status": status,
+            "seconds": round(seconds, 6),
+            **span.ids(),
+            **fields.to_dict(),
+        }
+        level = logging.DEBUG if route in _QUIET and status < 400 else logging.INFO
+        _access.log(level, "request", extra={"fields": line})
+
+    def _dialect(self, scope: Scope, status: int) -> str:
+        """Return the wire format of the response: that of its route, or of its error if none was reached."""
+        endpoint = getattr(scope.get("route"), "endpoint", None)
+        if endpoint is None and status not in (404, 405):
+            return self._form_of(scope["path"]).dialect
+        return self._dialects.get(endpoint, _NO_DIALECT) if endpoint is not None else _NO_DIALECT
