@@ -29,7 +29,7 @@ def test_every_public_name_is_that_of_the_module_that_type_checkers_see_it_in(na
 def test_only_modules_of_exported_names_have_all() -> None:
     homes = {home for package in (rag_posfix, evaluation) for home in seen_by_type_checkers(package).values()}
     modules = [file for folder in ("rag_posfix", "services") for file in (ROOT / folder).rglob("*.py")]
-    assert len(modules) > 400
+    assert len(modules) > 300
     with_all = {
         ".".join(file.relative_to(ROOT).with_suffix("").parts)
         for file in modules

@@ -40,7 +40,7 @@ from rag_posfix_api.dialects.requests import (
     needs,
 )
 from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
-from rag_posfix_api.http.json_bodies import CleanRoute, event
+from rag_posfix_api.http.json_bodies import CleanRoute, event, typed_event
 from rag_posfix_api.runtime.service import Service
 
 
@@ -119,12 +119,9 @@ def _texts_only(schema: dict[str, Any]) -> None:
     """Say that instructions have no documents."""
     for member in schema["anyOf"]:
         if "oneOf" in member or "anyOf" in member or member.get("type") == "array":
-            parts = {
-                "required": ["type", "text"],
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-            }
+            part = {"type": "object", **_kind("text", "text", {"type": "string"})}
             member.clear()
-            member["anyOf"] = [{"type": "string"}, {"type": "array", "items": {"type": "object", **parts}}]
+            member["anyOf"] = [{"type": "string"}, {"type": "array", "items": part}]
 
 
 class AnthropicRequest(RequestModel):
@@ -146,8 +143,7 @@ class AnthropicRequest(RequestModel):
     posfix: PosfixInput | None = Field(default=None, description="What this service adds to Anthropic's API.")
 
 
-SEPARATOR = "\n"
-"""Between the blocks of a document of type ``content``."""
+SEPARATOR = "\n"  # between the blocks of a document of type ``content``
 
 
 class Location(BaseModel):
@@ -190,8 +186,6 @@ class CitableDocument:
     """A document block of a request.
 
     Attributes:
-        id: Its id in answers.
-        title: Its title, or None.
         text: Its text, without the context.
         blocks: The blocks that ``text`` joins, of a document that is cited by blocks; else None.
         enabled: Whether it may be cited.
@@ -289,13 +283,6 @@ def _source_blocks(source: DocumentSource | None, index: int) -> tuple[str, ...]
     )
 
 
-def _document(citable: CitableDocument, context: str | None) -> Document:
-    text = citable.text if context is None else f"{context}\n{citable.text}"
-    return Document(
-        page_content=text, metadata={} if citable.title is None else {"title": citable.title}, id=citable.id
-    )
-
-
 def cited_blocks(answer: Answer, documents: Sequence[CitableDocument]) -> list[TextBlock]:
     """Return the answer in blocks: each quote of a document is one, with its citations, and so is text between."""
     blocks = []
@@ -308,11 +295,6 @@ def cited_blocks(answer: Answer, documents: Sequence[CitableDocument]) -> list[T
     if written < len(answer.text) or not blocks:
         blocks.append(TextBlock(text=answer.text[written:]))
     return blocks
-
-
-def locations(answer: Answer, documents: Sequence[CitableDocument]) -> list[CharLocation | BlockLocation]:
-    """Return all citations of the answer, in its order."""
-    return [location for _, cited in _quotes(answer, documents) for location in cited]
 
 
 def _quotes(
@@ -391,19 +373,19 @@ class MessageRenderer(AnswerRenderer):
             "stop_sequence": None,
             "usage": {"input_tokens": 0, "output_tokens": 0},
         }
-        yield _event("message_start", message=message)
-        yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        yield typed_event("message_start", message=message)
+        yield typed_event("content_block_start", index=0, content_block={"type": "text", "text": ""})
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
         if chunk.text:
-            yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": chunk.text})
+            yield typed_event("content_block_delta", index=0, delta={"type": "text_delta", "text": chunk.text})
         if chunk.answer is None:
             return
-        for location in locations(chunk.answer, self._documents):
+        for location in [location for _, cited in _quotes(chunk.answer, self._documents) for location in cited]:
             delta = {"type": "citations_delta", "citation": location.model_dump()}
-            yield _event("content_block_delta", index=0, delta=delta)
-        yield _event("content_block_stop", index=0)
-        yield _event(
+            yield typed_event("content_block_delta", index=0, delta=delta)
+        yield typed_event("content_block_stop", index=0)
+        yield typed_event(
             "message_delta",
             delta={"stop_reason": _stop_reason(chunk.answer), "stop_sequence": None},
             usage=_usage(chunk.answer).model_dump(),
@@ -411,14 +393,10 @@ class MessageRenderer(AnswerRenderer):
         )
 
     def closing(self) -> Iterator[bytes]:
-        yield _event("message_stop")
+        yield typed_event("message_stop")
 
     def failure(self, problem: Problem) -> Iterator[bytes]:
         yield event(ANTHROPIC(problem), "error")
-
-
-def _event(name: str, **fields: Any) -> bytes:
-    return event({"type": name, **fields}, name)
 
 
 def _stop_reason(answer: Answer) -> Literal["end_turn", "max_tokens"]:
@@ -427,10 +405,9 @@ def _stop_reason(answer: Answer) -> Literal["end_turn", "max_tokens"]:
 
 
 def _usage(answer: Answer) -> AnthropicUsage:
-    cached = answer.usage.cached_tokens
     return AnthropicUsage(
-        input_tokens=answer.usage.prompt_tokens - cached,
-        cache_read_input_tokens=cached,
+        input_tokens=answer.usage.prompt_tokens - answer.usage.cached_tokens,
+        cache_read_input_tokens=answer.usage.cached_tokens,
         output_tokens=answer.usage.completion_tokens,
     )
 
@@ -449,7 +426,14 @@ def create_message(body: AnthropicRequest, service: Service) -> tuple[Question, 
     blocks = [block for content in contents for block in content if block.type == "document"]
     check_count(len(blocks), service.limits.max_documents, "messages")
     citable = [_citable(block, index) for index, block in enumerate(blocks)]
-    documents = [_document(document, block.context) for document, block in zip(citable, blocks, strict=True)]
+    documents = [
+        Document(
+            id=document.id,
+            page_content=document.text if block.context is None else f"{block.context}\n{document.text}",
+            metadata={} if document.title is None else {"title": document.title},
+        )
+        for document, block in zip(citable, blocks, strict=True)
+    ]
     question = build_question(
         service,
         [_chat_message(message, index) for index, message in enumerate(body.messages)],

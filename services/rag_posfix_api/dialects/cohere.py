@@ -36,7 +36,7 @@ from rag_posfix_api.dialects.requests import (
     within,
 )
 from rag_posfix_api.http.errors import Problem
-from rag_posfix_api.http.json_bodies import CleanRoute, event
+from rag_posfix_api.http.json_bodies import CleanRoute, typed_event
 from rag_posfix_api.runtime.service import Service
 
 FinishReason = Literal["COMPLETE", "MAX_TOKENS"]
@@ -182,23 +182,23 @@ class ChatRenderer(AnswerRenderer):
 
     def opening(self) -> Iterator[bytes]:
         message = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
-        yield _event("message-start", id=self._id, delta={"message": message})
-        yield _event("content-start", index=0, delta={"message": {"content": {"type": "text", "text": ""}}})
+        yield typed_event("message-start", id=self._id, delta={"message": message})
+        yield typed_event("content-start", index=0, delta={"message": {"content": {"type": "text", "text": ""}}})
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
         if chunk.text:
-            yield _event("content-delta", index=0, delta={"message": {"content": {"text": chunk.text}}})
+            yield typed_event("content-delta", index=0, delta={"message": {"content": {"text": chunk.text}}})
         if chunk.answer is None:
             return
         for index, citation in enumerate(self._citations(chunk.answer)):
-            yield _event("citation-start", index=index, delta={"message": {"citations": citation.model_dump()}})
-            yield _event("citation-end", index=index)
-        yield _event("content-end", index=0)
+            yield typed_event("citation-start", index=index, delta={"message": {"citations": citation.model_dump()}})
+            yield typed_event("citation-end", index=index)
+        yield typed_event("content-end", index=0)
         delta = {"finish_reason": _finish_reason(chunk.answer), "usage": _usage(chunk.answer).model_dump()}
-        yield _event("message-end", id=self._id, delta=delta, posfix=provenance(chunk.answer).model_dump())
+        yield typed_event("message-end", id=self._id, delta=delta, posfix=provenance(chunk.answer).model_dump())
 
     def failure(self, problem: Problem) -> Iterator[bytes]:
-        yield _event("message-end", id=self._id, delta={"finish_reason": "ERROR", "error": problem.message})
+        yield typed_event("message-end", id=self._id, delta={"finish_reason": "ERROR", "error": problem.message})
 
     def _citations(self, answer: Answer) -> list[CohereCitation]:
         """Return the quotes, and the sentences known by attention that hold no quote: spans do not overlap."""
@@ -218,10 +218,6 @@ class ChatRenderer(AnswerRenderer):
         # A retrieved document has a title at most: its text is not part of an answer.
         fields = self._documents.get(identity, {} if title is None else {"title": title})
         return CohereSource(id=identity, document={"id": identity, **fields})
-
-
-def _event(name: str, **fields: Any) -> bytes:
-    return event({"type": name, **fields}, name)
 
 
 def _finish_reason(answer: Answer) -> FinishReason:

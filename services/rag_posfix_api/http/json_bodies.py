@@ -49,6 +49,11 @@ def event(payload: Any, name: str | None = None) -> bytes:
     return head + b"data: " + encode_json(payload) + b"\n\n"
 
 
+def typed_event(name: str, **fields: Any) -> bytes:
+    """Return one server-sent event whose payload repeats its type."""
+    return event({"type": name, **fields}, name)
+
+
 class SafeJSONResponse(Response):
     """A JSON response encoded by ``encode_json``."""
 

@@ -43,7 +43,7 @@ from rag_posfix_api.http.metrics import Metrics
 from rag_posfix_api.http.tracing import RequestSpan, request_span
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
+    from rag_posfix_api.http.tracing import Tracer
 
 _access = logging.getLogger("rag_posfix_api.access")
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from starlette.types import Scope
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Span
+    from opentelemetry.trace import Tracer as Tracer
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
 _CLOSED = 499
