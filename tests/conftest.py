@@ -45,3 +45,13 @@ def engine():
     from rag_posfix.generation.load import load_engine
 
     return load_engine()
+
+
+@pytest.fixture(scope="session")
+def float32_engine(engine):
+    """The same in float32, whatever ``auto`` chooses on this machine."""
+    import torch
+
+    from rag_posfix.generation.load import load_engine
+
+    return engine if engine.loaded.model.dtype == torch.float32 else load_engine(dtype="float32")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import runpy
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.support.service_process import wait_until_ready
+from rag_posfix import build_pipeline
+from tests.support.serving import serving
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NOTEBOOK = EXAMPLES / "lost_in_the_middle.ipynb"
@@ -22,6 +24,8 @@ import nbformat
 from nbclient import NotebookClient
 
 notebook = nbformat.read(sys.argv[1], as_version=4)
+(parameters,) = [cell for cell in notebook.cells if cell.source.startswith("QUESTIONS = ")]
+parameters.source += "\\nQUESTIONS, PASSAGES = 1, 3"
 NotebookClient(notebook, timeout=250, kernel_name="python3").execute()
 outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
 shown = "".join(output.get("text", "") for output in outputs if output.get("name") == "stdout")
@@ -68,25 +72,17 @@ def test_a_method_of_the_application_gives_one_answer_for_both_orders():
 
 
 @pytest.mark.weights
-def test_own_data_is_measured_by_position():
-    lines = run(EXAMPLES / "own_data.py").splitlines()
+def test_own_data_is_measured_by_position(capsys):
+    runpy.run_path(str(EXAMPLES / "own_data.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["none", "context_experts"]
     assert lines[1].endswith("gold passage first to last: 100%, 100%, 100%")
 
 
 @pytest.mark.weights
-def test_the_client_gets_the_same_answer_for_both_orders(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-m", "rag_posfix.cli.main", "serve", "--port", port]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as server:
-        try:
-            wait_until_ready(server, port)
-            printed = run(EXAMPLES / "service_client.py", f"http://127.0.0.1:{port}")
-        finally:
-            server.terminate()
-            server.wait(timeout=60)
+def test_the_client_gets_the_same_answer_for_both_orders():
+    with closing(build_pipeline()) as pipeline, serving(pipeline) as url:
+        printed = run(EXAMPLES / "service_client.py", url)
     first, second, verdict = printed.splitlines()
     assert "Ilse Korvanth" in first
     assert first == second

@@ -11,7 +11,6 @@ import torch
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.load import load_engine
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from tests.support.serving import DictCache, serving
 
@@ -23,14 +22,10 @@ TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
-def exact() -> Engine:
-    return load_engine(dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def client(exact: Engine) -> Iterator[openai.OpenAI]:
+def client(float32_engine: Engine) -> Iterator[openai.OpenAI]:
     defaults = Defaults(mitigation=MitigationChoice("none"))
-    pipeline = Pipeline(exact, Assembler(exact.encoder, exact.context_window), cache=DictCache(), defaults=defaults)
+    assembler = Assembler(float32_engine.encoder, float32_engine.context_window)
+    pipeline = Pipeline(float32_engine, assembler, cache=DictCache(), defaults=defaults)
     with (
         serving(pipeline) as url,
         openai.OpenAI(base_url=url + "/v1", api_key="x", max_retries=0, timeout=120) as client,
@@ -45,9 +40,9 @@ def forward(engine: Engine, ids: list[int]) -> torch.Tensor:
     return logits[0].float().log_softmax(-1)
 
 
-def test_a_prompt_is_scored_as_by_a_plain_forward(exact: Engine, client: openai.OpenAI):
-    ids = exact.encoder.encode_prompt(TEXT)
-    expected = forward(exact, ids)
+def test_a_prompt_is_scored_as_by_a_plain_forward(float32_engine: Engine, client: openai.OpenAI):
+    ids = float32_engine.encoder.encode_prompt(TEXT)
+    expected = forward(float32_engine, ids)
     completion = client.completions.create(
         model="default", prompt=[TEXT], max_tokens=1, echo=True, logprobs=2, temperature=0, seed=1234
     )
@@ -67,14 +62,14 @@ def test_a_prompt_is_scored_as_by_a_plain_forward(exact: Engine, client: openai.
     assert scored.top_logprobs is not None
     best = expected.argmax(-1).tolist()
     assert [max(top, key=lambda token: top[token]) for top in scored.top_logprobs[1:]] == [
-        exact.encoder.decode([token]) for token in best
+        float32_engine.encoder.decode([token]) for token in best
     ]
     assert completion.usage is not None
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (len(ids), 1)
 
 
 def test_the_tokens_of_a_chat_answer_are_scored_plain_streamed_and_from_the_cache(
-    exact: Engine, client: openai.OpenAI
+    float32_engine: Engine, client: openai.OpenAI
 ):
     asked = {
         "model": "default",
@@ -92,11 +87,15 @@ def test_the_tokens_of_a_chat_answer_are_scored_plain_streamed_and_from_the_cach
     assert first.content is not None
     text = answers[0].choices[0].message.content
     assert "".join(token.token for token in first.content) == text
-    layout = Assembler(exact.encoder, exact.context_window).assemble("What is the capital of Italy?", []).layout
+    layout = (
+        Assembler(float32_engine.encoder, float32_engine.context_window)
+        .assemble("What is the capital of Italy?", [])
+        .layout
+    )
     greedy = GenerationRequest(layout, MitigationChoice("none"), Sampling(max_tokens=4))
-    prompt, written = list(layout.token_ids), list(exact.generate(greedy).token_ids)
-    assert exact.encoder.decode(written) == text
-    expected = forward(exact, prompt + written)[len(prompt) - 1 : -1]
+    prompt, written = list(layout.token_ids), list(float32_engine.generate(greedy).token_ids)
+    assert float32_engine.encoder.decode(written) == text
+    expected = forward(float32_engine, prompt + written)[len(prompt) - 1 : -1]
     for token, number, row in zip(first.content, written, expected, strict=True):
         assert token.logprob == pytest.approx(float(row[number]), abs=TOLERANCE)
         assert [one.logprob for one in token.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)

@@ -7,10 +7,6 @@ import io
 
 import pytest
 
-import rag_posfix
-import rag_posfix.generation.load
-import rag_posfix.pipeline.build
-from rag_posfix.generation.engine import Engine
 from tests.support.pages import blocks, examples
 
 
@@ -18,13 +14,7 @@ from tests.support.pages import blocks, examples
 @pytest.mark.parametrize(
     "page", ["assembly.md", "evaluation.md", "haystack.md", "index.md", "langchain.md", "llama_index.md"]
 )
-def test_the_examples_of_a_page_print_what_it_says(page, engine, monkeypatch):
-    def load(*_, **__):
-        """Return an engine on the weights that are loaded already."""
-        return Engine(engine.loaded, engine.encoder, engine.model_id, engine.fingerprint)
-
-    for module in (rag_posfix, rag_posfix.pipeline.build, rag_posfix.generation.load):
-        monkeypatch.setattr(module, "load_engine", load, raising=False)
+def test_the_examples_of_a_page_print_what_it_says(page, monkeypatch):
     monkeypatch.setenv("RAG_POSFIX_CACHE_DISK_BYTES", "0")
     names = {}
     found = examples(page)

@@ -1,4 +1,4 @@
-"""Rankings and answers on a local Ray cluster of two CPUs, in a process of its own."""
+"""Rankings, answers and first stages on one local Ray cluster of two CPUs, in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.ranking.ray_backend import ray_rankers
 from rag_posfix.settings import Settings, environment_with
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(program: str, journal: Path) -> dict:
-    """Run a program of tests/support, which prints what it found."""
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict:
+    """What the program of tests/support prints."""
     pytest.importorskip("ray", reason="the extra ray is not installed")
     folder = tempfile.mkdtemp(prefix="ray-")  # short: the cluster's sockets lie in it
     environment = environment_with(
@@ -31,8 +32,8 @@ def run(program: str, journal: Path) -> dict:
     )  # fmt: skip
     try:
         done = subprocess.run(
-            [sys.executable, "-m", f"tests.support.{program}", folder, str(journal)],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False,
+            [sys.executable, "-m", "tests.support.with_ray", folder, str(tmp_path_factory.mktemp("ray"))],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540, check=False,
         )  # fmt: skip
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -40,40 +41,40 @@ def run(program: str, journal: Path) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return run("rank_with_ray", tmp_path_factory.mktemp("ray") / "journal.jsonl")
+@pytest.fixture
+def ranked(results):
+    return results["ranked"]
 
 
-@pytest.fixture(scope="module")
-def answered(tmp_path_factory):
-    return run("answer_with_ray", tmp_path_factory.mktemp("ray") / "journal.jsonl")
+@pytest.fixture
+def answered(results):
+    return results["answered"]
 
 
-def test_rankings_on_the_cluster_are_those_made_here(found):
-    assert found["there"] == found["here"]
-    assert list(found["there"]) == [*(f"q{n}" for n in range(10)), "empty"]
-    assert found["there"]["empty"]["ids"] == []
-    assert all(seconds > 0 for seconds in found["seconds"][:-1])
+@pytest.fixture
+def retrieved(results):
+    return results["retrieved"]
 
 
-def test_what_the_cluster_ranked_is_in_the_journal(found):
-    assert found["reused"] == 11
+def test_rankings_on_the_cluster_are_those_made_here(ranked):
+    assert ranked["there"] == ranked["here"]
+    assert list(ranked["there"]) == [*(f"q{n}" for n in range(10)), "empty"]
+    assert ranked["there"]["empty"]["ids"] == []
+    assert all(seconds > 0 for seconds in ranked["seconds"][:-1])
 
 
-def test_a_cluster_that_was_connected_before_stays_connected(found):
-    assert found["stayed"]
+def test_what_the_cluster_ranked_is_in_the_journal(ranked):
+    assert ranked["reused"] == 11
 
 
-def test_a_failure_in_an_actor_is_the_same_line_as_here(found):
-    ranking, loading = found["failures"]
+def test_a_cluster_that_was_connected_before_stays_connected(ranked):
+    assert ranked["stayed"]
+
+
+def test_a_failure_in_an_actor_is_the_same_line_as_here(ranked):
+    ranking, loading = ranked["failures"]
     assert ranking.startswith("by_length failed on query 'q0' (ConfigError: nothing is ranked here)")
     assert loading == "no such model"
-
-
-@pytest.fixture(scope="module")
-def retrieved(tmp_path_factory):
-    return run("retrieve_with_ray", tmp_path_factory.mktemp("ray") / "journal.jsonl")
 
 
 @pytest.mark.parametrize("first_stage", ["bm25", "dense", "hybrid"])

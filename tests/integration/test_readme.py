@@ -6,14 +6,16 @@ import json
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+
+from tests.support.command_line import command_line
+from tests.support.redis_server import free_port
+from tests.support.service_process import wait_until_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -27,10 +29,24 @@ def run(command, folder, **options):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, **options)
 
 
-def rag_posfix(line, **changes):
+def arguments_of(line):
     words = shlex.split(line)
     assert words[0] == "rag-posfix"
-    return [sys.executable, "-m", "rag_posfix.cli.main", *(changes.get(word, word) for word in words[1:])]
+    return words[1:]
+
+
+@pytest.fixture
+def printed_by(capsysbinary, monkeypatch, folder):
+    """Run the README's command that begins so in this process and in the folder; return what it prints."""
+    monkeypatch.chdir(folder)
+
+    def call(command):
+        line = next(line for line in COMMANDS if line.startswith(command))
+        code, out, err = command_line(capsysbinary)(*arguments_of(line))
+        assert code == 0, err
+        return out
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +61,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def index(folder):
     line = next(command for command in COMMANDS if command.startswith("rag-posfix index"))
-    done = run(rag_posfix(line), folder)
+    done = run([sys.executable, "-m", "rag_posfix.cli.main", *arguments_of(line)], folder)
     assert done.returncode == 0, done.stderr
     assert "indexed 52 passages" in done.stdout
     return folder / "demo.index"
@@ -94,29 +110,23 @@ def test_the_library_example_answers_from_the_right_passage(folder):
 
 
 @pytest.mark.weights
-def test_asking_prints_the_answer_and_its_sources(folder, index):
-    line = next(command for command in COMMANDS if command.startswith("rag-posfix ask"))
-    done = run(rag_posfix(line), folder)
-    assert done.returncode == 0, done.stderr
-    assert "ferry-ostrilla" in done.stdout
+def test_asking_prints_the_answer_and_its_sources(printed_by, index):
+    assert "ferry-ostrilla" in printed_by("rag-posfix ask")
 
 
 @pytest.mark.weights
 @pytest.mark.parametrize(("command", "expected"), [("methods", "context_experts"), ("verify", "supported:")])
-def test_the_commands_without_input_run(folder, command, expected):
-    line = next(line for line in COMMANDS if line.startswith(f"rag-posfix {command}"))
-    done = run(rag_posfix(line), folder)
-    assert done.returncode == 0, done.stderr
-    assert expected in done.stdout
+def test_the_commands_without_input_run(printed_by, command, expected):
+    assert expected in printed_by(f"rag-posfix {command}")
 
 
 @pytest.mark.weights
 def test_the_service_answers_the_curl_command(folder, index):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     line = next(command for command in COMMANDS if command.startswith("rag-posfix serve"))
-    with subprocess.Popen(rag_posfix(line, **{"8000": port}), cwd=folder, stderr=subprocess.DEVNULL) as server:
+    words = [port if word == "8000" else word for word in arguments_of(line)]
+    command = [sys.executable, "-m", "rag_posfix.cli.main", *words]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL) as server:
         try:
             wait_until_ready(server, port)
             words = shlex.split(CURL.replace(":8000/", f":{port}/"))
@@ -132,14 +142,3 @@ def test_the_service_answers_the_curl_command(folder, index):
     completion = json.loads(answer)
     assert "Korvanth" in completion["choices"][0]["message"]["content"]
     assert {document["id"] for document in completion["documents"]} == {"torvane", "maravel"}
-
-
-def wait_until_ready(server, port):
-    for _ in range(600):
-        assert server.poll() is None, "the server ended before it was ready"
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.2)
-    pytest.fail("the server did not become ready")

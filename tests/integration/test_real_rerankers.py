@@ -42,17 +42,8 @@ def test_the_others_rank_all_of_them(engine, name):
     assert name in RERANKERS
 
 
-@pytest.fixture(scope="module")
-def exact():
-    """The real model in float32, and the same weights as transformers runs them."""
-    from rag_posfix.generation.load import load_engine
-
-    engine = load_engine(dtype="float32")
-    return engine, stock_copy(engine.loaded.model, engine.loaded.spec)
-
-
-def test_what_is_read_off_is_what_the_stock_model_says(exact):
-    engine, stock = exact
+def test_what_is_read_off_is_what_the_stock_model_says(float32_engine):
+    engine, stock = float32_engine, stock_copy(float32_engine.loaded.model, float32_engine.loaded.spec)
     reranker = made(engine, "in_context")
     layouts = []
     original = engine.question_attention
