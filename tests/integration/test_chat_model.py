@@ -10,7 +10,6 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 
 from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.generation.engine import Engine
 from rag_posfix.integrations.langchain.chat_model import RagPosfixChatModel
 from rag_posfix.integrations.langchain.content_blocks import document_block
 
@@ -25,17 +24,9 @@ LIGHTHOUSES = [
 class Flags:
     """What a small local text model does not do."""
 
-    @property
-    def chat_model_class(self):
-        return RagPosfixChatModel
-
-    @property
-    def has_tool_calling(self):
-        return False
-
-    @property
-    def has_structured_output(self):
-        return False
+    chat_model_class = RagPosfixChatModel
+    has_tool_calling = False
+    has_structured_output = False
 
 
 class TestChatModelUnit(Flags, ChatModelUnitTests):
@@ -61,10 +52,7 @@ class TestChatModelOnRealWeights(Flags, ChatModelIntegrationTests):
     def invoke_with_cache_read_input(self, *, stream=False):
         """Ask twice about the same documents, the second time in another order: only the question is read again."""
         store = PassageStore([MemoryPassages()], device=self.engine.loaded.device)
-        engine = Engine(
-            self.engine.loaded, self.engine.encoder, self.engine.model_id, self.engine.fingerprint, passages=store
-        )
-        model = RagPosfixChatModel(generator=engine, max_tokens=8)
+        model = RagPosfixChatModel(generator=self.engine.with_passages(store), max_tokens=8)
         blocks = [document_block(document) for document in LIGHTHOUSES]
         question = {"type": "text", "text": "Who designed the Maravel lighthouse?"}
         first = model.invoke([HumanMessage([*blocks, question])])
@@ -78,10 +66,7 @@ class TestChatModelOnRealWeights(Flags, ChatModelIntegrationTests):
 
 
 @pytest.mark.weights
-def test_a_chat_model_that_loads_its_model_keeps_what_it_read(engine, monkeypatch):
-    monkeypatch.setattr("rag_posfix.pipeline.build.load_engine", lambda name, **_: Engine(
-        engine.loaded, engine.encoder, engine.model_id, engine.fingerprint
-    ))  # fmt: skip
+def test_a_chat_model_that_loads_its_model_keeps_what_it_read():
     asked = [HumanMessage([*map(document_block, LIGHTHOUSES), {"type": "text", "text": "Who designed Torvane?"}])]
     for passage_bytes, expected in ((64 * 1024**2, True), (0, False)):
         model = RagPosfixChatModel(passage_bytes=passage_bytes, max_tokens=2)

@@ -9,22 +9,18 @@ from langchain_tests.unit_tests import EmbeddingsUnitTests
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 
 
-class TestSentenceEmbeddingsUnit(EmbeddingsUnitTests):
-    @property
-    def embeddings_class(self) -> type[SentenceEmbeddings]:
-        return SentenceEmbeddings
+class MiniLM:
+    embeddings_class = SentenceEmbeddings
 
     @property
     def embedding_model_params(self) -> dict:
         return {"model": "minilm"}
+
+
+class TestSentenceEmbeddingsUnit(MiniLM, EmbeddingsUnitTests):
+    """Without weights."""
 
 
 @pytest.mark.weights
-class TestSentenceEmbeddingsOnRealWeights(EmbeddingsIntegrationTests):
-    @property
-    def embeddings_class(self) -> type[SentenceEmbeddings]:
-        return SentenceEmbeddings
-
-    @property
-    def embedding_model_params(self) -> dict:
-        return {"model": "minilm"}
+class TestSentenceEmbeddingsOnRealWeights(MiniLM, EmbeddingsIntegrationTests):
+    """With them."""

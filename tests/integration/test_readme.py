@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.command_line import command_line
 from tests.support.redis_server import free_port
-from tests.support.service_process import wait_until_ready
+from tests.support.subprocesses import wait_until_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")

@@ -81,24 +81,17 @@ def test_black_holed_while_connecting():
         assert_pairs_are_fast_misses(url)
 
 
-def test_accepts_and_never_answers():
-    with faulty.faulty_server(faulty.never_answers) as url:
-        assert_pairs_are_fast_misses(url)
-
-
-def test_sends_one_byte_at_a_time():
-    with faulty.faulty_server(faulty.sends_one_byte_at_a_time) as url:
-        assert_pairs_are_fast_misses(url)
-
-
-def test_dies_in_the_middle_of_a_reply():
-    with faulty.faulty_server(faulty.dies_in_the_middle_of_the_reply) as url:
-        assert_pairs_are_fast_misses(url)
-
-
-@pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES.keys())
-def test_answers_garbage(reply):
-    with faulty.faulty_server(faulty.answers_to_each_request(reply)) as url:
+@pytest.mark.parametrize(
+    "serve",
+    [
+        faulty.never_answers,
+        faulty.sends_one_byte_at_a_time,
+        faulty.dies_in_the_middle_of_the_reply,
+        *(pytest.param(faulty.answers_to_each_request(reply), id=name) for name, reply in REPLIES.items()),
+    ],
+)
+def test_a_server_that_does_not_speak_redis(serve):
+    with faulty.faulty_server(serve) as url:
         assert_pairs_are_fast_misses(url)
 
 

@@ -16,9 +16,8 @@ from rag_posfix.caching.kv.redis import RedisPassages
 from rag_posfix.caching.kv.tier import PassageTier
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
-from tests.support.passages import SHAPE, entry, same
+from tests.support.passages import SHAPE, entry, get, open_tier, same
 from tests.support.redis_server import RedisServer
-from tests.support.redis_tier import get, open_tier
 from tests.support.subprocesses import run_python
 
 LARGE = dataclasses.replace(SHAPE, n_tokens=128)  # 4 KiB
@@ -43,7 +42,6 @@ def updates_of_the_index(server):
 
 
 def set_bytes(server, name, value):
-
     client = redis.Redis(port=server.port)
     client.set(name, value)
     client.close()
@@ -103,7 +101,7 @@ def test_two_processes_share_entries(tier, redis_server):
         from rag_posfix.caching.kv.memory import MemoryPassages
         from rag_posfix.caching.kv.redis import RedisPassages
         from rag_posfix.caching.kv.store import PassageStore
-        from tests.support.passages import SHAPE, entry, same
+        from tests.support.passages import SHAPE, entry, get, open_tier, same
         store = PassageStore([MemoryPassages(), RedisPassages(sys.argv[1], timeout_seconds=5)])
         found = store.get_many({"ours": SHAPE, "theirs": SHAPE})
         print(list(found), same(found["ours"], entry(1, tags=("doc",))))

@@ -14,9 +14,8 @@ from rag_posfix.caching.kv.redis import RedisPassages
 from rag_posfix.caching.kv.store import PassageStore
 from tests.support import faulty_server as faulty
 from tests.support.clock import Clock
-from tests.support.passages import SHAPE, entry, same
+from tests.support.passages import SHAPE, entry, get, open_tier, same
 from tests.support.redis_server import RedisServer
-from tests.support.redis_tier import get, open_tier
 from tests.support.waiting import wait_until
 
 SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from rag_posfix.generation.model.checkpoint import PACKAGED
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline, Question
 from rag_posfix.settings import RemoteSettings, Settings
+from tests.support.redis_server import free_port
 from tests.support.tiny_evaluation import Alphabetical
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -58,9 +58,7 @@ def command(gguf: Path, port: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     folder = tmp_path_factory.mktemp("llama")
     gguf = PACKAGED["smollm2"].files(default_cache_dir())[0]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from tests.support.redis_server import RedisServer, free_port
-from tests.support.service_process import wait_until_ready
+from tests.support.subprocesses import wait_until_ready
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -33,56 +33,36 @@ class TestGraphVectorStore(VectorStoreIntegrationTests):
 
 
 class TestPassageRetriever(RetrieversIntegrationTests):
-    @property
-    def retriever_constructor(self) -> type[PassageRetriever]:
-        return PassageRetriever
+    retriever_constructor = PassageRetriever
+    retriever_query_example = "passage 3"
 
     @property
     def retriever_constructor_params(self) -> dict:
         return {"store": dense().store}
 
-    @property
-    def retriever_query_example(self) -> str:
-        return "passage 3"
-
 
 class TestBM25Retriever(RetrieversIntegrationTests):
-    @property
-    def retriever_constructor(self) -> type[BM25Retriever]:
-        return BM25Retriever
+    retriever_constructor = BM25Retriever
+    retriever_query_example = "passage 3"
 
     @property
     def retriever_constructor_params(self) -> dict:
         return {"table": by_words().table}
 
-    @property
-    def retriever_query_example(self) -> str:
-        return "passage 3"
-
 
 class TestHybridRetriever(RetrieversIntegrationTests):
-    @property
-    def retriever_constructor(self) -> type[HybridRetriever]:
-        return HybridRetriever
+    retriever_constructor = HybridRetriever
+    retriever_query_example = "passage 3"
 
     @property
     def retriever_constructor_params(self) -> dict:
         return {"retrievers": [dense(), by_words()]}
 
-    @property
-    def retriever_query_example(self) -> str:
-        return "passage 3"
-
 
 class TestPosfixRetriever(RetrieversIntegrationTests):
-    @property
-    def retriever_constructor(self) -> type[PosfixRetriever]:
-        return PosfixRetriever
+    retriever_constructor = PosfixRetriever
+    retriever_query_example = "passage 3"
 
     @property
     def retriever_constructor_params(self) -> dict:
         return {"base_retriever": PassageRetriever(**TestPassageRetriever().retriever_constructor_params)}
-
-    @property
-    def retriever_query_example(self) -> str:
-        return "passage 3"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 SOURCES = ("rag_posfix", "services")
@@ -180,10 +181,7 @@ def unpickles(node: ast.AST) -> str:
     """Imports of pickle and its relatives, and the switches by which other libraries unpickle."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-        found = [
-            n for n in names if n.split(".")[0] in ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve")
-        ]
-        return ", ".join(found)
+        return ", ".join(name for name in names if name.split(".")[0] in PICKLES)
     if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "allow_dangerous_deserialization"):
         return "" if is_constant(node.value, False) else f"{node.arg} other than False"
     if isinstance(node, ast.Call) and dotted(node.func) == "torch.load":
@@ -264,32 +262,13 @@ def module_of(name: str, by_module: dict[str, str]) -> str | None:
     return next((by_module[m] for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in by_module), None)
 
 
-def cycles(graph: dict[str, list[tuple[str, int]]]) -> list[list[str]]:
-    """Return the groups of two files or more that import each other, directly or through others (Tarjan)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other, _ in graph.get(node, ()):
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            at = stack.index(node)
-            group, stack[at:] = stack[at:], []
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for node in graph:
-        if node not in index:
-            visit(node)
-    return found
+def cycle(graph: dict[str, list[tuple[str, int]]]) -> list[str]:
+    """Return paths each of which imports the next, the first one again at the end; empty if there are none."""
+    try:
+        TopologicalSorter({path: [other for other, _ in imported] for path, imported in graph.items()}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def upward_imports(sources: list[Source], rooms: list[str], but: tuple[str, ...] = ()) -> list[str]:

@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from rag_posfix.attention.blockwise import LSE_KERNELS
 
-__all__ = ["DEVICE", "Counts", "DeviceMismatch", "counted", "install"]
-
 DEVICE = "twin:0"
 NAME = "twin"
 

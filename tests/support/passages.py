@@ -1,10 +1,14 @@
-"""Small entries of the passage store."""
+"""Small entries of the passage store, and the store on a Redis."""
 
 from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
 
 import torch
 
 from rag_posfix.caching.kv.entry import EntryShape, PassageKV
+from rag_posfix.caching.kv.redis import RedisPassages
 
 SHAPE = EntryShape(layers=2, heads=1, head_dim=4, dtype=torch.bfloat16, n_tokens=3)
 """What ``entry`` makes unless told otherwise: 96 bytes."""
@@ -25,3 +29,12 @@ def same(one: PassageKV | None, two: PassageKV | None) -> bool:
         and one.tags == two.tags
         and torch.equal(one.states.view(torch.uint8), two.states.view(torch.uint8))
     )
+
+
+def open_tier(server: Any, **options: Any) -> closing[RedisPassages]:
+    # Generous: what these tests look at is not time, and the machine may be busy.
+    return closing(RedisPassages(server.url, **{"timeout_seconds": 5, **options}))
+
+
+def get(tier: RedisPassages, key: str, shape: Any = SHAPE) -> PassageKV | None:
+    return tier.get_many({key: shape}).get(key)

@@ -9,8 +9,6 @@ from rag_posfix.probing.norm_by_position import random_decoder
 from rag_posfix.probing.small_decoder import SmallDecoder
 from tests.support.tiny_evaluation import tiny_engine
 
-__all__ = ["FromStates", "small_decoder", "tiny_model"]
-
 
 def tiny_model(context_window=180) -> LanguageModel:
     """Return a tiny random language model that reads bytes."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import promql_parser
 from prometheus_client import CollectorRegistry
 
-__all__ = ["Exposed", "exposed_by", "problems"]
-
 ADDED_BY_PROMETHEUS = {"instance", "job"}
 """Labels that every scraped sample gets."""
 

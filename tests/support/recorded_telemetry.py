@@ -13,8 +13,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from rag_posfix.telemetry.build import Telemetry
 
-__all__ = ["RecordedTelemetry"]
-
 
 class RecordedTelemetry:
     """Spans and metrics as the SDK exports them."""

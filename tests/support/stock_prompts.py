@@ -8,8 +8,6 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly import PromptTemplate, tokenize_passage, tokenize_prompt
 
-__all__ = ["check_prompts", "squeezed", "stock_ids", "turn_of"]
-
 TEMPLATE = PromptTemplate()
 HISTORY = [
     {"role": "system", "content": "Be brief, please."},

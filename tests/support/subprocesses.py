@@ -1,10 +1,12 @@
-"""Runs a script in a Python process of its own, with warnings as errors."""
+"""Python processes of their own: scripts, with warnings as errors, and services."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import textwrap
+import time
+import urllib.request
 from pathlib import Path
 
 
@@ -20,3 +22,16 @@ def run_python(script: str, *arguments: object, cwd: Path | None = None) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def wait_until_ready(server: subprocess.Popen, port: str, seconds: float = 120.0) -> None:
+    """Return once the service on this port is ready; fail if the process ended or the time is over."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert server.poll() is None, "the server ended before it was ready"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=2):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError("the server did not become ready")

@@ -17,8 +17,6 @@ from tests.support.device_twin import DEVICE, Counts, counted, install
 from tests.support.tiny import stock_model
 from tests.support.toy_encoder import ToyEncoder
 
-__all__ = ["TOLERANCE", "Readings", "read_on_both", "start", "tiny_engine_on"]
-
 TOLERANCE = 4e-6
 """Largest difference of log-probabilities in float32: sums are taken in another order."""
 

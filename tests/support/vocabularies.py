@@ -12,8 +12,6 @@ from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.demo_data import load_passages
 from tests.support.chat_templates import FAMILIES
 
-__all__ = ["VOCABULARIES", "stock_tokenizer"]
-
 LLAMA_3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
