@@ -6,7 +6,6 @@ by content, so the answer does not depend on the order in which the passages arr
 
 from contextlib import closing
 from dataclasses import dataclass
-from typing import ClassVar
 
 from langchain_core.documents import Document
 
@@ -22,9 +21,8 @@ from rag_posfix.plan.plan import Plan, RowPlan
 class BestLast(Mitigation):
     """Read the passages sorted by relevance, the best one last."""
 
-    name: ClassVar[str] = "best_last"
-    paper: ClassVar[str] = ""
-    order_invariant: ClassVar[bool] = True
+    name = "best_last"
+    order_invariant = True
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row: one sequence that the model reads."""

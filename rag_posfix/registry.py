@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from rag_posfix.errors import ConfigError, UnknownNameError
-from rag_posfix.parameters import Parameter, check_fields, parameters_of, refused_by_pydantic, shown
+from rag_posfix.parameters import (
+    Parameter,
+    check_fields,
+    current_spelling,
+    parameters_of,
+    refused_by_pydantic,
+    remember_owner,
+    shown,
+)
 
 T = TypeVar("T")
 
@@ -62,6 +70,7 @@ class Registry(Generic[T]):
                 if one in self:
                     raise ConfigError(f"{self.kind} {one!r} is registered already; choose another name")
             self._entries[name] = entry
+            remember_owner(entry, (name, *aliases, *(presets or {})))
             self._aliases.update(dict.fromkeys(aliases, name))
             self._presets.update({preset: (name, dict(parameters)) for preset, parameters in (presets or {}).items()})
             return entry
@@ -73,14 +82,14 @@ class Registry(Generic[T]):
         return {preset: parameters for preset, (entry, parameters) in self._presets.items() if entry == name}
 
     def expand(self, spec: Spec) -> tuple[str, dict[str, Any]]:
-        """Return name and parameters of ``spec``, without alias and preset.
+        """Return name and parameters of ``spec``, without alias, preset and old spellings.
 
         Raises:
             UnknownNameError: no such name.
         """
         name = self.resolve(spec.name)
         _, preset = self._presets.get(spec.name, (name, {}))
-        return name, {**preset, **spec.parameters}
+        return name, {**preset, **current_spelling(self._entries[name], spec.parameters)}
 
     def resolve(self, name: str) -> str:
         """Return the name of the entry with the name, alias or preset ``name``.

@@ -85,7 +85,7 @@ ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
-class ByImportance(AttentionOverride):
+class ImportanceOrderedAttention(AttentionOverride):
     """Documents see each other whole; to each query the documents that matter most to it stand nearest.
 
     Source: Wang et al. (2024), Eliminating Position Bias of Language Models, section 3.3,
@@ -112,7 +112,7 @@ class ByImportance(AttentionOverride):
     share: Tensor
 
     @classmethod
-    def over(cls, layout: Layout) -> ByImportance:
+    def over(cls, layout: Layout) -> ImportanceOrderedAttention:
         """Return the attention over a prompt's passages."""
         spans = (layout.prefix, *layout.passages)
         lengths = torch.tensor([len(span) for span in layout.passages])
@@ -124,7 +124,7 @@ class ByImportance(AttentionOverride):
             share=shares(lengths),
         )
 
-    def on(self, device: torch.device) -> ByImportance:
+    def on(self, device: torch.device) -> ImportanceOrderedAttention:
         """Return the same with its tensors on a device."""
         return replace(
             self,
@@ -167,7 +167,7 @@ class _Pass:
     (Hq, ...), so that the G query heads of a key head broadcast over it.
     """
 
-    def __init__(self, plan: ByImportance, given: AttentionInput) -> None:
+    def __init__(self, plan: ImportanceOrderedAttention, given: AttentionInput) -> None:
         device, n_key = given.key.device, given.key.shape[2]
         self.given, self.spans, self.end = given, plan.spans, len(plan.offsets)
         self.lengths, self.share, self.segments = plan.lengths, plan.share, plan.segments

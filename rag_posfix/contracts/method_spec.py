@@ -5,14 +5,16 @@ Names are not looked up in a registry, and files are not read.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import parameters_of
+from rag_posfix.parameters import check_parameters, parameters_of, recorded_parameters
 
 MAX_CHARACTERS = 1 << 16
 """A method's text, its parameters included, has at most so many characters."""
@@ -39,20 +41,67 @@ class MethodSpec:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def recorded_parameters(self) -> dict[str, Any]:
+        """The parameters as records spell them: renamed ones by their first names and values."""
+        return recorded_parameters(self.name, self.parameters)
+
+    @property
     def label(self) -> str:
-        """Name and parameters as text, which ``parse_method`` reads back; parameters are sorted by name."""
-        pairs = sorted(self.parameters.items())
+        """Name and parameters as records spell them, for ``parse_method`` to read; parameters are sorted by name."""
+        pairs = sorted(self.recorded_parameters.items())
         return ":".join([self.name, *(f"{name}={_value_text(value)}" for name, value in pairs)])
+
+
+class RenamedAttribute:
+    """The old name of a class attribute, until 1.0: reading it warns, and a subclass that sets it sets the new one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.old_name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        self.warn(owner, stacklevel=3)
+        return getattr(owner, self.name)
+
+    def warn(self, owner: type, stacklevel: int) -> None:
+        """Warn that ``owner`` uses the old name."""
+        message = f"{owner.__name__}.{self.old_name} is now {self.name}; the old name works until 1.0"
+        warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
 
 
 class Parametrised:
     """Base of registered dataclasses whose fields are their parameters.
 
+    ``paper`` and ``deviations`` follow from the docstring of a subclass that does not set them.
+
     Attributes:
         name: Name in the registry of its kind.
+        paper: Where the method is from: the section ``Source``; empty if that has no address.
+        deviations: The sentences of the section ``Differs from the paper``; none without a paper.
     """
 
     name: ClassVar[str]
+    paper: ClassVar[str] = ""
+    deviations: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        source = _section(cls, "Source")
+        if "paper" not in vars(cls) and "http" in source:
+            cls.paper = source
+        if "deviations" not in vars(cls) and cls.paper:
+            cls.deviations = tuple(filter(None, re.split(r"(?<=\.) ", _section(cls, "Differs from the paper"))))
+        for renamed in [value for base in cls.__mro__[1:] for value in vars(base).values()]:
+            if isinstance(renamed, RenamedAttribute) and renamed.old_name in vars(cls):
+                renamed.warn(cls, stacklevel=3)
+                setattr(cls, renamed.name, vars(cls)[renamed.old_name])
+                delattr(cls, renamed.old_name)
+
+    def __post_init__(self) -> None:
+        """Check types and ranges of the parameters. A subclass that checks more calls this first."""
+        check_parameters(self, self.name)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -61,10 +110,16 @@ class Parametrised:
 
     @property
     def label(self) -> str:
-        """Name and the parameters that differ from their defaults, as text for ``parse_method``."""
-        fields = parameters_of(type(self))
-        changed = {name: value for name, value in self.parameters.items() if value != fields[name].default}
+        """Name and the parameters that differ from their defaults, as ``parse_method`` reads them."""
+        defaults = parameters_of(type(self))
+        changed = {name: value for name, value in self.parameters.items() if value != defaults[name].default}
         return MethodSpec(self.name, changed).label
+
+
+def _section(cls: type, title: str) -> str:
+    """Return a section of a docstring on one line; empty if there is none."""
+    found = re.search(rf"^{title}:((?:.*\n?)(?:[ \t]+.*\n?)*)", inspect.cleandoc(cls.__doc__ or ""), re.MULTILINE)
+    return " ".join(found[1].split()) if found else ""
 
 
 def parse_method(text: str, kind: str, example: str) -> MethodSpec:

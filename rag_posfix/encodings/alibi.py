@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Memory, Positions, attend_with_bias, distances
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Positions, attend_with_bias, distances
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -51,11 +50,8 @@ class Alibi(Encoding):
     Cost: a bias of O(T^2) memory per head, shared by the sequences of a batch. Nothing is learned.
     """
 
-    name: ClassVar[str] = "alibi"
-    paper: ClassVar[str] = (
-        "Press et al. (2022), Train Short, Test Long: Attention with Linear Biases, https://arxiv.org/abs/2108.12409"
-    )
-    memory: ClassVar[Memory] = "per head"
+    name = "alibi"
+    memory = "per head"
 
     def build(self, shape: DecoderShape) -> Positions:
         """Return a module without parameters."""

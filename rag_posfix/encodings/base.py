@@ -150,20 +150,12 @@ class Encoding(Parametrised, ABC):
 
     Attributes:
         name: Registry name, equal to the name of the file.
-        paper: Source: authors, year, title, URL.
-        deviations: Differences from the paper, one sentence each.
         memory: What attention keeps in memory.
         causal: Whether a decoder can use it; False for one that belongs to an auto-encoder.
     """
 
-    paper: ClassVar[str]
-    deviations: ClassVar[tuple[str, ...]] = ()
     memory: ClassVar[Memory] = "linear"
     causal: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Check types and ranges of the parameters. A subclass that checks more calls this first."""
-        check_parameters(self, self.name)
 
     @abstractmethod
     def build(self, shape: DecoderShape) -> Positions:
@@ -184,5 +176,5 @@ def create_encoding(name: str, parameters: Mapping[str, Any] | None = None) -> E
         UnknownNameError: no such encoding.
         ConfigError: an unknown parameter, or a value out of range.
     """
-    made: Encoding = ENCODINGS.create(MethodSpec(name, parameters or {}))
-    return made
+    encoding: Encoding = ENCODINGS.create(MethodSpec(name, parameters or {}))
+    return encoding

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Memory, Positions, attend_scores, distances
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Positions, attend_scores, distances
 from rag_posfix.parameters import Integer
 
 
@@ -107,13 +107,8 @@ class Cope(Encoding):
         divide: Divide position scores by sqrt(D) too; False is the option ``nodiv`` of the paper's code.
     """
 
-    name: ClassVar[str] = "cope"
-    paper: ClassVar[str] = (
-        "Golovneva et al. (2024), Contextual Position Encoding: Learning to Count What's Important, "
-        "https://arxiv.org/abs/2405.18719"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("Gates divide by sqrt(D), as in the paper's code.",)
-    memory: ClassVar[Memory] = "per sequence"
+    name = "cope"
+    memory = "per sequence"
 
     p_max: Annotated[int, Integer(1)] = 64
     shared: bool = False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from torch import Tensor
 
-from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Memory, Positions
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Positions
 from rag_posfix.encodings.cope import CopePositions
 from rag_posfix.encodings.rope import RotaryAngles
 from rag_posfix.parameters import Integer, Number
@@ -41,13 +41,8 @@ class CopeRope(Encoding):
         base: Of RoPE's wavelengths, above 1.
     """
 
-    name: ClassVar[str] = "cope_rope"
-    paper: ClassVar[str] = (
-        "Golovneva et al. (2024), Contextual Position Encoding: Learning to Count What's Important, "
-        "https://arxiv.org/abs/2405.18719"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("Gates see queries and keys before rotation.",)
-    memory: ClassVar[Memory] = "per sequence"
+    name = "cope_rope"
+    memory = "per sequence"
 
     p_max: Annotated[int, Integer(1)] = 64
     shared: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,7 @@ class Learned(Encoding):
         max_positions: Number of positions, 1 or more.
     """
 
-    name: ClassVar[str] = "learned"
-    paper: ClassVar[str] = (
-        "Gehring et al. (2017), Convolutional Sequence to Sequence Learning, https://arxiv.org/abs/1705.03122"
-    )
+    name = "learned"
 
     max_positions: Annotated[int, Integer(1)] = 2048
 

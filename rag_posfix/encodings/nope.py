@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class Nope(Encoding):
         (2024), https://arxiv.org/abs/2404.12224
     Formula: score_ij = lambda q_i k_j / sqrt(D), j <= i; lambda = ``scale`` (UniformScale), or max(lambda_h, 1)
         learned per layer and head from ``scale`` (HeadScale).
-    Differs from the paper: HeadScale is trained with all other parameters, not after them.
+    Differs from the paper: scales per head are trained with all other parameters, not after them.
     Cost: fused SDPA.
 
     Args:
@@ -53,12 +53,7 @@ class Nope(Encoding):
         per_head: Learn a factor, at least 1, per layer and head.
     """
 
-    name: ClassVar[str] = "nope"
-    paper: ClassVar[str] = (
-        "Kazemnejad et al. (2023), The Impact of Positional Encoding on Length Generalization in Transformers, "
-        "https://arxiv.org/abs/2305.19466"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("Scales per head are trained with all other parameters, not after them.",)
+    name = "nope"
 
     scale: Annotated[float, Number(0.01, 100)] = 1.0
     per_head: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -87,12 +87,7 @@ class Rope(Encoding):
         ntk: Factor of context, 1 to 1000.
     """
 
-    name: ClassVar[str] = "rope"
-    paper: ClassVar[str] = (
-        "Su et al. (2021), RoFormer: Enhanced Transformer with Rotary Position Embedding, "
-        "https://arxiv.org/abs/2104.09864"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("Channels are paired half with half, as in Llama.",)
+    name = "rope"
 
     base: Annotated[float, Number(1, 1e9, above=True)] = 10000.0
     interpolation: Annotated[float, Number(0.01, 1000)] = 1.0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Memory, Positions, attend_scores, distances
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Positions, attend_scores, distances
 from rag_posfix.parameters import Integer
 
 
@@ -43,12 +43,8 @@ class Shaw(Encoding):
         max_distance: Longest distance with a vector of its own, 1 or more.
     """
 
-    name: ClassVar[str] = "shaw"
-    paper: ClassVar[str] = (
-        "Shaw et al. (2018), Self-Attention with Relative Position Representations, https://arxiv.org/abs/1803.02155"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("Values have no relative vectors.", "Vectors start at 0.")
-    memory: ClassVar[Memory] = "per sequence"
+    name = "shaw"
+    memory = "per sequence"
 
     max_distance: Annotated[int, Integer(1)] = 64
 

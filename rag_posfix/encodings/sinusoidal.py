@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -52,9 +52,7 @@ class Sinusoidal(Encoding):
         base: Ratio of the longest wavelength to the shortest, above 1.
     """
 
-    name: ClassVar[str] = "sinusoidal"
-    paper: ClassVar[str] = "Vaswani et al. (2017), Attention Is All You Need, https://arxiv.org/abs/1706.03762"
-    deviations: ClassVar[tuple[str, ...]] = ("Position vectors have norm 1, that of token embeddings here.",)
+    name = "sinusoidal"
 
     base: Annotated[float, Number(1, 1e9, above=True)] = 10000.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +67,8 @@ class Spline(Encoding):
         ConfigError: there are too few control points.
     """
 
-    name: ClassVar[str] = "spline"
-    paper: ClassVar[str] = "Spline-based Transformers (ECCV 2024), https://arxiv.org/abs/2504.02797"
-    deviations: ClassVar[tuple[str, ...]] = ("Tokens instead of continuous elements.",)
-    causal: ClassVar[bool] = False
+    name = "spline"
+    causal = False
 
     control_points: Annotated[int, Integer(2)] = 8
     degree: Annotated[int, Integer(1)] = 3

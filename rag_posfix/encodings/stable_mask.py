@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rag_posfix.attention.masks import pseudo_log_mass
 from rag_posfix.encodings.alibi import alibi_bias
-from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Memory, Positions, hide_future
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Positions, hide_future
 from rag_posfix.encodings.rope import RotaryAngles
 from rag_posfix.parameters import Integer, Number
 
@@ -59,16 +59,8 @@ class StableMask(Encoding):
         positions: What else encodes positions: "none", "rope" or "alibi".
     """
 
-    name: ClassVar[str] = "stable_mask"
-    paper: ClassVar[str] = (
-        "Yin et al. (2024), StableMask: Refining Causal Masking in Decoder-only Transformer, "
-        "https://arxiv.org/abs/2402.04779"
-    )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "The length that pseudo-scores cover is that of training for every row.",
-        "All heads share one gamma.",
-    )
-    memory: ClassVar[Memory] = "per head"
+    name = "stable_mask"
+    memory = "per head"
 
     gamma: Annotated[float, Number(0, 100, above=True)] = 0.1
     train_length: Annotated[int, Integer(1)] = 512

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Memory, Positions, attend_with_bias, distances
+from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Positions, attend_with_bias, distances
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Integer
 
@@ -63,12 +63,8 @@ class T5(Encoding):
         ConfigError: ``max_distance`` is not above half of the buckets.
     """
 
-    name: ClassVar[str] = "t5"
-    paper: ClassVar[str] = (
-        "Raffel et al. (2020), Exploring the Limits of Transfer Learning (T5), https://arxiv.org/abs/1910.10683"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("Scores are divided by sqrt(D); biases start at 0.",)
-    memory: ClassVar[Memory] = "per head"
+    name = "t5"
+    memory = "per head"
 
     buckets: Annotated[int, Integer(2)] = 32
     max_distance: Annotated[int, Integer(2)] = 128

@@ -110,7 +110,7 @@ class Engine:
         plan = method.checked_plan(layout, shape)
         if self.passages is None:
             raise ConfigError("precomputing needs a passage store; give the engine one, or turn it on in the settings")
-        rows = [resolve(row, layout, self.loaded.device) for row in plan.rows if not row.joint]
+        rows = [resolve(row, layout, self.loaded.device) for row in plan.rows if not row.all_passages]
         if not (plan.independent_passages and self.loaded.keeps_all_keys and can_share_batch(rows)):
             raise ConfigError(
                 f"{mitigation.name} does not read passages independently of each other on "
@@ -135,7 +135,7 @@ class Engine:
         shortest = min(range(layout.n_passages), key=lambda i: len(layout.passages[i]))
         alone = layout.select((shortest,))
         plan = method.checked_plan(alone, self.loaded.spec.shape)
-        resolved = [resolve(row, alone, self.loaded.device) for row in plan.rows if not row.joint]
+        resolved = [resolve(row, alone, self.loaded.device) for row in plan.rows if not row.all_passages]
         return passage_starts(resolved, 0) == passage_starts(rows, shortest)
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.method_spec import MethodSpec, Parametrised, RenamedAttribute
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.parameters import check_parameters, parameters_of
+from rag_posfix.parameters import old_spelling
 from rag_posfix.plan.bias_profile import FileReader
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
@@ -21,46 +21,44 @@ from rag_posfix.registry import Registry
 
 
 @dataclasses.dataclass(frozen=True)
-class Mitigation(ABC):
+class Mitigation(Parametrised, ABC):
     """A published correction of position bias, with its parameters as dataclass fields.
 
     Attributes:
         name: Registry name, equal to the name of the file.
-        paper: Source: authors, year, title, URL. Empty for the baseline.
-        deviations: Differences from the paper, one sentence each.
         order_invariant: Whether the answer is the same for every order of the passages.
         needs_calibration: Whether a probe must measure the model first.
         training_free: Whether the method works with stock weights.
         requires: Capabilities that the method needs of the model.
-        neutral: Parameters with which a prompt of at most one passage is read as by the unmodified model.
-        neutral_is_identity: Whether the neutral parameters leave every prompt unmodified, bit for bit.
-        decides_at_prompt_end: Whether the last token of the prompt decides something for the whole generation. A
+        identity_parameters: Parameters with which a prompt of at most one passage is read as by the unmodified model.
+        neutral_is_identity: Whether these parameters leave every prompt unmodified, bit for bit.
+        uses_last_prompt_token: Whether the last token of the prompt decides something for the whole generation. A
             prompt with one more token may then be read differently.
-        tells_key_heads_apart: Whether key/value heads are compared with each other, so that their number matters.
+        compares_kv_heads: Whether key/value heads are compared with each other, so that their number matters.
         example: Parameters for a trial run, for methods without usable defaults.
         file_parameters: Parameters that the command line reads from a file: name -> function from the path to values
             of parameters. The method itself never reads a file.
-        holds_methods: Name of the parameter that is a list of other mitigations, "" if there is none.
+        nested_methods: Name of the parameter that is a list of other mitigations, "" if there is none.
+        renamed: Old spellings of parameters (``parameters.current_spelling``).
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
-    deviations: ClassVar[tuple[str, ...]] = ()
     order_invariant: ClassVar[bool] = False
     needs_calibration: ClassVar[bool] = False
     training_free: ClassVar[bool] = True
     requires: ClassVar[frozenset[Capability]] = frozenset()
-    neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    identity_parameters: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     neutral_is_identity: ClassVar[bool] = False
-    decides_at_prompt_end: ClassVar[bool] = False
-    tells_key_heads_apart: ClassVar[bool] = False
+    uses_last_prompt_token: ClassVar[bool] = False
+    compares_kv_heads: ClassVar[bool] = False
     example: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({})
-    holds_methods: ClassVar[str] = ""
+    nested_methods: ClassVar[str] = ""
+    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
-    def __post_init__(self) -> None:
-        """Check types and ranges of the parameters. A subclass that checks more calls this first."""
-        check_parameters(self, self.name)
+    neutral = RenamedAttribute("identity_parameters")
+    decides_at_prompt_end = RenamedAttribute("uses_last_prompt_token")
+    tells_key_heads_apart = RenamedAttribute("compares_kv_heads")
+    holds_methods = RenamedAttribute("nested_methods")
 
     @abstractmethod
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
@@ -77,10 +75,12 @@ class Mitigation(ABC):
 
     def fingerprint(self) -> str:
         """Return a digest that changes with the method and with every parameter; part of every cache key."""
-        fields = json.dumps(
-            {name: getattr(self, name) for name in parameters_of(type(self))}, sort_keys=True, default=str
-        )
+        fields = json.dumps(self._recorded_parameters(), sort_keys=True, default=str)
         return hashlib.blake2b(f"{self.name}:{fields}".encode(), digest_size=16).hexdigest()
+
+    def _recorded_parameters(self) -> dict[str, Any]:
+        """Return the parameters as fingerprints spell them."""
+        return old_spelling(type(self), self.parameters)
 
     def refusal(self, model: ModelShape) -> str | None:
         """Return the reason why the method cannot run on ``model``, or None if it can."""
@@ -113,5 +113,5 @@ def create(name: str, parameters: Mapping[str, Any] | None = None) -> Mitigation
         UnknownNameError: no such mitigation.
         ConfigError: an unknown parameter, or a value out of range.
     """
-    made: Mitigation = MITIGATIONS.create(MethodSpec(name, parameters or {}))
-    return made
+    mitigation: Mitigation = MITIGATIONS.create(MethodSpec(name, parameters or {}))
+    return mitigation

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
@@ -32,7 +31,10 @@ class Blended(Mitigation):
         sum of (V - V cached)^2 in layer ``layers`` - 1; the tokens of S are computed in every layer and replace the
         cached ones. fraction=1 is the unmodified model.
     Differs from the paper: the chosen tokens are computed in one pass through all layers, including the first ones;
-        the paper narrows the choice from layer to layer. Passages are encoded after the shared prefix.
+        the paper narrows the choice from layer to layer. Passages are encoded after the shared prefix, not alone. The
+        number of recomputed tokens is rounded up and only tokens of passages are chosen; the authors' code rounds
+        down, and tokens of the prefix compete. Recomputed tokens attend to earlier positions only; the mask of the
+        authors' code is aligned to the bottom right, so that they attend to later ones too.
     Helps: the time to first token of prompts with cached passages in other orders or next to other passages, where a
         prefix cache misses.
     Hurts: position bias is not corrected: the answer depends on the order as under the unmodified model, and slightly
@@ -51,18 +53,9 @@ class Blended(Mitigation):
         ConfigError: ``layers`` is 1 with ``deviation``.
     """
 
-    name: ClassVar[str] = "blended"
-    paper: ClassVar[str] = "Yao et al. (2024), CacheBlend, https://arxiv.org/abs/2405.16444"
-    deviations: ClassVar[tuple[str, ...]] = (
-        "The tokens are chosen once, after the first layers, not again in each layer.",
-        "Passages are encoded after the prompt's prefix, not alone.",
-        "The number of recomputed tokens is rounded up and only tokens of passages are chosen; the authors' code "
-        "rounds down, and tokens of the prefix compete.",
-        "Recomputed tokens attend to earlier positions only; the mask of the authors' code is aligned to the bottom "
-        "right, so that they attend to later ones too.",
-    )
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.ROTATION, Capability.FULL_CACHE})
-    neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"fraction": 1.0})
+    name = "blended"
+    requires = frozenset({Capability.ROTATION, Capability.FULL_CACHE})
+    identity_parameters = MappingProxyType({"fraction": 1.0})
 
     fraction: Annotated[float, Number(0, 1)] = 0.15
     choose: Literal["deviation", "first"] = "deviation"

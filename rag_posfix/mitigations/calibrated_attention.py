@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from rag_posfix.attention.blockwise import scores, weigh
 from rag_posfix.attention.masks import segment_ids
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number
-from rag_posfix.plan.bias_profile import BIAS_PROFILE, FileReader, bias_profile_from, scaled, with_dummy
+from rag_posfix.plan.bias_profile import BIAS_PROFILE, bias_profile_from, scaled, with_dummy
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import AttentionInput, AttentionOverride, CalibrationPass, Plan, RowPlan
@@ -71,7 +70,7 @@ class RedistributedAttention(AttentionOverride):
         layers: The layers that do so; None: all.
     """
 
-    needs_mask: ClassVar[bool] = True
+    needs_mask = True
 
     last: int
     passages: slice
@@ -156,22 +155,12 @@ class CalibratedAttention(Mitigation):
             the path of a file that ``rag-posfix probe slot-attention`` wrote. None measures dummies for each prompt.
     """
 
-    name: ClassVar[str] = "calibrated_attention"
-    paper: ClassVar[str] = (
-        "Hsieh et al. (2024), Found in the Middle: Calibrating Positional Attention Bias Improves Long Context "
-        "Utilization, https://arxiv.org/abs/2406.16008"
-    )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Relevance is divided by its standard deviation over the slots before the softmax.",
-        "The dummy repeats the tokens that occur in the most passages.",
-        "The question is not repeated before the passages.",
-        "A stored profile of the slots may replace the dummies.",
-    )
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.FULL_CACHE})
-    neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"strength": 0.0})
-    neutral_is_identity: ClassVar[bool] = True
-    decides_at_prompt_end: ClassVar[bool] = True
-    file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"profile": bias_profile_from("profile")})
+    name = "calibrated_attention"
+    requires = frozenset({Capability.FULL_CACHE})
+    identity_parameters = MappingProxyType({"strength": 0.0})
+    neutral_is_identity = True
+    uses_last_prompt_token = True
+    file_parameters = MappingProxyType({"profile": bias_profile_from("profile")})
 
     temperature: Annotated[float, Number(0, 100, above=True)] = 0.5
     strength: Annotated[float, Number(0, 1)] = 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
-from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
+from rag_posfix.plan.plan import Plan, RowPlan, RowScores
 from rag_posfix.plan.pooling import log_relevance, mixture, per_device
 
 
@@ -21,7 +21,7 @@ class CanonicalRotations(Mitigation):
     """Read all passages once per passage, each time another one last, and pool the rows.
 
     The list is sorted by relevance and content, never by the given order, so the answer does not depend on the given
-    order. Every passage stands once where the model reads best.
+    order. Every passage is once where the model reads best.
 
     Source: averaging over permutations, Tang et al. (2024), Found in the Middle: Permutation Self-Consistency, section
         2, https://arxiv.org/abs/2310.07712, with rotations of one canonical list in place of random permutations.
@@ -33,7 +33,7 @@ class CanonicalRotations(Mitigation):
         rows. ``rows`` bounds N. Leading passages are taken from the passage KV store where it holds them in this
         order.
     Limits: every model.
-    Helps: where a passage has to be read beside others, and the model favours the end.
+    Helps: where a passage has to be read next to others, and the model favours the end.
     Hurts: prefill is N times that of the model.
 
     Args:
@@ -41,36 +41,25 @@ class CanonicalRotations(Mitigation):
         relevance_weight: Weight of the passages' relevance, 0 to 20.
     """
 
-    name: ClassVar[str] = "canonical_rotations"
-    paper: ClassVar[str] = (
-        "Tang et al. (2024), Found in the Middle: Permutation Self-Consistency, https://arxiv.org/abs/2310.07712"
-    )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Rows are rotations of one list sorted by relevance, not random permutations.",
-        "Next-token probabilities are pooled, not rankings.",
-    )
-    order_invariant: ClassVar[bool] = True
-    decides_at_prompt_end: ClassVar[bool] = True
+    name = "canonical_rotations"
+    order_invariant = True
+    uses_last_prompt_token = True
 
     rows: Annotated[int | None, Integer(1)] = None
     relevance_weight: Annotated[float, Number(0, 20)] = 1.0
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return one row for each passage that is to stand last."""
+        """Return one row for each passage that is to be last."""
         ascending = layout.ranked()[::-1]
         last = layout.ranked()[: self.rows]
         if not last:
             return Plan()
-        orders = [(*ascending[at + 1 :], *ascending[: at + 1]) for at in map(ascending.index, last)]
+        orders = [(*ascending[place + 1 :], *ascending[: place + 1]) for place in map(ascending.index, last)]
         rows = tuple(RowPlan(passages=order, reusable=layout.select(order).boundaries) for order in orders)
-        return Plan(rows=rows, combine=self._combine(log_relevance(layout, last)))
-
-    def _combine(self, given: Tensor) -> Combine:
-        """Return the pooling rule. Shape of ``given``: (N,), log relevance."""
-        placed = per_device(self.relevance_weight * given)
+        relevance_on = per_device(self.relevance_weight * log_relevance(layout, last))
 
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
-            weights = (placed(scores.log_probs.device) + scores.answer).log_softmax(dim=0)
+            weights = (relevance_on(scores.log_probs.device) + scores.answer).log_softmax(dim=0)
             return mixture(scores.log_probs, weights), weights.exp()
 
-        return combine
+        return Plan(rows=rows, combine=combine)

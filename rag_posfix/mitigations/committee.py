@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from types import MappingProxyType
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import log_relevance, mixture, per_device
+from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule
 
 
 @MITIGATIONS.register("committee")
@@ -22,83 +23,78 @@ from rag_posfix.plan.pooling import log_relevance, mixture, per_device
 class Committee(Mitigation):
     """Pool experts that read one passage each with a row that reads all passages, sorted by relevance.
 
-    The order of the joint row follows from relevance and content, never from the given order, so the answer does not
-    depend on the given order. The joint row can combine passages, which no expert can.
+    The order of the all-passages row follows from relevance and content, never from the given order, so the answer
+    does not depend on the given order. The all-passages row can combine passages, which no expert can.
 
     Source: ours. The experts are those of PCED (2026), https://arxiv.org/abs/2601.08670
-    Formula: s_k = log-softmax of expert k, s_J that of the joint row, s_0 that of the row without passages, r_k the
-        relevance of passage k, y the answer so far:
+    Formula: s_k = log-softmax of expert k, s_J that of the all-passages row, s_0 that of the row without passages, r_k
+        the relevance of passage k, y the answer so far:
         log w_k = log(1 - prior) + log softmax_k(relevance_weight log r_k), log w_J = log prior;
         score(t) = logsumexp over k and J of [log w' + (1 + contrast) s(t) - contrast s_0(t)], w' = softmax(log w +
         log p(y)) over k and J: the probability of the answer if one of the rows, not known which, is right.
-    Differs from the paper: PCED has no joint row.
-    Cost: N + 2 rows. The experts' passages are encoded once and cached; the joint row reads all passages once more,
-        after the leading ones that the passage KV store holds in this order. Each decode step runs N + 2 rows.
-    Limits: every model. ``experts`` bounds N and the passages of the joint row.
+    Differs from the paper: PCED has no all-passages row.
+    Cost: N + 2 rows. The experts' passages are encoded once and cached; the all-passages row reads all passages once
+        more, after the leading ones that the passage KV store holds in this order. Each decode step runs N + 2 rows.
+    Limits: every model. ``experts`` bounds N and the passages of the all-passages row.
     Helps: where the answer needs two passages, and where no single passage stands out.
-    Hurts: the first token of a warm question: the joint row has to be read for every new order of relevance.
+    Hurts: the first token of a warm question: the all-passages row has to be read for every new order of relevance.
 
     Args:
-        prior: Share of the joint row before the first token, 0 (experts alone) to 1 (the joint row alone), both
-            excluded.
-        joint_order: ``best_last`` or ``best_first``: where the joint row has the most relevant passage.
+        prior: Share of the all-passages row before the first token, 0 (experts alone) to 1 (the all-passages row
+            alone), both excluded.
+        joint_order: ``best_last`` or ``best_first``: where the all-passages row has the most relevant passage.
         relevance_weight: Weight of the passages' relevance, 0 to 20.
-        relevance: What weighs the experts: ``question``, how likely each passage makes the question; ``given``, the
-            scores that came with the passages; ``both``, their product. The joint row is sorted by the given scores.
+        relevance: What weighs the experts: ``question``, how likely each passage makes the question; ``score``, the
+            scores that came with the passages; ``both``, their product. The all-passages row is sorted by the scores.
         contrast: How far to move away from the row without passages, 0 to 2.
         experts: Keep only this many passages, the most relevant; None keeps all.
     """
 
-    name: ClassVar[str] = "committee"
-    paper: ClassVar[str] = "Ours, with the experts of PCED (2026), https://arxiv.org/abs/2601.08670"
-    deviations: ClassVar[tuple[str, ...]] = ("PCED has no row that reads all passages.",)
-    order_invariant: ClassVar[bool] = True
-    decides_at_prompt_end: ClassVar[bool] = True
+    name = "committee"
+    order_invariant = True
+    renamed = MappingProxyType({"relevance=given": "score"})
+    uses_last_prompt_token = True
 
     prior: Annotated[float, Number(1e-6, 1 - 1e-6)] = 0.5
     joint_order: Literal["best_last", "best_first"] = "best_last"
     relevance_weight: Annotated[float, Number(0, 20)] = 5.0
-    relevance: Literal["question", "given", "both"] = "both"
+    relevance: Relevance = "both"
     contrast: Annotated[float, Number(0, 2)] = 0.0
     experts: Annotated[int | None, Integer(1)] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
-        """Return one row per passage, the row without passages, and the joint row."""
+        """Return one row per passage, the row without passages, and the all-passages row."""
         ranked = layout.ranked()[: self.experts]
         if not ranked:
             return Plan()
-        joint = ranked if self.joint_order == "best_first" else ranked[::-1]
+        order = ranked if self.joint_order == "best_first" else ranked[::-1]
         experts = [index for index in layout.canonical_order() if index in ranked]
         return Plan(
             rows=(
                 *(RowPlan(passages=(index,)) for index in experts),
                 RowPlan(passages=()),
-                RowPlan(passages=joint, reusable=layout.select(joint).boundaries, joint=True),
+                RowPlan(passages=order, reusable=layout.select(order).boundaries, all_passages=True),
             ),
             combine=self._combine(log_relevance(layout, experts)),
             independent_passages=True,
-            score_question=self.relevance != "given",
+            score_question=self.relevance != "score",
         )
 
-    def _combine(self, given: Tensor) -> Combine:
-        """Return the pooling rule. Shape of ``given``: (N,), log relevance."""
-        n, placed = len(given), per_device(given)
+    def _combine(self, score: Tensor) -> Combine:
+        """Return the pooling rule. Shape of ``score``: (N,), log relevance."""
+        n, relevance = len(score), relevance_rule(self.relevance, score)
 
         def members(rows: Tensor) -> Tensor:
-            """Return the experts and the joint row, without the row without passages."""
+            """Return the experts and the all-passages row, without the row without passages."""
             return torch.cat((rows[:n], rows[n + 1 :]))
 
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
-            relevance = torch.zeros_like(scores.answer[:n])
-            if self.relevance != "given":
-                relevance = relevance + scores.question[:n]
-            if self.relevance != "question":
-                relevance = relevance + placed(relevance.device)
-            prior = (self.relevance_weight * relevance).log_softmax(dim=0) + math.log1p(-self.prior)
+            experts = self.relevance_weight * relevance(scores.question[:n])
+            prior = experts.log_softmax(dim=0) + math.log1p(-self.prior)
             prior = torch.cat((prior, torch.full_like(prior[:1], math.log(self.prior))))
             weights = (prior + members(scores.answer)).log_softmax(dim=0)  # (N + 1,)
-            said = (1 + self.contrast) * members(scores.log_probs) - self.contrast * scores.log_probs[n]
+            log_probs = (1 + self.contrast) * members(scores.log_probs) - self.contrast * scores.log_probs[n]
             share = weights.exp()
-            return mixture(said, weights), torch.cat((share[:n], share.new_zeros(1), share[n:]))
+            return mixture(log_probs, weights), torch.cat((share[:n], share.new_zeros(1), share[n:]))
 
         return combine

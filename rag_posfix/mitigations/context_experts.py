@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from types import MappingProxyType
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import log_relevance, mixture, per_device
+from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule
 
 
 def jensen_shannon(left: Tensor, right: Tensor) -> Tensor:
@@ -57,17 +57,18 @@ class ContextExperts(Mitigation):
     Formula: s_k = log-softmax of expert k, s_0 that of the row without passages, r_k the passage's relevance:
         pool="max" (the paper): score(t) = max_k [(1 + contrast) s_k(t) - contrast s_0(t) + relevance_weight log r_k]
         pool="mixture": score(t) = logsumexp_k [log w_k + (1 + contrast) s_k(t) - contrast s_0(t)],
-            w = softmax_k(relevance_weight log r_k + hold * sum of expert k's log-probabilities of the answer so far).
-        Both are normalised over the vocabulary. With hold=1 and contrast=0 the mixture is exactly the answer's
-        probability under "one passage has the answer, which one is unknown": sum_k w_k p(answer | passage k), where w
-        is the passage's weight before the answer.
+            w = softmax_k(relevance_weight log r_k + answer_weight * sum of expert k's log-probabilities of the answer
+            so far).
+        Both are normalised over the vocabulary. With answer_weight=1 and contrast=0 the mixture is exactly the
+        answer's probability under "one passage has the answer, which one is unknown": sum_k w_k p(answer | passage k),
+        where w is the passage's weight before the answer.
         contrast="divergence": the contrast of expert k at this token is JSD(p_k, p_0), the Jensen-Shannon divergence
         in bits between the distributions of the expert and of the row without passages, 0 (equal) to 1 (disjoint).
-    Differs from the paper: experts are pooled as a mixture whose weights follow the answer so far (``hold``), because
-        a change of the expert at every token generates broken text; without ``hold``, contrast does so too; relevance
-        is the likelihood of the question after the passage, from the same forward pass, because it finds the gold
-        passage more often than small embeddings do. ``pool="max", hold=0, relevance="given", contrast=...`` is the
-        paper's rule.
+    Differs from the paper: experts are pooled as a mixture whose weights follow the answer so far (``answer_weight``),
+        because a change of the expert at every token generates broken text; without it, contrast does so too;
+        relevance is the likelihood of the question after the passage, from the same forward pass, because it finds the
+        gold passage more often than small embeddings do. ``pool="max", answer_weight=0, relevance="score",
+        contrast=...`` is the paper's rule. Contrast is 0 by default.
     Cost: N + 1 rows of prefix + passage + question; the passages are encoded once, in one batch. Each decode step
         runs N + 1 rows. ``experts`` limits N.
     Limits: every model, including those with sliding windows. Facts of two passages cannot be combined in an answer.
@@ -82,29 +83,24 @@ class ContextExperts(Mitigation):
             or ``divergence``, the divergence of the expert from that model at this token.
         relevance_weight: Weight of the passages' relevance, 0 to 20. A public implementation of the paper uses 2.5.
         relevance: ``question`` is the likelihood of the question after each passage, exp of the mean log-probability
-            of its tokens; ``given`` is the score that came with the passage, at least 0.01 (without scores all are
+            of its tokens; ``score`` is the one that came with the passage, at least 0.01 (without scores all are
             equal); ``both`` multiplies them.
         pool: ``mixture`` or ``max``.
-        hold: How much the weight of an expert grows with its likelihood of the answer so far, 0 (the expert may change
-            at every token) to 1 (the exact posterior). Mixture only.
+        answer_weight: How much the weight of an expert grows with its likelihood of the answer so far, 0 (the expert
+            may change at every token) to 1 (the exact posterior). Mixture only.
         experts: Use only this many passages, the most relevant; None uses all.
     """
 
-    name: ClassVar[str] = "context_experts"
-    paper: ClassVar[str] = "PCED, Parallel Context-of-Experts Decoding (2026), https://arxiv.org/abs/2601.08670"
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Experts are pooled as a mixture that follows the answer so far, instead of a switch at every token.",
-        "Contrast is 0 unless it is asked for; ``default`` has 0.3.",
-        "Relevance is the likelihood of the question given the passage, or one given score per passage.",
-    )
-    order_invariant: ClassVar[bool] = True
-    decides_at_prompt_end: ClassVar[bool] = True  # what an expert said of the answer counts, of the prompt it does not
+    name = "context_experts"
+    order_invariant = True
+    renamed = MappingProxyType({"hold": "answer_weight", "relevance=given": "score"})
+    uses_last_prompt_token = True  # what an expert said of the answer counts, of the prompt it does not
 
     contrast: Annotated[float | Literal["divergence"], Number(0, 2)] = 0.0
     relevance_weight: Annotated[float, Number(0, 20)] = 5.0
-    relevance: Literal["question", "given", "both"] = "question"
+    relevance: Relevance = "question"
     pool: Literal["mixture", "max"] = "mixture"
-    hold: Annotated[float, Number(0, 1)] = 1.0
+    answer_weight: Annotated[float, Number(0, 1)] = 1.0
     experts: Annotated[int | None, Integer(1)] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
@@ -117,7 +113,7 @@ class ContextExperts(Mitigation):
             rows=rows,
             combine=self._combine(log_relevance(layout, chosen)),
             independent_passages=True,
-            score_question=self.relevance != "given",
+            score_question=self.relevance != "score",
         )
 
     def _chosen(self, layout: Layout) -> tuple[int, ...]:
@@ -134,37 +130,25 @@ class ContextExperts(Mitigation):
         best = sorted(order, key=lambda i: -relevance[i])[: self.experts]  # stable: ties stay in canonical order
         return tuple(i for i in order if i in best)
 
-    def _relevance(self, scores: RowScores, given: Callable[[torch.device], Tensor]) -> Tensor:
-        """Return the experts' log relevance, (N,)."""
-        question = scores.question[:-1]
-        if self.relevance == "question":
-            return question
-        scored = given(question.device)
-        return scored if self.relevance == "given" else question + scored
-
-    def _strength(self, experts: Tensor, amateur: Tensor) -> Tensor | float:
-        """Return the contrast of each expert, (N, 1), or of all."""
-        if isinstance(self.contrast, str):
-            return jensen_shannon(experts, amateur)[:, None]
-        return self.contrast
-
-    def _combine(self, given: Tensor) -> Combine:
-        """Return the pooling rule. Shape of ``given``: (N,), log relevance."""
-        placed = per_device(given)
+    def _combine(self, score: Tensor) -> Combine:
+        """Return the pooling rule. Shape of ``score``: (N,), log relevance."""
+        relevance = relevance_rule(self.relevance, score)
 
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
-            experts, amateur = scores.log_probs[:-1], scores.log_probs[-1]  # (N, V), (V,)
-            weights = self.relevance_weight * self._relevance(scores, placed)  # (N,)
+            experts, no_context = scores.log_probs[:-1], scores.log_probs[-1]  # (N, V), (V,)
+            weights = self.relevance_weight * relevance(scores.question[:-1])  # (N,)
             if self.contrast:
-                contrast = self._strength(experts, amateur)
-                experts = (1 + contrast) * experts - contrast * amateur
+                contrast: Tensor | float = (
+                    jensen_shannon(experts, no_context)[:, None] if isinstance(self.contrast, str) else self.contrast
+                )
+                experts = (1 + contrast) * experts - contrast * no_context
             if self.pool == "max":
-                pooled, speaker = (experts + weights[:, None]).max(dim=0)
+                pooled, selected_row = (experts + weights[:, None]).max(dim=0)
                 share = torch.zeros(len(weights) + 1, device=pooled.device)
-                share[speaker[pooled.argmax()]] = 1.0
+                share[selected_row[pooled.argmax()]] = 1.0
                 pooled = pooled - pooled.logsumexp(dim=0)
             else:
-                weights = (weights + self.hold * scores.answer[:-1]).log_softmax(dim=0)
+                weights = (weights + self.answer_weight * scores.answer[:-1]).log_softmax(dim=0)
                 pooled = mixture(experts, weights)
                 share = torch.cat((weights.exp(), weights.new_zeros(1)))
             return pooled, share

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -87,20 +86,12 @@ class HeadScaling(Mitigation):
         skip_layers: Number of first layers that are not changed, 0 or more.
     """
 
-    name: ClassVar[str] = "head_scaling"
-    paper: ClassVar[str] = (
-        "Zhang et al. (2024), Found in the Middle: Multi-scale Positional Encoding, https://arxiv.org/abs/2403.04797"
-    )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Query heads that share a key head share its divisor.",
-        "A head gets the divisor of its rank, not that of the inverse permutation, and the highest is reached.",
-        "With a single key head all heads get the mean of the lowest and the highest divisor.",
-    )
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.ROTATION})
-    neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"low": 1.0, "high": 1.0})
-    neutral_is_identity: ClassVar[bool] = True
-    decides_at_prompt_end: ClassVar[bool] = True
-    tells_key_heads_apart: ClassVar[bool] = True
+    name = "head_scaling"
+    requires = frozenset({Capability.ROTATION})
+    identity_parameters = MappingProxyType({"low": 1.0, "high": 1.0})
+    neutral_is_identity = True
+    uses_last_prompt_token = True
+    compares_kv_heads = True
 
     low: Annotated[float, Number(0.1, 10)] = 1.2
     high: Annotated[float, Number(0.1, 10)] = 1.8

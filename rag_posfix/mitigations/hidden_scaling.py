@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
-from rag_posfix.plan.bias_profile import FileReader, read_channel_profile
+from rag_posfix.plan.bias_profile import read_channel_profile
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
@@ -55,21 +54,14 @@ class HiddenScaling(Mitigation):
         last_layer: Last layer, included; None is at 25/32 of the depth.
     """
 
-    name: ClassVar[str] = "hidden_scaling"
-    paper: ClassVar[str] = (
-        "Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, https://arxiv.org/abs/2406.02536"
-    )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "The scaled queries and keys are computed by a rank-one identity.",
-        "Layers are the paper's at the same relative depth.",
-    )
-    needs_calibration: ClassVar[bool] = True
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.HIDDEN_CHANNEL})
-    neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"factor": 1.0})
-    neutral_is_identity: ClassVar[bool] = True
-    decides_at_prompt_end: ClassVar[bool] = True  # the prompt's last token is scaled, those before it are not
-    example: ClassVar[Mapping[str, Any]] = MappingProxyType({"channel": 3})
-    file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"profile": read_channel_profile})
+    name = "hidden_scaling"
+    needs_calibration = True
+    requires = frozenset({Capability.HIDDEN_CHANNEL})
+    identity_parameters = MappingProxyType({"factor": 1.0})
+    neutral_is_identity = True
+    uses_last_prompt_token = True  # the prompt's last token is scaled, those before it are not
+    example = MappingProxyType({"channel": 3})
+    file_parameters = MappingProxyType({"profile": read_channel_profile})
 
     channel: Annotated[int | None, Integer(0)] = None
     factor: Annotated[float, Number(-10, 10)] = 0.0

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from rag_posfix.attention.pine import ByImportance
+from rag_posfix.attention.pine import ImportanceOrderedAttention
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
@@ -49,24 +48,13 @@ class InterDocument(Mitigation):
         it equals the unmodified model.
     """
 
-    name: ClassVar[str] = "inter_document"
-    paper: ClassVar[str] = (
-        "Wang et al. (2024), Eliminating Position Bias of Language Models: A Mechanistic Approach, "
-        "https://arxiv.org/abs/2407.01100"
-    )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Passages of equal importance are ranked by content.",
-        "Importance is summed in float32.",
-        "Passages are stored in canonical order (by content).",
-    )
-    order_invariant: ClassVar[bool] = True
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.ROTATION, Capability.FULL_CACHE, Capability.POSITIONS}
-    )
+    name = "inter_document"
+    order_invariant = True
+    requires = frozenset({Capability.ROTATION, Capability.FULL_CACHE, Capability.POSITIONS})
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row whose passages are in canonical order (by content) and attend to each other."""
         if layout.n_passages < 2:
             return Plan()
         order = layout.canonical_order()
-        return Plan(rows=(RowPlan(passages=order, attend=ByImportance.over(layout.select(order))),))
+        return Plan(rows=(RowPlan(passages=order, attend=ImportanceOrderedAttention.over(layout.select(order))),))

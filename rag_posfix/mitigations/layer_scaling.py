@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 import torch
 
@@ -56,15 +56,10 @@ class LayerScaling(Mitigation):
             1 bring tokens nearer. The curve starts at the first and ends at the last; (1,) changes nothing.
     """
 
-    name: ClassVar[str] = "layer_scaling"
-    paper: ClassVar[str] = "LPES, Layer-specific positional scaling (2025), https://arxiv.org/abs/2503.04355"
-    deviations: ClassVar[tuple[str, ...]] = (
-        "The control heights are given; no genetic algorithm searches for them.",
-        "The default heights are mild and were not searched for.",
-    )
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.ANGLES})
-    neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"points": (1.0, 1.0, 1.0)})
-    neutral_is_identity: ClassVar[bool] = True
+    name = "layer_scaling"
+    requires = frozenset({Capability.ANGLES})
+    identity_parameters = MappingProxyType({"points": (1.0, 1.0, 1.0)})
+    neutral_is_identity = True
 
     points: Annotated[tuple[float, ...], NumberList(0.1, 10, min_length=1, max_length=16)] = (1.0, 1.5, 1.0)
 

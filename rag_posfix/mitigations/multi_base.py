@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 from torch import Tensor
 
@@ -56,19 +55,10 @@ class MultiBase(Mitigation):
             from the paper's range, 1 to 2.8, for the default model.
     """
 
-    name: ClassVar[str] = "multi_base"
-    paper: ClassVar[str] = (
-        "Chen et al. (2023), Fortify the Shortest Stave in Attention (Attention Buckets), "
-        "https://arxiv.org/abs/2312.04455"
-    )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Rows are weighted by the probability of their likeliest token and mixed as probabilities, not as raw logits.",
-        "Bases are factors of the model's own base.",
-        "Three bases by default instead of seven.",
-    )
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.ANGLES})
-    neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"factors": (1.0,)})
-    neutral_is_identity: ClassVar[bool] = True
+    name = "multi_base"
+    requires = frozenset({Capability.ANGLES})
+    identity_parameters = MappingProxyType({"factors": (1.0,)})
+    neutral_is_identity = True
 
     factors: Annotated[tuple[float, ...], NumberList(0.1, 10, min_length=1, max_length=16)] = (1.0, 1.9, 2.8)
 

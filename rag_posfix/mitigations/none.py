@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.plan.layout import Layout
@@ -31,8 +30,7 @@ class Unmodified(Mitigation):
         and in 53 % with it fifth (Liu et al., 2023).
     """
 
-    name: ClassVar[str] = "none"
-    paper: ClassVar[str] = ""
+    name = "none"
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return the plan that changes nothing."""

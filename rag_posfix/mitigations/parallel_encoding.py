@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from types import MappingProxyType
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ class TwoGroupAttention(AttentionOverride):
         (w_C, w_O) = softmax(S l_C, l_O); o = w_C o_C + w_O o_O.
     """
 
-    needs_mask: ClassVar[bool] = True
-    differentiable: ClassVar[bool] = True
+    needs_mask = True
+    differentiable = True
 
     def __init__(self, first: int, end: int, temperature: float, scale: float) -> None:
         self._first, self._end = first, end  # the passages' tokens
@@ -89,15 +90,10 @@ class ParallelEncoding(Mitigation):
         scale: S, factor of the log-sum-exp of the passages, 0.1 to 10.
     """
 
-    name: ClassVar[str] = "parallel_encoding"
-    paper: ClassVar[str] = "Yang et al. (2025), APE: Adaptive Parallel Encoding, https://arxiv.org/abs/2502.05431"
-    deviations: ClassVar[tuple[str, ...]] = (
-        "The scale multiplies the log-sum-exp, as in the paper; the published code multiplies by S T.",
-        "Passages are stored in canonical order (by content).",
-    )
-    order_invariant: ClassVar[bool] = True
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
-    neutral: ClassVar[dict[str, float]] = {"temperature": 1.0, "scale": 1.0}
+    name = "parallel_encoding"
+    order_invariant = True
+    requires = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
+    identity_parameters = MappingProxyType({"temperature": 1.0, "scale": 1.0})
 
     temperature: Annotated[float, Number(0.1, 10)] = 0.9
     scale: Annotated[float, Number(0.1, 10)] = 0.9

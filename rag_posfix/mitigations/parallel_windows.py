@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from rag_posfix.attention.masks import Indentation, WindowedAttention, window_positions, windows_mask, windows_of
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
@@ -20,8 +20,7 @@ class ParallelWindows(Mitigation):
 
     All windows have the same distance to the question, so none is preferred by its position. There are two
     disadvantages: a passage cannot use the content of other windows, and a model that was not trained with such a
-        context answers worse
-    than with its best order.
+    context answers worse than with its best order.
 
     Source: Ratner et al. (2023), Parallel Context Windows, section 3, https://arxiv.org/abs/2212.10947
     Formula: position of token t of a window = P + t; of the suffix = P + max(n_w) + t, n_w the tokens of window w (the
@@ -30,7 +29,8 @@ class ParallelWindows(Mitigation):
         suffix.
     Differs from the paper: passages are assigned to windows by content, neighbours in canonical order, never by the
         given order; the shared prefix (chat template, instructions) is encoded once and seen by every window
-        instead of being repeated in each, so that there is one BOS.
+        instead of being repeated in each, so that there is one BOS, also under right indentation, where the authors'
+        code shifts each window with a first token of its own.
     Helps: tasks with many short independent items, such as examples of a classification task: LLaMA-65B gains
         7.1 points with more than 6 classes (paper, table 1). A cold prompt costs less than the unmodified model's.
     Hurts: generated answers over several passages: Llama-3.1-8B falls from 50-55 to 12 on ten Lost-in-the-Middle
@@ -44,17 +44,9 @@ class ParallelWindows(Mitigation):
         indentation: ``left`` starts all windows at the same position, ``right`` ends them at the same position.
     """
 
-    name: ClassVar[str] = "parallel_windows"
-    paper: ClassVar[str] = (
-        "Ratner et al. (2023), Parallel Context Windows for Large Language Models, https://arxiv.org/abs/2212.10947"
-    )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Passages are assigned to windows by content.",
-        "The prefix is encoded once and shared by all windows, also under right indentation, where the authors' code "
-        "shifts each window with a first token of its own.",
-    )
-    order_invariant: ClassVar[bool] = True
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
+    name = "parallel_windows"
+    order_invariant = True
+    requires = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
 
     windows: Annotated[int | None, Integer(1)] = None
     indentation: Indentation = "left"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from types import MappingProxyType
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -12,10 +13,8 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
-from rag_posfix.plan.plan import Choose, Draft, Drafts, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import log_relevance, mixture
-
-CHOICES = {"relevance": ("both", "question", "given"), "pool": ("chosen", "mixture")}
+from rag_posfix.plan.plan import CandidateAnswers, Choose, Draft, Plan, RowPlan, RowScores
+from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule
 
 
 @MITIGATIONS.register("passage_answers")
@@ -31,7 +30,7 @@ class PassageAnswers(Mitigation):
     Formula: a_k = greedy short answer of passage k read alone, p_0 = the row without passages, r_k = relevance:
         share_k = p_k(a_k) / sum_j p_j(a_k), over all passages j and the row without any: how specific the answer is to
         passage k;
-        w_k = r_k^relevance_weight share_k^lift_weight, scaled to sum to 1; equal answers add their weights.
+        w_k = r_k^relevance_weight share_k^share_weight, scaled to sum to 1; equal answers add their weights.
         pool="chosen": of the answer with the largest weight, the passage with the largest w_k answers alone.
         pool="mixture": p(t | answer so far y) = sum_k w'_k p_k(t | y), w'_k = w_k p_k(y), scaled to sum to 1: exactly
         the answer's probability under "passage k has the answer with probability w_k".
@@ -44,32 +43,30 @@ class PassageAnswers(Mitigation):
         The short answers are greedy with any sampling.
     Helps: where one passage has the answer and others are about the same subject: the model would give the answers of
         the others anyway, so they get a low weight. With models whose sliding windows exclude other methods, and with
-        many
-        passages: no row is longer than one passage.
+        many passages: no row is longer than one passage.
     Hurts: where the answer needs several passages, since no row sees two. Where the time to first token matters: all
         short answers are generated and compared before it. Where a distractor names something that no other passage
-        names: its answer is as specific as the right one. With ``pool="chosen"`` the gold passage is then lost; the
-            mixture gives
-        its answer a higher probability.
+        names: its answer is as specific as the correct one. With ``pool="chosen"`` the gold passage is then lost;
+        the mixture gives its answer a higher probability.
 
     Args:
         relevance: ``question`` is the likelihood of the question after each passage, exp of the mean log-probability
-            of its tokens; ``given`` is the score that came with the passage, at least 0.01 (without scores all are
+            of its tokens; ``score`` is the one that came with the passage, at least 0.01 (without scores all are
             equal); ``both`` multiplies them.
         relevance_weight: Weight of the relevance, 0 to 20.
-        lift_weight: Weight of the share, 0 to 5.
+        share_weight: Weight of the share, 0 to 5.
         answer_tokens: Maximum number of tokens of a short answer, which also ends after its first line.
         pool: ``chosen`` answers from one passage; ``mixture`` from all, weighted.
     """
 
-    name: ClassVar[str] = "passage_answers"
-    paper: ClassVar[str] = "Ours, on the rows of PCED (2026), https://arxiv.org/abs/2601.08670"
-    order_invariant: ClassVar[bool] = True
-    decides_at_prompt_end: ClassVar[bool] = True
+    name = "passage_answers"
+    order_invariant = True
+    renamed = MappingProxyType({"lift_weight": "share_weight", "relevance=given": "score"})
+    uses_last_prompt_token = True
 
-    relevance: Literal["both", "question", "given"] = "both"
+    relevance: Relevance = "both"
     relevance_weight: Annotated[float, Number(0, 20)] = 2.5
-    lift_weight: Annotated[float, Number(0, 5)] = 1.0
+    share_weight: Annotated[float, Number(0, 5)] = 1.0
     answer_tokens: Annotated[int, Integer(1)] = 24
     pool: Literal["chosen", "mixture"] = "chosen"
 
@@ -82,31 +79,27 @@ class PassageAnswers(Mitigation):
             rows=(*(RowPlan(passages=(index,)) for index in order), RowPlan(passages=())),
             combine=_posterior,
             independent_passages=True,
-            score_question=self.relevance != "given",
+            score_question=self.relevance != "score",
             draft=Draft(self.answer_tokens, self._choose(log_relevance(layout, order))),
         )
 
-    def _choose(self, given: Tensor) -> Choose:
-        """Return the rule that weighs the rows. Shape of ``given``: (N,), log relevance."""
+    def _choose(self, score: Tensor) -> Choose:
+        """Return the rule that weighs the rows. Shape of ``score``: (N,), log relevance."""
+        relevance = relevance_rule(self.relevance, score)
 
-        def choose(drafts: Drafts) -> Tensor:
-            said = drafts.log_probs[:-1]  # (N, N + 1), of the passages' answers
-            relevance = torch.zeros_like(said[:, 0])
-            if self.relevance != "given":
-                relevance = relevance + drafts.question[:-1]
-            if self.relevance != "question":
-                relevance = relevance + given.to(said.device)
-            share = said.diagonal() - said.logsumexp(dim=1)
-            scores = self.relevance_weight * relevance + self.lift_weight * share  # (N,)
-            silent = [not tokens for tokens in drafts.tokens[:-1]]
+        def choose(candidates: CandidateAnswers) -> Tensor:
+            log_probs = candidates.log_probs[:-1]  # (N, N + 1), of the passages' answers
+            share = log_probs.diagonal() - log_probs.logsumexp(dim=1)
+            scores = self.relevance_weight * relevance(candidates.question[:-1]) + self.share_weight * share  # (N,)
+            silent = [not tokens for tokens in candidates.tokens[:-1]]
             if any(silent) and not all(silent):  # saying nothing is no answer
-                scores = scores.masked_fill(torch.tensor(silent, device=said.device), float("-inf"))
+                scores = scores.masked_fill(torch.tensor(silent, device=log_probs.device), float("-inf"))
             weights = scores.softmax(dim=0)
             if self.pool == "chosen":  # indices stay on the device: reading them would wait for it
-                together = (drafts.same[:-1, :-1] * weights).sum(dim=1)
-                best = drafts.same.index_select(0, together.argmax(dim=0, keepdim=True))[0, :-1]
-                speaker = weights.masked_fill(~best, -1.0).argmax(dim=0, keepdim=True)
-                weights = torch.zeros_like(weights).index_fill(0, speaker, 1.0)
+                together = (candidates.same[:-1, :-1] * weights).sum(dim=1)
+                best = candidates.same.index_select(0, together.argmax(dim=0, keepdim=True))[0, :-1]
+                selected_row = weights.masked_fill(~best, -1.0).argmax(dim=0, keepdim=True)
+                weights = torch.zeros_like(weights).index_fill(0, selected_row, 1.0)
             return torch.cat((weights, weights.new_zeros(1)))
 
         return choose

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rag_posfix.attention.masks import window_positions, windows_mask, windows_of
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
@@ -33,16 +32,9 @@ class SetPrompting(Mitigation):
     Limits: models in which every layer has all keys and whose positions can be set.
     """
 
-    name: ClassVar[str] = "set_prompting"
-    paper: ClassVar[str] = (
-        "McIlroy-Young et al. (2024), Order-Independence Without Fine Tuning, https://arxiv.org/abs/2406.06581"
-    )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Passages are stored in canonical order (by content).",
-        "The set is the passages; the text has no markers.",
-    )
-    order_invariant: ClassVar[bool] = True
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
+    name = "set_prompting"
+    order_invariant = True
+    requires = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row whose passages share their start and do not attend to each other."""

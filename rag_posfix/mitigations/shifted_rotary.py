@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -106,8 +105,8 @@ class ShiftedRotary(Mitigation):
     Formula: score(m, n) = (R_d' q_m)^T k_n with d = m - n and
         d' = d for d < S;  d' = d - S + W for d >= S.
         S = threshold, W = window. The near and far keys of each query are merged by log-sum-exp.
-    Differs from the paper: nothing in the formula. The authors' code scales cosine and sine for some families and
-        counts the key at distance S twice at prefill.
+    Differs from the paper: nothing in the formula. The authors' code multiplies cosine and sine by 0.1 ln 2 + 1
+        for Llama and Mistral, and counts the key at distance S twice at prefill.
     Helps: prompts that are longer than a third of the context window: 4-needle retrieval, mean of 7 models, 67.8 to
         85.7; RULER at 128K tokens, Llama-3.1-70B 66.6 to 81.7, Llama-3.1-8B 77.0 to 80.0.
     Hurts: prompts shorter than the threshold are unchanged. The method changes distances, not the order: shifted
@@ -122,19 +121,10 @@ class ShiftedRotary(Mitigation):
         window: W in tokens, 0 to S. The paper uses 128 (128 to 512). Equal to S it changes nothing.
     """
 
-    name: ClassVar[str] = "shifted_rotary"
-    paper: ClassVar[str] = (
-        "An et al. (2024), Why Does the Effective Context Length of LLMs Fall Short? (STRING), "
-        "https://arxiv.org/abs/2410.18745"
-    )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Cosine and sine are those of the model; the authors' code multiplies them by 0.1 ln 2 + 1 for Llama and "
-        "Mistral.",
-        "The key at distance S counts once; the authors' code counts it twice at prefill.",
-    )
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.ROTATION, Capability.FULL_CACHE})
-    neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"share": 1.0})
-    neutral_is_identity: ClassVar[bool] = True
+    name = "shifted_rotary"
+    requires = frozenset({Capability.ROTATION, Capability.FULL_CACHE})
+    identity_parameters = MappingProxyType({"share": 1.0})
+    neutral_is_identity = True
 
     threshold: Annotated[int | None, Integer(2)] = None
     share: Annotated[float, Number(0, 1)] = 1 / 3

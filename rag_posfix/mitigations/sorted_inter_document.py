@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -105,7 +105,8 @@ class SortedInterDocument(Mitigation):
         Routing: the unmodified row is used if its confidence + routing > that of the sorted row, confidence being the
         probability of the likeliest first token.
     Differs from the paper: relevance is that of any reranker, not of monoT5; keys are rotated once for all passages,
-        by the common part of their arrangements, instead of once for every passage.
+        by the common part of their arrangements, instead of once for every passage. Routing compares the
+        confidence of the first token; the authors' code compares the mean over the generated tokens.
     Helps: many passages in no meaningful order: Llama-3.1-8B 61.4-61.6, 59.6-61.4, 59.0-59.5 on 10, 20, 30
         Lost-in-the-Middle passages where the unmodified model has 50-55, 51-55, 44-57 (paper, table 2).
     Hurts: passages whose order carries meaning, such as the parts of one text; models that attend mostly to the last
@@ -120,18 +121,9 @@ class SortedInterDocument(Mitigation):
             and uses the more confident row; the answer then depends on the order again.
     """
 
-    name: ClassVar[str] = "sorted_inter_document"
-    paper: ClassVar[str] = "Yoon et al. (2025), RoToR, https://arxiv.org/abs/2502.08662"
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Relevance is that of any reranker instead of monoT5.",
-        "Keys are rotated once for all passages, by the common part of their arrangements.",
-        "Routing compares the confidence of the first token; the authors' code compares the mean over the generated "
-        "tokens.",
-    )
-    order_invariant: ClassVar[bool] = True
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.POSITIONS, Capability.FULL_CACHE, Capability.ROTATION}
-    )
+    name = "sorted_inter_document"
+    order_invariant = True
+    requires = frozenset({Capability.POSITIONS, Capability.FULL_CACHE, Capability.ROTATION})
 
     sort: Literal["lexicographic", "relevance"] = "lexicographic"
     routing: Annotated[float | None, Number(0, 1)] = None

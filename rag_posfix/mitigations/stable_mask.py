@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -68,16 +67,11 @@ class StableMask(Mitigation):
         train_length: Tokens per sequence in training; None = the length of the prompt.
     """
 
-    name: ClassVar[str] = "stable_mask"
-    paper: ClassVar[str] = (
-        "Yin et al. (2024), StableMask: Refining Causal Masking in Decoder-only Transformer, "
-        "https://arxiv.org/abs/2402.04779"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("The length that pseudo-scores cover is fixed after the prefill.",)
-    training_free: ClassVar[bool] = False
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.FULL_CACHE})
-    neutral: ClassVar[Mapping[str, Any]] = MappingProxyType({"gamma": 100.0})
-    decides_at_prompt_end: ClassVar[bool] = True
+    name = "stable_mask"
+    training_free = False
+    requires = frozenset({Capability.FULL_CACHE})
+    identity_parameters = MappingProxyType({"gamma": 100.0})
+    uses_last_prompt_token = True
 
     gamma: Annotated[float, Number(0, 100, above=True)] = 0.1
     train_length: Annotated[int | None, Integer(1)] = None

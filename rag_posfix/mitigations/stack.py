@@ -6,12 +6,13 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 from rag_posfix.contracts.method_spec import MethodSpec, split_outside
 from rag_posfix.errors import ConfigError, PlanConflictError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create
-from rag_posfix.parameters import shown
+from rag_posfix.parameters import recorded_parameters, shown
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
@@ -119,14 +120,13 @@ class Stack(Mitigation):
         methods: Names, or JSON objects ``{"name": ..., parameter: value}``; at least one.
     """
 
-    name: ClassVar[str] = "stack"
-    paper: ClassVar[str] = ""
-    order_invariant: ClassVar[bool] = True
-    neutral: ClassVar[Mapping[str, Any]] = {"methods": ["none"]}
-    neutral_is_identity: ClassVar[bool] = True
-    decides_at_prompt_end: ClassVar[bool] = True
-    tells_key_heads_apart: ClassVar[bool] = True
-    holds_methods: ClassVar[str] = "methods"
+    name = "stack"
+    order_invariant = True
+    identity_parameters = MappingProxyType({"methods": ["none"]})
+    neutral_is_identity = True
+    uses_last_prompt_token = True
+    compares_kv_heads = True
+    nested_methods = "methods"
 
     methods: tuple[Any, ...] = ("head_scaling", "sorted_inter_document")
 
@@ -150,6 +150,11 @@ class Stack(Mitigation):
     def needs(self) -> frozenset[Capability]:
         """Return the capabilities that any of the methods needs."""
         return frozenset().union(*(method.needs() for method in map(_made, self.methods)))
+
+    def _recorded_parameters(self) -> dict[str, Any]:
+        methods = [json.loads(text) for text in self.methods]
+        texts = [json.dumps(recorded_parameters(fields["name"], fields), sort_keys=True) for fields in methods]
+        return {"methods": texts}
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return the composed plan.

@@ -31,7 +31,7 @@ def with_file_parameters(spec: MethodSpec, registry: Registry[Any]) -> MethodSpe
     name, values = registry.expand(spec)
     entry = registry.get(name)
     parameters = _with_values(name, values, getattr(entry, "file_parameters", {}))
-    nested = getattr(entry, "holds_methods", "")
+    nested = getattr(entry, "nested_methods", "")
     if nested and isinstance(parameters.get(nested), list | tuple):
         parameters[nested] = [_member(member, registry) for member in parameters[nested]]
     return MethodSpec(name, parameters)

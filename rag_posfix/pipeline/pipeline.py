@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
@@ -23,7 +24,7 @@ from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
 from rag_posfix.contracts.retrieval import Reranker, Retriever, rerank_indexed
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
-from rag_posfix.parameters import shown
+from rag_posfix.parameters import accept_old_names, shown
 from rag_posfix.pipeline.stored_answer import answer_from, readable, to_store
 from rag_posfix.pipeline.stores import AnswerCache, PassageKVStore, invalidate
 from rag_posfix.pipeline.tracing import UNTRACED, QuestionTrace, QuestionTracer, Stage, StageWatcher, watched_by
@@ -32,6 +33,7 @@ from rag_posfix.text import content_hash
 __all__ = ["Answer", "Defaults", "Pipeline", "Question"]
 
 
+@accept_old_names
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """Default values for questions.
@@ -42,8 +44,8 @@ class Defaults:
         k: Number of passages to retrieve.
         sampling: Sampling parameters.
         tenant: Part of every cache key, besides the tenant of the question.
-        traced: Whether answers have citations by attention, which need the attention of four layers at each step and
-            make decoding a few per cent slower.
+        attribution: Whether answers have citations by attention, which need the attention of four layers at each step
+            and make decoding a few per cent slower.
     """
 
     mitigation: MitigationChoice = field(default_factory=lambda: MitigationChoice("default"))
@@ -51,7 +53,8 @@ class Defaults:
     k: int = 10
     sampling: Sampling = field(default_factory=Sampling)
     tenant: str = ""
-    traced: bool = True
+    attribution: bool = True
+    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({"traced": "attribution"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +289,7 @@ class Pipeline:
         key = None
         if self.cache is not None and question.use_cache and sampling.deterministic:
             key = self._key(run, assembled, info, sampling)
-        request = GenerationRequest(assembled.layout, mitigation, sampling, salt, self.defaults.traced)
+        request = GenerationRequest(assembled.layout, mitigation, sampling, salt, self.defaults.attribution)
         return _Prepared(run, assembled, request, info, key, scope, tuple(warnings))
 
     def _documents(self, run: _Run) -> Sequence[Document]:

@@ -111,7 +111,7 @@ class AttentionOverride(ABC):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drafts:
+class CandidateAnswers:
     """The short answer that each row wrote alone, and what every row says of every one.
 
     Attributes:
@@ -129,9 +129,9 @@ class Drafts:
     question: Tensor
 
 
-Choose = Callable[[Drafts], Tensor]
-"""Drafts -> (R,) weights of the rows, none negative, that sum to 1. Rows of weight 0 are not read any further, and
-``RowScores`` is then that of the other rows."""
+Choose = Callable[[CandidateAnswers], Tensor]
+"""Weighs candidates: (R,) weights of the rows, none negative, that sum to 1. Rows of weight 0 are not read further,
+and ``RowScores`` is then that of the other rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,7 +219,7 @@ class RowPlan:
         attend: Replaces softmax(QK^T)V.
         reusable: Numbers n of tokens, ascending, for which keys and values of the row's first n tokens depend on these
             tokens alone: another prompt that begins with the same n tokens may use them. None beyond the suffix.
-        joint: Passages of this row attend to those before them, also where the plan's passages are independent.
+        all_passages: Passages of this row attend to those before them, also where the plan's passages are independent.
             Such rows come last.
     """
 
@@ -232,7 +232,7 @@ class RowPlan:
     hidden_scale: HiddenScale | None = None
     attend: AttentionOverride | None = None
     reusable: tuple[int, ...] = ()
-    joint: bool | None = None
+    all_passages: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -280,7 +280,7 @@ class Plan:
         rows: The sequences that the model reads; one for most methods.
         combine: Merges the rows' log-probabilities at every step. Needed for two rows or more.
         independent_passages: No passage attends to another and no passage's positions depend on another, so the
-            engine may encode each once and reuse it; joint rows excepted.
+            engine may encode each once and reuse it; all-passages rows excepted.
         score_question: Rows are asked how likely they find the question (``RowScores.question``).
         draft: Lets the rows write short answers first, which decide their weights (``RowScores.weights``).
         calibration: What is read first; the plan that it decides on is run in the place of this one.
@@ -300,10 +300,10 @@ class Plan:
             raise PlanConflictError("a plan has 0 rows; it needs at least one")
         if len(self.rows) > 1 and self.combine is None:
             raise PlanConflictError(f"a plan has {len(self.rows)} rows and no combine; say how to merge them")
-        joint = [bool(row.joint) for row in self.rows]
-        if joint != sorted(joint) or (all(joint) and self.independent_passages):
+        last = [bool(row.all_passages) for row in self.rows]
+        if last != sorted(last) or (all(last) and self.independent_passages):
             raise PlanConflictError(
-                "joint rows must come last, after a row with independent passages; reorder the rows"
+                "all-passages rows must come last, after a row with independent passages; reorder the rows"
             )
         if self.draft is not None and self.combine is None:
             raise PlanConflictError("a plan has a draft and no combine, so its weights would have no use; give both")

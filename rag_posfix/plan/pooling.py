@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rag_posfix.plan.layout import Layout
+
+Relevance = Literal["question", "score", "both"]
+"""What a passage is weighed by: the likelihood of the question after it, the score that came with it, or both."""
 
 RELEVANCE_FLOOR = 0.01
 """Lower bound of a relevance, so that its logarithm is finite."""
@@ -20,8 +24,24 @@ def log_relevance(layout: Layout, passages: Sequence[int]) -> Tensor:
     Shapes:
         returns: (len(passages),) float32.
     """
-    given = torch.tensor([layout.relevance[i] if layout.relevance else 1.0 for i in passages])
-    return given.clamp(min=RELEVANCE_FLOOR).log()
+    relevance = torch.tensor([layout.relevance[i] if layout.relevance else 1.0 for i in passages])
+    return relevance.clamp(min=RELEVANCE_FLOOR).log()
+
+
+def relevance_rule(source: Relevance, score: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function from the rows' log-probability of the question to the log relevance of their passages.
+
+    Shapes:
+        score: (N,), ``log_relevance``. The function: (N,) -> (N,).
+    """
+    score_on = per_device(score)
+
+    def relevance(question: Tensor) -> Tensor:
+        if source == "question":
+            return question
+        return score_on(question.device) + (question if source == "both" else 0.0)
+
+    return relevance
 
 
 def mixture(log_probs: Tensor, log_weights: Tensor) -> Tensor:

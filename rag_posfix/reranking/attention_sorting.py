@@ -26,7 +26,7 @@ class AttentionSortingReranker(PassageReadingReranker, WindowedReranker):
         layers and heads. Each round reads the prompt with the passages sorted by attention, the highest last. The
         ranking is the order after the last round. relevance_score = the attention of the passage divided by that of
         all passages in the last round, in [0, 1]; ``raw_score`` is the attention.
-    Differs from the paper: passages start in the order of their content hashes (``order="given"``: in the given
+    Differs from the paper: passages start in the order of their content hashes (``order="input"``: in the given
         order). Rounds end when the order does not change. The result is best first; the order of the answer's prompt
         is chosen later.
     Cost: tokens read: the whole prompt once per round; in later rounds, leading passages whose keys and values are in
@@ -40,7 +40,7 @@ class AttentionSortingReranker(PassageReadingReranker, WindowedReranker):
         window: Maximum number of passages in one prompt; later candidates keep their order, with score 0.
         stride: Reads all candidates in overlapping windows from the last to the first.
         max_document_tokens: Token limit of a document; a longer one is cut (``long_document: "truncated"``).
-        order: Order of the passages in the first prompt: ``canonical`` (by content hash) or ``given``.
+        order: Order of the passages in the first prompt: ``canonical`` (by content hash) or ``input`` (as given).
         rounds: Maximum number of times that the prompt is read.
         normalize: Sort by the mean attention per token; the sum favours long passages.
     """

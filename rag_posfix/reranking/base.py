@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from rag_posfix.assembly.documents import CheckedDocument, checked_document
 from rag_posfix.errors import RerankingError
+from rag_posfix.parameters import current_spelling
 from rag_posfix.registry import Registry
 from rag_posfix.reranking.deadline import run_in_thread
 from rag_posfix.text import checked_question
@@ -117,6 +118,11 @@ class ScoringReranker(BaseDocumentCompressor):
     name: ClassVar[str]
 
     top_n: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_spelling(cls, values: Any) -> Any:
+        return current_spelling(cls, values) if isinstance(values, dict) else values
 
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None

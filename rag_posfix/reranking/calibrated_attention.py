@@ -42,7 +42,7 @@ class CalibratedAttentionReranker(PassageReadingReranker, WindowedReranker):
         window: Maximum number of passages in one prompt; later candidates keep their order, with score 0.
         stride: Reads all candidates in overlapping windows from the last to the first.
         max_document_tokens: Token limit of a document; a longer one is cut (``long_document: "truncated"``).
-        order: Order of the passages in the prompt: ``canonical`` (by content hash) or ``given``.
+        order: Order of the passages in the prompt: ``canonical`` (by content hash) or ``input`` (as given).
         profile: Measured attention to a dummy in each slot, 2 to 1000 numbers of 0 and above in any unit. The command
             line also takes the path of a record of ``rag-posfix probe slot-attention``. None reads a dummy in each
             slot.

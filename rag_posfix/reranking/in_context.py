@@ -53,7 +53,7 @@ class InContextReranker(PassageReadingReranker, WindowedReranker):
         window: Maximum number of passages in one prompt; later candidates keep their order, with score 0.
         stride: Reads all candidates in overlapping windows from the last to the first; the authors found it worse.
         max_document_tokens: Token limit of a document; a longer one is cut (``long_document: "truncated"``).
-        order: Order of the passages in the prompt: ``canonical`` (by content hash) or ``given``.
+        order: Order of the passages in the prompt: ``canonical`` (by content hash) or ``input`` (as given).
         normalize: Divide each sum by its number of tokens; the paper does not.
         layers: Indices of the layers that are used, from 0; all if None, as in the paper. Only few layers carry the
             signal (Selective-ICR, https://arxiv.org/abs/2602.22591, uses those in the middle).

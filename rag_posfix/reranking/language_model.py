@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -145,13 +146,15 @@ class WindowedReranker(LanguageModelReranker):
         stride: Number of candidates by which the next window is closer to the first; None reads one window.
         max_document_tokens: Token limit of a document; a longer one is cut.
         order: Order of the documents of a window in the prompt. ``canonical``: by content hash, so that the scores do
-            not depend on the given order. ``given``: the given order.
+            not depend on the given order. ``input``: the given order.
     """
+
+    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({"order=given": "input"})
 
     window: int = Field(default=20, ge=2)
     stride: int | None = Field(default=None, ge=1)
     max_document_tokens: int = Field(default=512, ge=16)
-    order: Literal["canonical", "given"] = "canonical"
+    order: Literal["canonical", "input"] = "canonical"
 
     @model_validator(mode="after")
     def _windows_overlap(self) -> Self:

@@ -41,14 +41,14 @@ class ListwiseReranker(WindowedReranker):
         window: Maximum number of passages in one prompt; later candidates keep their order, with score 0.
         stride: Reads all candidates in overlapping windows from the last to the first.
         max_document_tokens: Token limit of a document; a longer one is cut (``long_document: "truncated"``).
-        order: Order of the passages in the prompt: ``given``, as in the paper, or ``canonical`` (by content hash). An
-            incomplete ranking is completed in this order.
+        order: Order of the passages in the prompt: ``input``, the given order, as in the paper, or ``canonical`` (by
+            content hash). An incomplete ranking is completed in this order.
         generations: Number of rankings that the model has generated.
     """
 
     name: ClassVar[str] = "listwise"
 
-    order: Literal["canonical", "given"] = "given"
+    order: Literal["canonical", "input"] = "input"
     _generations: int = PrivateAttr(default=0)
 
     @property

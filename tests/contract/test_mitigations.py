@@ -55,7 +55,7 @@ def served(name, families=FAMILIES):
 
 
 def neutral(loaded, name, prompt):
-    return session(loaded, name, prompt, MITIGATIONS.get(name).neutral)
+    return session(loaded, name, prompt, MITIGATIONS.get(name).identity_parameters)
 
 
 INDEPENDENT = [
@@ -150,7 +150,7 @@ def test_passages_are_declared_independent_if_and_only_if_reading_them_apart_cha
         whole = [(group.batch, row) for group in groups for row in range(group.batch.n_rows)]
         differences = []
         for row_plan, (batch, row) in zip(decided.rows, whole, strict=True):
-            if row_plan.joint:  # declared not to be independent
+            if row_plan.all_passages:  # declared not to be independent
                 continue
             apart, _ = encode_passages(loaded, prompt, [resolve(row_plan, prompt, loaded.device)], None)
             for passage, start, stop in batch.passage_spans[row]:
@@ -181,7 +181,7 @@ def test_decoding_step_by_step_equals_scoring_at_once(name, llama):
     assert at_once == pytest.approx(stepwise, abs=FLOAT32)
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if not MITIGATIONS.get(n).decides_at_prompt_end])
+@pytest.mark.parametrize("name", [n for n in METHODS if not MITIGATIONS.get(n).uses_last_prompt_token])
 def test_prefill_of_x_and_y_equals_prefill_of_x_then_step_y(name, llama):
     short = layout()
     longer = dataclasses.replace(
@@ -234,7 +234,7 @@ def test_two_identical_passages_and_no_prefix_are_no_trouble(name, llama):
     assert torch.isfinite(session(llama, name, double).next_log_probs()).all()
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if not MITIGATIONS.get(name).tells_key_heads_apart])
+@pytest.mark.parametrize("name", [name for name in METHODS if not MITIGATIONS.get(name).compares_kv_heads])
 def test_grouped_query_heads_equal_expanded_ones(name):
     grouped = loaded_model("llama")
     expanded = loaded_model("llama", num_key_value_heads=8)

@@ -130,7 +130,7 @@ class TestInStep:
             assert chunks[-1].generation.token_ids == alone.generate(request(name)).token_ids
 
     def test_a_request_at_fault(self, split):
-        for wrong in (MitigationChoice("nope"), MitigationChoice("context_experts", {"hold": 7})):
+        for wrong in (MitigationChoice("nope"), MitigationChoice("context_experts", {"answer_weight": 7})):
             with pytest.raises(ConfigError):
                 split.generate(GenerationRequest(LAYOUT, wrong))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first
 
@@ -14,8 +13,8 @@ from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_firs
 class Relevance(Order):
     """Best document first, worst last."""
 
-    name: ClassVar[str] = "relevance"
-    by_content: ClassVar[bool] = True
+    name = "relevance"
+    by_content = True
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
@@ -27,8 +26,8 @@ class Relevance(Order):
 class Reverse(Order):
     """Worst document first, best last, next to the question."""
 
-    name: ClassVar[str] = "reverse"
-    by_content: ClassVar[bool] = True
+    name = "reverse"
+    by_content = True
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
@@ -44,8 +43,8 @@ class EndsFirst(Order):
     LlamaIndex's ``LongContextReorder`` put the best document last where the number of documents is even.
     """
 
-    name: ClassVar[str] = "ends_first"
-    by_content: ClassVar[bool] = True
+    name = "ends_first"
+    by_content = True
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
@@ -58,7 +57,7 @@ class EndsFirst(Order):
 class Original(Order):
     """The order in which the documents were given."""
 
-    name: ClassVar[str] = "original"
+    name = "original"
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""
@@ -70,7 +69,7 @@ class Original(Order):
 class Random(Order):
     """A random order; the same seed gives the same order in every process and Python version."""
 
-    name: ClassVar[str] = "random"
+    name = "random"
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
         """Return the permutation."""

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first, ranks
 from rag_posfix.errors import ConfigError
@@ -39,7 +39,7 @@ class CacheAware(Order):
         ConfigError: ``bound`` is outside of 0 to 1.
     """
 
-    name: ClassVar[str] = "cache_aware"
+    name = "cache_aware"
 
     bound: Annotated[float, Number(0, 1)] = 0.25
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import NumberList
-from rag_posfix.plan.bias_profile import FileReader, bias_profile_from, stretched
+from rag_posfix.plan.bias_profile import bias_profile_from, stretched
 
 
 @ORDERS.register("profile", aliases=("attnrank",))
@@ -37,10 +36,10 @@ class Profile(Order):
         ConfigError: no slots are given, or they are no list of finite numbers.
     """
 
-    name: ClassVar[str] = "profile"
-    by_content: ClassVar[bool] = True
-    example: ClassVar[Mapping[str, Any]] = MappingProxyType({"slots": (0.4, 0.2, 0.1, 0.3)})
-    file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"file": bias_profile_from("slots")})
+    name = "profile"
+    by_content = True
+    example = MappingProxyType({"slots": (0.4, 0.2, 0.1, 0.3)})
+    file_parameters = MappingProxyType({"file": bias_profile_from("slots")})
 
     slots: Annotated[tuple[float, ...], NumberList(-math.inf, math.inf, min_length=2, max_length=1000)] = ()
 

@@ -20,6 +20,7 @@ from rag_posfix.evaluation.data.trec import decreasing
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.evaluation.record import Progress, silent
 from rag_posfix.evaluation.strict_reranking import rerank_or_raise
+from rag_posfix.parameters import old_spelling
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.retrieval.embeddings import embedding_identity
@@ -269,7 +270,7 @@ def _identity(name: str, reranker: BaseDocumentCompressor) -> str:
             fingerprint = getattr(model, "fingerprint", None)
             device = getattr(getattr(model, "loaded", None), "device", "")
             models[field] = f"{fingerprint} {device}" if isinstance(fingerprint, str) else embedding_identity(model)
-    return content_hash(json.dumps([name, values, models], sort_keys=True))
+    return content_hash(json.dumps([name, old_spelling(type(reranker), values), models], sort_keys=True))
 
 
 def rerank_one(opened: OpenedReranker, candidates: QueryCandidates) -> Ranking:

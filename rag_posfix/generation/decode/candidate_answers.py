@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.generation.model.sequence_batch import SequenceBatch, forward_batches
-from rag_posfix.plan.plan import Drafts
+from rag_posfix.plan.plan import CandidateAnswers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class AnswerText:
 @torch.inference_mode()
 def draft_answers(
     batches: Sequence[SequenceBatch], log_probs: Tensor, question: Tensor, max_tokens: int, text: AnswerText
-) -> Drafts:
+) -> CandidateAnswers:
     """Return one greedy answer per row and its log-probability in every row.
 
     Cost: at most ``max_tokens`` steps of all rows, and one pass of all rows over each distinct answer.
@@ -62,7 +62,7 @@ def draft_answers(
     scored = {
         answer: _score(batches, log_probs, row[: len(answer)]) for answer, row in zip(distinct, ids, strict=True)
     }
-    return Drafts(
+    return CandidateAnswers(
         tokens=tuple(answers),
         log_probs=torch.stack([scored[answer] for answer in answers]),
         same=torch.tensor([[a == b for b in keys] for a in keys], device=log_probs.device),

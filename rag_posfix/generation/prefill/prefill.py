@@ -27,15 +27,15 @@ def prefill(
 ) -> list[PrefilledGroup]:
     """Read the prompt and return groups of rows; the rows of all groups, in order, are the plan's rows.
 
-    Cost: plans with independent passages encode prefix and passages once, in batches, and concatenate them; joint rows
-    and other plans read each row as one sequence. What ``kv_lookup`` finds is not read again.
+    Cost: plans with independent passages encode prefix and passages once, in batches, and concatenate them;
+    all-passages rows and other plans read each row as one sequence. What ``kv_lookup`` finds is not read again.
     """
     rows = [resolve(row, layout, loaded.device) for row in plan.rows]
     if plan.blend is not None and layout.n_passages and loaded.keeps_all_keys:
         return [prefill_blended(loaded, layout, rows[0], plan.blend, kv_lookup)]
     groups = []
     if plan.independent_passages and layout.n_passages and loaded.keeps_all_keys and can_share_batch(rows):
-        n_independent = sum(not row.joint for row in plan.rows)
+        n_independent = sum(not row.all_passages for row in plan.rows)
         groups = [prefill_per_passage(loaded, layout, rows[:n_independent], plan.score_question, kv_lookup)]
         rows = rows[n_independent:]
     return [*groups, *(_prefill_row(loaded, layout, row, plan.score_question, kv_lookup) for row in rows)]

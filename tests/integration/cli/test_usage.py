@@ -29,7 +29,7 @@ class TestMethods:
         experts = by_name["context_experts"]
         assert experts["order_invariant"] is True
         assert by_name["none"]["order_invariant"] is False
-        assert experts["parameters"]["hold"]["default"] == 1.0
+        assert experts["parameters"]["answer_weight"]["default"] == 1.0
 
     def test_without_json_it_is_a_table(self, run):
         result = run("methods")

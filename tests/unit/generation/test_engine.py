@@ -232,12 +232,12 @@ def test_a_model_that_lacks_what_a_method_needs_is_refused_before_any_work(loade
 
 def test_describe_checks_a_mitigation_without_running_it(loaded, forwards):
     engine = engine_of(loaded)
-    info = engine.describe(MitigationChoice("context_experts", {"hold": 0.5}))
+    info = engine.describe(MitigationChoice("context_experts", {"answer_weight": 0.5}))
     assert (info.name, info.order_invariant) == ("context_experts", True)
     assert info.fingerprint != engine.describe(MitigationChoice("context_experts")).fingerprint
     assert engine.describe(MitigationChoice()).order_invariant is False
-    with pytest.raises(ConfigError, match="hold=2 must be a number between 0 and 1"):
-        engine.describe(MitigationChoice("context_experts", {"hold": 2}))
+    with pytest.raises(ConfigError, match="answer_weight=2 must be a number between 0 and 1"):
+        engine.describe(MitigationChoice("context_experts", {"answer_weight": 2}))
     assert forwards == []
 
 

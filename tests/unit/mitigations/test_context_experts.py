@@ -18,12 +18,12 @@ def shape():
     return loaded_model().spec.shape
 
 
-def pooled(shape, given, experts, amateur=(0.5, 0.5), answer=None, question=None, **parameters):
+def pooled(shape, given, experts, no_context=(0.5, 0.5), answer=None, question=None, **parameters):
     """Pool two experts over a vocabulary of two tokens."""
     layout = toy_layout((3, 4), relevance=given)
-    plan = create("context_experts", {"relevance": "given", **parameters}).plan(layout, shape)
+    plan = create("context_experts", {"relevance": "score", **parameters}).plan(layout, shape)
     order = [row.passages[0] for row in plan.rows[:-1]]
-    rows = torch.tensor([experts[i] for i in order] + [amateur]).log()
+    rows = torch.tensor([experts[i] for i in order] + [no_context]).log()
     zeros = [0.0, 0.0]
     scores = RowScores(
         log_probs=rows,
@@ -60,10 +60,10 @@ def test_the_relevance_weight_is_the_power_of_the_relevance(shape, weight, first
 def test_the_relevance_weight_counts_in_the_maximum_too(shape):
     # weight 1, 2 : 1. Token 0: max(2 * .5, .2) = 1; token 1: max(2 * .5, .8) = 1. Weight 0, 1 : 1: .5 and .8.
     experts = [(0.5, 0.5), (0.2, 0.8)]
-    probs, shares = pooled(shape, (0.8, 0.4), experts, relevance_weight=1.0, pool="max", hold=0.0)
+    probs, shares = pooled(shape, (0.8, 0.4), experts, relevance_weight=1.0, pool="max", answer_weight=0.0)
     assert probs == pytest.approx([0.5, 0.5])
     assert shares == {0: 1.0, 1: 0.0}
-    probs, shares = pooled(shape, (0.8, 0.4), experts, relevance_weight=0.0, pool="max", hold=0.0)
+    probs, shares = pooled(shape, (0.8, 0.4), experts, relevance_weight=0.0, pool="max", answer_weight=0.0)
     assert probs == pytest.approx([0.5 / 1.3, 0.8 / 1.3])
     assert shares == {0: 0.0, 1: 1.0}
 
@@ -71,20 +71,24 @@ def test_the_relevance_weight_counts_in_the_maximum_too(shape):
 def test_holding_makes_the_share_the_posterior_of_the_answer_so_far(shape):
     # Equal relevance; expert 0 gave the answer so far probability 0.6, expert 1 0.2: posterior 3/4 and 1/4.
     probs, shares = pooled(
-        shape, (0.5, 0.5), [(0.8, 0.2), (0.4, 0.6)], answer=[math.log(0.6), math.log(0.2)], hold=1.0
+        shape, (0.5, 0.5), [(0.8, 0.2), (0.4, 0.6)], answer=[math.log(0.6), math.log(0.2)], answer_weight=1.0
     )
     assert shares == pytest.approx({0: 0.75, 1: 0.25})
     assert probs == pytest.approx([0.75 * 0.8 + 0.25 * 0.4, 0.75 * 0.2 + 0.25 * 0.6])
 
 
 def test_without_holding_the_answer_so_far_does_not_count(shape):
-    _, shares = pooled(shape, (0.5, 0.5), [(0.8, 0.2), (0.4, 0.6)], answer=[math.log(0.6), math.log(0.2)], hold=0.0)
+    _, shares = pooled(
+        shape, (0.5, 0.5), [(0.8, 0.2), (0.4, 0.6)], answer=[math.log(0.6), math.log(0.2)], answer_weight=0.0
+    )
     assert shares == pytest.approx({0: 0.5, 1: 0.5})
 
 
 def test_max_takes_the_best_expert_at_each_token_as_the_paper_does(shape):
     # weight 1: scores 0: max(0.9 * 0.8, 0.2 * 0.4) = 0.72; 1: max(0.1 * 0.8, 0.8 * 0.4) = 0.32; normalised by 1.04.
-    probs, shares = pooled(shape, (0.8, 0.4), [(0.9, 0.1), (0.2, 0.8)], relevance_weight=1.0, pool="max", hold=0.0)
+    probs, shares = pooled(
+        shape, (0.8, 0.4), [(0.9, 0.1), (0.2, 0.8)], relevance_weight=1.0, pool="max", answer_weight=0.0
+    )
     assert probs == pytest.approx([0.72 / 1.04, 0.32 / 1.04])
     assert shares == {0: 1.0, 1: 0.0}
 
@@ -92,7 +96,7 @@ def test_max_takes_the_best_expert_at_each_token_as_the_paper_does(shape):
 def test_contrast_counts_in_the_maximum_too(shape):
     # contrast 1: p^2 / p_0. Expert 0: .64 / .5 and .04 / .5; expert 1: .16 / .5 and .36 / .5. Maxima 1.28 and .72.
     experts = [(0.8, 0.2), (0.4, 0.6)]
-    probs, shares = pooled(shape, (0.5, 0.5), experts, contrast=1.0, pool="max", hold=0.0)
+    probs, shares = pooled(shape, (0.5, 0.5), experts, contrast=1.0, pool="max", answer_weight=0.0)
     assert probs == pytest.approx([0.64, 0.36])
     assert shares == {0: 1.0, 1: 0.0}
 
@@ -102,26 +106,26 @@ def test_a_relevance_of_0_is_lifted_to_a_hundredth(shape):
     assert shares == pytest.approx({0: 1 / 1.01, 1: 0.01 / 1.01})
 
 
-@pytest.mark.parametrize("relevance", ["question", "given", "both"])
+@pytest.mark.parametrize("relevance", ["question", "score", "both"])
 def test_the_question_is_scored_where_its_likelihood_counts(shape, relevance):
     plan = create("context_experts", {"relevance": relevance}).plan(toy_layout((3, 4)), shape)
-    assert plan.score_question == (relevance != "given")
+    assert plan.score_question == (relevance != "score")
 
 
 def test_contrast_moves_away_from_the_row_without_passages(shape):
-    # One half more of the expert, one half less of the amateur: 0.8^1.5 / 0.5^0.5 against 0.2^1.5 / 0.5^0.5.
+    # One half more of the expert, one half less of the no_context: 0.8^1.5 / 0.5^0.5 against 0.2^1.5 / 0.5^0.5.
     probs, _ = pooled(shape, (0.5, 0.5), [(0.8, 0.2), (0.8, 0.2)], contrast=0.5)
     assert probs == pytest.approx([0.8**1.5 / (0.8**1.5 + 0.2**1.5), 0.2**1.5 / (0.8**1.5 + 0.2**1.5)])
-    # contrast 1 and an amateur of (.75, .25): .64 / .75 against .04 / .25, 16 : 3.
-    probs, _ = pooled(shape, (0.5, 0.5), [(0.8, 0.2), (0.8, 0.2)], amateur=(0.75, 0.25), contrast=1.0)
+    # contrast 1 and an no_context of (.75, .25): .64 / .75 against .04 / .25, 16 : 3.
+    probs, _ = pooled(shape, (0.5, 0.5), [(0.8, 0.2), (0.8, 0.2)], no_context=(0.75, 0.25), contrast=1.0)
     assert probs == pytest.approx([16 / 19, 3 / 19])
 
 
 def test_contrast_can_be_the_divergence_of_each_expert_from_the_row_without_passages(shape):
-    # Expert 0 says (1, 0), the amateur (1/2, 1/2): their middle is (3/4, 1/4).
+    # Expert 0 says (1, 0), the no_context (1/2, 1/2): their middle is (3/4, 1/4).
     # JSD = (log2(1 / (3/4)) + 1/2 log2((1/2) / (3/4)) + 1/2 log2((1/2) / (1/4))) / 2
     #     = (0.4150 - 0.2925 + 0.5) / 2 = 0.3113 bits.
-    # Expert 1 says what the amateur says: divergence 0, so it stays as it is.
+    # Expert 1 says what the no_context says: divergence 0, so it stays as it is.
     # Token 0: 1/2 * 1^1.3113 / 0.5^0.3113 + 1/2 * 0.5; token 1: 0 + 1/2 * 0.5.
     first = 0.5 * 0.5**-0.311278 + 0.25
     probs, _ = pooled(shape, (0.5, 0.5), [(1.0, 1e-30), (0.5, 0.5)], contrast="divergence", relevance_weight=0.0)
@@ -175,10 +179,10 @@ def test_experts_without_relevance_says_what_to_do(shape):
     [
         ({"contrast": -0.1}, "contrast=-0.1 must be a number between 0 and 2, or 'divergence'"),
         ({"contrast": "jsd"}, "contrast='jsd' must be a number between 0 and 2, or 'divergence'"),
-        ({"hold": "divergence"}, "hold='divergence' must be a number between 0 and 1"),
-        ({"hold": 1.5}, "hold=1.5 must be a number between 0 and 1"),
+        ({"answer_weight": "divergence"}, "answer_weight='divergence' must be a number between 0 and 1"),
+        ({"answer_weight": 1.5}, "answer_weight=1.5 must be a number between 0 and 1"),
         ({"relevance_weight": "high"}, "relevance_weight='high' must be a number"),
-        ({"hold": True}, "hold=True must be a number"),
+        ({"answer_weight": True}, "answer_weight=True must be a number"),
         ({"experts": 0}, "experts=0 must be a whole number >= 1"),
         ({"pool": "mean"}, "pool='mean' must be 'mixture' or 'max'"),
         ({"relevance": "guess"}, "relevance='guess' must be one of"),

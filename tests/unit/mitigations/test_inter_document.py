@@ -10,7 +10,13 @@ import torch
 
 from rag_posfix.attention import causal
 from rag_posfix.attention import pine as attention_module
-from rag_posfix.attention.pine import ByImportance, distances, document_importance, shares, token_importance
+from rag_posfix.attention.pine import (
+    ImportanceOrderedAttention,
+    distances,
+    document_importance,
+    shares,
+    token_importance,
+)
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.patching.rotation import LayerRotation
@@ -94,7 +100,9 @@ def run(layout, query, key, value, rotation=None):
     """Return what the fast attention makes of the newest ``query`` tokens."""
     rotation = rotation or LayerRotation(Angles())
     positions = torch.arange(key.shape[2]).float()[None]
-    return ByImportance.over(layout)(AttentionInput(query, key, value, positions, SCALING, 0, rotation, lambda: query))
+    return ImportanceOrderedAttention.over(layout)(
+        AttentionInput(query, key, value, positions, SCALING, 0, rotation, lambda: query)
+    )
 
 
 LAYOUTS = {
@@ -152,7 +160,7 @@ def test_without_rope_documents_still_see_each_other():
     out, _ = run(layout, *given, LayerRotation(Angles(), rotates=False))
     query, key, value = (part[0] for part in given)
     scores = query @ key.repeat_interleave(4, dim=0).transpose(1, 2) * SCALING
-    visible = ByImportance.over(layout).visible(len(layout.token_ids))
+    visible = ImportanceOrderedAttention.over(layout).visible(len(layout.token_ids))
     torch.testing.assert_close(out[0], reference_attention(scores, value, visible), atol=5e-5, rtol=0)
 
 
@@ -203,7 +211,7 @@ def test_the_most_important_document_ends_where_the_documents_end():
 
 def test_documents_see_each_other_and_nothing_sees_what_follows():
     # 1 token of prefix, documents of 2 and 1, 1 token of suffix.
-    found = ByImportance.over(toy_layout((2, 1), prefix=1, suffix=1)).visible(5)
+    found = ImportanceOrderedAttention.over(toy_layout((2, 1), prefix=1, suffix=1)).visible(5)
     assert found.int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 1, 0],
@@ -271,7 +279,7 @@ def test_ties_in_the_callers_order_would_show():
     loaded, layout = loaded_model(), anagrams()
 
     def answer(prompt):  # as the method's plan, but in the caller's order
-        plan = Plan(rows=(RowPlan(attend=ByImportance.over(prompt)),))
+        plan = Plan(rows=(RowPlan(attend=ImportanceOrderedAttention.over(prompt)),))
         return Session(loaded, prompt, plan).next_log_probs()
 
     assert float((answer(layout) - answer(layout.select((3, 1, 0, 2)))).abs().max()) > 1e-4

@@ -9,7 +9,7 @@ import torch
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations import create
-from rag_posfix.plan.plan import Drafts, RowScores
+from rag_posfix.plan.plan import CandidateAnswers, RowScores
 from tests.support.tiny import loaded_model, toy_layout
 
 # [d][k]: how likely row k finds the answer that row d wrote; the last row reads no passage.
@@ -32,7 +32,7 @@ def chosen(shape, said=SAID, given=None, question=None, same=(), tokens=None, **
     alike = torch.eye(count + 1, dtype=torch.bool)
     for a, b in same:
         alike[a, b] = alike[b, a] = True
-    drafts = Drafts(
+    drafts = CandidateAnswers(
         tokens=tuple((tokens or [(5,)] * (count + 1))[i] for i in order),
         log_probs=torch.tensor(said).log()[order][:, order],
         same=alike[order][:, order],
@@ -49,15 +49,15 @@ def test_an_answer_that_only_its_passage_would_give_counts_more(shape):
 
 def test_the_weight_of_the_share_is_its_power_and_0_leaves_it_out(shape):
     # (3/4)^2 : (1/2)^2 = 9 : 4.
-    assert chosen(shape, lift_weight=2.0) == pytest.approx([9 / 13, 4 / 13, 0.0])
-    assert chosen(shape, lift_weight=0.0) == pytest.approx([0.5, 0.5, 0.0])
+    assert chosen(shape, share_weight=2.0) == pytest.approx([9 / 13, 4 / 13, 0.0])
+    assert chosen(shape, share_weight=0.0) == pytest.approx([0.5, 0.5, 0.0])
 
 
 def test_relevance_is_that_of_the_question_times_the_given_one(shape):
-    parameters = {"lift_weight": 0.0, "question": [math.log(0.2), math.log(0.6)], "given": (0.9, 0.6)}
+    parameters = {"share_weight": 0.0, "question": [math.log(0.2), math.log(0.6)], "given": (0.9, 0.6)}
     # Question 0.2 : 0.6 = 1 : 3; given 0.9 : 0.6 = 3 : 2; both 3 : 6.
     assert chosen(shape, relevance="question", **parameters) == pytest.approx([1 / 4, 3 / 4, 0.0])
-    assert chosen(shape, relevance="given", **parameters) == pytest.approx([3 / 5, 2 / 5, 0.0])
+    assert chosen(shape, relevance="score", **parameters) == pytest.approx([3 / 5, 2 / 5, 0.0])
     assert chosen(shape, relevance="both", **parameters) == pytest.approx([1 / 3, 2 / 3, 0.0])
     # Weight 2 on both: 9 : 36.
     assert chosen(shape, relevance_weight=2.0, **parameters) == pytest.approx([1 / 5, 4 / 5, 0.0])
@@ -70,7 +70,7 @@ def test_without_given_relevance_both_is_that_of_the_question(shape):
 
 def test_a_relevance_of_0_is_lifted_to_a_floor(shape):
     # 1 : 0.01.
-    assert chosen(shape, given=(1.0, 0.0), lift_weight=0.0) == pytest.approx([1 / 1.01, 0.01 / 1.01, 0.0])
+    assert chosen(shape, given=(1.0, 0.0), share_weight=0.0) == pytest.approx([1 / 1.01, 0.01 / 1.01, 0.0])
 
 
 def test_chosen_lets_the_best_passage_answer_alone(shape):
@@ -114,18 +114,18 @@ def test_there_is_one_row_per_passage_and_one_without_passages(shape):
     assert plan.rows[-1].passages == ()
     assert plan.independent_passages
     assert plan.draft.max_tokens == 24
-    for relevance in ("question", "given", "both"):
+    for relevance in ("question", "score", "both"):
         other = create("passage_answers", {"answer_tokens": 7, "relevance": relevance}).plan(toy_layout((3, 4)), shape)
         assert other.draft.max_tokens == 7
-        assert other.score_question == (relevance != "given")
+        assert other.score_question == (relevance != "score")
 
 
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
         ({"relevance_weight": -1}, "relevance_weight=-1 must be a number between 0 and 20"),
-        ({"lift_weight": 6}, "lift_weight=6 must be a number between 0 and 5"),
-        ({"lift_weight": True}, "lift_weight=True must be a number"),
+        ({"share_weight": 6}, "share_weight=6 must be a number between 0 and 5"),
+        ({"share_weight": True}, "share_weight=True must be a number"),
         ({"answer_tokens": 0}, "answer_tokens=0 must be a whole number >= 1"),
         ({"answer_tokens": 2.5}, "answer_tokens=2.5 must be a whole number >= 1"),
         ({"pool": "max"}, "pool='max' must be 'chosen' or 'mixture'"),

@@ -58,7 +58,7 @@ class TestCache:
             {"documents": [BREAD, Document(page_content=ROME.page_content, metadata={"relevance_score": 0.5})]},
             {"history": [{"role": "user", "content": "Hello"}]},
             {"mitigation": MitigationChoice("none")},
-            {"mitigation": MitigationChoice("context_experts", {"hold": 0.5})},
+            {"mitigation": MitigationChoice("context_experts", {"answer_weight": 0.5})},
             {"sampling": Sampling(max_tokens=3)},
             {"sampling": Sampling(stop=("x",))},
             {"tenant": "other"},

@@ -12,7 +12,7 @@ def documents(*texts):
 
 def reranker(values, **options):
     reader = ScriptedReader(values)
-    return reader, AttentionSortingReranker(generator=reader, **{"order": "given", **options})
+    return reader, AttentionSortingReranker(generator=reader, **{"order": "input", **options})
 
 
 def test_the_passage_with_most_attention_moves_to_the_end_until_nothing_moves():

@@ -28,7 +28,7 @@ def made(reader, **parameters):
 @pytest.mark.parametrize("given", [["aa", "bb", "cc"], ["bb", "cc", "aa"], ["cc", "aa", "bb"]])
 def test_the_attention_to_a_dummy_in_the_same_slot_is_subtracted(given):
     reader = ScriptedReader(attention)
-    result = CalibratedAttentionReranker(generator=reader, order="given").compress_documents(documents(*given), "why?")
+    result = CalibratedAttentionReranker(generator=reader, order="input").compress_documents(documents(*given), "why?")
     assert raw(result) == RELEVANCE
     assert order(result) == ["bb", "cc", "aa"]
     assert len(reader.seen) == 4
@@ -47,7 +47,7 @@ def test_without_calibration_the_first_place_would_win():
 def test_a_stored_profile_replaces_the_dummies():
     # Attention 5, 3, 4 has mean 4, the profile 3: scaled to 20/3, 4/3, 4.
     reader = ScriptedReader(attention)
-    result = made(reader, profile=BIAS, order="given").compress_documents(documents("aa", "bb", "cc"), "why?")
+    result = made(reader, profile=BIAS, order="input").compress_documents(documents("aa", "bb", "cc"), "why?")
     assert raw(result) == pytest.approx({"aa": 5 - 20 / 3, "bb": 3 - 4 / 3, "cc": 0.0})
     assert reader.seen == [["aa", "bb", "cc"]]
 

@@ -102,7 +102,7 @@ def test_attention_sorting_reads_the_prompt_once_per_round(loaded, rounds):
 
 def test_calibrated_attention_reads_the_prompt_again_from_each_dummy_on(loaded):
     engine = engine_of(loaded)
-    read = passes(engine, CalibratedAttentionReranker(generator=engine, order="given"))
+    read = passes(engine, CalibratedAttentionReranker(generator=engine, order="input"))
     sizes = [len(tokenize_passage(ToyEncoder(), PromptTemplate(), text)) for text in TEXTS]
     starts = [len(prompt().prefix) + sum(sizes[:n]) for n in range(len(sizes))]
     whole = len(prompt()) + PASSAGES

@@ -93,14 +93,14 @@ def test_the_content_free_question_is_read_first_about_the_same_passages():
 
 
 def test_passages_stand_in_an_order_that_their_content_decides_unless_told_otherwise():
-    seen = {"canonical": set(), "given": set()}
+    seen = {"canonical": set(), "input": set()}
     for how, orders in seen.items():
         for given in (["aaaa", "bb", "cccccc"], ["cccccc", "bb", "aaaa"], ["bb", "cccccc", "aaaa"]):
             reader = ScriptedReader(tokens=paid)
             InContextReranker(generator=reader, order=how).compress_documents(documents(*given), "why?")
             orders.add(tuple(reader.seen[0]))
     assert len(seen["canonical"]) == 1
-    assert seen["given"] == {("aaaa", "bb", "cccccc"), ("cccccc", "bb", "aaaa"), ("bb", "cccccc", "aaaa")}
+    assert seen["input"] == {("aaaa", "bb", "cccccc"), ("cccccc", "bb", "aaaa"), ("bb", "cccccc", "aaaa")}
 
 
 def test_numbers_that_are_none_are_an_error():

@@ -163,7 +163,7 @@ class TestTheFirstRank:
         ("asked", "error"),
         [
             (GenerationRequest(toy_layout(), MitigationChoice("nope")), ConfigError),
-            (GenerationRequest(toy_layout(), MitigationChoice("context_experts", {"hold": 2})), ConfigError),
+            (GenerationRequest(toy_layout(), MitigationChoice("context_experts", {"answer_weight": 2})), ConfigError),
             (request(max_tokens=1000), PromptTooLongError),
         ],
     )
