@@ -110,7 +110,6 @@ class BM25Retriever(QuestionRetriever):
         """Return a retriever of ``texts``.
 
         Args:
-            texts: The texts of the passages.
             metadatas: One per text.
             ids: One per text; None for a text is a hash of its content.
             **options: As for ``from_documents``.
@@ -119,28 +118,19 @@ class BM25Retriever(QuestionRetriever):
             ConfigError: there is not one of ``metadatas`` or ``ids`` per text, or bm25s is not installed.
             ValidationError: an option is outside of its range (pydantic's, a ``ValueError``).
         """
-        given = list(texts)
-        about = [{} for _ in given] if metadatas is None else list(metadatas)
-        names = [None] * len(given) if ids is None else list(ids)
-        for name, values in (("metadatas", about), ("ids", names)):
-            if len(values) != len(given):
-                raise ConfigError(f"{len(values)} {name} for {len(given)} texts; pass one per text")
-        return cls.from_documents(
-            (
-                Document(page_content=text, metadata=metadata, id=identity)
-                for text, metadata, identity in zip(given, about, names, strict=True)
-            ),
-            **options,
-        )
+        contents = list(texts)
+        fields = [{} for _ in contents] if metadatas is None else list(metadatas)
+        names = [None] * len(contents) if ids is None else list(ids)
+        for option, values in (("metadatas", fields), ("ids", names)):
+            if len(values) != len(contents):
+                raise ConfigError(f"{len(values)} {option} for {len(contents)} texts; pass one per text")
+        rows = zip(contents, fields, names, strict=True)
+        documents = [Document(page_content=text, metadata=metadata, id=name) for text, metadata, name in rows]
+        return cls.from_documents(documents, **options)
 
     @classmethod
     def load_local(cls, folder_path: str | Path, **options: Any) -> BM25Retriever:
-        """Do what ``load`` does, under langchain's name for reading a folder.
-
-        Args:
-            folder_path: A folder that ``FaissVectorStore.save_local``, ``save`` or ``rag-posfix index`` wrote.
-            **options: Those of ``load``.
-        """
+        """Do what ``load`` does, under langchain's name for reading a folder."""
         return cls.load(folder_path, **options)
 
     @classmethod
@@ -151,10 +141,8 @@ class BM25Retriever(QuestionRetriever):
         """Return the retriever of an index; if it has no word statistics, they are counted now. Needs no embeddings.
 
         Args:
-            folder: An index that ``rag-posfix index`` or ``FaissVectorStore.save`` wrote.
             table: The documents, if a ``FaissVectorStore`` of the same index has read them already.
-            mmap: As for ``FaissVectorStore.load``.
-            verify: As for ``FaissVectorStore.load``.
+            mmap: As for ``FaissVectorStore.load``; likewise ``verify``.
             **options: ``k``, ``filter``; ``k1`` and ``b`` are those that the index was built with.
 
         Raises:
@@ -165,13 +153,12 @@ class BM25Retriever(QuestionRetriever):
         folder = Path(folder)
         if table is None:
             table = DocumentTable(read_entries(folder, mmap=mmap, verify=verify))
-        found = read_bm25(folder, mmap=mmap, verify=verify)
-        if found is None:
-            retriever = cls(table=table, **options)
-            retriever.statistics()
-            return retriever
-        _, index = found
-        return cls(table=table, k1=index.k1, b=index.b, counted=found, **options)
+        counted = read_bm25(folder, mmap=mmap, verify=verify)
+        if counted is not None:
+            options = {"k1": counted[1].k1, "b": counted[1].b, "counted": counted, **options}
+        retriever = cls(table=table, **options)
+        retriever.statistics()
+        return retriever
 
     def statistics(self) -> BM25Index:
         """Return the word statistics of the current passages, in the order of their keys."""
@@ -186,13 +173,16 @@ class BM25Retriever(QuestionRetriever):
         if self.filter is not None:
             scores = np.where(np.isin(keys, self.table.matching(self.filter)), scores, 0)
         bound = index.bound(question)
-        found = []
+        hits = []
         for row in top_rows(scores, k):
             document = self.table.document(int(keys[row]))
             if document is not None:  # not removed by another thread meanwhile
-                found.append((document, float(scores[row])))
-        found.sort(key=lambda pair: (-pair[1], str(pair[0].id)))
-        return [_scored(document, score, score / bound) for document, score in found[:k]]
+                hits.append((document, float(scores[row])))
+        hits.sort(key=lambda hit: (-hit[1], str(hit[0].id)))
+        documents = [deep_copy(document) for document, _ in hits[:k]]
+        for document, (_, score) in zip(documents, hits, strict=False):
+            document.metadata.update(bm25_score=score, relevance_score=min(score / bound, 1.0))
+        return documents
 
     def _current(self) -> _Statistics:
         import numpy as np
@@ -203,9 +193,3 @@ class BM25Retriever(QuestionRetriever):
                 index = BM25Index.build(texts, k1=self.k1, b=self.b)
                 self._statistics = _Statistics(revision, np.asarray(keys, dtype=np.int64), index)
             return self._statistics
-
-
-def _scored(document: Document, score: float, relevance: float) -> Document:
-    found = deep_copy(document)
-    found.metadata.update(bm25_score=score, relevance_score=min(relevance, 1.0))
-    return found

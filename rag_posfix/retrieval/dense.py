@@ -38,13 +38,13 @@ class PassageRetriever(QuestionRetriever):
         return {} if self.filter is None else {"filter": self.filter}
 
 
-def _scored(found: list[tuple[Document, float]]) -> list[Document]:
+def _scored(hits: list[tuple[Document, float]]) -> list[Document]:
     documents = [
         Document(
             id=stored_id(document),
             page_content=document.page_content,
             metadata={**document.metadata, "relevance_score": cosine_relevance(score)},
         )
-        for document, score in found
+        for document, score in hits
     ]
     return sorted(documents, key=lambda document: (-document.metadata["relevance_score"], str(document.id)))

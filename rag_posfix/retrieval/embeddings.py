@@ -110,8 +110,8 @@ class SentenceEmbeddings(Embeddings):
         vectors = self._encode_many([clean_text(text) for text in texts])
         if self._progress is not None:
             self._progress(len(texts), len(texts))
-        found: list[list[float]] = vectors.tolist()
-        return found
+        rows: list[list[float]] = vectors.tolist()
+        return rows
 
     def embed_query(self, text: str) -> list[float]:
         """Return the vector of a question, with the model's query prompt if it has one."""

@@ -52,8 +52,10 @@ class FaissVectorStore(VectorStore):
     """Documents found by the cosine of their vector with the question's.
 
     Documents are copied when they are added and when they are returned. Adding a document under an id that exists
-    replaces it; a document without an id gets a hash of its text and metadata. All methods may be called from any
-    thread.
+    replaces it; a document without an id gets a hash of its text and metadata. Searches take an option ``filter`` (see
+    ``index.documents.MetadataFilter``) and find the nearest of the matching documents; they raise ConfigError for any
+    other option or a number out of range, and RetrievalError if the embedding model does not fit the index. All
+    methods may be called from any thread.
 
     Args:
         embeddings: Any langchain embedding model; its vectors need not have length one.
@@ -91,16 +93,13 @@ class FaissVectorStore(VectorStore):
         """Call ``listener`` with documents after they were deleted or replaced.
 
         A listener drops data that was derived from the documents, such as cached answers. Listeners are called in the
-        order in which they were added, in the thread that changed the store, without its lock. An exception of a
-        listener reaches that thread; the store stays changed.
-
-        Args:
-            listener: Is called with the removed documents, which are not copies; never with none.
+        order in which they were added, in the thread that changed the store, without its lock, with documents that are
+        not copies, and never with none. An exception of a listener reaches that thread; the store stays changed.
         """
         self._delete_listeners.append(listener)
 
     def add_documents(self, documents: list[Document], *, ids: list[str] | None = None, **kwargs: Any) -> list[str]:
-        """Add documents, replacing those whose id is known, and return their ids.
+        """Add documents, replacing those whose id is stored, and return their ids.
 
         Args:
             documents: The documents. The last of several with the same id is kept.
@@ -121,11 +120,10 @@ class FaissVectorStore(VectorStore):
         return [str(document.id) for document in copies]
 
     def add_vectors(self, documents: Sequence[Document], vectors: ArrayLike) -> list[str]:
-        """Add documents whose vectors are known, replacing those whose id is known, and return their ids.
+        """Add documents, each id once, with one row of vectors for each; return their ids.
 
-        Args:
-            documents: The documents, each id once.
-            vectors: One row per document, from the store's embedding model; need not have length one.
+        Stored documents with these ids are replaced. Vectors are from the store's embedding model and need not have
+        length one.
 
         Raises:
             ConfigError: an id occurs twice, the numbers differ, or the store was loaded with ``mmap``.
@@ -147,9 +145,6 @@ class FaissVectorStore(VectorStore):
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
         """Delete documents by id, all of them if ``ids`` is None; an unknown id is no error.
-
-        Args:
-            **kwargs: Accepted for langchain and not used.
 
         Raises:
             ConfigError: the store was loaded with ``mmap``.
@@ -177,40 +172,18 @@ class FaissVectorStore(VectorStore):
         return self._contents.rows_of(ids)
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """Return the ``k`` documents nearest to ``query``, best first.
-
-        Args:
-            k: Maximum number of documents.
-            **kwargs: ``filter``: see ``index.documents.MetadataFilter``. Any other raises ConfigError.
-        """
+        """Return the ``k`` documents nearest to ``query``, best first."""
         return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> list[tuple[Document, float]]:
-        """Return the ``k`` documents nearest to ``query`` with their cosine in [-1, 1], best first.
-
-        With a filter, the ``k`` nearest of the matching documents are found.
-
-        Args:
-            k: Maximum number of documents.
-            **kwargs: ``filter``: see ``index.documents.MetadataFilter``. Any other raises ConfigError.
-
-        Raises:
-            ConfigError: ``k`` is below 1, or an option is not supported.
-            RetrievalError: the embedding model does not fit the index.
-        """
+        """Return the ``k`` documents nearest to ``query`` with their cosine in [-1, 1], best first, ties by id."""
         metadata_filter = _checked_filter(k, kwargs)
         if not len(self):
             return []
         return self._nearest(self._embeddings.embed_query(query), k, metadata_filter)
 
     def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        """Return the ``k`` documents nearest to a vector, best first.
-
-        Args:
-            embedding: Need not have length one.
-            k: Maximum number of documents.
-            **kwargs: ``filter``: see ``index.documents.MetadataFilter``. Any other raises ConfigError.
-        """
+        """Return the ``k`` documents nearest to a vector, which need not have length one, best first."""
         metadata_filter = _checked_filter(k, kwargs)
         return [document for document, _ in self._nearest(embedding, k, metadata_filter)]
 
@@ -220,17 +193,7 @@ class FaissVectorStore(VectorStore):
         """Return ``k`` of the ``fetch_k`` nearest documents, chosen for relevance and variety.
 
         Maximal marginal relevance (Carbonell and Goldstein 1998), computed by langchain-core. The first document is
-        the nearest.
-
-        Args:
-            k: Maximum number of documents.
-            fetch_k: Number of nearest documents to choose from.
-            lambda_mult: Weight of relevance, 0 to 1; the rest is the weight of variety.
-            **kwargs: ``filter``: see ``index.documents.MetadataFilter``. Any other raises ConfigError.
-
-        Raises:
-            ConfigError: a number is out of range, or an option is not supported.
-            RetrievalError: the embedding model does not fit the index.
+        the nearest. ``lambda_mult`` is the weight of relevance, 0 to 1; the rest is the weight of variety.
         """
         metadata_filter = _checked_filter(k, kwargs)
         if not len(self):
@@ -240,15 +203,7 @@ class FaissVectorStore(VectorStore):
     def max_marginal_relevance_search_by_vector(
         self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
-        """Do what ``max_marginal_relevance_search`` does for a vector.
-
-        Args:
-            embedding: Need not have length one.
-            k: Maximum number of documents.
-            fetch_k: Number of nearest documents to choose from.
-            lambda_mult: Weight of relevance, 0 to 1.
-            **kwargs: ``filter``: see ``index.documents.MetadataFilter``. Any other raises ConfigError.
-        """
+        """Do what ``max_marginal_relevance_search`` does for a vector, which need not have length one."""
         return self._varied(embedding, k, fetch_k, lambda_mult, _checked_filter(k, kwargs))
 
     @classmethod
@@ -262,13 +217,7 @@ class FaissVectorStore(VectorStore):
         kind: IndexKind = "auto",
         **kwargs: Any,
     ) -> FaissVectorStore:
-        """Return a new store of ``texts``.
-
-        Args:
-            metadatas: One per text.
-            ids: One per text.
-            **kwargs: Accepted for langchain and not used.
-        """
+        """Return a new store of ``texts``, with one of ``metadatas`` and ``ids`` per text."""
         store = cls(embedding, kind=kind)
         store.add_texts(texts, metadatas, ids=ids)
         return store
@@ -282,10 +231,9 @@ class FaissVectorStore(VectorStore):
         self._contents.compact()
 
     def save(self, folder: str | Path, *, bm25: BM25Index | None = None) -> IndexManifest:
-        """Write the store to ``folder``, atomically replacing an existing index.
+        """Write the store to a folder that is new, empty or an index, which is replaced atomically.
 
         Args:
-            folder: New, empty, or an existing index.
             bm25: Word statistics of the store's documents, in the order of their keys, to be saved with them.
 
         Raises:
@@ -313,8 +261,6 @@ class FaissVectorStore(VectorStore):
         """Return the store that was saved to ``folder``.
 
         Args:
-            folder: A folder that ``save`` wrote.
-            embeddings: The model that the index was built with.
             kind: As for a new store. An index of another kind is searched as it is and converted when documents are
                 added.
             mmap: Memory-map vectors, graph and documents: the system reads the parts that a search needs, and several
@@ -335,14 +281,7 @@ class FaissVectorStore(VectorStore):
         return cls(embeddings, kind=kind, contents=DocumentVectors(kind, DocumentTable(saved.entries), vectors))
 
     def save_local(self, folder_path: str | Path) -> None:
-        """Do what ``save`` does, under the name of langchain's FAISS store.
-
-        Args:
-            folder_path: New, empty, or an existing index.
-
-        Raises:
-            RetrievalError: the folder holds something else, or writing failed.
-        """
+        """Do what ``save`` does, under the name of langchain's FAISS store."""
         self.save(folder_path)
 
     @classmethod
@@ -356,14 +295,7 @@ class FaissVectorStore(VectorStore):
     ) -> FaissVectorStore:
         """Do what ``load`` does, under the name of langchain's FAISS store. Folders of that store cannot be read.
 
-        Args:
-            folder_path: A folder that ``save_local``, ``save`` or ``rag-posfix index`` wrote.
-            embeddings: The model that the index was built with.
-            allow_dangerous_deserialization: Accepted for langchain and not used: nothing is unpickled.
-            **options: ``kind``, ``mmap`` and ``verify`` of ``load``.
-
-        Raises:
-            RetrievalError: the index is missing, damaged, of another program or version, or of another model.
+        ``allow_dangerous_deserialization`` is accepted and not used: nothing is unpickled.
         """
         return cls.load(folder_path, embeddings, **options)
 
@@ -390,8 +322,8 @@ class FaissVectorStore(VectorStore):
     def _nearest(
         self, vector: list[float], k: int, metadata_filter: MetadataFilter | None
     ) -> list[tuple[Document, float]]:
-        found = self._contents.nearest(unit_rows([vector]), k, metadata_filter)
-        return [(deep_copy(document), score) for document, score in found]
+        hits = self._contents.nearest(unit_rows([vector]), k, metadata_filter)
+        return [(deep_copy(document), score) for document, score in hits]
 
     def _varied(
         self, vector: list[float], k: int, fetch_k: int, lambda_mult: float, metadata_filter: MetadataFilter | None

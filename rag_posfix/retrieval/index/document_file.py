@@ -45,14 +45,8 @@ class DocumentFile:
     """A file of documents. One object may be used by several threads, one at a time.
 
     Readers see the state of the last commit; they wait while another process commits, but not for its transaction.
-
-    Args:
-        path: A file that ``create`` made.
-        wait_seconds: How long to wait for another writer.
-
-    Raises:
-        RetrievalError: the file is damaged.
-        OSError: it cannot be opened.
+    Methods raise RetrievalError if the file is damaged, OSError if it cannot be opened, read or written, and
+    IndexBusyError if another process did not end in time (``wait_seconds``).
     """
 
     def __init__(self, path: Path, *, wait_seconds: float = 30.0) -> None:
@@ -68,11 +62,7 @@ class DocumentFile:
 
     @classmethod
     def create(cls, path: Path, facts: Mapping[str, Any], rows: Iterable[StoredRow] = ()) -> None:
-        """Make a file, which is there as a whole or not at all; the caller is the only writer of the folder.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Make a file, which is there as a whole or not at all; the caller is the only writer of the folder."""
         scratch = path.with_name(f".{path.name}.partial")
         try:
             scratch.unlink(missing_ok=True)
@@ -93,12 +83,7 @@ class DocumentFile:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Be the only writer; the changes of the block are made as one, or not at all if it raises.
-
-        Raises:
-            IndexBusyError: another writer did not end in time.
-            OSError: the changes cannot be written.
-        """
+        """Be the only writer; the changes of the block are made as one, or not at all if it raises."""
         with self._translated():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -128,13 +113,8 @@ class DocumentFile:
         """
         for key, entry, vector in rows:
             document = entry.document
-            columns = (
-                key,
-                str(document.id),
-                document.page_content,
-                document_json(document, document.metadata),
-                json.dumps(entry.files),
-            )
+            metadata, files = document_json(document, document.metadata), json.dumps(entry.files)
+            columns = (key, str(document.id), document.page_content, metadata, files)
             self._connection.execute(
                 "INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", (*columns, vector, _checksum(*columns, vector))
             )
@@ -149,11 +129,7 @@ class DocumentFile:
         self._connection.execute("UPDATE facts SET value = ?, checksum = ?", (value, zlib.crc32(value.encode())))
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts about all documents.
-
-        Raises:
-            RetrievalError: they are damaged.
-        """
+        """Return the facts about all documents."""
         with self._translated():
             for value, checksum in self._connection.execute("SELECT value, checksum FROM facts").fetchall():
                 if zlib.crc32(str(value).encode()) == checksum:
@@ -161,11 +137,7 @@ class DocumentFile:
         raise self._damaged("its facts are missing or have another checksum")
 
     def rows(self, after: int = -1) -> Iterator[StoredRow]:
-        """Yield the rows with keys above ``after``, by key.
-
-        Raises:
-            RetrievalError: a row is damaged.
-        """
+        """Yield the rows with keys above ``after``, by key."""
         with self._translated():
             for row in self._connection.execute("SELECT * FROM documents WHERE key > ? ORDER BY key", (after,)):
                 yield self._parsed(row)
@@ -204,7 +176,7 @@ class DocumentFile:
             if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 raise IndexBusyError(f"{str(self.path)!r} is being written by another process; try again") from error
             if code in _CANNOT_WRITE:
-                raise OSError(str(error)) from error
+                raise (OSError if self.path.exists() else FileNotFoundError)(str(error)) from error
             raise self._damaged(str(error).splitlines()[0]) from error
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-
 MetadataFilter: TypeAlias = Mapping[str, Any] | Callable[[Mapping[str, Any]], bool]
 """``{"year": 1999, "kind": ["book", "map"]}``: every field has this value, or one of these; or a function of the
 metadata. True is not 1, 1 is 1.0; a field that is missing matches nothing, not even None."""
@@ -32,11 +31,7 @@ _SCALARS = (str, int, float, bool, type(None))
 
 
 def check_filter(metadata_filter: object) -> None:
-    """Raise for an unusable filter, before anything is searched.
-
-    Raises:
-        ConfigError: it is neither a function nor a dict of names to values or lists of values.
-    """
+    """Raise ConfigError for a filter that is neither a function nor a dict of names to values or lists of values."""
     if callable(metadata_filter):
         return
     if not isinstance(metadata_filter, Mapping):
@@ -91,11 +86,7 @@ def stored_copy(document: Document, document_id: str | None = None) -> Document:
 
 
 def document_json(document: Document, fields: Mapping[str, Any]) -> str:
-    """Return fields of a document as JSON.
-
-    Raises:
-        RetrievalError: its metadata cannot be written as JSON.
-    """
+    """Return fields of a document as JSON; RetrievalError if its metadata cannot be written so."""
     try:
         return json.dumps(fields, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

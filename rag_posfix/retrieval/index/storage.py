@@ -67,8 +67,6 @@ class IndexManifest(BaseModel):
     """The manifest of an index.
 
     Attributes:
-        format: Always ``rag-posfix-index``.
-        version: Version of the format.
         embedding: Identity of the embedding model that the index was built with.
         dimension: Length of a vector.
         count: Number of documents.
@@ -90,13 +88,9 @@ class IndexManifest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class IndexContents:
-    """The data of an index.
+    """The data of an index: word statistics have one row per document.
 
-    Attributes:
-        vectors: A faiss index with the keys of ``entries``, and possibly keys of removed documents.
-        entries: Documents by key, ascending.
-        embedding: Identity of the embedding model.
-        bm25: Word statistics, one row per document, or None.
+    ``vectors`` is a faiss index with the keys of ``entries``, which ascend, and possibly keys of removed documents.
     """
 
     vectors: Any

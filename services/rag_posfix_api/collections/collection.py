@@ -65,25 +65,27 @@ def storage_errors(folder: Path) -> Iterator[None]:
         yield
     except IndexBusyError as error:
         raise OverloadedError("the collection is being changed by another request; try again later") from error
+    except FileNotFoundError as error:
+        raise NotFoundError(f"there is no collection {folder.name!r}; create it first", param="name") from error
     except OSError as error:
         raise StorageError(f"cannot write to {str(folder)!r}: {error.strerror or error}") from error
 
 
 def existing_file(folder: Path) -> Path:
-    """Return the file of the collection in ``folder``.
-
-    Raises:
-        NotFoundError: there is no collection.
-    """
+    """Return the file of the collection in ``folder``; NotFoundError if there is none."""
     with storage_errors(folder):
         path = collection_file(folder)
-    if path is None:
-        raise NotFoundError(f"there is no collection {folder.name!r}; create it first", param="name")
-    return path
+        if path is None:
+            raise FileNotFoundError(folder)
+        return path
 
 
 class Collection:
     """A collection, as this process sees it. Safe for several threads; each call sees the changes of other processes.
+
+    All vectors are compared in a search. Methods raise NotFoundError if the collection was deleted; those of change
+    also OverloadedError if another writer did not end in time, and StorageError if the change could not be written: it
+    was then not made.
 
     Args:
         removed: Is called with documents that were deleted or replaced.
@@ -98,7 +100,7 @@ class Collection:
         self._file: DocumentFile | None = None
         self._version: int | None = None
         self._last_key = -1
-        self._store = FaissVectorStore(embeddings)
+        self._store = FaissVectorStore(embeddings, kind="flat")
 
     def __len__(self) -> int:
         return len(self._current())
@@ -108,11 +110,7 @@ class Collection:
         return self._current().documents()
 
     def search(self, question: str, k: int) -> list[Document]:
-        """Return the ``k`` nearest documents with ``relevance_score`` in their metadata, best first.
-
-        Raises:
-            NotFoundError: the collection was deleted.
-        """
+        """Return the ``k`` nearest documents with ``relevance_score`` in their metadata, best first."""
         return self.retriever(k).retrieve(question, k)
 
     def retriever(self, k: int) -> PassageRetriever:
@@ -128,10 +126,7 @@ class Collection:
             documents: One without an id gets a hash of its content. The last of several with one id counts.
 
         Raises:
-            NotFoundError: the collection was deleted.
-            TooLargeError: it would hold too many documents.
-            OverloadedError: another writer did not end in time.
-            StorageError: the change could not be written, and was not made.
+            TooLargeError: the collection would hold too many documents.
         """
         copies = [stored_copy(document) for document in documents]
         entries = {str(document.id): IndexEntry(document) for document in copies}
@@ -151,13 +146,7 @@ class Collection:
         return result
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Delete documents by id, and return how many there were, when that is on the disk.
-
-        Raises:
-            NotFoundError: the collection was deleted.
-            OverloadedError: another writer did not end in time.
-            StorageError: the change could not be written, and was not made.
-        """
+        """Delete documents by id, and return how many there were, when that is on the disk."""
         with self._transaction() as (file, store):
             stored = [name for name in dict.fromkeys(ids) if store.table.key_of(name) is not None]
             if stored:
@@ -216,17 +205,13 @@ class Collection:
                 with file.transaction():
                     store = self._current()
                     if self._file is None or self._file.path != path:
-                        raise OverloadedError("the collection was created again meanwhile; try again")
+                        raise OverloadedError("the collection was created again meanwhile; try again later")
                     yield file, store
             finally:
                 file.close()
 
     def _current(self) -> FaissVectorStore:
-        """Return the store after reading what other processes changed.
-
-        Raises:
-            NotFoundError: the collection was deleted.
-        """
+        """Return the store after reading what was committed."""
         with self._lock, storage_errors(self.folder):
             path = existing_file(self.folder)  # has another name after the collection was created again
             if self._file is None or self._file.path != path:
@@ -238,7 +223,7 @@ class Collection:
                         "model, or create the collection again"
                     )
                 self._file, self._version, self._last_key = file, None, -1
-                self._store = FaissVectorStore(self._embeddings)
+                self._store = FaissVectorStore(self._embeddings, kind="flat")  # a graph would be built at every start
                 self._store.add_delete_listener(self._removed)
             version = self._file.data_version()
             if version != self._version:

@@ -25,7 +25,7 @@ from rag_posfix.retrieval.index.document_file import DocumentFile
 from rag_posfix.retrieval.index.folder_lock import locked, partial_folder
 from rag_posfix_api.collections.collection import Collection, existing_file, storage_errors
 from rag_posfix_api.collections.conversion import collection_file, is_collection
-from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, NotFoundError, TooLargeError
+from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, TooLargeError
 
 NAME_PATTERN: Final = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -37,13 +37,7 @@ _WAIT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class CollectionInfo:
-    """What a list says of a collection.
-
-    Attributes:
-        name: Its name.
-        created_at: Seconds since 1970.
-        documents: Number of documents.
-    """
+    """What a list says of a collection; the time of creation is in seconds since 1970."""
 
     name: str
     created_at: int
@@ -51,10 +45,12 @@ class CollectionInfo:
 
 
 class Collections:
-    """The collections below a folder. Safe for several threads and processes.
+    """The collections below a folder, which need not exist. Safe for several threads and processes.
+
+    Methods raise NotFoundError if the tenant has no collection of a name, InvalidRequestError if the name is not
+    allowed, and StorageError if a change could not be written.
 
     Args:
-        folder: Need not exist.
         max_collections: Maximum number of collections of a tenant.
         max_documents: Maximum number of documents of a collection.
     """
@@ -70,10 +66,8 @@ class Collections:
         """Create an empty collection.
 
         Raises:
-            InvalidRequestError: the name is not allowed.
             ConflictError: the tenant has a collection with this name.
             TooLargeError: the tenant has too many collections.
-            StorageError: it could not be written.
         """
         folder, created_at = self._folder_of(tenant, name), int(time.time())
         with storage_errors(folder):
@@ -100,24 +94,13 @@ class Collections:
         return collections
 
     def info(self, tenant: str, name: str) -> CollectionInfo:
-        """Return what a list says of one collection.
-
-        Raises:
-            NotFoundError: the tenant has none of this name.
-        """
+        """Return what a list says of one collection."""
         return _info(self._folder_of(tenant, name))
 
     def get(
         self, tenant: str, name: str, embeddings: Embeddings, removed: Callable[[Sequence[Document]], None]
     ) -> Collection:
-        """Return a collection.
-
-        Args:
-            removed: Is called with documents that are deleted or replaced; that of the first call counts.
-
-        Raises:
-            NotFoundError: the tenant has none of this name.
-        """
+        """Return a collection; ``removed`` of the first call is called with deleted and replaced documents."""
         folder = self._folder_of(tenant, name)
         existing_file(folder)
         with self._lock:
@@ -130,12 +113,7 @@ class Collections:
             return self._open[key]
 
     def delete(self, tenant: str, name: str, collection: Collection) -> list[Document]:
-        """Delete a collection and return the documents that it had, as far as they can be read.
-
-        Raises:
-            NotFoundError: the tenant has none of this name.
-            StorageError: it could not be deleted.
-        """
+        """Delete a collection and return the documents that it had, as far as they can be read."""
         folder = self._folder_of(tenant, name)
         path = existing_file(folder)
         documents: list[Document] = []
@@ -149,7 +127,7 @@ class Collections:
             except RetrievalError:
                 pass  # a damaged file has no writers
             if collection_file(folder) != path:
-                raise NotFoundError(f"there is no collection {name!r}; create it first", param="name")
+                raise FileNotFoundError(folder)
             with suppress(RagPosfixError):
                 documents = collection.documents()
             removed_folder = partial_folder(folder, uuid.uuid4().hex[:12])

@@ -3,7 +3,6 @@ import json
 import math
 import subprocess
 import sys
-import threading
 
 import bm25s
 import pytest
@@ -11,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from langchain_core.documents import Document
 
-from rag_posfix.contracts.retrieval import Retriever
-from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.bm25 import BM25Index, BM25Retriever, split_words
 from rag_posfix.retrieval.ingest.ingest import read_documents
 from tests.support.outside_data import outside_data
+from tests.support.threads import in_threads
 
 CATS = ["the cat sat", "the cat and the dog", "a bird"]
 
@@ -147,20 +145,6 @@ def test_statistics_follow_a_store_that_changes(embeddings):
     assert retriever.retrieve("cat bird", 5) == alone.retrieve("cat bird", 5)
 
 
-async def test_it_is_a_retriever_for_the_pipeline_and_for_langchain():
-    retriever = retriever_of(*CATS, k=1)
-    assert isinstance(retriever, Retriever)
-    assert len(retriever.invoke("cat")) == 1
-    assert len(retriever.invoke("cat", k=2)) == 2
-    assert await retriever.ainvoke("cat", k=2) == await retriever.aretrieve("cat", 2) == retriever.retrieve("cat", 2)
-
-
-@pytest.mark.parametrize(("question", "k"), [("", 1), (" \n", 1), ("cat", 0), ("cat", 1.5)])
-def test_an_empty_question_and_a_k_below_one_are_refused(question, k):
-    with pytest.raises(ConfigError, match=r"question is empty|must be an integer >= 1"):
-        retriever_of(*CATS).retrieve(question, k)
-
-
 @pytest.mark.parametrize("options", [{"k1": -1.0}, {"k1": math.nan}, {"b": 1.1}, {"filter": 3}])
 def test_a_parameter_out_of_range_is_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -172,23 +156,14 @@ def test_several_threads_may_search_while_documents_change(embeddings):
 
     store = FaissVectorStore.from_texts(["cat stays"], embeddings, ids=["stays"])
     retriever = BM25Retriever(table=store.table)
-    errors = []
 
     def work(number):
-        try:
-            for step in range(15):
-                store.add_texts([f"cat {step}"], ids=[f"{number}-{step}"])
-                assert "stays" in {document.id for document in retriever.retrieve("cat", 99)}
-                store.delete([f"{number}-{step}"])
-        except Exception as error:
-            errors.append(error)
+        for step in range(15):
+            store.add_texts([f"cat {step}"], ids=[f"{number}-{step}"])
+            assert "stays" in {document.id for document in retriever.retrieve("cat", 99)}
+            store.delete([f"{number}-{step}"])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    in_threads(work, range(3))
 
 
 def ndcg_at_10(found, relevant):

@@ -17,13 +17,6 @@ def test_passages_carry_id_and_relevance_best_first(store):
     assert "relevance_score" not in store.get_by_ids(["one"])[0].metadata
 
 
-async def test_invoke_uses_k_of_the_retriever_or_of_the_call(store):
-    retriever = PassageRetriever(store=store, k=1)
-    assert len(retriever.invoke("aaa")) == 1
-    assert len(retriever.invoke("aaa", k=2)) == 2
-    assert await retriever.ainvoke("aaa", k=2) == await retriever.aretrieve("aaa", 2) == retriever.retrieve("aaa", 2)
-
-
 async def test_a_filter_goes_to_the_store_with_every_question(embeddings):
     metadatas = [{"year": 1}, {"year": 2}, {"year": 2}]
     store = FaissVectorStore.from_texts(["aaa", "aab", "bbb"], embeddings, metadatas, ids=["one", "two", "three"])
@@ -32,23 +25,6 @@ async def test_a_filter_goes_to_the_store_with_every_question(embeddings):
     assert await retriever.ainvoke("aaa", k=1) == retriever.retrieve("aaa", 1)
     with pytest.raises(ConfigError, match="filter="):
         PassageRetriever(store=store, filter="year=2").retrieve("aaa", 3)
-
-
-@pytest.mark.parametrize("question", ["", " \n"])
-async def test_an_empty_question_is_refused(store, question):
-    retriever = PassageRetriever(store=store)
-    with pytest.raises(ConfigError, match="the question is empty"):
-        retriever.invoke(question)
-    with pytest.raises(ConfigError, match="the question is empty"):
-        await retriever.ainvoke(question)
-
-
-@pytest.mark.parametrize("k", [0, -3, 2.5])
-def test_k_below_one_is_refused(store, k):
-    with pytest.raises(ConfigError, match="must be an integer >= 1"):
-        PassageRetriever(store=store).retrieve("a", k)
-    with pytest.raises(ValueError, match="k"):
-        PassageRetriever(store=store, k=k)
 
 
 @pytest.mark.parametrize("texts", [[], ["abc"]])

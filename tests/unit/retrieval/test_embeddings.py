@@ -3,7 +3,6 @@ import math
 import shutil
 import subprocess
 import sys
-import threading
 from importlib import resources
 
 import pytest
@@ -18,6 +17,7 @@ from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.indexing import build_index
 from tests.support.cross_encoder import tiny_cross_encoder
+from tests.support.threads import in_threads
 
 
 @pytest.fixture(autouse=True)
@@ -144,13 +144,7 @@ def test_neither_a_missing_pooler_nor_a_head_changes_a_vector(encoder, changed):
 @pytest.mark.weights
 def test_threads_load_once_and_get_the_same_vectors():
     shared = SentenceEmbeddings()
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(tuple(shared.embed_query("x")))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4
+    results = in_threads(lambda _: tuple(shared.embed_query("x")), range(4))
     assert len(set(results)) == 1
 
 

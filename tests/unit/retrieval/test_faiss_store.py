@@ -1,5 +1,4 @@
 import itertools
-import threading
 
 import pytest
 from langchain_core.documents import Document
@@ -7,6 +6,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from tests.support.threads import in_threads
 
 
 def test_the_score_is_the_cosine_whatever_the_length_of_the_vectors(store):
@@ -146,23 +146,14 @@ def test_it_works_as_a_langchain_retriever(store):
 
 def test_threads_may_add_search_and_delete_at_once(embeddings):
     store = FaissVectorStore.from_texts(["abc"], embeddings, ids=["stays"])
-    errors = []
 
     def work(number):
-        try:
-            for step in range(30):
-                store.add_texts([f"abc {step}"], ids=[f"{number}-{step}"])
-                assert store.similarity_search("abc", k=3)
-                store.delete([f"{number}-{step}"])
-        except Exception as error:
-            errors.append(error)
+        for step in range(30):
+            store.add_texts([f"abc {step}"], ids=[f"{number}-{step}"])
+            assert store.similarity_search("abc", k=3)
+            store.delete([f"{number}-{step}"])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    in_threads(work, range(4))
     assert [document.id for document in store.similarity_search("abc", k=9)] == ["stays"]
 
 

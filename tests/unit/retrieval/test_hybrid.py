@@ -3,8 +3,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.documents import Document
 
-from rag_posfix.contracts.retrieval import Retriever
-from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.hybrid import HybridRetriever, min_max, reciprocal_ranks, weighted_scores
 
 
@@ -89,24 +87,6 @@ def test_each_retriever_is_asked_for_the_candidates_or_for_k_if_that_is_more():
     hybrid.retrieve("\ud800q", 2)
     hybrid.retrieve("q", 8)
     assert [part.asked for part in parts] == [[("\ufffdq", 5), ("q", 8)]] * 2
-
-
-async def test_it_is_a_retriever_for_the_pipeline_and_for_langchain():
-    inner = HybridRetriever(retrievers=[Fixed(A), Fixed(B)], fusion="score")
-    hybrid = HybridRetriever(retrievers=[inner, Fixed(B)], k=1)
-    assert isinstance(hybrid, Retriever)
-    assert len(hybrid.invoke("q")) == 1
-    assert len(hybrid.invoke("q", k=3)) == 3
-    assert await hybrid.ainvoke("q", k=3) == await hybrid.aretrieve("q", 3) == hybrid.retrieve("q", 3)
-
-
-@pytest.mark.parametrize(("question", "k"), [("", 1), ("q", 0)])
-async def test_an_empty_question_and_a_k_below_one_are_refused(question, k):
-    hybrid = HybridRetriever(retrievers=[Fixed(A), Fixed(B)])
-    with pytest.raises(ConfigError, match=r"question is empty|must be an integer >= 1"):
-        hybrid.retrieve(question, k)
-    with pytest.raises(ConfigError, match=r"question is empty|must be an integer >= 1"):
-        await hybrid.aretrieve(question, k)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,30 @@
+import io
 import itertools
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 
+import faiss
+import numpy as np
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from rag_posfix.errors import RetrievalError
+from rag_posfix.retrieval.bm25 import BM25Index, BM25Retriever
 from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.index import storage
-from rag_posfix.retrieval.index.storage import read_manifest
+from rag_posfix.retrieval.index.documents import searchable_text
+from rag_posfix.retrieval.index.file_formats import BM25_ROLES, read_vectors
+from rag_posfix.retrieval.index.storage import read_bm25, read_entries
+from rag_posfix.retrieval.index.vector_index import VectorIndex
+from tests.support.index_files import data_file, forge_file
 from tests.support.letter_embeddings import LetterEmbeddings
+
+OLD_INDEX = Path(__file__).resolve().parents[3] / "data" / "old_stores" / "index-2"
 
 
 @pytest.fixture
@@ -22,13 +33,15 @@ def folder(store, tmp_path):
     return tmp_path / "index"
 
 
-def data_file(folder, role):
-    return folder / read_manifest(folder).files[role].name
+@pytest.fixture
+def with_words(store, folder):
+    store.save(folder, bm25=BM25Index.build(map(searchable_text, store.documents())))
+    return folder
 
 
-def refusal(folder, embeddings=None):
+def refusal(folder, embeddings=None, **options):
     with pytest.raises(RetrievalError) as caught:
-        FaissVectorStore.load(folder, embeddings or LetterEmbeddings())
+        FaissVectorStore.load(folder, embeddings or LetterEmbeddings(), **options)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -46,6 +59,15 @@ def test_a_saved_store_is_the_same_after_loading(embeddings, tmp_path):
     assert loaded.get_by_ids(["a", "b"]) == documents
     assert (manifest.count, manifest.dimension, manifest.embedding) == (2, 26, "letters:26")
     assert loaded.similarity_search_with_score("im end", k=2) == store.similarity_search_with_score("im end", k=2)
+    assert str(tmp_path) not in (tmp_path / "new" / "index" / "manifest.json").read_text()
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_an_index_that_an_earlier_release_wrote_is_read(embeddings, mmap):
+    store = FaissVectorStore.load(OLD_INDEX, embeddings, mmap=mmap)
+    (first, score), *_ = store.similarity_search_with_score("aaa", 3)
+    assert (first.id, first.metadata["n"], score, len(store)) == ("a", 1, 1.0, 3)
+    assert [hit.id for hit in BM25Retriever.load(OLD_INDEX, mmap=mmap).retrieve("ü", 3)] == ["c"]
 
 
 def test_a_loaded_store_can_be_changed_and_saved_again(folder, embeddings):
@@ -64,41 +86,37 @@ def test_an_index_can_be_moved(folder, embeddings, tmp_path):
     assert len(FaissVectorStore.load(tmp_path / "elsewhere", embeddings)) == 3
 
 
-def test_an_empty_store_can_be_saved_and_loaded(embeddings, tmp_path):
-    FaissVectorStore(embeddings).save(tmp_path / "index")
-    assert FaissVectorStore.load(tmp_path / "index", embeddings).similarity_search("a") == []
+@pytest.mark.parametrize("mmap", [False, True])
+def test_an_empty_store_can_be_saved_and_loaded(embeddings, tmp_path, mmap):
+    FaissVectorStore(embeddings).save(tmp_path / "index", bm25=BM25Index.build([]))
+    assert FaissVectorStore.load(tmp_path / "index", embeddings, mmap=mmap).similarity_search("a") == []
+    assert BM25Retriever.load(tmp_path / "index", mmap=mmap).retrieve("a", 3) == []
 
 
-def test_an_existing_empty_folder_is_used(store, tmp_path):
+def test_an_existing_empty_folder_is_used_also_after_a_save_that_was_stopped(store, embeddings, tmp_path):
+    (tmp_path / "vectors-0123456789ab.faiss").write_bytes(b"left over")
     store.save(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(FaissVectorStore.load(tmp_path, embeddings)) == 3
 
 
-def test_the_manifest_holds_no_path_of_this_machine(folder, tmp_path):
-    assert str(tmp_path) not in (folder / "manifest.json").read_text()
-
-
-@pytest.mark.parametrize("role", ["vectors", "documents"])
-def test_a_truncated_file_is_named(folder, role):
-    path = data_file(folder, role)
-    path.write_bytes(path.read_bytes()[:-3])
-    assert f"{path.name} has {path.stat().st_size} bytes, expected" in refusal(folder)
-
-
-@pytest.mark.parametrize("role", ["vectors", "documents"])
-def test_a_flipped_byte_is_found(folder, role):
-    path = data_file(folder, role)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    assert f"{path.name} has changed" in refusal(folder)
-
-
-@pytest.mark.parametrize("role", ["vectors", "documents"])
-def test_a_missing_file_is_named(folder, role):
-    path = data_file(folder, role)
-    path.unlink()
-    assert f"{path.name} is missing" in refusal(folder)
+@pytest.mark.parametrize("role", ["vectors", "documents", "table", *BM25_ROLES])
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_file_that_is_truncated_changed_or_missing_is_named(with_words, role, mmap):
+    path = data_file(with_words, role)
+    content = path.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    damages = (
+        (content[:-3], False, f"{path.name} has {len(content) - 3} bytes, expected {len(content)}"),
+        (bytes(flipped), True, f"{path.name} has changed"),
+        (None, False, f"{path.name} is missing"),
+    )
+    for damaged, verify, problem in damages:
+        path.write_bytes(damaged) if damaged is not None else path.unlink()
+        assert problem in refusal(with_words, mmap=mmap, verify=verify)
+        if role != "vectors" and (mmap or role != "table" or verify):
+            with pytest.raises(RetrievalError, match=problem):
+                BM25Retriever.load(with_words, mmap=mmap, verify=verify)
 
 
 def test_another_embedding_model_is_refused_by_name(folder):
@@ -134,46 +152,138 @@ def test_a_damaged_or_foreign_manifest_is_explained(folder, content, problem):
     assert problem in refusal(folder)
 
 
-def rewrite(folder, **changes):
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"count": 4}, "holds 3 vectors of dimension 26 and 3 documents, the manifest says 4"),
+        ({"files": {}}, "names no vectors file"),
+        ({"files": {"vectors": {"name": "../x", "bytes": 1, "sha256": ""}}}, "wrong fields: files.vectors.name"),
+    ],
+)
+def test_a_manifest_that_contradicts_its_files_or_names_others_is_refused(folder, changes, problem):
     path = folder / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    assert problem in refusal(folder)
 
 
-def test_a_manifest_that_contradicts_its_files_is_refused(folder):
-    rewrite(folder, count=4)
-    assert "holds 3 vectors of dimension 26 and 3 documents, the manifest says 4" in refusal(folder)
-    rewrite(folder, files={})
-    assert "names no vectors file" in refusal(folder)
+# Files whose hashes are right and whose contents are not.
 
 
-def test_a_manifest_cannot_name_files_outside_of_its_folder(folder):
-    rewrite(folder, files={"vectors": {"name": "../x", "bytes": 1, "sha256": ""}})
-    assert "wrong fields: files.vectors.name" in refusal(folder)
+def longer(vectors: bytes) -> bytes:
+    """Vectors that claim to be a terabyte: header of the inner index, then the number of values."""
+    position = vectors.index(b"IxFI") + 4 + 4 + 8 + 8 + 8 + 1 + 4
+    return vectors[:position] + (2**38).to_bytes(8, "little") + vectors[position + 8 :]
 
 
-def forge(folder, role, data):
-    """Replace a file and make the manifest agree with it."""
-    path = data_file(folder, role)
-    path.write_bytes(data)
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    rewrite(folder, files={**files, role: storage.describe_file(path).model_dump()})
+def equal_keys(vectors: bytes) -> bytes:
+    return vectors[:-16] + vectors[-24:-16] + vectors[-8:]  # the second key becomes the first
 
 
-@pytest.mark.parametrize("line", [b"{}\n", b"[]\n", b"x\n", b"\xff\n", b'{"key":0,"id":"a","text":5,"metadata":{}}\n'])
-def test_documents_that_are_none_are_refused(folder, line):
-    forge(folder, "documents", line)
-    assert "holds a line that is not a document" in refusal(folder)
+@pytest.mark.parametrize(
+    ("role", "change", "problem"),
+    [
+        *(("documents", line, "holds a line that is not a document") for line in (
+            b"{}\n", b"[]\n", b"x\n", b"\xff\n", b'{"key":0,"id":"a","text":5,"metadata":{}}\n',
+        )),
+        ("documents", lambda lines: lines.replace(b'"key": 0', b'"key": 9'), "different keys"),
+        ("vectors", b"nothing of faiss", "faiss cannot read"),
+        ("vectors", longer, "faiss cannot read"),
+        ("vectors", equal_keys, "contradict their keys"),
+    ],
+)  # fmt: skip
+def test_documents_and_vectors_that_are_none_are_refused(folder, role, change, problem):
+    forge_file(folder, role, change)
+    assert problem in refusal(folder)
+    assert faiss.get_deserialization_vector_byte_limit() >= 2**40
 
 
-def test_vectors_that_are_none_are_refused(folder):
-    forge(folder, "vectors", b"nothing of faiss")
-    assert "faiss cannot read" in refusal(folder)
+@pytest.mark.parametrize(
+    "line",
+    [b"{broken", b"[1]", b"7", b'{"key": 99999999999999999999, "id": "a", "text": "t", "metadata": {}}', b"[" * 9000],
+)
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_document_that_is_none_is_an_error_whenever_it_is_read(folder, line, mmap):
+    def first_line(data: bytes) -> bytes:
+        old = data.partition(b"\n")[0]
+        return line[: len(old)].ljust(len(old)) + data[len(old) :]
+
+    forge_file(folder, "documents", first_line)
+    with pytest.raises(RetrievalError):
+        list(read_entries(folder, mmap=mmap).values())
 
 
-def test_documents_with_keys_of_other_vectors_are_refused(folder):
-    lines = data_file(folder, "documents").read_bytes().replace(b'"key": 0', b'"key": 9')
-    forge(folder, "documents", lines)
-    assert "different keys" in refusal(folder)
+def array(header: str) -> bytes:
+    """A .npy file with this header and no data."""
+    text = header.encode().ljust(118) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+def archive() -> bytes:
+    out = io.BytesIO()
+    np.savez(out, a=np.zeros(1))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        array("{'descr': '<i8', 'fortran_order': False, 'shape': (99999999999999, 2), }"),
+        array("{'descr': '<i8', 'fortran_order': False, 'shape': (9999999999999999999999, 2), }"),
+        array("{'descr': '|O', 'fortran_order': False, 'shape': (2, 2), }"),
+        array("{'descr': '<i8', 'fortran_order': False, 'shape': (-1, 2), }"),
+        array("((((((((((((((((((((((((((((((("),
+        b"PK\x03\x04 no archive",
+        b"nothing of numpy",
+        b"",
+        archive(),
+    ],
+)
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("role", ["table", "bm25_texts", "bm25_shares"])
+def test_an_array_that_is_none_is_an_error(with_words, content, mmap, role):
+    forge_file(with_words, role, content)
+    with pytest.raises(RetrievalError, match="holds no"):
+        read_bm25(with_words, mmap=mmap)
+    if role == "table":
+        with pytest.raises(RetrievalError):
+            list(read_entries(with_words, mmap=True).values())
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (b"{}", "holds no words"),
+        (b'{"k1": 0.9, "b": 0.4, "count": 3, "words": ["a"]}', "contradict each other"),
+    ],
+)
+def test_words_that_are_none_are_refused(with_words, words, problem):
+    forge_file(with_words, "bm25_words", words)
+    with pytest.raises(RetrievalError, match=problem):
+        BM25Retriever.load(with_words)
+
+
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_vectors_with_any_number_damaged_are_a_value_error_or_readable(kind, mapped, tmp_path):
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((50, 8)).astype(np.float32)
+    index = VectorIndex(8, kind)
+    index.add(np.arange(50, dtype=np.int64), rows / np.linalg.norm(rows, axis=1, keepdims=True))
+    path = tmp_path / "vectors.faiss"
+    faiss.write_index(index.stored, str(path))
+    data, choose = path.read_bytes(), random.Random(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(data)
+        position = choose.randrange(min(len(damaged), 160))
+        number = choose.choice([0, 2**31, 2**39, 2**62, choose.getrandbits(64)])
+        damaged[position : position + 8] = number.to_bytes(8, "little")
+        path.write_bytes(damaged)
+        try:
+            read_vectors(path, mapped=mapped)
+        except ValueError:
+            refused += 1
+    assert refused > 100
 
 
 def failing(original, error, nth):
@@ -214,21 +324,12 @@ def test_a_save_that_is_interrupted_leaves_the_old_index(folder, embeddings, mon
 
 
 def test_a_first_save_that_is_interrupted_leaves_nothing_and_can_be_repeated(store, tmp_path, monkeypatch):
-    def fail(self, target):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", fail)
+        patched.setattr(Path, "replace", failing(Path.replace, KeyboardInterrupt, 1))
         with pytest.raises(KeyboardInterrupt):
             store.save(tmp_path / "index")
     assert list(tmp_path.iterdir()) == []
     store.save(tmp_path / "index")
-
-
-def test_a_save_into_an_empty_folder_that_was_stopped_can_be_repeated(store, embeddings, tmp_path):
-    (tmp_path / "vectors-0123456789ab.faiss").write_bytes(b"left over")
-    store.save(tmp_path)
-    assert len(FaissVectorStore.load(tmp_path, embeddings)) == 3
 
 
 def test_a_folder_with_other_content_is_never_written_to(store, tmp_path):

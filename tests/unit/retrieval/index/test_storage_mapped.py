@@ -5,13 +5,14 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.bm25 import BM25Index, BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.index import vector_index
 from rag_posfix.retrieval.index.documents import searchable_text
 from rag_posfix.retrieval.index.file_formats import BM25_ROLES
-from rag_posfix.retrieval.index.storage import describe_file, read_manifest
+from rag_posfix.retrieval.index.storage import read_manifest
+from tests.support.index_files import data_file
 from tests.support.letter_embeddings import LetterEmbeddings
 
 EMBEDDINGS = DeterministicFakeEmbedding(size=16)
@@ -94,34 +95,6 @@ def test_a_loaded_store_can_be_added_to_and_finds_nothing_that_was_deleted(folde
     assert store.get_by_ids(["002"]) == []
 
 
-def data_file(folder, role):
-    return folder / read_manifest(folder).files[role].name
-
-
-@pytest.mark.parametrize("role", ["vectors", "documents", "table"])
-def test_a_mapped_store_notices_a_truncated_file_without_reading_all(folder, role):
-    path = data_file(folder, role)
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(RetrievalError, match=f"{path.name} has .* bytes, expected"):
-        FaissVectorStore.load(folder, EMBEDDINGS, mmap=True, verify=False)
-
-
-@pytest.mark.parametrize("role", ["vectors", "documents", "table"])
-def test_a_mapped_store_notices_a_changed_file_unless_told_not_to_look(folder, role):
-    path = data_file(folder, role)
-    data = bytearray(path.read_bytes())
-    data[-20] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(RetrievalError, match=f"{path.name} has changed"):
-        FaissVectorStore.load(folder, EMBEDDINGS, mmap=True)
-
-
-def test_an_empty_store_can_be_mapped(tmp_path):
-    FaissVectorStore(EMBEDDINGS).save(tmp_path / "index", bm25=BM25Index.build([]))
-    assert FaissVectorStore.load(tmp_path / "index", EMBEDDINGS, mmap=True).similarity_search("a") == []
-    assert BM25Retriever.load(tmp_path / "index", mmap=True).retrieve("a", 3) == []
-
-
 @pytest.mark.parametrize("mmap", [True, False])
 def test_word_statistics_are_the_same_after_loading(folder, mmap):
     store = FaissVectorStore.load(folder, EMBEDDINGS)
@@ -149,42 +122,6 @@ def test_word_statistics_of_other_documents_are_counted_anew(folder):
 def test_word_statistics_of_another_number_of_documents_are_refused(store, tmp_path):
     with pytest.raises(ConfigError, match="word statistics of 1 documents do not fit a store of 3"):
         store.save(tmp_path / "index", bm25=BM25Index.build(["x"]))
-
-
-@pytest.mark.parametrize("role", BM25_ROLES)
-@pytest.mark.parametrize("mmap", [True, False])
-def test_damaged_word_statistics_are_named(folder, role, mmap):
-    path = data_file(folder, role)
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(RetrievalError, match=f"{path.name} has .* bytes, expected"):
-        BM25Retriever.load(folder, mmap=mmap, verify=False)
-    path.unlink()
-    with pytest.raises(RetrievalError, match=f"{path.name} is missing"):
-        BM25Retriever.load(folder, mmap=mmap)
-
-
-def forge(folder, role, data):
-    """Replace a file and make the manifest agree with it."""
-    path = data_file(folder, role)
-    path.write_bytes(data)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][role] = describe_file(path).model_dump()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize(
-    ("role", "data", "problem"),
-    [
-        ("bm25_words", b"{}", "holds no words"),
-        ("bm25_words", b'{"k1": 0.9, "b": 0.4, "count": 280, "words": ["a"]}', "contradict each other"),
-        ("bm25_shares", b"nothing of numpy", "holds no array"),
-        ("table", b"nothing of numpy", "holds no array"),
-    ],
-)
-def test_word_statistics_that_are_none_are_refused(folder, role, data, problem):
-    forge(folder, role, data)
-    with pytest.raises(RetrievalError, match=problem):
-        BM25Retriever.load(folder, mmap=role == "table")
 
 
 def test_an_index_of_the_first_version_is_read_mapped_or_not(store, embeddings, tmp_path):
