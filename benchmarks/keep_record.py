@@ -20,11 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def keep(source: Path, target: Path) -> None:
-    """Write the record to the files of another name.
-
-    Raises:
-        EvaluationError: the record cannot be read, or its rows are not those of its head.
-    """
+    """Write the record to the files of another name."""
     head = read_head(source)
     if isinstance(head.get("rows"), list):
         rows = head.pop("rows")

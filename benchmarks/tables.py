@@ -62,11 +62,7 @@ def scores(log_probability: float, accuracy: float) -> str:
 
 
 def methods_of(heads: Sequence[Head], key: str = "mitigations") -> dict[str, Any]:
-    """Return what the records say of each method.
-
-    Raises:
-        EvaluationError: the records are not of one experiment.
-    """
+    """Return what the records say of each method."""
     if any(experiment(head) != experiment(heads[0]) for head in heads):
         raise EvaluationError("records differ in kind, data, questions or positions; give those of one experiment")
     return first_of(heads, key)
@@ -335,11 +331,7 @@ WITH_FLOORS = ("positions", "stability", "settings", "arrangements")
 
 
 def table(heads: Sequence[Head], layout: str | None = None) -> str:
-    """Return the Markdown table of records, in a layout of ``LAYOUTS``; that of their kind if None.
-
-    Raises:
-        EvaluationError: there is no such layout, or the records are not of one experiment.
-    """
+    """Return the Markdown table of records, in a layout of ``LAYOUTS``; that of their kind if None."""
     name = layout or str(heads[0].get("kind"))
     if name not in LAYOUTS:
         raise EvaluationError(f"no table has the layout {name!r}; there are: {', '.join(LAYOUTS)}")
@@ -351,11 +343,7 @@ def table(heads: Sequence[Head], layout: str | None = None) -> str:
 
 
 def table_of(words: Sequence[str], folder: Path | None = None) -> str:
-    """Return the table for words: names of records in ``folder``, or paths, and optionally ``as LAYOUT``.
-
-    Raises:
-        EvaluationError: a record cannot be read, or the table cannot be made.
-    """
+    """Return the table for words: names of records in ``folder``, or paths, and optionally ``as LAYOUT``."""
     names, layout = (words[:-2], words[-1]) if words[-2:-1] == ["as"] else (words, None)
     if not names:
         raise EvaluationError("no record is named; give paths of records, as in benchmarks/results/*.json")

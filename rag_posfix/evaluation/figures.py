@@ -29,9 +29,6 @@ def with_figure(record: ExperimentRecord, draw: Callable[[Mapping[str, Any]], Fi
     """Return the record with a figure next to its files, as SVG and PNG; as it is if it has no files.
 
     Without matplotlib (extra ``eval``) there is no figure, and a warning says how to get one.
-
-    Raises:
-        EvaluationError: a file cannot be written.
     """
     written = record.files.get("record", record.files.get("profile"))
     if written is None:
@@ -45,11 +42,7 @@ def with_figure(record: ExperimentRecord, draw: Callable[[Mapping[str, Any]], Fi
 
 
 def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
-    """Write a figure as SVG and PNG next to a record, and return the paths by format.
-
-    Raises:
-        EvaluationError: a file cannot be written.
-    """
+    """Write a figure as SVG and PNG next to a record, and return the paths by format."""
     paths = {kind: record.with_suffix(f".{kind}") for kind in ("svg", "png")}
     for kind, path in paths.items():
         try:
@@ -78,21 +71,13 @@ def _drawn(figure: Figure, kind: str) -> bytes:
 
 
 def new_axes(size: tuple[float, float]) -> tuple[Figure, Any]:
-    """Return a figure of a size in inches with one pair of axes.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Return a figure of a size in inches with one pair of axes."""
     figure, (axes,) = new_row(1, size)
     return figure, axes
 
 
 def new_row(count: int, size: tuple[float, float], *, share_y: bool = False) -> tuple[Figure, tuple[Any, ...]]:
-    """Return a figure of a size in inches with axes side by side, of one scale of y with ``share_y``.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Return a figure of a size in inches with axes side by side, of one scale of y with ``share_y``."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -119,7 +104,6 @@ def draw_positions(
     Args:
         title: Replaces the title, which names model, questions and data.
         names: Shown in the legend in place of a method's label.
-        size: Width and height in inches.
         bounds: Draw the gold passage alone and the model without passages too.
     """
     summary = head["summary"]

@@ -66,11 +66,7 @@ class LineJournal(Generic[Row]):
         return dict(self._rows)
 
     def add(self, key: str, row: Row) -> None:
-        """Add a row.
-
-        Raises:
-            EvaluationError: the file cannot be written.
-        """
+        """Add a row."""
         self._rows[key] = row
         self._earlier.pop(key, None)
         if self._path is None:

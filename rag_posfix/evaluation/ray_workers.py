@@ -22,10 +22,6 @@ def connected() -> Iterator[Any]:
 
     A process that is connected already stays connected. Otherwise Ray itself decides what to connect to: the cluster
     that ``RAY_ADDRESS`` names, or a new one on this machine.
-
-    Raises:
-        ConfigError: Ray is not installed.
-        EvaluationError: the cluster cannot be reached or started.
     """
     try:
         import ray
@@ -78,11 +74,7 @@ class RayWorkers:
         return next(self._finished(method, [arguments]))[1]
 
     def one(self, method: str, *arguments: Any) -> Any:
-        """Call a method once and return the result.
-
-        Raises:
-            EvaluationError: the call failed.
-        """
+        """Call a method once and return the result."""
         return next(self.each(method, [arguments]))[1]
 
     def each(self, method: str, calls: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Any]]:
@@ -90,9 +82,6 @@ class RayWorkers:
 
         Args:
             calls: The arguments of each call; a reference stands for its value, but not within a list or an object.
-
-        Raises:
-            EvaluationError: a call failed, or its process died more often than ``RESTARTS``.
         """
         for index, reference in self._finished(method, calls):
             yield index, self._get(reference)
@@ -141,11 +130,6 @@ def ray_workers(worker: type, arguments: Sequence[Any], count: int) -> Iterator[
     Args:
         worker: The class of which each process holds an object. It should load models at the first call, and not when
             it is made: of an object that cannot be made, Ray tells the reason only within a longer text.
-        count: Number of processes, each with one CPU.
-
-    Raises:
-        ConfigError: Ray is not installed.
-        EvaluationError: the cluster cannot be reached or started.
     """
     with connected() as ray:
         remote = ray.remote(worker).options(num_cpus=1, max_restarts=RESTARTS, max_task_retries=RESTARTS)

@@ -129,11 +129,7 @@ def file_digest(path: Path) -> str:
 
 
 def write_whole(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write a file and its folder, with the permissions of the umask; after an error an old file is still there.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file and its folder, with the permissions of the umask; after an error an old file is still there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.parent / f".{path.name}-{secrets.token_hex(8)}"
     try:
@@ -148,11 +144,7 @@ def write_whole(path: Path, chunks: Iterable[bytes]) -> None:
 def write_record(
     folder: Path, name: str, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] | None = None
 ) -> Path:
-    """Write a record to new files ``NAME-TIME.json`` and, if it has rows, ``NAME-TIME.jsonl.gz``; return the head's.
-
-    Raises:
-        EvaluationError: the folder cannot be written.
-    """
+    """Write a record to new files ``NAME-TIME.json`` and, if it has rows, ``NAME-TIME.jsonl.gz``; return the first."""
     path = folder / f"{name}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S%f')}.json"
     save_record(path, head, rows)
     return path
@@ -164,12 +156,8 @@ def save_record(path: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str,
     The head is written last, so that a head always has its rows.
 
     Args:
-        path: Of the head, ending in ``.json``.
         head: All but ``rows``.
         rows: None for a record without rows.
-
-    Raises:
-        EvaluationError: a file cannot be written.
     """
     files: dict[Path, bytes] = {}
     content = dict(head)
@@ -193,11 +181,7 @@ def save_record(path: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str,
 
 
 def read_head(path: Path) -> dict[str, Any]:
-    """Return the head of a record.
-
-    Raises:
-        EvaluationError: the file is missing or is no JSON object.
-    """
+    """Return the head of a record."""
     try:
         head = orjson.loads(path.read_bytes())
     except OSError as error:

@@ -134,11 +134,7 @@ def randomisation_p(differences: Sequence[float], *, resamples: int = _RESAMPLES
 
 
 def t_test_p(differences: Sequence[float]) -> float:
-    """Return the two-sided p of the paired t-test; 1 for fewer than two queries or no difference at all.
-
-    Raises:
-        ConfigError: scipy is not installed.
-    """
+    """Return the two-sided p of the paired t-test; 1 for fewer than two queries or no difference at all."""
     count = len(differences)
     average = math.fsum(differences) / count if count else 0.0
     if count < 2 or average == 0.0:

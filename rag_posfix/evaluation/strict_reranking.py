@@ -14,11 +14,7 @@ from rag_posfix.errors import EvaluationError
 def rerank_or_raise(
     reranker: Reranker, documents: Sequence[Document], question: str, *, label: str, query: str
 ) -> Sequence[Document]:
-    """Return what a reranker returns; ``label`` and ``query``, the question's id, are for messages.
-
-    Raises:
-        EvaluationError: the reranker failed, or a guard around it returned the documents in their order.
-    """
+    """Return what a reranker returns; ``label`` and ``query``, the question's id, are for messages."""
     with collected_warnings() as warnings:
         try:
             returned = reranker.compress_documents(documents, question)

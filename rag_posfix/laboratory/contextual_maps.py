@@ -59,9 +59,6 @@ def counted(decoder: Decoder, ids: Tensor) -> Counted:
     Args:
         decoder: A decoder with the encoding ``cope`` or one that derives from it.
         ids: (1, T).
-
-    Raises:
-        ConfigError: the decoder has another encoding.
     """
     own = decoder.positions
     if not isinstance(own, CopePositions):
@@ -116,16 +113,7 @@ def map_contextual_positions(
     Differs from the paper: a small decoder on generated text (the task ``language``) instead of Wikitext.
 
     Args:
-        folder: Of a decoder of ``rag-posfix lab run language --encoding cope``.
-        texts: Number of texts for the mean gates.
         people: Of the texts, as the decoder was trained with (``language:people=N``).
-        out: Folder for the record and the picture; None writes nothing.
-        progress: Progress callback (``evaluation.record.Progress``).
-
-    Raises:
-        ConfigError: the folder holds no decoder, it has another encoding, or it was trained on another task; the task
-            refuses ``people``.
-        EvaluationError: a file cannot be written.
     """
     decoder = load_decoder(folder)
     if decoder.shape.vocabulary != len(WORDS):

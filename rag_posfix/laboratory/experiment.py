@@ -42,19 +42,12 @@ def run_laboratory(
 
     Args:
         seeds: Number of seeds; seed n has the same start values and examples for every encoding.
-        settings: Sizes and training; the defaults if None.
         device: "cpu", "cuda", ...; "auto" is a GPU if there is one.
         out: Folder for checkpoints, decoders, record, table and picture; None writes nothing. Runs that are finished
             there are not repeated, and others continue at their checkpoint.
-        progress: Progress callback (``evaluation.record.Progress``).
 
     Returns:
         The record: one row per encoding, seed and split, and one per evaluation during training.
-
-    Raises:
-        ConfigError: an encoding is named twice, is not for decoders, or does not fit the sizes or lengths; there are
-            no seeds; or there is no such device.
-        EvaluationError: a file cannot be written.
     """
     chosen = settings or TrainingSettings()
     found_device = _device(device)

@@ -47,7 +47,6 @@ def measure(decoder: Decoder, task: Task, split: str, examples: int, device: tor
 
     Args:
         decoder: The decoder; it is set to evaluate and back.
-        split: One of the task's splits.
     """
     training = decoder.training
     decoder.eval()

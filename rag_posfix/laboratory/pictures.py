@@ -16,9 +16,6 @@ def draw_laboratory(head: Mapping[str, Any]) -> Figure:
 
     Tasks that measure by place have curves over the places, with axes for each split; perplexity has a curve over the
     splits; other tasks have bars by split. Bands and whiskers go from the lowest to the highest seed.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
     """
     summary = head["summary"]
     if summary["by_place"]:

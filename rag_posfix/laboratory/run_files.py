@@ -98,11 +98,7 @@ class RunFiles:
             return None
 
     def finish(self, decoder: Decoder, run: FinishedRun) -> None:
-        """Write the decoder and the result, and remove the checkpoint.
-
-        Raises:
-            EvaluationError: the folder cannot be written.
-        """
+        """Write the decoder and the result, and remove the checkpoint."""
         if self.folder is None:
             return
         decoder.save(self.folder)
@@ -115,11 +111,7 @@ class RunFiles:
         (self.folder / CHECKPOINT).unlink(missing_ok=True)
 
     def keep(self, decoder: Decoder, optimizer: torch.optim.Optimizer, snapshot: Snapshot) -> None:
-        """Write a checkpoint.
-
-        Raises:
-            EvaluationError: the folder cannot be written.
-        """
+        """Write a checkpoint."""
         if self.folder is None:
             return
         from safetensors.torch import save

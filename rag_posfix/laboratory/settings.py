@@ -56,11 +56,7 @@ class TrainingSettings:
         check_parameters(self, "lab")
 
     def shape(self, vocabulary: int) -> DecoderShape:
-        """Return the shape of the decoder for a task.
-
-        Raises:
-            ConfigError: ``width`` does not fit ``heads``.
-        """
+        """Return the shape of the decoder for a task."""
         return DecoderShape(
             vocabulary, self.layers, self.heads, self.width, self.inner or 4 * self.width, self.norm, self.dropout
         )

@@ -38,11 +38,7 @@ class Trainee:
 
 
 def new_decoder(trainee: Trainee, device: torch.device) -> Decoder:
-    """Return a decoder at its start values; equal seeds give equal ones.
-
-    Raises:
-        ConfigError: the encoding is not for decoders, or does not fit the sizes.
-    """
+    """Return a decoder at its start values; equal seeds give equal ones."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(generator_for("start", trainee.seed).initial_seed())
         return Decoder(trainee.encoding, trainee.settings.shape(trainee.task.vocabulary)).to(device)
@@ -60,11 +56,6 @@ def train(
 
     Args:
         files: Checkpoint and result; a finished run is not repeated.
-        report: Called with steps done and most steps.
-
-    Raises:
-        ConfigError: the encoding does not fit the sizes or the lengths of the task.
-        EvaluationError: a file cannot be written.
     """
     earlier = files.finished()
     settings, task = trainee.settings, trainee.task

@@ -48,18 +48,8 @@ def run_probes(
 
     A probe that cannot measure this model is left out, and the page says why.
 
-    Args:
-        subject: The model.
-        probes: The probes.
-        out: The folder.
-        progress: Progress callback (``evaluation.record.Progress``).
-
     Returns:
         What was found, and the path of the page.
-
-    Raises:
-        ConfigError: a parameter does not fit the model.
-        EvaluationError: the folder cannot be written.
     """
     records: dict[str, ExperimentRecord] = {}
     refused: dict[str, str] = {}
@@ -83,7 +73,6 @@ def probe_page(found: ProbedModel, probes: Sequence[Probe]) -> str:
     """Return an HTML page about a model that loads nothing from elsewhere: style and pictures are inside.
 
     Args:
-        found: What was found.
         probes: The probes that ran, for their texts and tables.
     """
     name = escape(str(found.facts["model"]))

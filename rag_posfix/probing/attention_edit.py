@@ -60,8 +60,6 @@ def scaled_score(
         rise by their size.
 
     Args:
-        key: The key.
-        factor: The factor.
         layer: The layer; None edits all.
         heads: The heads; None edits all.
     """

@@ -52,35 +52,18 @@ class Probe(Parametrised, ABC):
         check_parameters(self, self.name)
 
     def check(self) -> None:
-        """Check what the parameters name, such as a file, before a model is loaded.
-
-        Raises:
-            ConfigError: a parameter is wrong.
-            EvaluationError: a file cannot be used.
-        """
+        """Check what the parameters name, such as a file, before a model is loaded."""
 
     @abstractmethod
     def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
         """Measure a model, and write the record and its picture to a folder; None writes nothing.
 
         The model stays as it is.
-
-        Raises:
-            ConfigError: a parameter does not fit the model.
-            UnsupportedModelError: the model cannot be measured in this way.
-            EvaluationError: the folder cannot be written.
         """
 
     @abstractmethod
     def draw(self, head: Mapping[str, Any]) -> Figure:
-        """Return the picture of a record.
-
-        Args:
-            head: The head of the record.
-
-        Raises:
-            ConfigError: matplotlib is not installed.
-        """
+        """Return the picture of a record."""
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return what is printed of a record as rows of text, the headings first; none by default."""

@@ -80,11 +80,7 @@ def shares(curve: Tensor) -> dict[str, float]:
 
 
 def untrained(subject: Subject, seed: int) -> Any:
-    """Return a model of the same configuration with random weights, as its library draws them.
-
-    Raises:
-        UnsupportedModelError: the subject has no configuration to build from.
-    """
+    """Return a model of the same configuration with random weights, as its library draws them."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if isinstance(subject, SmallDecoder):

@@ -13,9 +13,6 @@ def draw_map(figure: Figure, axes: Any, values: Sequence[Sequence[float]], **opt
     """Draw a matrix with its colour bar; rows upwards from the first.
 
     Args:
-        figure: The figure.
-        axes: Where in it.
-        values: Numbers, row by row.
         options: Of matplotlib's ``imshow``.
     """
     shown = axes.imshow(values, aspect="auto", origin="lower", **options)

@@ -58,13 +58,7 @@ def key_value_prompts(model: LanguageModel, pairs: int, count: int, seed: int = 
     Differs from the paper: keys and values are short, so that small models can copy them.
 
     Args:
-        model: Whose tokenizer.
         pairs: Pairs of a prompt, 2 or more.
-        count: Number of prompts.
-        seed: Of keys and values.
-
-    Raises:
-        ConfigError: a prompt does not fit the model's context.
     """
     drawn = random.Random(seed)
     made = []
@@ -114,10 +108,7 @@ def retrieval_losses(
     """Return the loss of each prompt's answer: -log p per token, given the prompt and the tokens before.
 
     Args:
-        model: The model.
-        prompts: The prompts.
         change: Returns what is changed while a prompt is read; None reads it unchanged.
-        progress: Called with prompts done and prompts in all.
 
     Shapes:
         returns: (len(prompts),) float64.

@@ -96,15 +96,7 @@ class LanguageModel:
 
 
 def language_model(subject: Subject, probe: str) -> LanguageModel:
-    """Return the subject if it is a language model.
-
-    Args:
-        subject: What is probed.
-        probe: Name of the probe, for the message.
-
-    Raises:
-        UnsupportedModelError: it is a small decoder, which reads no text.
-    """
+    """Return the subject if it is a language model."""
     if not isinstance(subject, LanguageModel):
         raise UnsupportedModelError(
             f"the probe {probe} reads text, and a small decoder has no tokenizer; give a language model with --model"

@@ -56,12 +56,7 @@ def norm_curves(
     """Return how attention's output and entropy vary with the position on random text (``NormCurves``).
 
     Args:
-        subject: The model.
         strings: Number of strings, 2 or more.
-        tokens: Tokens of each.
-        seed: Of the tokens.
-        entropy: Measure the entropy too.
-        progress: Called with strings done and strings in all.
     """
     shape = (subject.n_layers, tokens)
     entropies = torch.zeros(shape, dtype=torch.float64)
@@ -241,9 +236,6 @@ def random_decoder(
     """Return a small decoder with random weights; the same weights for the same seed, whatever the encoding.
 
     Args:
-        encoding: Name of the encoding.
-        parameters: Of the encoding.
-        seed: Of the weights.
         deviation: Standard deviation of the weights of all linear layers, whose biases are then 0; None leaves
             torch's own.
     """

@@ -11,12 +11,7 @@ from rag_posfix.settings import Settings
 
 
 def open_subject(settings: Settings) -> Subject:
-    """Return the model of the settings, loaded.
-
-    Raises:
-        ConfigError: the model or a setting is wrong.
-        UnsupportedModelError: the model is on a server, where nothing can be probed.
-    """
+    """Return the model of the settings, loaded."""
     folder = Path(settings.model)
     if holds_decoder(folder):
         from rag_posfix.encodings import load_decoder

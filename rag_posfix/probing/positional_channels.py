@@ -73,19 +73,7 @@ def probe_positional_channels(
     """Find the hidden channel that follows the position most smoothly (``rank_channels``).
 
     Args:
-        strings: Strings of random tokens to read.
-        tokens: Tokens of each string.
-        top: Candidates to keep.
         factor: The factor that the profile asks ``hidden_scaling`` for.
-        seed: Of the random tokens.
-        engine: The model; loaded by ``settings`` if None.
-        settings: Read from the environment if None.
-        out: Folder for the profile; None writes nothing.
-        progress: Progress callback (``evaluation.record.Progress``).
-
-    Raises:
-        ConfigError: a number is out of range, or the model or a setting is wrong.
-        UnsupportedModelError: no channel of the model follows the position.
     """
     create("hidden_scaling", {"factor": factor})  # an error in the factor is told before the work
     if engine is None:
@@ -103,11 +91,7 @@ def probe_positional_channels(
 
 
 def found_channels(subject: Subject, means: Tensor, top: int) -> list[PositionalChannel]:
-    """Return what ``rank_channels`` finds.
-
-    Raises:
-        UnsupportedModelError: it finds nothing.
-    """
+    """Return what ``rank_channels`` finds."""
     found = rank_channels(means, top)
     if not found:
         raise UnsupportedModelError(
@@ -152,18 +136,8 @@ def mean_hidden_states(
 
     Cost: one forward pass per string; memory for layers x tokens x hidden channels in float32.
 
-    Args:
-        subject: The model.
-        n_strings: How many strings.
-        n_tokens: Tokens of each.
-        seed: Of the random tokens.
-        progress: Called with strings done and strings in all.
-
     Shapes:
         returns: (L, T, hidden) float32, on the CPU.
-
-    Raises:
-        ConfigError: there are no strings, or they are too short or longer than the model's context.
     """
     if n_strings < 1:
         raise ConfigError(f"strings={n_strings} cannot be probed; give at least 1")

@@ -52,11 +52,7 @@ def best_scale(
         loss for this channel.
 
     Args:
-        model: The model.
-        channels: Candidates.
-        prompts: Prompts whose gold pairs are at all places.
         factors: Factors to try, 0 among them.
-        progress: Called with trials done and trials in all.
 
     Returns:
         Channel, factor, and for each trial ``channel``, ``factor``, ``loss`` and ``by_position``, the unchanged model

@@ -12,11 +12,7 @@ from rag_posfix.probing.subject import Subject, Watch
 
 
 def check_length(subject: Subject, tokens: int, fewest: int = 2) -> None:
-    """Check that a model reads so many tokens at a time.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that a model reads so many tokens at a time."""
     if not fewest <= tokens <= subject.longest:
         raise ConfigError(
             f"strings of tokens={tokens} cannot be probed; give {fewest} to {subject.longest}, the context of this "
@@ -35,11 +31,6 @@ def random_strings(
     """Yield strings of random tokens, each (1, tokens); the same for the same seed.
 
     Args:
-        subject: Whose vocabulary.
-        strings: How many.
-        tokens: Tokens of each.
-        seed: Of the tokens.
-        progress: Called with strings done and strings in all.
         words: Each string has at most so many different tokens, drawn for it, so that strings differ in their content
             as texts do; None draws every token from the whole vocabulary.
     """

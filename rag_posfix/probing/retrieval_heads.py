@@ -73,19 +73,6 @@ def probe_retrieval_heads(
 
     Args:
         data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
-        documents: Number of passages per prompt, two or more.
-        limit: Maximum number of questions.
-        skip: Number of questions to leave out at the start.
-        keep: Number of heads in the list.
-        seed: Seed of the order of the passages.
-        engine: The model; loaded by ``settings`` if None.
-        settings: Read from the environment if None.
-        out: Folder for the list; None writes nothing.
-        progress: Progress callback (``evaluation.record.Progress``).
-
-    Raises:
-        ConfigError: the model or a setting is wrong.
-        EvaluationError: the file cannot be used, or there are too few passages.
     """
     examples = take_examples(data, limit, skip)
     if documents < 2 or len(examples) < 2:
@@ -203,11 +190,7 @@ def passage_scores(
     """Return the score of each passage in each head, and the place of the gold passage.
 
     Args:
-        engine: The model.
-        examples: The questions.
         count: Number of passages per prompt; they are shuffled.
-        seed: Seed of the orders.
-        progress: Called with (questions done, questions in all).
 
     Returns:
         (Q, L, Hq, N) float32 and (Q,) int64.

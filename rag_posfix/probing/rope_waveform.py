@@ -35,9 +35,6 @@ def own_waveform(subject: Subject, distances: Tensor) -> tuple[Tensor, int, floa
 
     Shapes:
         distances: (M,). returns: (M,) float64.
-
-    Raises:
-        UnsupportedModelError: the model does not rotate, or not alike in all layers.
     """
     if isinstance(subject, LanguageModel):
         return _of_language_model(subject, distances)

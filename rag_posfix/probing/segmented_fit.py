@@ -21,14 +21,10 @@ def segmented_fit(curve: Tensor, penalty: float = 0.01) -> list[Segment]:
     Cost: O(T^2) numbers.
 
     Args:
-        curve: The values by place.
         penalty: Price of a piece, as a share of the curve's squared deviation, above 0.
 
     Shapes:
         curve: (T,), two places or more.
-
-    Raises:
-        ConfigError: the curve is too short, or the penalty is not above 0.
     """
     count = curve.shape[0]
     if count < 2 or penalty <= 0:

@@ -59,17 +59,6 @@ def probe_slot_attention(
 
     Args:
         data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
-        documents: Number of passages per prompt, two or more.
-        limit: Maximum number of questions.
-        skip: Number of questions to leave out at the start.
-        engine: The model; loaded by ``settings`` if None.
-        settings: Read from the environment if None.
-        out: Folder for the profile; None writes nothing.
-        progress: Progress callback (``evaluation.record.Progress``).
-
-    Raises:
-        ConfigError: the model or a setting is wrong, or there are fewer than two passages.
-        EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
     """
     examples = take_examples(data, limit, skip)
     for example in examples:  # before the model: too few passages are told at once
@@ -170,12 +159,7 @@ def mean_dummy_attention(
     Cost: each prompt is read once, and again from each dummy on.
 
     Args:
-        loaded: The model.
         layouts: Prompts with the same number of passages, two or more.
-        progress: Called with prompts done and prompts in all.
-
-    Raises:
-        ConfigError: there are no prompts, or they differ in their number of passages, or have fewer than two.
     """
     counts = sorted({layout.n_passages for layout in layouts})
     if len(counts) != 1 or counts[0] < 2:

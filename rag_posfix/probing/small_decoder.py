@@ -73,11 +73,7 @@ class SmallDecoder:
 
     @torch.inference_mode()
     def read(self, ids: Tensor, watch: Watch = Watch(), change: Change = Change(), keep: int = 1) -> Tensor:  # noqa: B008
-        """Read tokens in one pass; see ``Subject.read``.
-
-        Raises:
-            UnsupportedModelError: something is to be changed: an encoding has its own positions, mask and scores.
-        """
+        """Read tokens in one pass; see ``Subject.read``."""
         if change.positions is not None or change.attention or change.hidden_scale is not None:
             raise UnsupportedModelError(
                 f"positions, mask and scores of a small decoder belong to its encoding "

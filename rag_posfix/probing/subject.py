@@ -98,11 +98,5 @@ class Subject(Protocol):
 
         Args:
             ids: (B, T) token ids without padding.
-            watch: What to receive.
-            change: What to change in this pass.
-            keep: Number of last tokens whose logits are returned.
-
-        Raises:
-            UnsupportedModelError: the model cannot be changed or watched in this way.
         """
         ...

@@ -29,7 +29,6 @@ def text_losses(engine: Engine, texts: Sequence[str], tokens: int, progress: Pro
 
     Args:
         tokens: Tokens of each that are read; the rest is left out.
-        progress: Progress callback (``evaluation.record.Progress``).
 
     Cost: one forward pass per text.
     """
@@ -57,12 +56,6 @@ def compare_perplexity(
     Args:
         engines: ``base`` and the trained models, by name.
         tokens: As in ``text_losses``.
-        out: Folder for the record; None writes nothing.
-        progress: Progress callback (``evaluation.record.Progress``).
-
-    Raises:
-        ConfigError: no text has two tokens.
-        EvaluationError: the folder cannot be written.
     """
     losses = {name: text_losses(engine, texts, tokens, progress) for name, engine in engines.items()}
     if not losses[BASE]:

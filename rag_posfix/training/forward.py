@@ -22,9 +22,6 @@ def answered_prompt(loaded: LoadedModel, layout: Layout, plan: Plan, answer: Seq
     Args:
         plan: The plan that a mitigation made for the prompt.
         answer: The tokens of the answer, that which ends it included.
-
-    Raises:
-        PlanConflictError: the plan has several rows, or reads something first.
     """
     if len(plan.rows) > 1 or plan.calibration is not None or plan.blend is not None or plan.draft is not None:
         raise PlanConflictError(
@@ -41,9 +38,6 @@ def answer_logits(loaded: LoadedModel, layout: Layout, plan: Plan, answer: Seque
     They equal those of inference under the same plan, up to rounding, and gradients flow through them.
 
     Args: those of ``answered_prompt``.
-
-    Raises:
-        PlanConflictError: the plan has several rows, reads something first, or has no gradient.
     """
     return forward_with_answers(loaded, [answered_prompt(loaded, layout, plan, answer)])[0]
 

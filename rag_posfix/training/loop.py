@@ -60,15 +60,6 @@ def train(
     A run that was interrupted gives the weights of one that was not; on one CPU with one number of threads bit for
     bit. The best evaluation is that with the highest worst place: mean log-probability per token of the answers of
     held-out samples, over all places and methods of the objective.
-
-    Args:
-        files: Checkpoint and best weights.
-        report: Called with steps done and most steps.
-
-    Raises:
-        GenerationError: the loss is not a number.
-        ConfigError: a sample does not fit the model, or the objective its method.
-        EvaluationError: a file cannot be written.
     """
     settings = course.settings
     optimizer = torch.optim.AdamW(

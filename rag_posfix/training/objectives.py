@@ -33,12 +33,7 @@ class Objective(Protocol):
         """Yield the terms whose sum is the loss of a sample.
 
         Args:
-            random: The generator of this sample in this step.
             best_place: Where the untrained model reads best, 0 (first) to 1 (last).
-
-        Raises:
-            ConfigError: the sample does not fit the model, or the objective its method.
-            PlanConflictError: the plan of a method has no training forward.
         """
 
 

@@ -36,9 +36,6 @@ def read_packed(
     """Yield the numbers of the prompts of a pass, and the logits of each of their answers, (len(answer), V).
 
     Args: those of ``packs``.
-
-    Raises:
-        PlanConflictError: the plan of a prompt has no gradient.
     """
     for numbers in packs(loaded, prompts, most_tokens):
         yield numbers, forward_with_answers(loaded, [prompts[number] for number in numbers])

@@ -37,11 +37,7 @@ class PromptMaker:
         self._end = end_of_answer(encoder)
 
     def make(self, sample: Sample) -> TrainingPrompt:
-        """Return the prompt of a sample with its passages in their order.
-
-        Raises:
-            ConfigError: passages repeat, or do not fit into the context window.
-        """
+        """Return the prompt of a sample with its passages in their order."""
         answer = (*self._encoder.encode_text(sample.answers[0]), self._end)
         made = self._assembler.assemble(
             sample.question, sample.documents(), order="original", max_new_tokens=len(answer)
@@ -56,11 +52,7 @@ class PromptMaker:
 
 
 def end_of_answer(encoder: Tokenizer) -> int:
-    """Return the token that ends an answer: what the chat template writes after one.
-
-    Raises:
-        ConfigError: no token ends an answer.
-    """
+    """Return the token that ends an answer: what the chat template writes after one."""
     mark = "\ue000"
     chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": mark}]
     after = encoder.encode_template(encoder.render_chat(chat, open_answer=False).rpartition(mark)[2])

@@ -104,11 +104,7 @@ class RunFiles:
     run: str
 
     def finished(self) -> RunState | None:
-        """Return the end of a run that was finished earlier, or None.
-
-        Raises:
-            ConfigError: the folder holds a run of other settings.
-        """
+        """Return the end of a run that was finished earlier, or None."""
         try:
             found = json.loads((self.folder / RESULT).read_text("utf-8"))
             self._check(found["run"])
@@ -122,21 +118,13 @@ class RunFiles:
             return None
 
     def finish(self, state: RunState) -> None:
-        """Write the result and remove the checkpoint and the best weights.
-
-        Raises:
-            EvaluationError: the folder cannot be written.
-        """
+        """Write the result and remove the checkpoint and the best weights."""
         self._write(RESULT, json.dumps({**state.as_json(), "run": self.run}, indent=2).encode() + b"\n")
         for name in (CHECKPOINT, BEST):
             (self.folder / name).unlink(missing_ok=True)
 
     def keep(self, model: TunedModel, optimizer: torch.optim.Optimizer, state: RunState) -> None:
-        """Write a checkpoint, and before it the weights if they are the best so far.
-
-        Raises:
-            EvaluationError: the folder cannot be written.
-        """
+        """Write a checkpoint, and before it the weights if they are the best so far."""
         weights = model.trained()
         if state.is_new_best:
             self._save(BEST, weights, state)
@@ -146,9 +134,6 @@ class RunFiles:
         """Put weights and states of the checkpoint in place and return its state; without one, the start.
 
         A checkpoint that cannot be read counts as none, with a warning.
-
-        Raises:
-            ConfigError: it is of other settings.
         """
         path = self.folder / CHECKPOINT
         if not path.exists():
@@ -164,11 +149,7 @@ class RunFiles:
         return state
 
     def restore_best(self, model: TunedModel, state: RunState) -> None:
-        """Put the weights of the best evaluation in place.
-
-        Raises:
-            EvaluationError: the file with them cannot be read.
-        """
+        """Put the weights of the best evaluation in place."""
         path = self.folder / BEST
         try:
             tensors, kept = self._load(path)

@@ -43,15 +43,7 @@ def tune(
     The same call continues after an interruption; a finished run is not repeated.
 
     Args:
-        engine: The model; it is changed.
-        out: Folder of checkpoint, record, and ``adapter`` or, with rank 0, ``model``.
-        base: What the model was loaded from.
         teacher: As in ``prepare``.
-        progress: Progress callback (``evaluation.record.Progress``).
-
-    Raises:
-        ConfigError: the samples do not fit the model, or the folder holds another run.
-        EvaluationError: a file cannot be read or written.
     """
     samples = list(read_samples(data))
     if len(samples) <= settings.held_out:
@@ -85,11 +77,7 @@ def tune(
 
 
 def new_course(engine: Engine, objective: Objective, samples: list[Sample], settings: TrainSettings) -> Course:
-    """Return what a run trains on and is evaluated on: the last samples are held out, and their questions with them.
-
-    Args:
-        engine: The model with its tokenizer.
-    """
+    """Return the data of a run; the last samples are held out for evaluation, and their questions with them."""
     cut = len(samples) - settings.held_out
     prompts = PromptMaker(engine.encoder, engine.context_window)
     held_out = samples[cut:]
@@ -135,11 +123,7 @@ def _summary(objective: Objective, state: RunState, settings: TrainSettings) -> 
 
 
 def draw_training(head: Mapping[str, Any]) -> Figure:
-    """Return the figure of a training record: the worst place of the held-out samples by step.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Return the figure of a training record: the worst place of the held-out samples by step."""
     summary = head["summary"]
     figure, axes = new_axes((5.4, 3.0))
     axes.plot(summary["steps_of_evaluations"], summary["worst"], marker="o", markersize=4, color=OTHER_COLORS[0])

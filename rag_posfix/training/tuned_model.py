@@ -46,11 +46,7 @@ class TunedModel:
         return {name: one for name, one in self.loaded.model.named_parameters() if one.requires_grad}
 
     def put(self, tensors: dict[str, Tensor]) -> None:
-        """Replace the values of the tensors that are trained.
-
-        Raises:
-            KeyError, RuntimeError: the tensors are those of another model.
-        """
+        """Replace the values of the tensors that are trained."""
         with torch.no_grad():
             for name, one in self.trained().items():
                 one.copy_(tensors[name])
@@ -61,11 +57,7 @@ class TunedModel:
 
     @contextmanager
     def untrained(self) -> Iterator[LoadedModel]:
-        """Give the model as it was before training, without gradients.
-
-        Raises:
-            ConfigError: all weights are trained, and no teacher was loaded.
-        """
+        """Give the model as it was before training, without gradients."""
         with torch.no_grad(), self.computing():
             if self.adapted is not None:
                 with self.adapted.disable_adapter():
@@ -76,11 +68,7 @@ class TunedModel:
                 raise ConfigError("a model whose weights are all trained needs a teacher of its own; use LoRA")
 
     def save(self, folder: Path) -> Path:
-        """Write the adapter, or the whole model with its tokenizer, to a new folder, and return that folder.
-
-        Raises:
-            EvaluationError: the folder cannot be written.
-        """
+        """Write the adapter, or the whole model with its tokenizer, to a new folder, and return that folder."""
         target = folder / ("model" if self.adapted is None else "adapter")
         scratch = folder / f".{target.name}-unfinished"
         try:
@@ -103,12 +91,8 @@ def prepare(engine: Engine, settings: TrainSettings, base: str, teacher: LoadedM
 
     Args:
         engine: The model; it is changed. With rank 0 its weights must be float32.
-        settings: Rank, modules and dtype.
         base: What the model was loaded from, which the adapter's configuration will name.
         teacher: The same model once more, for ``distill`` with rank 0.
-
-    Raises:
-        ConfigError: peft is not installed, or no module has a name of ``targets``.
     """
     model = engine.loaded.model
     if settings.checkpointing:

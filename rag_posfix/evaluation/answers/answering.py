@@ -152,9 +152,6 @@ def answer_all(
     """Yield each answer in order, with the log-probabilities of its first token, (V,) float32, or None.
 
     On an engine prompts are prefilled one by one; answers are scored and generated in batches.
-
-    Raises:
-        EvaluationError: passages do not fit the context window.
     """
     assembler = Assembler(engine.encoder, engine.context_window)
     requests = ((trial, _request(assembler, trial, max_new_tokens)) for trial in trials)
@@ -215,9 +212,6 @@ def score_passages(reranker: Reranker, example: PositionExample, count: int) -> 
 
     The reranker sees the same passages in the same order whatever is asked afterwards: by content hash, so that the
     gold passage has no position of its own.
-
-    Raises:
-        EvaluationError: the reranker failed.
     """
     documents = sorted(example.documents(count), key=content_key)
     name = getattr(reranker, "name", type(reranker).__name__)

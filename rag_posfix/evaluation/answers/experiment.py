@@ -121,13 +121,7 @@ def load_models(
     """Return the model, the reranker that scores the passages, and the name of the reranker in the record.
 
     Args:
-        engine: The model; loaded by ``settings`` if None.
         reranker: Scores the passages; if None, the embeddings of ``settings``.
-        settings: Read from the environment if None and needed.
-
-    Raises:
-        ConfigError: the model or a setting is wrong.
-        UnsupportedModelError: a method does not support the model.
     """
     relevance = type(reranker).__name__
     if engine is None or reranker is None:
@@ -145,11 +139,7 @@ def load_models(
 
 
 def with_passages_kept(engine: Generator, max_bytes: int) -> Engine:
-    """Return the engine with a passage KV store in memory, so that the next condition reuses passages of this one.
-
-    Raises:
-        ConfigError: the model is on a server.
-    """
+    """Return the engine with a passage KV store in memory, so that the next condition reuses passages of this one."""
     from rag_posfix.caching.kv.memory import MemoryPassages
     from rag_posfix.caching.kv.store import PassageStore
     from rag_posfix.generation.engine import Engine

@@ -140,11 +140,7 @@ def evaluate_permutations(
 
 
 def draw_orders(count: int, n_orders: int, seed: int, name: str) -> list[tuple[int, ...]]:
-    """Return distinct orders of ``count`` passages for the question with id ``name``: the given one, then random ones.
-
-    Raises:
-        EvaluationError: there are fewer than ``n_orders`` orders.
-    """
+    """Return distinct orders of ``count`` passages for the question called ``name``: the given one, then random ones."""
     possible = math.factorial(count)
     if not 2 <= n_orders <= possible:
         raise EvaluationError(
@@ -187,10 +183,6 @@ def answer_in_orders(
 
     Args:
         reranker: Scores the passages of a question, once, for arrangements without a reranker.
-        progress: Called with (done, total) after each answer.
-
-    Raises:
-        EvaluationError: too few distractors, more orders than there are, or passages do not fit the context window.
     """
     arrangements = check_arrangements(choices)
     scorers = {OWN_SCORER: reranker, **rerankers}

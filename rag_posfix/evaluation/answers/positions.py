@@ -168,13 +168,9 @@ def answer_at_positions(
     are taken at a time, and those of one condition and position are answered together.
 
     Args:
-        progress: Called with (done, total) after each answer.
         journal: Answers of earlier runs, which are not computed again, and where new ones go.
         check_orders: Compute the answer at every position, also of arrangements that do not depend on the order.
             Otherwise such an arrangement answers a question once, and the row is repeated for the other positions.
-
-    Raises:
-        EvaluationError: too few distractors, or passages do not fit the context window.
     """
     journal = journal or AnswerJournal()
     arrangements = check_arrangements(choices)

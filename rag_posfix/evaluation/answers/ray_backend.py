@@ -103,11 +103,7 @@ class RayAnswers:
         journal: AnswerJournal,
         progress: Callable[[int, int], None],
     ) -> list[PositionRow]:
-        """Return the rows of ``examples`` in order; new answers go into ``journal`` as blocks arrive.
-
-        Raises:
-            EvaluationError: a process failed.
-        """
+        """Return the rows of ``examples`` in order; new answers go into ``journal`` as blocks arrive."""
         answers = self._workers.put(journal.rows())
         starts = range(0, len(examples), QUESTIONS_TOGETHER)
         calls = [(examples[start : start + QUESTIONS_TOGETHER], answer, answers) for start in starts]
@@ -133,14 +129,9 @@ def ray_answers(
     """Connect to Ray and yield actors that answer; ``ray_workers.connected`` says to which cluster.
 
     Args:
-        settings: Models; every actor loads its own.
         actors: Processes that hold a model, each with one CPU. One that dies is started again with its block.
         kept_bytes: Maximum size of the keys and values that each keeps of passages; 0 keeps none.
         opener: Loads the models in an actor; by ``settings`` if None.
-
-    Raises:
-        ConfigError: Ray is not installed, or the model is on a server.
-        EvaluationError: the cluster cannot be reached or started, or an actor cannot load its models.
     """
     if is_remote(settings.model):
         raise ConfigError(f"model={settings.model!r} is on a server, which answers many at once; leave --ray out")

@@ -181,9 +181,6 @@ def read_collection_documents(path: Path) -> Iterator[tuple[str, Document]]:
 
     JSON lines have ``_id`` or ``id``, ``text`` (or ``contents``) and optionally ``title``; tab-separated lines have
     id, text and optionally title; TREC documents are ``<DOC>`` elements. The text may be empty.
-
-    Raises:
-        EvaluationError: the file cannot be read, or a document is malformed or has no usable id.
     """
     kind = _kind(path)
     rows: Iterator[tuple[str, Any, str, str]]
@@ -208,9 +205,6 @@ def read_queries(path: Path) -> Iterator[tuple[str, str, str]]:
 
     JSON lines have ``_id`` or ``id`` and ``text``; tab-separated lines have id and text; TREC topics are ``<top>`` or
     ``<topic>`` elements.
-
-    Raises:
-        EvaluationError: the file cannot be read, or a query is malformed, empty or has no usable id.
     """
     kind = _kind(path)
     rows: Iterator[tuple[str, Any, str]]

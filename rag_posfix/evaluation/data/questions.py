@@ -173,11 +173,7 @@ def malformed(error: Exception) -> str:
 
 
 def question_and_answers(question: Any, answers: Any) -> tuple[str, tuple[str, ...]]:
-    """Return question and answers, each answer once.
-
-    Raises:
-        ValueError: one is no visible text.
-    """
+    """Return question and answers, each answer once."""
     if not visible(question):
         raise ValueError(f"question is {question!r}, must be text")
     if not isinstance(answers, list) or not answers or not all(map(visible, answers)):

@@ -33,9 +33,6 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (location, line) of every line with visible characters; a location reads ``file:number``.
 
     The file is UTF-8 text, compressed where its name ends in ``.gz``; a byte order mark is passed over.
-
-    Raises:
-        EvaluationError: the file is missing, or cannot be read as UTF-8 text.
     """
     if not path.is_file():
         raise EvaluationError(f"{path} is not a file; give the path of a file, .gz or plain")
@@ -50,11 +47,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def write_text(path: Path, texts: Iterable[str | bytes]) -> None:
-    """Write a file (text as UTF-8) completely or not at all, replacing one that is there.
-
-    Raises:
-        EvaluationError: it cannot be written.
-    """
+    """Write a file (text as UTF-8) completely or not at all, replacing one that is there."""
     try:
         write_whole(path, (text.encode() if isinstance(text, str) else text for text in texts))
     except OSError as error:
@@ -62,11 +55,7 @@ def write_text(path: Path, texts: Iterable[str | bytes]) -> None:
 
 
 def checked_id(value: object, location: str, what: str) -> str:
-    """Return an id that TREC files can hold: text without white space; integers become text.
-
-    Raises:
-        EvaluationError: it is missing, empty, of another type, or holds white space.
-    """
+    """Return an id that TREC files can hold: text without white space; integers become text."""
     name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(name, str) or not name:
         raise EvaluationError(f"{location}: {what} without an id (found {value!r}); give each an id, text or integer")
@@ -80,10 +69,6 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
 
     BEIR's form is separated by tabs and may start with a header. A pair that is judged twice with the same grade
     counts once.
-
-    Raises:
-        EvaluationError: the file is missing or holds nothing, a line is malformed, a grade is not an integer, or a
-            pair has two grades.
     """
     qrels: dict[str, dict[str, int]] = {}
     for index, (location, line) in enumerate(read_lines(path)):
@@ -118,10 +103,6 @@ def read_run(path: Path) -> dict[str, list[tuple[str, float]]]:
 
     The score decides and the rank column is not read, as in trec_eval: scores are compared in single precision, and
     equal ones are ordered by document id, descending.
-
-    Raises:
-        EvaluationError: the file is missing or holds nothing, a line is malformed, a score is no finite number, or a
-            query has a document twice.
     """
     run: dict[str, dict[str, float]] = {}
     for location, line in read_lines(path):
@@ -178,9 +159,6 @@ def write_run(path: Path, run: Run, tag: str) -> None:
     Args:
         run: Scores that differ within each query (see ``decreasing``).
         tag: Names the run; white space becomes ``-``.
-
-    Raises:
-        EvaluationError: it cannot be written.
     """
     name = "-".join(tag.split()) or "run"
     write_text(
@@ -198,9 +176,6 @@ def read_markup_documents(path: Path) -> Iterator[tuple[str, str | None, str, st
 
     The id is ``<DOCNO>``, the title ``<TITLE>`` or ``<HEADLINE>``, the text the content of ``<TEXT>``, or all other
     content where there is no such element. Tags are left out and entities are read.
-
-    Raises:
-        EvaluationError: the file cannot be read, or a document does not end.
     """
     for location, block in _blocks(path, "doc"):
         texts = re.findall(r"<text\b[^>]*>(.*?)</text>", block, re.IGNORECASE | re.DOTALL)
@@ -212,11 +187,7 @@ def read_markup_documents(path: Path) -> Iterator[tuple[str, str | None, str, st
 
 
 def read_markup_topics(path: Path) -> Iterator[tuple[str, str | None, str]]:
-    """Yield (location, id, question) of each ``<top>`` or ``<topic>``; the question is ``<title>`` or ``<query>``.
-
-    Raises:
-        EvaluationError: the file cannot be read, or a topic does not end.
-    """
+    """Yield (location, id, question) of each ``<top>`` or ``<topic>``; the question is ``<title>`` or ``<query>``."""
     for location, block in _blocks(path, "top(?:ic)?"):
         number = _TOPIC.search(block) or _NUMBER.search(block)
         title = _TITLE.search(block)

@@ -125,9 +125,6 @@ def run_as_first_stage(path: Path) -> tuple[FirstStage, frozenset[str]]:
     """Return a first stage that reads a TREC run, and the documents that the run names.
 
     The score decides, ties as trec_eval orders them. Its seconds are 0: nothing was searched here.
-
-    Raises:
-        EvaluationError: the file is missing or malformed.
     """
     run = read_run(path)
 
@@ -151,12 +148,7 @@ def open_first_stage(
 
     Args:
         spec: A name in ``FIRST_STAGES`` and parameters, checked.
-        embeddings: Returns the embedding model.
         folder: Where an index of vectors is kept for later runs; None keeps it in memory.
-
-    Raises:
-        RetrievalError: the documents cannot be indexed.
-        EvaluationError: no document has text.
     """
     documents = documents_with_text(collection)
     name, identity = FIRST_STAGES.resolve(spec.name), None
@@ -191,12 +183,7 @@ def stage_identity(spec: MethodSpec, collection: Collection, model: str | None) 
 
 
 def rank_topic(retriever: Retriever, name: str, topic: Topic, depth: int) -> Ranking:
-    """Return at most ``depth`` documents for a topic; ``name`` is the first stage in messages.
-
-    Raises:
-        RetrievalError: the documents cannot be searched.
-        EvaluationError: the retriever returned a document twice or without a score.
-    """
+    """Return at most ``depth`` documents for a topic; ``name`` is the first stage in messages."""
     started = time.perf_counter()
     documents = retriever.retrieve(topic.question, depth)
     seconds = time.perf_counter() - started
@@ -206,11 +193,7 @@ def rank_topic(retriever: Retriever, name: str, topic: Topic, depth: int) -> Ran
 def retrieve(
     stage: FirstStage, topics: Sequence[Topic], depth: int, journal: RankJournal, progress: Progress = silent
 ) -> RankedTopics:
-    """Run the first stage, ``depth`` documents per topic, for every topic without a ranking in the journal.
-
-    Raises:
-        RetrievalError: the first stage failed.
-    """
+    """Run the first stage, ``depth`` documents per topic, for every topic without a ranking in the journal."""
 
     def rank(missing: Sequence[int]) -> Iterable[tuple[int, Ranking]]:
         return stage.rank_all([topics[number] for number in missing], depth)
@@ -222,11 +205,7 @@ def retrieve(
 
 
 def candidates_of(topics: Sequence[Topic], ranked: RankedTopics, collection: Collection) -> list[QueryCandidates]:
-    """Return the input of rerankers: copies of the documents, in the order of the first stage, with its scores.
-
-    Raises:
-        EvaluationError: the first stage ranks a document that is not in the collection.
-    """
+    """Return the input of rerankers: copies of the documents, in the order of the first stage, with its scores."""
     result = []
     for topic in topics:
         ranking = ranked.rankings[topic.id]
@@ -244,11 +223,7 @@ def candidates_of(topics: Sequence[Topic], ranked: RankedTopics, collection: Col
 
 
 def documents_with_text(collection: Collection) -> list[Document]:
-    """Return the documents that are indexed.
-
-    Raises:
-        EvaluationError: no document has text.
-    """
+    """Return the documents that are indexed."""
     documents = [document for document in collection.documents.values() if document.page_content.strip()]
     if not documents:
         raise EvaluationError("no document of the corpus has text; give another corpus")
@@ -270,11 +245,7 @@ def searched_texts(documents: Iterable[Document]) -> list[str]:
 
 
 def embedded(embeddings: Embeddings, texts: Sequence[str]) -> NDArray[np.float32]:
-    """Return a unit vector for each text of a batch; its last digits may depend on the batch.
-
-    Raises:
-        RetrievalError: the model returned unusable vectors.
-    """
+    """Return a unit vector for each text of a batch; its last digits may depend on the batch."""
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
     return FaissVectorStore(embeddings, kind="flat").embed_texts(texts)
@@ -293,11 +264,7 @@ def open_vectors(
     Args:
         embeddings: The embedding model, or an object with its identity.
         digest: Hash of the collection, which names the saved store together with the model.
-        embed: Embeds documents that the saved store lacks.
         folder: Where the store is kept for later runs; None keeps it in memory.
-
-    Raises:
-        RetrievalError: the saved store is damaged, or the model returned unusable vectors.
     """
     from rag_posfix.retrieval.embeddings import embedding_identity
     from rag_posfix.retrieval.faiss_store import FaissVectorStore

@@ -146,9 +146,6 @@ def rank_gold_positions(
 
     The other passages keep their order. Passages come without scores: a reranker sees the question, the texts and the
     order, never which passage is gold. Passages with equal scores keep their order.
-
-    Raises:
-        EvaluationError: too few passages, a position outside of the list, or the reranker failed.
     """
     pairs = [(example, position) for example in examples for position in gold_positions]
     ids = [f"{example.id}@{position_label(position)}" for example, position in pairs]

@@ -35,9 +35,6 @@ def parse_measures(text: str = "") -> list[Measure]:
 
     Args:
         text: Names of ir-measures, separated by commas: ``AP``, ``Success@5``, ``P(rel=2)@5``.
-
-    Raises:
-        ConfigError: ir-measures is not installed, does not know a measure, or cannot compute it as it is installed.
     """
     irm = _import()
     names = [*DEFAULT_MEASURES, *(part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip())]
@@ -54,13 +51,6 @@ def compute_measures(measures: Measures, qrels: Qrels, run: Run) -> MeasureValue
     Measures are defined by trec_eval: nDCG has linear gains and log2 discounts, grades of 1 and above are relevant in
     the other measures, documents without judgement are not relevant, and recall includes judged documents that are not
     in the collection. A judged query without a ranking scores 0 and counts in every mean, as with ``trec_eval -c``.
-
-    Args:
-        qrels: The judgements, of exactly the queries that count.
-        run: Scores that differ within each query.
-
-    Raises:
-        EvaluationError: the computation of a measure failed, for instance because of a missing program.
     """
     irm = _import()
     scores = {query: dict(ranked) for query, ranked in run.items() if ranked}
@@ -133,11 +123,7 @@ def run_files(folder: Path, labels: Sequence[str]) -> dict[str, Path]:
 def evaluate_run(
     ranked: RankedTopics, topics: Sequence[Topic], measures: Measures, file: Path | None = None
 ) -> EvaluatedRun:
-    """Measure rankings by exactly the scores that a TREC run of them holds, and write that run to ``file``.
-
-    Raises:
-        EvaluationError: the file cannot be written, or a measure cannot be computed.
-    """
+    """Measure rankings by exactly the scores that a TREC run of them holds, and write that run to ``file``."""
     run = ranked.run()
     if file is not None:
         write_run(file, run, file.stem)

@@ -143,11 +143,7 @@ def rerank_key(identity: str, candidates: QueryCandidates) -> str:
 def checked_ranking(
     label: str, query: str, candidates: Sequence[Document], returned: Sequence[Document]
 ) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """Return ids and scores of what a reranker returned, highest score first, equal scores as they were returned.
-
-    Raises:
-        EvaluationError: a document is no candidate or was returned twice, or its score is missing or not finite.
-    """
+    """Return ids and scores of what a reranker returned, highest score first, equal scores as they were returned."""
     candidate_ids = {document.id for document in candidates}
     scores: dict[str, float] = {}
     for document in returned:
@@ -190,8 +186,6 @@ def rank_missing(
     """Rank every query without a ranking in the journal; each new ranking is added to it at once.
 
     Args:
-        queries: Their ids.
-        keys: Their keys in the journal.
         rank: Yields (index, ranking) of the queries with these numbers, in any order.
     """
     rankings = {number: ranking for number, key in enumerate(keys) if (ranking := journal.get(key)) is not None}
@@ -237,12 +231,7 @@ class Ranker:
 
 
 def check_rerankers(choices: Sequence[RerankerChoice]) -> None:
-    """Check names and parameters without making a reranker: errors are reported before a model is loaded.
-
-    Raises:
-        UnknownNameError: no reranker has this name.
-        ConfigError: an unknown parameter, a value out of range, or a reranker occurs twice.
-    """
+    """Check names and parameters without making a reranker: errors are reported before a model is loaded."""
     labels = [choice.label for choice in choices]
     for label in labels:
         if labels.count(label) > 1:
@@ -252,11 +241,7 @@ def check_rerankers(choices: Sequence[RerankerChoice]) -> None:
 
 
 def open_reranker(choice: RerankerChoice, models: RerankerModels) -> OpenedReranker:
-    """Return a reranker with its loaded model.
-
-    Raises:
-        ConfigError: the name, a parameter or the model is wrong.
-    """
+    """Return a reranker with its loaded model."""
     reranker = build_reranker(choice, models)
     return OpenedReranker(choice.label, _identity(choice.name, reranker), reranker)
 
@@ -274,11 +259,7 @@ def _identity(name: str, reranker: BaseDocumentCompressor) -> str:
 
 
 def rerank_one(opened: OpenedReranker, candidates: QueryCandidates) -> Ranking:
-    """Rank copies of the candidates of one query; without candidates the reranker is not called.
-
-    Raises:
-        EvaluationError: the reranker failed, or returned something else than scored candidates.
-    """
+    """Rank copies of the candidates of one query; without candidates the reranker is not called."""
     if not candidates.documents:
         return Ranking((), (), 0.0)
     reranker = opened.reranker
@@ -307,11 +288,7 @@ def local_ranker(opened: OpenedReranker) -> Ranker:
 def rerank(
     ranker: Ranker, queries: Sequence[QueryCandidates], journal: RankJournal, progress: Progress = silent
 ) -> RankedTopics:
-    """Rank the candidates of every query without a ranking in the journal.
-
-    Raises:
-        EvaluationError: the reranker failed on a query.
-    """
+    """Rank the candidates of every query without a ranking in the journal."""
 
     def rank(missing: Sequence[int]) -> Iterable[tuple[int, Ranking]]:
         return ranker.rank_all([queries[number] for number in missing])

@@ -77,14 +77,9 @@ def ray_first_stage(
 
     Args:
         spec: A name in ``FIRST_STAGES`` and parameters, checked.
-        settings: The embedding model; every process that needs it loads its own.
         workers: Processes that embed and search, each with one CPU. One that dies is started again with its call.
         folder: Where vectors are kept for later runs, in the process that asks; None does not keep them.
         opener: Makes the embedding model in a process; by ``settings`` if None.
-
-    Raises:
-        ConfigError: Ray is not installed.
-        EvaluationError: no document has text, or the cluster cannot be reached or started, or a process failed.
     """
     documents = documents_with_text(collection)
     name = FIRST_STAGES.resolve(spec.name)
@@ -178,13 +173,8 @@ def ray_rankers(
     A ranker is used up before the next one is made: its processes end then, and at the end of the block.
 
     Args:
-        settings: Models; every process loads its own.
         workers: Processes that hold a reranker, each with one CPU. One that dies is started again with its call.
         opener: Makes a reranker in a process; by name from the registry if None.
-
-    Raises:
-        ConfigError: Ray is not installed.
-        EvaluationError: the cluster cannot be reached or started, or a process failed.
     """
     with connected(), ExitStack() as running:
 

@@ -168,11 +168,7 @@ def evaluate_reranking(
 def _checked_first_stage(
     rerankers: Sequence[RerankerChoice], first_stage: str | Path, depth: int, out: Path | None
 ) -> MethodSpec:
-    """Check names and parameters; return the first stage, without parameters if it is a run.
-
-    Raises:
-        ConfigError: one is wrong, or matplotlib is not installed where a figure is to be written.
-    """
+    """Check names and parameters; return the first stage, without parameters if it is a run."""
     if depth < 1:
         raise ConfigError(f"depth={depth} must be at least 1: candidates per topic")
     spec = MethodSpec("run")

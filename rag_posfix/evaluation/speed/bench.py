@@ -187,14 +187,8 @@ def time_methods(
     """Time the stock model and each method on one prompt, in turns, after one untimed round that measures memory.
 
     Args:
-        engine: The model; its passage KV store is not used.
         stores: Warm readings are taken from each of these, by name; they are filled first.
         together: Requests that decode together in another reading; 0 takes none.
-        progress: Called with (steps done, steps in all).
-
-    Raises:
-        EvaluationError: a number is out of range, or every method was refused.
-        PromptTooLongError: the stock model itself cannot read the prompt.
     """
     if repeats < 1 or new_tokens < 1:
         raise EvaluationError(f"repeats={repeats} and new_tokens={new_tokens} must both be at least 1")

@@ -38,11 +38,7 @@ TimedRun: TypeAlias = Callable[[int], tuple[float, float]]
 
 
 def bench_layout(encoder: TokenEncoder, documents: int, tokens: int) -> Layout:
-    """Return a prompt with ``documents`` different passages of exactly ``tokens`` tokens, of real words.
-
-    Raises:
-        EvaluationError: fewer passages or tokens than a prompt can be made of.
-    """
+    """Return a prompt with ``documents`` different passages of exactly ``tokens`` tokens, of real words."""
     template = PromptTemplate()
     separator = tuple(encoder.encode_text(template.separator))
     if documents < 1 or tokens <= len(separator):

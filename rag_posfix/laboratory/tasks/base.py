@@ -82,8 +82,6 @@ class Task(Parametrised, ABC):
 
         Args:
             split: One of ``splits``.
-            size: Number of examples.
-            generator: Draws them, on the CPU.
         """
 
 

@@ -46,10 +46,6 @@ def sentences(draw: random.Random, people: int = len(NAMES)) -> Iterator[list[st
     the place of a paragraph is the same in all its sentences. So who comes next depends on the number of sentence ends
     since the last paragraph end, and not on a number of words. With few different people the one who came after this
     person before says little.
-
-    Args:
-        draw: Draws the words.
-        people: Number of different people.
     """
     names = NAMES[:people]
     chosen = [draw.choice(names) for _ in range(PARAGRAPH_SENTENCES)]

@@ -65,11 +65,7 @@ class GivenPairs:
 
 
 def read_examples(source: str, skip: int, limit: int | None) -> list[PositionExample]:
-    """Return the questions of a file, or of the shipped corpus for ``demo``.
-
-    Raises:
-        EvaluationError: the file is missing or malformed, or no question is left.
-    """
+    """Return the questions of a file, or of the shipped corpus for ``demo``."""
     if source == SHIPPED and not Path(source).exists():
         return take_examples(demo_examples(), limit, skip)
     return load_examples(Path(source), limit=limit, skip=skip)

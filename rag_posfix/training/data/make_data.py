@@ -58,14 +58,6 @@ def make_training_data(
 
     Args:
         sources: Templates, pairs, a teacher; at least one of them.
-        count_tokens: Returns the number of tokens of a text.
-        out: Folder of ``samples.jsonl``, of the record and of its picture.
-        tokenizer: Identity of what counts tokens.
-        progress: Progress callback (``evaluation.record.Progress``).
-
-    Raises:
-        ConfigError: there is no source, or a source gives no usable samples.
-        EvaluationError: the folder cannot be written.
     """
     contamination = Contamination(sources.against, settings.n_gram)
     found: list[PairSource] = list(template_sources(sources.templates)) if sources.templates else []

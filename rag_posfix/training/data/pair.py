@@ -49,7 +49,6 @@ class PairSource(Protocol):
 
         Args:
             index: Which pair of this source, from 0.
-            random: The sample's own generator.
             segments: How many segments the answer should depend on, if this source can choose.
         """
 

@@ -71,11 +71,7 @@ class Sample:
         ]
 
     def moved(self, place: int) -> Sample:
-        """Return the sample with its gold passages together, in their order, the first of them at ``place``.
-
-        Raises:
-            ConfigError: there is no such place.
-        """
+        """Return the sample with its gold passages together, in their order, the first of them at ``place``."""
         last = len(self.passages) - len(self.gold)
         if not 0 <= place <= last:
             raise ConfigError(f"sample {self.id}: place {place} of its gold passages must be between 0 and {last}")
@@ -86,11 +82,7 @@ class Sample:
 
 
 def sample_of(row: Any, number: int) -> Sample:
-    """Return the sample of a row in the format of Lost in the Middle.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: the row is malformed.
-    """
+    """Return the sample of a row in the format of Lost in the Middle."""
     question, answers = question_and_answers(row["question"], row["answers"])
     passages = tuple(Segment(str(one.get("title", "")), one["text"]) for one in row["ctxs"])
     if not all(visible(one.text) for one in passages):
@@ -132,11 +124,7 @@ class SampleMaker:
         self._segments, self._contamination = segments, contamination
 
     def make(self, number: int) -> Sample:
-        """Return the sample of a number.
-
-        Raises:
-            ConfigError: no usable pair, or too few usable segments, came up in many draws.
-        """
+        """Return the sample of a number."""
         index, which = divmod(number, len(self._sources))
         source = self._sources[which]
         length_bin = self._settings.length_bin(index)

@@ -26,14 +26,6 @@ def write_samples(
     Samples are appended to ``samples.jsonl.partial``, which is renamed when it is complete. A file of an earlier run
     counts if each of its rows has the same ``run``; an incomplete last line is removed. So the file of a run that was
     interrupted equals that of one that was not.
-
-    Args:
-        folder: The folder; made if missing.
-        run: Digest of what decides the samples.
-        report: Called with samples done and all samples.
-
-    Raises:
-        EvaluationError: the folder cannot be written.
     """
     final = folder / SAMPLES
     partial = folder / (SAMPLES + _UNFINISHED)
@@ -80,11 +72,7 @@ def _whole_lines(path: Path, run: str) -> tuple[int, int]:
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
-    """Yield the samples of a file in the format of Lost in the Middle.
-
-    Raises:
-        EvaluationError: the file cannot be read, or a row is malformed.
-    """
+    """Yield the samples of a file in the format of Lost in the Middle."""
     try:
         with path.open(encoding="utf-8") as opened:
             for number, line in enumerate(opened):

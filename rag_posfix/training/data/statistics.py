@@ -81,11 +81,7 @@ def _counted(values: Iterable[int]) -> dict[str, int]:
 
 
 def draw_places(head: Mapping[str, Any]) -> Figure:
-    """Return the figure of a record of ``train data``: gold passages by the part of the prompt that they are in.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Return the figure of a record of ``train data``: gold passages by the part of the prompt that they are in."""
     places = head["summary"]["places"]
     figure, axes = new_axes((5.4, 3.0))
     at = range(len(places["found"]))

@@ -122,11 +122,7 @@ TEMPLATES: dict[str, type[PairSource]] = {"key_value": KeyValue, "function": Cod
 
 
 def template_sources(text: str) -> list[PairSource]:
-    """Return the templates that a list separated by commas names.
-
-    Raises:
-        ConfigError: a name is unknown or occurs twice.
-    """
+    """Return the templates that a list separated by commas names."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in TEMPLATES:

@@ -23,9 +23,6 @@ def read_segments(source: str, words: int) -> list[Segment]:
     Args:
         source: The name of the shipped corpus, or a path.
         words: Maximum number of words of a segment; 100 words are about 128 tokens.
-
-    Raises:
-        RetrievalError: a file cannot be read, or there is no text.
     """
     path = Path(source)
     if source == SHIPPED and not path.exists():
