@@ -15,7 +15,7 @@ from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.evaluation.figures import OTHER_COLORS, draw_positions, new_row, svg_of
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.laboratory.contextual_maps import draw_maps
-from rag_posfix.laboratory.pictures import draw_laboratory
+from rag_posfix.laboratory.experiment import draw_laboratory
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.probing import PROBES, Probe
 

@@ -79,7 +79,7 @@ def run(
     The same command continues after an interruption.
     """
     from rag_posfix.laboratory.experiment import run_laboratory
-    from rag_posfix.laboratory.settings import TrainingSettings
+    from rag_posfix.laboratory.measuring import TrainingSettings
 
     settings = TrainingSettings(
         steps=steps, batch=batch, learning_rate=learning_rate, warmup=warmup, evaluate_every=evaluate_every,

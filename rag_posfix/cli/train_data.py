@@ -12,7 +12,7 @@ import typer
 from rag_posfix.cli.dataclass_options import with_options_of
 from rag_posfix.cli.options import AsJson, ModelName, checked_output, settings_from
 from rag_posfix.cli.output import emit_json, experiment_step, out, status, table
-from rag_posfix.training.data.settings import DataSettings
+from rag_posfix.training.data.sample import DataSettings
 
 if TYPE_CHECKING:
     from rag_posfix.contracts.generator import Generator
@@ -89,7 +89,7 @@ def data(
     from rag_posfix.pipeline.build import build_tokenizer
     from rag_posfix.training.data.given_pairs import read_examples
     from rag_posfix.training.data.make_data import DataSources, make_training_data
-    from rag_posfix.training.data.texts import read_segments
+    from rag_posfix.training.data.pair import read_segments
 
     kept_out: list[PositionExample] = []
     for path in against or []:

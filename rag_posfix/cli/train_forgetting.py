@@ -38,7 +38,7 @@ def forgetting(
 
     Give texts that have nothing to do with the training data. A text is at most 300 words of a document.
     """
-    from rag_posfix.training.data.texts import read_segments
+    from rag_posfix.training.data.pair import read_segments
     from rag_posfix.training.forgetting import BASE, compare_perplexity
 
     read = [one.text for one in read_segments(texts, SEGMENT_WORDS)][:limit]

@@ -12,9 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from rag_posfix.encodings.base import Encoding
 from rag_posfix.encodings.decoder import Decoder
-from rag_posfix.laboratory.measuring import measure
+from rag_posfix.laboratory.measuring import TrainingSettings, generator_for, measure
 from rag_posfix.laboratory.run_files import FinishedRun, RunFiles, Snapshot
-from rag_posfix.laboratory.settings import TrainingSettings, generator_for
 from rag_posfix.laboratory.tasks.base import IGNORED, TRAINED, Task
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from rag_posfix.probing import (  # noqa: F401
     word_counting,
 )
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, Probe
-from rag_posfix.probing.open_subject import open_subject
-from rag_posfix.probing.subject import Change, Subject, Watch
+from rag_posfix.probing.subject import Change, Subject, Watch, open_subject
 
 __all__ = ["PROBES", "Change", "Found", "MeasuredProbe", "Probe", "Subject", "Watch", "open_subject"]

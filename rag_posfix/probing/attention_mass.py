@@ -12,11 +12,9 @@ from torch import Tensor
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
-from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.drawing import draw_map
-from rag_posfix.probing.key_value_prompts import KeyValuePrompt, key_value_prompts
-from rag_posfix.probing.language_model import language_model
-from rag_posfix.probing.subject import Subject, Watch
+from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, draw_map
+from rag_posfix.probing.prompts import KeyValuePrompt, key_value_prompts
+from rag_posfix.probing.subject import Subject, Watch, language_model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -103,3 +103,13 @@ PROBES: Registry[type[Probe]] = Registry("probe")
 def short(value: Any) -> str:
     """Return a value as text, numbers with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def draw_map(figure: Figure, axes: Any, values: Sequence[Sequence[float]], **options: Any) -> None:
+    """Draw a matrix with its colour bar; rows upwards from the first.
+
+    Args:
+        options: Of matplotlib's ``imshow``.
+    """
+    shown = axes.imshow(values, aspect="auto", origin="lower", **options)
+    figure.colorbar(shown, ax=axes, shrink=0.85)

@@ -15,10 +15,8 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.language_model import LanguageModel
-from rag_posfix.probing.random_text import check_length, random_strings
-from rag_posfix.probing.small_decoder import SmallDecoder
-from rag_posfix.probing.subject import Subject
+from rag_posfix.probing.prompts import check_length, random_strings
+from rag_posfix.probing.subject import LanguageModel, SmallDecoder, Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

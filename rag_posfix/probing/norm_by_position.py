@@ -15,9 +15,8 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.random_text import check_length, random_strings
-from rag_posfix.probing.small_decoder import SmallDecoder
-from rag_posfix.probing.subject import Subject, Watch
+from rag_posfix.probing.prompts import check_length, random_strings
+from rag_posfix.probing.subject import SmallDecoder, Subject, Watch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

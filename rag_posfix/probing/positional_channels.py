@@ -18,9 +18,8 @@ from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.hidden_scaling import default_layers
-from rag_posfix.probing.language_model import LanguageModel
-from rag_posfix.probing.random_text import check_length, random_strings
-from rag_posfix.probing.subject import Subject, Watch
+from rag_posfix.probing.prompts import check_length, random_strings
+from rag_posfix.probing.subject import LanguageModel, Subject, Watch
 from rag_posfix.settings import Settings
 
 WINDOW = 10

@@ -12,9 +12,8 @@ from torch import Tensor
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
-from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.drawing import draw_map
-from rag_posfix.probing.random_text import check_length, states_of
+from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, draw_map
+from rag_posfix.probing.prompts import check_length, states_of
 from rag_posfix.probing.subject import Subject
 
 if TYPE_CHECKING:

@@ -26,8 +26,7 @@ from rag_posfix.generation.decode.question_scores import question_attention_by_h
 from rag_posfix.generation.engine import Engine
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Probe
-from rag_posfix.probing.language_model import language_model
-from rag_posfix.probing.subject import Subject
+from rag_posfix.probing.subject import Subject, language_model
 from rag_posfix.reranking.in_context import CONTENT_FREE, INSTRUCTION
 from rag_posfix.settings import Settings
 

@@ -18,9 +18,7 @@ from rag_posfix.parameters import Integer, Number
 from rag_posfix.patching.rotation import LayerRotation
 from rag_posfix.plan.model_shape import Capability
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.language_model import LanguageModel
-from rag_posfix.probing.small_decoder import SmallDecoder
-from rag_posfix.probing.subject import Subject
+from rag_posfix.probing.subject import LanguageModel, SmallDecoder, Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,8 +24,7 @@ from rag_posfix.parameters import Integer
 from rag_posfix.plan.bias_profile import with_dummy
 from rag_posfix.plan.layout import Layout
 from rag_posfix.probing.base import PROBES, Probe
-from rag_posfix.probing.language_model import language_model
-from rag_posfix.probing.subject import Subject
+from rag_posfix.probing.subject import Subject, language_model
 from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:

@@ -1,14 +1,25 @@
-"""What a probe needs of a model: token ids in; hidden states, attention and logits out."""
+"""Models that are probed, language models and small decoders, and what a probe watches and changes in them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from rag_posfix.plan.plan import HiddenScale, MaskFunction
+from rag_posfix.attention.blockwise import scores, weigh
+from rag_posfix.encodings import Decoder, Positions
+from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.evaluation.record import model_facts
+from rag_posfix.generation.engine import Engine
+from rag_posfix.patching.forward_context import ForwardContext, Overrides, active
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, HiddenScale, MaskFunction
+from rag_posfix.settings import Settings
 
 ByLayer = Callable[[int, Tensor], None]
 
@@ -100,3 +111,243 @@ class Subject(Protocol):
             ids: (B, T) token ids without padding.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class WatchedAttention(AttentionOverride):
+    """Causal softmax(QK^T scaling)V in float32, watched and changed.
+
+    Cost: the (B, Hq, T, T) scores of one layer at a time.
+
+    Attributes:
+        watch: Who receives probabilities and outputs.
+        change: Another mask, or other scores.
+    """
+
+    watch: Watch
+    change: Change
+    layers: range | None = None
+    plain_from: int | None = None
+
+    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
+        """Return the output (B, Hq, Tq, D), and None: nobody else observes a probe's pass."""
+        n_key, device = given.key.shape[2], given.key.device
+        key_at = torch.arange(n_key, device=device)[None, :]
+        query_at = torch.arange(given.start, n_key, device=device)[:, None]
+        mask = self.change.mask
+        seen = key_at <= query_at if mask is None else mask(query_at, key_at)
+        found = scores(given.query, given.key, given.scaling).masked_fill(~seen, float("-inf"))
+        if self.change.scores is not None:
+            found = self.change.scores(given.layer, found)
+        probabilities = found.softmax(dim=-1)
+        attended = weigh(probabilities, given.value)
+        if self.watch.weights is not None:
+            self.watch.weights(given.layer, probabilities)
+        if self.watch.attended is not None:
+            self.watch.attended(given.layer, attended)
+        return attended, None
+
+
+LONGEST = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SmallDecoder:
+    """A small decoder that probes read. Implements ``Subject``.
+
+    Attention probabilities are what the encoding returns for the identity matrix as values, since attention is linear
+    in its values. That holds for every encoding.
+
+    Attributes:
+        decoder: The decoder.
+        name: Its name in records.
+    """
+
+    decoder: Decoder
+    name: str = "decoder"
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return self.decoder.shape.layers
+
+    @property
+    def n_heads(self) -> int:
+        """Number of heads of a layer."""
+        return self.decoder.shape.heads
+
+    @property
+    def width(self) -> int:
+        """Channels of a hidden state."""
+        return self.decoder.shape.width
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.decoder.shape.vocabulary
+
+    @property
+    def longest(self) -> int:
+        """The number of learned positions, or a number that nothing reaches."""
+        return int(self.decoder.encoding.parameters.get("max_positions", LONGEST))
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return name, encoding, digest of the weights, dtype and device."""
+        weights = self.decoder.embedding
+        digest = hashlib.sha256(weights.detach().cpu().numpy().tobytes()).hexdigest()[:16]
+        return {
+            "model": self.name,
+            "encoding": self.decoder.encoding.label,
+            "model_fingerprint": digest,
+            "dtype": str(weights.dtype).removeprefix("torch."),
+            "device": str(weights.device),
+        }
+
+    @torch.inference_mode()
+    def read(self, ids: Tensor, watch: Watch = Watch(), change: Change = Change(), keep: int = 1) -> Tensor:
+        """Read tokens in one pass; see ``Subject.read``."""
+        if change.positions is not None or change.attention or change.hidden_scale is not None:
+            raise UnsupportedModelError(
+                f"positions, mask and scores of a small decoder belong to its encoding "
+                f"({self.decoder.encoding.label}) and cannot be changed; give a language model with --model"
+            )
+        positions = _Watched(self.decoder.positions, watch) if watch.attention else None
+
+        def enters(layer: int, states: Tensor) -> None:
+            if watch.states is not None:
+                watch.states(layer, states)
+            if watch.inputs is not None:
+                watch.inputs(layer, self.decoder.layer_input(layer, states))
+
+        logits, _ = self.decoder(ids.to(self.decoder.embedding.device), positions=positions, on_states=enters)
+        last: Tensor = logits[:, -keep:].float()
+        return last
+
+
+class _Watched(Positions):
+    """The positions of a decoder, watched."""
+
+    def __init__(self, own: Positions, watch: Watch) -> None:
+        super().__init__()
+        self.own, self.watch = own, watch
+
+    def embed(self, states: Tensor, start: int) -> Tensor:
+        return self.own.embed(states, start)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attended = self.own.attend(layer, query, key, value)
+        if self.watch.weights is not None:
+            unit = torch.eye(key.shape[2], dtype=value.dtype, device=value.device)
+            self.watch.weights(layer, self.own.attend(layer, query, key, unit.expand(*key.shape[:2], -1, -1)).float())
+        if self.watch.attended is not None:
+            self.watch.attended(layer, attended)
+        return attended
+
+
+def holds_decoder(folder: Path) -> bool:
+    """Return whether a folder holds a decoder that ``Decoder.save`` wrote, such as one of ``rag-posfix lab run``."""
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and {"encoding", "shape"} <= config.keys()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LanguageModel:
+    """A loaded language model that probes read. Implements ``Subject``.
+
+    Attributes:
+        engine: The model with its tokenizer.
+    """
+
+    engine: Engine
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return self.engine.loaded.spec.shape.n_layers
+
+    @property
+    def n_heads(self) -> int:
+        """Number of query heads of a layer."""
+        return self.engine.loaded.spec.shape.n_heads
+
+    @property
+    def width(self) -> int:
+        """Channels of a hidden state."""
+        return self.engine.loaded.spec.shape.hidden_size
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return int(self.engine.loaded.model.config.get_text_config().vocab_size)
+
+    @property
+    def longest(self) -> int:
+        """The context window."""
+        return self.engine.context_window
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return name, fingerprint, dtype and device."""
+        return model_facts(self.engine)
+
+    @torch.inference_mode()
+    def read(self, ids: Tensor, watch: Watch = Watch(), change: Change = Change(), keep: int = 1) -> Tensor:
+        """Read tokens in one pass without a cache; see ``Subject.read``.
+
+        Without anything to watch or change in attention the model's own attention runs.
+        """
+        at = torch.arange(ids.shape[1]) if change.positions is None else change.positions
+        loaded = self.engine.loaded.reading(int(at.max()) + 1)
+        ids = ids.to(loaded.device)
+        positions = at.to(loaded.device)[None].expand(ids.shape[0], -1)
+        overrides = Overrides(hidden_scale=change.hidden_scale)
+        if watch.attention or change.attention:
+            self._needs_all_keys()
+            overrides = Overrides(attend=WatchedAttention(watch, change), hidden_scale=change.hidden_scale)
+        context = ForwardContext(
+            overrides, positions.float(), loaded.spec, prompt_length=change.prompt_length,
+            on_hidden_states=watch.inputs,
+            # Several newest queries are aligned with the last keys; a mask of the model's own is made for all queries.
+            starts=(0,) * ids.shape[0] if change.hidden_scale is not None and loaded.keeps_all_keys else None,
+        )  # fmt: skip
+        with active(context):
+            output = loaded.model(
+                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep,
+                output_hidden_states=watch.states is not None,
+            )  # fmt: skip
+        if watch.states is not None:  # the last of them comes after the last norm, and enters no layer
+            for layer, states in enumerate(output.hidden_states[:-1]):
+                watch.states(layer, states)
+        logits: Tensor = output.logits.float()
+        return logits
+
+    def _needs_all_keys(self) -> None:
+        if not self.engine.loaded.keeps_all_keys:
+            raise UnsupportedModelError(
+                f"the attention of {self.engine.model_id} cannot be probed: some of its layers see a window of the "
+                "last tokens only; choose a model whose every layer sees all tokens"
+            )
+
+
+def language_model(subject: Subject, probe: str) -> LanguageModel:
+    """Return the subject if it is a language model."""
+    if not isinstance(subject, LanguageModel):
+        raise UnsupportedModelError(
+            f"the probe {probe} reads text, and a small decoder has no tokenizer; give a language model with --model"
+        )
+    return subject
+
+
+def open_subject(settings: Settings) -> Subject:
+    """Return the model of the settings, loaded."""
+    folder = Path(settings.model)
+    if holds_decoder(folder):
+        from rag_posfix.encodings import load_decoder
+        from rag_posfix.generation.load import usable_device
+
+        return SmallDecoder(load_decoder(folder, usable_device(settings.device)).eval(), folder.name)
+    from rag_posfix.pipeline.build import build_engine
+
+    return LanguageModel(build_engine(settings))

@@ -15,8 +15,7 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.language_model import LanguageModel, language_model
-from rag_posfix.probing.subject import Subject
+from rag_posfix.probing.subject import LanguageModel, Subject, language_model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

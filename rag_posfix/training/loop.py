@@ -12,12 +12,10 @@ import torch
 from rag_posfix.errors import GenerationError
 from rag_posfix.training.data.pair import drawn
 from rag_posfix.training.data.sample import Sample
-from rag_posfix.training.held_out import best_share, measure_places
-from rag_posfix.training.objectives import Objective
+from rag_posfix.training.objectives import Objective, Term, add_gradients
 from rag_posfix.training.prompts import PromptMaker
-from rag_posfix.training.run_files import RunFiles, RunState
+from rag_posfix.training.run_files import RunFiles, RunState, best_share, measure_places
 from rag_posfix.training.settings import TrainSettings
-from rag_posfix.training.terms import Term, add_gradients
 from rag_posfix.training.tuned_model import TunedModel
 
 _log = logging.getLogger(__name__)

@@ -1,13 +1,22 @@
-"""Prompts and answers of training samples, in the tokens of a model, as the pipeline makes prompts."""
+"""Prompts of training samples, their answers' logits and losses, and prompts packed into one forward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, PlanConflictError
+from rag_posfix.generation.model.one_pass import AnsweredPrompt, can_share_pass, forward_with_answers
+from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
+from rag_posfix.generation.prefill.rows import resolve
 from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.plan import Plan
 from rag_posfix.training.data.sample import Sample
 
 
@@ -60,3 +69,83 @@ def end_of_answer(encoder: Tokenizer) -> int:
         if token in encoder.eos_ids:
             return token
     raise ConfigError("the tokenizer has no token that ends an answer; use a model whose tokenizer has an eos_token")
+
+
+def answered_prompt(loaded: LoadedModel, layout: Layout, plan: Plan, answer: Sequence[int]) -> AnsweredPrompt:
+    """Return a prompt and its answer as a plan has the model read them.
+
+    Args:
+        plan: The plan that a mitigation made for the prompt.
+        answer: The tokens of the answer, that which ends it included.
+    """
+    if len(plan.rows) > 1 or plan.calibration is not None or plan.blend is not None or plan.draft is not None:
+        raise PlanConflictError(
+            f"a plan with {len(plan.rows)} rows, a calibration or a blend has no training forward; train under none, "
+            "parallel_windows, set_prompting or parallel_encoding"
+        )
+    row = resolve(plan.rows[0], layout, loaded.device)
+    return AnsweredPrompt(row.layout.token_ids, row.positions, row.overrides, answer)
+
+
+def answer_logits(loaded: LoadedModel, layout: Layout, plan: Plan, answer: Sequence[int]) -> Tensor:
+    """Return the logits of each token of an answer under a plan, (len(answer), V).
+
+    They equal those of inference under the same plan, up to rounding, and gradients flow through them.
+
+    Args: those of ``answered_prompt``.
+    """
+    return forward_with_answers(loaded, [answered_prompt(loaded, layout, plan, answer)])[0]
+
+
+def answer_loss(logits: Tensor, answer: Sequence[int]) -> Tensor:
+    """Return the mean cross-entropy of the tokens of an answer.
+
+    Shapes:
+        logits: (len(answer), V). returns: ().
+    """
+    return cross_entropy(logits.float(), logits.new_tensor(answer, dtype=torch.long))
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Return the mean divergence of a student from its teacher on the tokens of an answer.
+
+    Source: Pos2Distill (2025), section 3 (retrieval), https://arxiv.org/abs/2508.15709
+    Formula: T^2 mean_t KL(softmax(teacher_t / T) || softmax(student_t / T)).
+
+    Shapes:
+        student, teacher: (tokens, V). returns: ().
+    """
+    targets = log_softmax(teacher.float() / temperature, dim=-1)
+    log_probs = log_softmax(student.float() / temperature, dim=-1)
+    return kl_div(log_probs, targets, reduction="batchmean", log_target=True) * temperature**2
+
+
+def packs(loaded: LoadedModel, prompts: Sequence[AnsweredPrompt], most_tokens: int) -> list[list[int]]:
+    """Return the numbers of the prompts of each pass; a prompt goes into the first pass that has room for it.
+
+    Args:
+        most_tokens: Most tokens of a pass. A prompt with more is a pass of its own, and so is one that cannot share a
+            pass (``can_share_pass``); with 0 all are.
+    """
+    passes: list[list[int]] = []
+    room: list[int] = []
+    for number, one in enumerate(prompts):
+        shares = can_share_pass(loaded, one)
+        at = next((at for at, left in enumerate(room) if shares and one.n_tokens <= left), len(passes))
+        if at == len(passes):
+            passes.append([])
+            room.append(most_tokens if shares else 0)
+        passes[at].append(number)
+        room[at] -= one.n_tokens
+    return passes
+
+
+def read_packed(
+    loaded: LoadedModel, prompts: Sequence[AnsweredPrompt], most_tokens: int
+) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """Yield the numbers of the prompts of a pass, and the logits of each of their answers, (len(answer), V).
+
+    Args: those of ``packs``.
+    """
+    for numbers in packs(loaded, prompts, most_tokens):
+        yield numbers, forward_with_answers(loaded, [prompts[number] for number in numbers])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rag_posfix.probing.language_model import LanguageModel
 from rag_posfix.probing.norm_by_position import random_decoder
-from rag_posfix.probing.small_decoder import SmallDecoder
+from rag_posfix.probing.subject import LanguageModel, SmallDecoder
 from tests.support.tiny_evaluation import tiny_engine
 
 

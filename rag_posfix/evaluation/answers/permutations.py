@@ -140,7 +140,7 @@ def evaluate_permutations(
 
 
 def draw_orders(count: int, n_orders: int, seed: int, name: str) -> list[tuple[int, ...]]:
-    """Return distinct orders of ``count`` passages for the question called ``name``: the given one, then random ones."""
+    """Return distinct orders of ``count`` passages for the question ``name``: the given one, then random ones."""
     possible = math.factorial(count)
     if not 2 <= n_orders <= possible:
         raise EvaluationError(

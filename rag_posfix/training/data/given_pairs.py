@@ -11,9 +11,7 @@ from langchain_core.documents import Document
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.data.questions import PositionExample, load_examples, take_examples
-from rag_posfix.training.data.contamination import Contamination
-from rag_posfix.training.data.pair import Pair, Segment, drawn
-from rag_posfix.training.data.texts import SHIPPED, segments_of
+from rag_posfix.training.data.pair import SHIPPED, Contamination, Pair, Segment, drawn, segments_of
 
 
 class GivenPairs:

@@ -1,10 +1,20 @@
-"""A question, its answers and the segments that the answer depends on; and what makes such pairs."""
+"""Questions with gold segments to train on, texts as segments, and checks for evaluation data among them."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Protocol
+
+from langchain_core.documents import Document
+
+from rag_posfix.demo_data import load_passages
+from rag_posfix.evaluation.data.questions import PositionExample
+from rag_posfix.retrieval.index.storage import read_entries
+from rag_posfix.retrieval.ingest.ingest import PassageSize, read_documents, split_passages
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +69,71 @@ class PairSource(Protocol):
 def drawn(*parts: object) -> Random:
     """Return a generator that these values alone decide, in every process."""
     return Random(":".join(map(str, parts)))  # a string is hashed by SHA-512, not by hash()
+
+
+_WORD = re.compile(r"\w+")
+
+
+class Contamination:
+    """The sequences of n words of evaluation questions and their gold passages.
+
+    A text with fewer words than n counts as one sequence, so that short questions are found by equality.
+
+    Source: An et al. (2024), IN2/FILM, section 3.2, 10-gram decontamination, https://arxiv.org/abs/2404.16811
+    """
+
+    def __init__(self, examples: Iterable[PositionExample] = (), n: int = 10) -> None:
+        self._n = n
+        texts = (text for one in examples for text in (one.question, *(gold.page_content for gold in one.gold)))
+        self._known = {gram for text in texts for gram in self._grams(text)}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def in_pair(self, pair: Pair) -> bool:
+        """Return whether the question or a segment of a pair is known."""
+        return self._has(pair.question) or any(map(self.in_segment, pair.segments))
+
+    def in_segment(self, segment: Segment) -> bool:
+        """Return whether a segment shares a sequence of n words with evaluation data."""
+        return self._has(segment.text)
+
+    def _has(self, text: str) -> bool:
+        return bool(self._known) and any(gram in self._known for gram in self._grams(text))
+
+    def _grams(self, text: str) -> Iterator[tuple[str, ...]]:
+        words: Sequence[str] = _WORD.findall(text.lower())
+        if not words:
+            return
+        for start in range(max(1, len(words) - self._n + 1)):
+            yield tuple(words[start : start + self._n])
+
+
+SHIPPED = "demo"
+"""In place of a path: the corpus that the package brings along."""
+_MANIFEST = "manifest.json"
+
+
+def read_segments(source: str, words: int) -> list[Segment]:
+    """Return the segments of ``demo``, of a file, of a folder of texts or of an index, in a fixed order.
+
+    Args:
+        source: The name of the shipped corpus, or a path.
+        words: Maximum number of words of a segment; 100 words are about 128 tokens.
+    """
+    path = Path(source)
+    if source == SHIPPED and not path.exists():
+        return segments_of(load_passages(), words)
+    if (path / _MANIFEST).is_file():
+        return segments_of([entry.document for entry in read_entries(path).values()], words)
+    return segments_of(read_documents([path], size=PassageSize(words, 10 * words)), words)
+
+
+def segments_of(documents: Sequence[Document], words: int) -> list[Segment]:
+    """Return the segments of documents, each with the title of its document."""
+    size = PassageSize(words, 10 * words)
+    return [
+        Segment(str(document.metadata.get("title", "") or ""), document.page_content[span.start : span.end])
+        for document in documents
+        for span in split_passages(document.page_content, size)
+    ]

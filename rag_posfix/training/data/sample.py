@@ -1,20 +1,75 @@
-"""A training sample: a question, and its segments at drawn places among others."""
+"""Training samples: their settings, how they are drawn, and their file."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+import logging
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
 from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.data.questions import question_and_answers, visible
-from rag_posfix.training.data.contamination import Contamination
-from rag_posfix.training.data.pair import Pair, PairSource, Segment, drawn
-from rag_posfix.training.data.settings import DataSettings
+from rag_posfix.evaluation.data.questions import malformed, question_and_answers, visible
+from rag_posfix.parameters import Integer, Number, check_parameters
+from rag_posfix.training.data.pair import Contamination, Pair, PairSource, Segment, drawn
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DataSettings:
+    """How training data is made.
+
+    Attributes:
+        samples: Number of samples.
+        min_tokens: Fewest tokens of the segments of a sample together.
+        max_tokens: About the most tokens of the segments of a sample together.
+        length_bins: Parts of that range that get equally many samples.
+        segment_words: Maximum number of words of a segment.
+        multi: Share of the samples whose answer depends on several segments, where the source can choose.
+        own_distractors: The distractors of a pair in its file stand around it before any others do.
+        n_gram: Words in a row that a training sample may not share with evaluation data.
+        seed: Seed of everything that is drawn.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    samples: Annotated[int, Integer(1)] = 1000
+    min_tokens: Annotated[int, Integer(1)] = 512
+    max_tokens: Annotated[int, Integer(1)] = 1536
+    length_bins: Annotated[int, Integer(1)] = 4
+    segment_words: Annotated[int, Integer(10)] = 100
+    multi: Annotated[float, Number(0, 1)] = 0.2
+    own_distractors: bool = False
+    n_gram: Annotated[int, Integer(3)] = 10
+    seed: Annotated[int, Integer(0)] = 0
+
+    def __post_init__(self) -> None:
+        check_parameters(self, "train data")
+        if self.max_tokens < self.min_tokens:
+            raise ConfigError(f"max_tokens={self.max_tokens} must be >= min_tokens={self.min_tokens}")
+
+    def length_bin(self, index: int) -> int:
+        """Return which part of the range of lengths the sample ``index`` of its source is in."""
+        return index % self.length_bins
+
+    def bounds(self, length_bin: int) -> tuple[int, int]:
+        """Return the fewest and the most tokens of a part of the range."""
+        width = (self.max_tokens - self.min_tokens) / self.length_bins
+        return self.min_tokens + round(width * length_bin), self.min_tokens + round(width * (length_bin + 1))
+
+    def digest(self, **more: Any) -> str:
+        """Return a digest of the settings and of whatever else decides the samples."""
+        content = json.dumps([dataclasses.asdict(self), more], sort_keys=True)
+        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
 
 MOST_DRAWS = 200
 """Draws of a pair, or of a segment around it, in a row that may be refused."""
@@ -195,3 +250,82 @@ def malformed_row(path: object, number: int, reason: str) -> EvaluationError:
         f"{path}:{number} is not a training sample ({reason}); it needs question, answers and ctxs with text, of "
         "which one or more have isgold; rag-posfix train data makes such files"
     )
+
+
+_log = logging.getLogger(__name__)
+
+SAMPLES = "samples.jsonl"
+_UNFINISHED = ".partial"
+
+
+def write_samples(
+    folder: Path, run: str, count: int, make: Callable[[int], Sample], report: Callable[[int, int], None]
+) -> Path:
+    """Write ``count`` samples to a file in ``folder``, and continue the file of an interrupted run.
+
+    Samples are appended to ``samples.jsonl.partial``, which is renamed when it is complete. A file of an earlier run
+    counts if each of its rows has the same ``run``; an incomplete last line is removed. So the file of a run that was
+    interrupted equals that of one that was not.
+    """
+    final = folder / SAMPLES
+    partial = folder / (SAMPLES + _UNFINISHED)
+    try:
+        if _whole_lines(final, run)[0] == count:
+            report(count, count)
+            return final
+        folder.mkdir(parents=True, exist_ok=True)
+        done, length = _whole_lines(partial, run)
+        if partial.exists():
+            os.truncate(partial, length)
+        with partial.open("ab") as opened:
+            for number in range(done, count):
+                row = {**make(number).row(), "run": run}
+                opened.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                opened.flush()
+                report(number + 1, count)
+            os.fsync(opened.fileno())
+        os.replace(partial, final)
+    except OSError as error:
+        raise EvaluationError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
+    return final
+
+
+def _whole_lines(path: Path, run: str) -> tuple[int, int]:
+    """Return the number of complete rows of this run at the start of a file, and their bytes."""
+    done = length = 0
+    if not path.exists():
+        return 0, 0
+    with path.open("rb") as opened:
+        for line in opened:
+            try:
+                row = json.loads(line)
+                known = line.endswith(b"\n") and (row["run"], row["id"]) == (run, done)
+            except (ValueError, KeyError, TypeError):
+                known = False
+            if not known:
+                if done == 0:
+                    _log.warning("%s is of other settings and is replaced", path)
+                break
+            done += 1
+            length += len(line)
+    return done, length
+
+
+def read_samples(path: Path) -> Iterator[Sample]:
+    """Yield the samples of a file in the format of Lost in the Middle."""
+    try:
+        with path.open(encoding="utf-8") as opened:
+            for number, line in enumerate(opened):
+                if line.strip():
+                    yield _read(path, number, line)
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(
+            f"{path} cannot be read ({error}); give a file of training samples, as rag-posfix train data writes it"
+        ) from error
+
+
+def _read(path: Path, number: int, line: str) -> Sample:
+    try:
+        return sample_of(json.loads(line), number)
+    except (AttributeError, KeyError, ValueError, TypeError) as error:
+        raise malformed_row(path, number + 1, malformed(error)) from error

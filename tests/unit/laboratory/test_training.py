@@ -10,9 +10,8 @@ import torch
 
 from rag_posfix.encodings import create_encoding, load_decoder
 from rag_posfix.errors import ConfigError
-from rag_posfix.laboratory.measuring import measure
+from rag_posfix.laboratory.measuring import TrainingSettings, measure
 from rag_posfix.laboratory.run_files import RunFiles
-from rag_posfix.laboratory.settings import TrainingSettings
 from rag_posfix.laboratory.tasks.flip_flop import FlipFlop
 from rag_posfix.laboratory.tasks.key_value import KeyValue
 from rag_posfix.laboratory.tasks.language import Language

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rag_posfix.probing.attention_edit import AttentionEdit, choice_of, scaled_score
-from rag_posfix.probing.key_value_prompts import key_value_prompts
+from rag_posfix.probing.prompts import key_value_prompts
 from rag_posfix.probing.subject import Change, Watch
 from tests.support.probed import tiny_model
 

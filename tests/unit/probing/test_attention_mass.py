@@ -7,9 +7,8 @@ import torch
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.probing.attention_mass import AttentionMass, slot_masses
-from rag_posfix.probing.key_value_prompts import key_value_prompts, retrieval_losses
-from rag_posfix.probing.language_model import LanguageModel
-from rag_posfix.probing.subject import Change, Watch
+from rag_posfix.probing.prompts import key_value_prompts, retrieval_losses
+from rag_posfix.probing.subject import Change, LanguageModel, Watch
 from tests.support.probed import small_decoder, tiny_model
 
 MODEL = tiny_model(400)

@@ -7,8 +7,7 @@ import torch
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.probing.causal_perturbation import CausalPerturbation, cropped_mask, implied_shift, shifted_positions
-from rag_posfix.probing.language_model import LanguageModel
-from rag_posfix.probing.subject import Change, Watch
+from rag_posfix.probing.subject import Change, LanguageModel, Watch
 from tests.support.probed import small_decoder, tiny_model
 
 MODEL = tiny_model(400)

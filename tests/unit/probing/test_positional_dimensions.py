@@ -10,11 +10,9 @@ from rag_posfix.generation.prefill.prefill import prefill
 from rag_posfix.mitigations import create
 from rag_posfix.plan.plan import HiddenScale
 from rag_posfix.probing import positional_dimensions
-from rag_posfix.probing.key_value_prompts import key_value_prompts
-from rag_posfix.probing.language_model import LanguageModel
-from rag_posfix.probing.positional_dimensions import PositionalDimensions, best_scale
-from rag_posfix.probing.segmented_fit import segmented_fit
-from rag_posfix.probing.subject import Change, Watch
+from rag_posfix.probing.positional_dimensions import PositionalDimensions, best_scale, segmented_fit
+from rag_posfix.probing.prompts import key_value_prompts
+from rag_posfix.probing.subject import Change, LanguageModel, Watch
 from tests.support.probed import small_decoder, tiny_model
 from tests.support.tiny import loaded_model, toy_layout
 from tests.support.toy_encoder import ToyEncoder

@@ -7,9 +7,7 @@ import torch
 
 from rag_posfix.encodings import ENCODINGS
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.probing.language_model import language_model
-from rag_posfix.probing.open_subject import open_subject
-from rag_posfix.probing.subject import Change, Watch
+from rag_posfix.probing.subject import Change, Watch, language_model, open_subject
 from rag_posfix.settings import Settings
 from tests.support.probed import small_decoder, tiny_model
 

@@ -13,7 +13,7 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.one_pass import mask_with_answer, recompute_layers
 from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.plan.plan import Plan, RowPlan
-from rag_posfix.training.forward import answer_logits, answer_loss, distillation_loss
+from rag_posfix.training.prompts import answer_logits, answer_loss, distillation_loss
 from tests.support.tiny import loaded_model, toy_layout
 from tests.support.toy_encoder import ToyEncoder
 

@@ -16,14 +16,12 @@ from rag_posfix.generation.model import one_pass
 from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_answers
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.forward_context import Overrides
-from rag_posfix.training.data.sample_file import read_samples
-from rag_posfix.training.forward import answered_prompt
+from rag_posfix.training.data.sample import read_samples
 from rag_posfix.training.loop import Course, train
-from rag_posfix.training.packing import packs, read_packed
-from rag_posfix.training.prompts import PromptMaker
+from rag_posfix.training.objectives import Term, add_gradients
+from rag_posfix.training.prompts import PromptMaker, answered_prompt, packs, read_packed
 from rag_posfix.training.run_files import RunFiles
 from rag_posfix.training.settings import TrainSettings
-from rag_posfix.training.terms import Term, add_gradients
 from rag_posfix.training.tuned_model import prepare
 from tests.support.tiny import loaded_model, toy_layout
 from tests.support.tiny_training import OBJECTIVES, SETTINGS, tiny_folders

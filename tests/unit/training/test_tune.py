@@ -19,13 +19,11 @@ from rag_posfix.evaluation.record import read_record
 from rag_posfix.generation.load import load_engine
 from rag_posfix.mitigations import create
 from rag_posfix.training import tune as module
-from rag_posfix.training.data.sample_file import read_samples
-from rag_posfix.training.held_out import best_share, shares, worst_of
-from rag_posfix.training.objectives import Block
+from rag_posfix.training.data.sample import read_samples
+from rag_posfix.training.objectives import Block, add_gradients
 from rag_posfix.training.prompts import PromptMaker, end_of_answer
-from rag_posfix.training.run_files import RunFiles, RunState
+from rag_posfix.training.run_files import RunFiles, RunState, best_share, shares, worst_of
 from rag_posfix.training.settings import TrainSettings
-from rag_posfix.training.terms import add_gradients
 from rag_posfix.training.tune import tune
 from rag_posfix.training.tuned_model import prepare
 from tests.support.tiny_training import OBJECTIVES, SETTINGS, tiny_folders, tiny_tune
@@ -234,7 +232,7 @@ def test_questions_of_held_out_samples_are_not_trained_on(folders, tmp_path, mon
 
 
 def test_a_loss_that_is_no_number_ends_the_run(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr("rag_posfix.training.terms.answer_loss", lambda logits, answer: logits.sum() * math.nan)
+    monkeypatch.setattr("rag_posfix.training.objectives.answer_loss", lambda logits, answer: logits.sum() * math.nan)
     with pytest.raises(GenerationError, match="lower --learning-rate"):
         tiny_tune(*folders, tmp_path)
 

@@ -10,17 +10,12 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.request import Generation
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample, load_examples
-from rag_posfix.training.data.contamination import Contamination
 from rag_posfix.training.data.given_pairs import GivenPairs, demo_examples
-from rag_posfix.training.data.make_data import DataSources, make_training_data
-from rag_posfix.training.data.pair import Pair, Segment, drawn
-from rag_posfix.training.data.sample import Sample, SampleMaker
-from rag_posfix.training.data.sample_file import read_samples, write_samples
-from rag_posfix.training.data.settings import DataSettings
-from rag_posfix.training.data.statistics import chi_square, place_counts
+from rag_posfix.training.data.make_data import DataSources, chi_square, make_training_data, place_counts
+from rag_posfix.training.data.pair import Contamination, Pair, Segment, drawn, read_segments
+from rag_posfix.training.data.sample import DataSettings, Sample, SampleMaker, read_samples, write_samples
 from rag_posfix.training.data.teacher import TeacherPairs, read_answer
 from rag_posfix.training.data.templates import TEMPLATES, template_sources
-from rag_posfix.training.data.texts import read_segments
 from tests.support.toy_encoder import ToyEncoder
 
 SETTINGS = DataSettings(samples=24, min_tokens=60, max_tokens=180, length_bins=3, multi=0.25)
