@@ -87,7 +87,7 @@ def data(
     The same command continues after an interruption. Rows with one gold passage are read by rag-posfix eval too.
     """
     from rag_posfix.pipeline.build import build_tokenizer
-    from rag_posfix.training.data.given_pairs import read_examples
+    from rag_posfix.training.data.file_pairs import read_examples
     from rag_posfix.training.data.make_data import DataSources, make_training_data
     from rag_posfix.training.data.pair import read_segments
 

@@ -214,6 +214,6 @@ def _text(draw: random.Random, words: int, people: int) -> list[int]:
 
 
 def _shown(seed: int, people: int) -> list[int]:
-    """Return the text of the picture: two paragraphs."""
+    """Return the text of the figure: two paragraphs."""
     text = islice(sentences(random.Random(seed), people), SHOWN_SENTENCES)
     return [one for sentence in text for one in numbered(sentence)]

@@ -19,7 +19,7 @@ from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment
 from rag_posfix.laboratory.measuring import Measured, TrainingSettings, digest_of
 from rag_posfix.laboratory.run_files import FinishedRun, RunFiles
 from rag_posfix.laboratory.tasks.base import TRAINED, Task
-from rag_posfix.laboratory.training import Trainee, new_decoder, train
+from rag_posfix.laboratory.training import RunConfig, new_decoder, train
 from rag_posfix.parameters import parameters_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def run_laboratory(
     Args:
         seeds: Number of seeds; seed n has the same start values and examples for every encoding.
         device: "cpu", "cuda", ...; "auto" is a GPU if there is one.
-        out: Folder for checkpoints, decoders, record, table and picture; None writes nothing. Runs that are finished
+        out: Folder for checkpoints, decoders, record, table and figure; None writes nothing. Runs that are finished
             there are not repeated, and others continue at their checkpoint.
 
     Returns:
@@ -128,12 +128,12 @@ def run_laboratory(
     """
     chosen = settings or TrainingSettings()
     found_device = _device(device)
-    runs = [Trainee(task, encoding, chosen, seed) for encoding in encodings for seed in range(seeds)]
+    runs = [RunConfig(task, encoding, chosen, seed) for encoding in encodings for seed in range(seeds)]
     _check(task, encodings, seeds, runs, found_device)
-    finished: list[tuple[Trainee, FinishedRun]] = []
-    for number, one in enumerate(runs):
-        with progress(f"{one.encoding.label}, seed {one.seed} ({number + 1} of {len(runs)})") as report:
-            finished.append((one, train(one, found_device, RunFiles(_folder(out, one)), report)))
+    finished: list[tuple[RunConfig, FinishedRun]] = []
+    for number, config in enumerate(runs):
+        with progress(f"{config.encoding.label}, seed {config.seed} ({number + 1} of {len(runs)})") as report:
+            finished.append((config, train(config, found_device, RunFiles(_folder(out, config)), report)))
     head = {
         "kind": "lab",
         **environment(),
@@ -144,12 +144,12 @@ def run_laboratory(
         "settings": {name: getattr(chosen, name) for name in parameters_of(TrainingSettings)} | {"seeds": seeds},
         "summary": _summary(task, encodings, seeds, finished),
     }
-    rows = [row for one, run in finished for row in _rows(one, run)]
+    rows = [row for config, run in finished for row in _rows(config, run)]
     return with_figure(_with_table(ExperimentRecord(head, rows).write(out)), draw_laboratory)
 
 
 def _check(
-    task: Task, encodings: Sequence[Encoding], seeds: int, runs: Sequence[Trainee], device: torch.device
+    task: Task, encodings: Sequence[Encoding], seeds: int, runs: Sequence[RunConfig], device: torch.device
 ) -> None:
     """Check the choice, and that every encoding can read every split, before anything is trained."""
     labels = [one.label for one in encodings]
@@ -157,8 +157,8 @@ def _check(
     if twice or not labels or seeds < 1:
         what = f"{twice[0]!r} is named twice" if twice else f"{len(labels)} encodings and {seeds} seeds"
         raise ConfigError(f"nothing to compare: {what}; name each encoding once, and at least one with one seed")
-    for one in runs[::seeds]:
-        decoder = new_decoder(one, device).eval()
+    for config in runs[::seeds]:
+        decoder = new_decoder(config, device).eval()
         for split in task.splits:
             with torch.inference_mode():
                 decoder(task.batch(split, 1, torch.Generator().manual_seed(0)).to(device).ids)
@@ -175,26 +175,26 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _folder(out: Path | None, one: Trainee) -> Path | None:
-    """Return the folder of a run; other sizes or settings have another one."""
+def _folder(out: Path | None, config: RunConfig) -> Path | None:
+    """Return the folder of a run; other sizes or settings have another folder."""
     if out is None:
         return None
-    settings = {name: getattr(one.settings, name) for name in parameters_of(TrainingSettings)}
+    settings = {name: getattr(config.settings, name) for name in parameters_of(TrainingSettings)}
     digest = digest_of(
-        FORMAT, one.task.name, one.task.parameters, one.encoding.name, one.encoding.parameters, settings
+        FORMAT, config.task.name, config.task.parameters, config.encoding.name, config.encoding.parameters, settings
     )
-    readable = re.sub(r"[^\w.=-]+", "-", one.encoding.label)[:60]
-    return out / one.task.name / f"{readable}-{digest}" / f"seed-{one.seed}"
+    readable = re.sub(r"[^\w.=-]+", "-", config.encoding.label)[:60]
+    return out / config.task.name / f"{readable}-{digest}" / f"seed-{config.seed}"
 
 
-def _rows(one: Trainee, run: FinishedRun) -> Iterator[dict[str, Any]]:
+def _rows(config: RunConfig, run: FinishedRun) -> Iterator[dict[str, Any]]:
     """Yield a row per evaluation during training, then one per split."""
     history = [(step, TRAINED, False, measured) for step, measured in run.snapshot.history]
     final = [(run.snapshot.step, split, True, measured) for split, measured in run.splits.items()]
     for step, split, is_final, measured in [*history, *final]:
         yield {
-            "encoding": one.encoding.label,
-            "seed": one.seed,
+            "encoding": config.encoding.label,
+            "seed": config.seed,
             "step": step,
             "split": split,
             "final": is_final,
@@ -206,7 +206,7 @@ def _rows(one: Trainee, run: FinishedRun) -> Iterator[dict[str, Any]]:
 
 
 def _summary(
-    task: Task, encodings: Sequence[Encoding], seeds: int, finished: Sequence[tuple[Trainee, FinishedRun]]
+    task: Task, encodings: Sequence[Encoding], seeds: int, finished: Sequence[tuple[RunConfig, FinishedRun]]
 ) -> dict[str, Any]:
     found = {}
     for encoding in encodings:

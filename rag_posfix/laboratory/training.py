@@ -20,15 +20,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Trainee:
-    """What one training run is about.
-
-    Attributes:
-        task: The task.
-        encoding: The position encoding.
-        settings: Sizes and training.
-        seed: Of start values and training examples.
-    """
+class RunConfig:
+    """The configuration of one training run; ``seed`` is that of start values and training examples."""
 
     task: Task
     encoding: Encoding
@@ -36,15 +29,15 @@ class Trainee:
     seed: int
 
 
-def new_decoder(trainee: Trainee, device: torch.device) -> Decoder:
+def new_decoder(config: RunConfig, device: torch.device) -> Decoder:
     """Return a decoder at its start values; equal seeds give equal ones."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(generator_for("start", trainee.seed).initial_seed())
-        return Decoder(trainee.encoding, trainee.settings.shape(trainee.task.vocabulary)).to(device)
+        torch.default_generator.manual_seed(generator_for("start", config.seed).initial_seed())
+        return Decoder(config.encoding, config.settings.shape(config.task.vocabulary)).to(device)
 
 
 def train(
-    trainee: Trainee,
+    config: RunConfig,
     device: torch.device,
     files: RunFiles,
     report: Callable[[int, int], None] = lambda done, total: None,
@@ -57,17 +50,17 @@ def train(
         files: Checkpoint and result; a finished run is not repeated.
     """
     earlier = files.finished()
-    settings, task = trainee.settings, trainee.task
+    settings, task = config.settings, config.task
     if earlier is not None:
         report(settings.steps, settings.steps)
         return earlier
-    decoder = new_decoder(trainee, device).train()
+    decoder = new_decoder(config, device).train()
     optimizer = torch.optim.Adam(decoder.parameters(), lr=settings.learning_rate)
     now = files.resume(decoder, optimizer)
     while now.step < settings.steps and not _is_enough(now, settings, task):
-        now = _train_interval(trainee, decoder, optimizer, now, device, report)
+        now = _train_interval(config, decoder, optimizer, now, device, report)
         files.keep(decoder, optimizer, now)
-        _log.info("%s, step %d: %.2f", trainee.encoding.label, now.step, now.history[-1][1].value)
+        _log.info("%s, step %d: %.2f", config.encoding.label, now.step, now.history[-1][1].value)
     splits = {split: measure(decoder, task, split, settings.examples, device) for split in task.splits}
     run = FinishedRun(now, splits, sum(one.numel() for one in decoder.parameters()))
     files.finish(decoder, run)
@@ -76,7 +69,7 @@ def train(
 
 
 def _train_interval(
-    trainee: Trainee,
+    config: RunConfig,
     decoder: Decoder,
     optimizer: torch.optim.Optimizer,
     now: Snapshot,
@@ -84,26 +77,26 @@ def _train_interval(
     report: Callable[[int, int], None],
 ) -> Snapshot:
     """Train up to the next evaluation, evaluate, and return where the run is."""
-    began, settings = time.perf_counter(), trainee.settings
+    began, settings = time.perf_counter(), config.settings
     stop = min(settings.steps, now.step + settings.evaluate_every)
     for step in range(now.step, stop):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate(step)
-        _train_step(trainee, decoder, optimizer, step, device)
+        _train_step(config, decoder, optimizer, step, device)
         report(step + 1, settings.steps)
-    found = measure(decoder, trainee.task, TRAINED, settings.examples, device)
+    found = measure(decoder, config.task, TRAINED, settings.examples, device)
     seconds = now.seconds + time.perf_counter() - began
     return replace(now, step=stop, seconds=seconds, history=(*now.history, (stop, found)))
 
 
 def _train_step(
-    trainee: Trainee, decoder: Decoder, optimizer: torch.optim.Optimizer, step: int, device: torch.device
+    config: RunConfig, decoder: Decoder, optimizer: torch.optim.Optimizer, step: int, device: torch.device
 ) -> None:
     """Take one step on examples that the seed and the step alone decide."""
-    generator = generator_for("training", trainee.task.label, trainee.seed, step)
-    batch = trainee.task.batch(TRAINED, trainee.settings.batch, generator).to(device)
+    generator = generator_for("training", config.task.label, config.seed, step)
+    batch = config.task.batch(TRAINED, config.settings.batch, generator).to(device)
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type="cuda"):
-        if trainee.settings.dropout:
+        if config.settings.dropout:
             torch.manual_seed(generator.initial_seed())
         logits, _ = decoder(batch.ids)
     loss = cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)

@@ -44,7 +44,7 @@ class ProbedModel:
 def run_probes(
     subject: Subject, probes: Sequence[Probe], out: Path, progress: Progress = silent
 ) -> tuple[ProbedModel, Path]:
-    """Run probes on one model, and write their records, their pictures and a page to a folder.
+    """Run probes on one model, and write their records, their figures and a page to a folder.
 
     A probe that cannot measure this model is left out, and the page says why.
 
@@ -70,7 +70,7 @@ def run_probes(
 
 
 def probe_page(found: ProbedModel, probes: Sequence[Probe]) -> str:
-    """Return an HTML page about a model that loads nothing from elsewhere: style and pictures are inside.
+    """Return an HTML page about a model that loads nothing from elsewhere: style and figures are inside.
 
     Args:
         probes: The probes that ran, for their texts and tables.

@@ -56,14 +56,14 @@ class Probe(Parametrised, ABC):
 
     @abstractmethod
     def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
-        """Measure a model, and write the record and its picture to a folder; None writes nothing.
+        """Measure a model, and write the record and its figure to a folder; None writes nothing.
 
         The model stays as it is.
         """
 
     @abstractmethod
     def draw(self, head: Mapping[str, Any]) -> Figure:
-        """Return the picture of a record."""
+        """Return the figure of a record."""
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return what is printed of a record as rows of text, the headings first; none by default."""
@@ -84,7 +84,7 @@ class MeasuredProbe(Probe):
         """Measure a model; see ``run``."""
 
     def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
-        """Measure a model, and write the record and its picture; see ``Probe.run``."""
+        """Measure a model, and write the record and its figure; see ``Probe.run``."""
         found = self.measure(subject, progress)
         head = {
             "kind": f"probe-{self.name}",

@@ -141,7 +141,7 @@ class RetrievalHeads(Probe):
             example.documents(self.documents)
 
     def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
-        """Return the record of ``probe_retrieval_heads``, with a picture."""
+        """Return the record of ``probe_retrieval_heads``, with a figure."""
         engine = language_model(subject, self.name).engine
         found = probe_retrieval_heads(
             self.data, documents=self.documents, limit=self.limit, skip=self.skip, keep=self.heads, seed=self.seed,

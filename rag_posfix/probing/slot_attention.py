@@ -113,7 +113,7 @@ class SlotAttention(Probe):
             example.documents(self.documents)
 
     def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
-        """Return the record of ``probe_slot_attention``, with a picture."""
+        """Return the record of ``probe_slot_attention``, with a figure."""
         engine = language_model(subject, self.name).engine
         found = probe_slot_attention(
             self.data, documents=self.documents, limit=self.limit, skip=self.skip, engine=engine, out=out,

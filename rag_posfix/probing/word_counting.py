@@ -63,15 +63,14 @@ class CountingPrompt:
 def counting_prompts() -> list[CountingPrompt]:
     """Return a prompt for each pair of neighbouring sentences and each word of the first of them.
 
-    The first sentence has every word that is asked for, so that a count of both sentences is wrong. Of the words that
-    the last sentence does not have, as many are asked for as of those that it has most often the same number of times.
+    The first sentence has every word that is asked for, so that a count of both sentences is wrong. Words that the
+    last sentence does not have are subsampled to the number of prompts of the most frequent other count.
     """
-    known = [made for first, last in pairwise(SENTENCES) for made in _pair(first, last)]
-    absent = [one for one in known if not one.last]
-    counts = Counter(one.last for one in known if one.last)
-    kept = max(counts.values())
-    chosen = {absent[place * len(absent) // kept] for place in range(kept)}
-    return [one for one in known if one.last or one in chosen]
+    prompts = [prompt for first, last in pairwise(SENTENCES) for prompt in _pair(first, last)]
+    absent = [prompt for prompt in prompts if not prompt.last]
+    size = max(Counter(prompt.last for prompt in prompts if prompt.last).values())
+    sampled = {absent[index * len(absent) // size] for index in range(size)}
+    return [prompt for prompt in prompts if prompt.last or prompt in sampled]
 
 
 def _pair(first: str, last: str) -> Iterator[CountingPrompt]:

@@ -12,7 +12,7 @@ import torch
 from rag_posfix.errors import GenerationError
 from rag_posfix.training.data.pair import drawn
 from rag_posfix.training.data.sample import Sample
-from rag_posfix.training.objectives import Objective, Term, add_gradients
+from rag_posfix.training.objectives import LossTerm, Objective, add_gradients
 from rag_posfix.training.prompts import PromptMaker
 from rag_posfix.training.run_files import RunFiles, RunState, best_share, measure_places
 from rag_posfix.training.settings import TrainSettings
@@ -25,16 +25,8 @@ MOST_GRADIENT = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Course:
-    """What a model is trained on.
-
-    Attributes:
-        objective: What is trained.
-        samples: What it is trained on.
-        held_out: What it is evaluated on.
-        settings: How it is trained.
-        prompts: Makes its prompts.
-    """
+class TrainingRun:
+    """The objective of one training, its samples, those that are held out, and the maker of their prompts."""
 
     objective: Objective
     samples: Sequence[Sample]
@@ -51,7 +43,7 @@ class Course:
 
 
 def train(
-    model: TunedModel, course: Course, files: RunFiles, report: Callable[[int, int], None] = lambda done, total: None
+    model: TunedModel, run: TrainingRun, files: RunFiles, report: Callable[[int, int], None] = lambda done, total: None
 ) -> RunState:
     """Train a model, or continue where a checkpoint ends, and leave it with the weights of the best evaluation.
 
@@ -59,16 +51,16 @@ def train(
     bit. The best evaluation is that with the highest worst place: mean log-probability per token of the answers of
     held-out samples, over all places and methods of the objective.
     """
-    settings = course.settings
+    settings = run.settings
     optimizer = torch.optim.AdamW(
         list(model.trained().values()), lr=settings.learning_rate, weight_decay=settings.weight_decay
     )
     now = files.resume(model, optimizer)
     if not now.history:
-        now = _evaluated(model, course, now, 0.0)
+        now = _evaluated(model, run, now, 0.0)
         files.keep(model, optimizer, now)
     while now.step < settings.steps and not _is_enough(now, settings):
-        now = _interval(model, course, optimizer, now, report)
+        now = _interval(model, run, optimizer, now, report)
         files.keep(model, optimizer, now)
     files.restore_best(model, now)
     report(settings.steps, settings.steps)
@@ -78,23 +70,23 @@ def train(
 
 def _interval(
     model: TunedModel,
-    course: Course,
+    run: TrainingRun,
     optimizer: torch.optim.Optimizer,
     now: RunState,
     report: Callable[[int, int], None],
 ) -> RunState:
     """Train up to the next evaluation, evaluate, and return where the run is."""
-    began, settings = time.perf_counter(), course.settings
+    began, settings = time.perf_counter(), run.settings
     stop = min(settings.steps, now.step + settings.evaluate_every)
     best_place, losses = best_share(now.history[0].curves), []
     model.loaded.model.train()
     for step in range(now.step, stop):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate(step)
-        losses.append(_step(model, course, optimizer, step, best_place))
+        losses.append(_step(model, run, optimizer, step, best_place))
         report(step + 1, settings.steps)
     trained = time.perf_counter() - began
-    after = _evaluated(model, course, replace(now, step=stop), sum(losses) / len(losses))
+    after = _evaluated(model, run, replace(now, step=stop), sum(losses) / len(losses))
     seconds = now.seconds + time.perf_counter() - began
     rate = (stop - now.step) / trained
     _log.info(
@@ -104,11 +96,13 @@ def _interval(
     return replace(after, seconds=seconds)
 
 
-def _step(model: TunedModel, course: Course, optimizer: torch.optim.Optimizer, step: int, best_place: float) -> float:
+def _step(
+    model: TunedModel, run: TrainingRun, optimizer: torch.optim.Optimizer, step: int, best_place: float
+) -> float:
     """Take one step on samples that the seed and the step alone decide; return the mean loss."""
-    settings, total = course.settings, 0.0
+    settings, total = run.settings, 0.0
     optimizer.zero_grad(set_to_none=True)
-    for terms in _terms(model, course, step, best_place):
+    for terms in _terms(model, run, step, best_place):
         for loss in add_gradients(model, terms, settings.batch, settings.packing):
             total += loss
     if not total < float("inf"):
@@ -120,13 +114,13 @@ def _step(model: TunedModel, course: Course, optimizer: torch.optim.Optimizer, s
     return total / settings.batch
 
 
-def _terms(model: TunedModel, course: Course, step: int, best_place: float) -> Iterator[list[Term]]:
+def _terms(model: TunedModel, run: TrainingRun, step: int, best_place: float) -> Iterator[list[LossTerm]]:
     """Yield the terms that may share passes: with packing those of the whole step, else those of each sample."""
-    settings = course.settings
-    waiting: list[Term] = []
+    settings = run.settings
+    waiting: list[LossTerm] = []
     for number in range(step * settings.batch, (step + 1) * settings.batch):
         random = drawn("sample", settings.seed, number)
-        waiting += course.objective.terms(model.loaded, course.prompts, course.sample(number), random, best_place)
+        waiting += run.objective.terms(model.loaded, run.prompts, run.sample(number), random, best_place)
         if not settings.packing:
             yield waiting
             waiting = []
@@ -134,8 +128,8 @@ def _terms(model: TunedModel, course: Course, step: int, best_place: float) -> I
         yield waiting
 
 
-def _evaluated(model: TunedModel, course: Course, now: RunState, loss: float) -> RunState:
-    found = measure_places(model, course.prompts, course.objective, course.held_out, course.settings.places)
+def _evaluated(model: TunedModel, run: TrainingRun, now: RunState, loss: float) -> RunState:
+    found = measure_places(model, run.prompts, run.objective, run.held_out, run.settings.places)
     return now.evaluated(found, loss)
 
 

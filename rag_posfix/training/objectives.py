@@ -27,7 +27,7 @@ from rag_posfix.training.tuned_model import TunedModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Term:
+class LossTerm:
     """A term of the loss of a sample.
 
     Attributes:
@@ -54,7 +54,7 @@ class Term:
         return self.weight * distillation_loss(logits, said, self.temperature)
 
 
-def add_gradients(model: TunedModel, terms: Sequence[Term], divisor: int, most_tokens: int) -> list[float]:
+def add_gradients(model: TunedModel, terms: Sequence[LossTerm], divisor: int, most_tokens: int) -> list[float]:
     """Add the gradients of the sum of terms, divided by ``divisor``, to the model; return each loss undivided.
 
     Args:
@@ -77,7 +77,7 @@ def add_gradients(model: TunedModel, terms: Sequence[Term], divisor: int, most_t
     return losses
 
 
-def _said(model: TunedModel, terms: Sequence[Term], most_tokens: int) -> dict[AnsweredPrompt, Tensor]:
+def _said(model: TunedModel, terms: Sequence[LossTerm], most_tokens: int) -> dict[AnsweredPrompt, Tensor]:
     """Return the logits of the untrained model for each prompt that it reads."""
     taught = list(dict.fromkeys(one.taught for one in terms if one.taught is not None))
     if not taught:
@@ -101,7 +101,7 @@ class Objective(Protocol):
 
     def terms(
         self, loaded: LoadedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
-    ) -> Iterator[Term]:
+    ) -> Iterator[LossTerm]:
         """Yield the terms whose sum is the loss of a sample.
 
         Args:
@@ -131,9 +131,9 @@ class InformationIntensive:
 
     def terms(
         self, loaded: LoadedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
-    ) -> Iterator[Term]:
+    ) -> Iterator[LossTerm]:
         """Yield the cross-entropy of the answer with the passages in the order of the sample."""
-        yield Term(_read(loaded, self.method, prompts.make(sample)))
+        yield LossTerm(_read(loaded, self.method, prompts.make(sample)))
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Block:
 
     def terms(
         self, loaded: LoadedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
-    ) -> Iterator[Term]:
+    ) -> Iterator[LossTerm]:
         """Yield half of the cross-entropy of the answer under each mask."""
         prompt = prompts.make(sample)
         for method in self.methods:
@@ -171,7 +171,7 @@ class Block:
                     f"--mitigation {method.name} does not read passages independently of each other; use "
                     "parallel_windows, set_prompting or parallel_encoding"
                 )
-            yield Term(answered_prompt(loaded, prompt.layout, plan, prompt.answer), weight=0.5)
+            yield LossTerm(answered_prompt(loaded, prompt.layout, plan, prompt.answer), weight=0.5)
 
 
 @dataclass(frozen=True)
@@ -202,16 +202,16 @@ class Distill:
 
     def terms(
         self, loaded: LoadedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
-    ) -> Iterator[Term]:
+    ) -> Iterator[LossTerm]:
         """Yield the divergence at a drawn place, then the weighted one at the best place."""
         best = place_at(sample, best_place)
         places = [place for place in range(len(sample.passages) - len(sample.gold) + 1) if place != best]
         at_best = _read(loaded, self.method, prompts.make(sample.moved(best)))
         if places:
             elsewhere = _read(loaded, self.method, prompts.make(sample.moved(random.choice(places))))
-            yield Term(elsewhere, at_best, temperature=self.temperature)
+            yield LossTerm(elsewhere, at_best, temperature=self.temperature)
         if self.anchor:
-            yield Term(at_best, at_best, self.anchor, self.temperature)
+            yield LossTerm(at_best, at_best, self.anchor, self.temperature)
 
 
 def place_at(sample: Sample, share: float) -> int:

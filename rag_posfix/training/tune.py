@@ -13,7 +13,7 @@ from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.training.data.sample import Sample, read_samples
-from rag_posfix.training.loop import Course, train
+from rag_posfix.training.loop import TrainingRun, train
 from rag_posfix.training.objectives import Objective
 from rag_posfix.training.prompts import PromptMaker
 from rag_posfix.training.run_files import RunFiles, RunState, shares
@@ -59,9 +59,9 @@ def tune(
     if state is None:
         model = prepare(engine, settings, base, teacher)
         parameters = sum(one.numel() for one in model.trained().values())
-        course = new_course(engine, objective, samples, settings)
+        training_run = new_training_run(engine, objective, samples, settings)
         with progress(f"{objective.name}: {parameters} of the weights are trained, steps") as report:
-            state = train(model, course, files, report)
+            state = train(model, training_run, files, report)
         tuned = model.save(out)
         files.finish(state)
     head = {
@@ -74,7 +74,9 @@ def tune(
     return replace(record, files={**record.files, tuned.name: tuned})
 
 
-def new_course(engine: Engine, objective: Objective, samples: list[Sample], settings: TrainSettings) -> Course:
+def new_training_run(
+    engine: Engine, objective: Objective, samples: list[Sample], settings: TrainSettings
+) -> TrainingRun:
     """Return the data of a run; the last samples are held out for evaluation, and their questions with them."""
     cut = len(samples) - settings.held_out
     prompts = PromptMaker(engine.encoder, engine.context_window)
@@ -86,7 +88,7 @@ def new_course(engine: Engine, objective: Objective, samples: list[Sample], sett
             f"all questions are among those of the {len(held_out)} held-out samples; make data from more pairs, or "
             "lower --held-out"
         )
-    return Course(objective, trained, held_out, settings, prompts)
+    return TrainingRun(objective, trained, held_out, settings, prompts)
 
 
 def _facts(objective: Objective) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent
 from rag_posfix.text import content_hash
-from rag_posfix.training.data.given_pairs import GivenPairs
+from rag_posfix.training.data.file_pairs import FilePairs
 from rag_posfix.training.data.pair import Contamination, PairSource, Segment
 from rag_posfix.training.data.sample import DataSettings, Sample, SampleMaker, read_samples, write_samples
 from rag_posfix.training.data.teacher import TeacherPairs
@@ -146,7 +146,7 @@ def make_training_data(
     found: list[PairSource] = list(template_sources(sources.templates)) if sources.templates else []
     removed = 0
     for file in sources.pairs:
-        given = GivenPairs(file, settings.seed, settings.segment_words, contamination, settings.own_distractors)
+        given = FilePairs(file, settings.seed, settings.segment_words, contamination, settings.own_distractors)
         removed += given.removed
         found.append(given)
     if sources.teacher is not None:

@@ -205,7 +205,7 @@ class SampleMaker:
         rejected: int,
         random: Random,
     ) -> Sample:
-        """Return the sample of a pair with so many tokens that another segment would lead away from the target."""
+        """Return the sample of a pair; segments are added up to the nearest token count."""
         tokens = sum(self._count(one.text) for one in pair.segments)
         around: list[Segment] = []
         while tokens < target:

@@ -1,4 +1,4 @@
-"""The experiment and its commands: record, table, picture, and what is refused before anything is trained."""
+"""The experiment and its commands: record, table, figure, and what is refused before anything is trained."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from rag_posfix.laboratory.run_files import RunFiles
 from rag_posfix.laboratory.tasks.flip_flop import FlipFlop
 from rag_posfix.laboratory.tasks.key_value import KeyValue
 from rag_posfix.laboratory.tasks.language import Language
-from rag_posfix.laboratory.training import Trainee, new_decoder, train
+from rag_posfix.laboratory.training import RunConfig, new_decoder, train
 
 CPU = torch.device("cpu")
 TINY = TrainingSettings(
@@ -23,8 +23,8 @@ TINY = TrainingSettings(
 )
 
 
-def trainee(task=None, encoding="cope", settings=TINY, seed=0, **parameters):
-    return Trainee(task or FlipFlop(pairs=6), create_encoding(encoding, parameters), settings, seed)
+def config(task=None, encoding="cope", settings=TINY, seed=0, **parameters):
+    return RunConfig(task or FlipFlop(pairs=6), create_encoding(encoding, parameters), settings, seed)
 
 
 class Killed(Exception):
@@ -44,7 +44,7 @@ def test_a_decoder_learns_flip_flop_and_its_error_is_measured(tmp_path):
         steps=150, batch=32, evaluate_every=50, examples=200, layers=2, heads=2, width=32, warmup=10,
         learning_rate=3e-3, patience=1,
     )  # fmt: skip
-    run = train(trainee(FlipFlop(pairs=6, ignored=0.3), "rope", settings), CPU, RunFiles(tmp_path))
+    run = train(config(FlipFlop(pairs=6, ignored=0.3), "rope", settings), CPU, RunFiles(tmp_path))
     assert run.splits["in"].value < 20  # chance is 50
     assert run.snapshot.history[-1][1].loss < run.snapshot.history[0][1].loss or run.snapshot.history[0][1].value == 0
     loaded = load_decoder(tmp_path)
@@ -53,12 +53,12 @@ def test_a_decoder_learns_flip_flop_and_its_error_is_measured(tmp_path):
 
 @pytest.mark.parametrize("killed", [3, 6, 9, 12])
 def test_a_run_that_was_killed_continues_to_the_result_of_one_that_was_not(killed, tmp_path):
-    whole = train(trainee(), CPU, RunFiles(tmp_path / "whole"))
+    whole = train(config(), CPU, RunFiles(tmp_path / "whole"))
     files = RunFiles(tmp_path / "killed")
     with pytest.raises(Killed):
-        train(trainee(), CPU, files, killed_at(killed))
+        train(config(), CPU, files, killed_at(killed))
     steps = []
-    resumed = train(trainee(), CPU, files, lambda done, total: steps.append(done))
+    resumed = train(config(), CPU, files, lambda done, total: steps.append(done))
     assert steps[0] == 1 + 4 * ((killed - 1) // 4)  # the step after the last checkpoint
     assert resumed.splits == whole.splits
     assert [one for _, one in resumed.snapshot.history] == [one for _, one in whole.snapshot.history]
@@ -71,9 +71,9 @@ def test_a_run_that_was_killed_continues_to_the_result_of_one_that_was_not(kille
 
 
 def test_a_finished_run_is_not_repeated(tmp_path):
-    first = train(trainee(), CPU, RunFiles(tmp_path))
+    first = train(config(), CPU, RunFiles(tmp_path))
     steps = []
-    again = train(trainee(), CPU, RunFiles(tmp_path), lambda done, total: steps.append(done))
+    again = train(config(), CPU, RunFiles(tmp_path), lambda done, total: steps.append(done))
     assert steps == [12]
     assert (again.splits, again.snapshot.history, again.parameters) == (
         first.splits, first.snapshot.history, first.parameters,
@@ -81,20 +81,20 @@ def test_a_finished_run_is_not_repeated(tmp_path):
 
 
 def test_damaged_files_are_told_and_the_run_starts_again(tmp_path, caplog):
-    whole = train(trainee(), CPU, RunFiles(tmp_path))
+    whole = train(config(), CPU, RunFiles(tmp_path))
     (tmp_path / "run.json").write_text("{", "utf-8")
     (tmp_path / "checkpoint.safetensors").write_bytes(b"\x00" * 20)
-    assert train(trainee(), CPU, RunFiles(tmp_path)).splits == whole.splits
+    assert train(config(), CPU, RunFiles(tmp_path)).splits == whole.splits
     assert "the run is repeated" in caplog.text
     assert "the run starts again" in caplog.text
 
 
 def test_seeds_differ_and_encodings_of_one_seed_see_the_same_examples():
-    first, second = (new_decoder(trainee(seed=seed), CPU) for seed in (0, 1))
+    first, second = (new_decoder(config(seed=seed), CPU) for seed in (0, 1))
     assert not torch.equal(first.embedding, second.embedding)
-    assert torch.equal(first.embedding, new_decoder(trainee(seed=0), CPU).embedding)
+    assert torch.equal(first.embedding, new_decoder(config(seed=0), CPU).embedding)
     before = torch.random.get_rng_state()
-    train(trainee(), CPU, RunFiles(None))
+    train(config(), CPU, RunFiles(None))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -106,7 +106,7 @@ def test_training_stops_after_evaluations_without_error_and_not_before(monkeypat
 
     monkeypatch.setattr("rag_posfix.laboratory.training.measure", measured)
     settings = dataclasses.replace(TINY, steps=100, patience=2)
-    run = train(trainee(settings=settings), CPU, RunFiles(None))
+    run = train(config(settings=settings), CPU, RunFiles(None))
     assert run.snapshot.step == 3 * 4
 
 
@@ -118,7 +118,7 @@ def test_perplexity_stops_after_evaluations_without_a_new_best(monkeypatch):
 
     monkeypatch.setattr("rag_posfix.laboratory.training.measure", measured)
     settings = dataclasses.replace(TINY, steps=100, patience=2)
-    run = train(trainee(Language(length=8), settings=settings), CPU, RunFiles(None))
+    run = train(config(Language(length=8), settings=settings), CPU, RunFiles(None))
     assert run.snapshot.step == 6 * 4
 
 
@@ -127,13 +127,13 @@ def test_without_patience_all_steps_are_taken(monkeypatch):
         "rag_posfix.laboratory.training.measure",
         lambda *arguments: dataclasses.replace(measure(*arguments), value=0.0),
     )
-    run = train(trainee(settings=dataclasses.replace(TINY, patience=0)), CPU, RunFiles(None))
+    run = train(config(settings=dataclasses.replace(TINY, patience=0)), CPU, RunFiles(None))
     assert run.snapshot.step == 12
 
 
 def test_the_measure_of_a_decoder_that_knows_nothing_is_chance_and_by_place():
     task = KeyValue(pairs=3, keys=8, values=4, questions=1)
-    decoder = new_decoder(trainee(task), CPU)
+    decoder = new_decoder(config(task), CPU)
     with torch.no_grad():
         decoder.embedding.zero_()  # all logits are 0: the first token, which is never right
     found = measure(decoder, task, "in", 60, CPU)
@@ -141,7 +141,7 @@ def test_the_measure_of_a_decoder_that_knows_nothing_is_chance_and_by_place():
     assert found.loss == pytest.approx(math.log(task.vocabulary), abs=1e-5)
     assert found.by_place == (100, 100, 100)
     words = Language(length=16)
-    blank = new_decoder(trainee(words), CPU)
+    blank = new_decoder(config(words), CPU)
     with torch.no_grad():
         blank.embedding.zero_()
     assert measure(blank, words, "x5", 4, CPU).value == pytest.approx(45, rel=1e-4)
@@ -149,7 +149,7 @@ def test_the_measure_of_a_decoder_that_knows_nothing_is_chance_and_by_place():
 
 def test_an_evaluation_in_parts_is_that_of_one_part(monkeypatch):
     task = KeyValue(pairs=3, keys=8, values=4, questions=1)
-    decoder = new_decoder(trainee(task), CPU)
+    decoder = new_decoder(config(task), CPU)
     whole = measure(decoder, task, "longer", 50, CPU)
     monkeypatch.setattr("rag_posfix.laboratory.measuring.TOKENS_AT_ONCE", 40)
     parts = measure(decoder, task, "longer", 50, CPU)

@@ -1,4 +1,4 @@
-"""The page about probes: its example runs, and it names every probe and shows every picture that is kept."""
+"""The page about probes: its example runs, and it names every probe and shows every figure that is kept."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_an
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.forward_context import Overrides
 from rag_posfix.training.data.sample import read_samples
-from rag_posfix.training.loop import Course, train
-from rag_posfix.training.objectives import Term, add_gradients
+from rag_posfix.training.loop import TrainingRun, train
+from rag_posfix.training.objectives import LossTerm, add_gradients
 from rag_posfix.training.prompts import PromptMaker, answered_prompt, packs, read_packed
 from rag_posfix.training.run_files import RunFiles
 from rag_posfix.training.settings import TrainSettings
@@ -149,7 +149,7 @@ def trained(folders, chosen):
     return model
 
 
-def terms_of(model, samples, name) -> list[Term]:
+def terms_of(model, samples, name) -> list[LossTerm]:
     prompts = PromptMaker(model.engine.encoder, model.engine.context_window)
     found = []
     for number, sample in enumerate(samples):
@@ -202,8 +202,8 @@ def test_prompts_of_one_step_share_passes_and_others_do_not(folders, tmp_path, m
     model = trained(folders, SETTINGS)
     prompts = PromptMaker(model.engine.encoder, model.engine.context_window)
     chosen = dataclasses.replace(SETTINGS, steps=3, batch=2, packing=10_000, held_out=1)
-    course = Course(OBJECTIVES["in2"], samples[:6], samples[6:7], chosen, prompts)
-    found = passes_of(monkeypatch, lambda: train(model, course, RunFiles(tmp_path, "run")))
+    training_run = TrainingRun(OBJECTIVES["in2"], samples[:6], samples[6:7], chosen, prompts)
+    found = passes_of(monkeypatch, lambda: train(model, training_run, RunFiles(tmp_path, "run")))
     evaluation = len(prompts.make(samples[6]).layout.token_ids) + len(prompts.make(samples[6]).answer)
     trained_on = [one for one in found if one != evaluation]
     assert len(trained_on) == 3

@@ -219,8 +219,8 @@ def test_questions_of_held_out_samples_are_not_trained_on(folders, tmp_path, mon
     repeated = tmp_path / "repeated.jsonl"
     repeated.write_text("".join([*rows[:4], rows[0], rows[1]]))
     seen = []
-    made = module.new_course
-    monkeypatch.setattr(module, "new_course", lambda *given: seen.append(made(*given)) or seen[-1])
+    made = module.new_training_run
+    monkeypatch.setattr(module, "new_training_run", lambda *given: seen.append(made(*given)) or seen[-1])
     tiny_tune(folders[0], repeated, tmp_path / "out", settings=dataclasses.replace(SETTINGS, steps=1))
     questions = [json.loads(row)["question"] for row in rows]
     assert [one.question for one in seen[0].samples] == questions[2:4]

@@ -1,3 +1,5 @@
+"""Answers are graded, batched, kept in a journal, and their form is judged."""
+
 import json
 from dataclasses import replace
 
@@ -17,7 +19,10 @@ from rag_posfix.evaluation.answers.answering import (
     answer_key,
     best_subspan_em,
     first_line,
+    is_sound,
     normalize,
+    repeats,
+    summarize_form,
 )
 from rag_posfix.generation.engine import Engine
 from tests.support.tiny_evaluation import EXAMPLES, CountedForwards, tiny_engine
@@ -288,3 +293,40 @@ class TestKey:
             Document(page_content="a", metadata={"title": "t", "relevance_score": 0.5}),
         )
         assert self.key(documents=swapped, any_order=True) != self.key(any_order=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Pi Day Die Day Pi Day Die Day", True),  # four words, twice in succession
+        ("no no no", True),
+        ("no, no: it was Rome", False),  # a word twice is ordinary English
+        ("new york new york", True),
+        ("The lighthouse was built in 1901 by Ilse.", False),
+        ("a b c a b d", False),
+        ("", False),
+    ],
+)
+def test_a_repetition_is_a_run_of_words_twice_in_succession(text, expected):
+    assert repeats(text) is expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("Rome", True),
+        ("Rome\nParis is another town.", True),
+        ("\nRome", False),
+        ("...", False),
+        (" ".join(f"w{n}" for n in range(30)), True),
+        (" ".join(f"w{n}" for n in range(31)), False),
+        ("Rome Rome Rome", False),
+    ],
+)
+def test_a_sound_answer_has_one_to_thirty_words_in_its_first_line_and_repeats_nothing(answer, expected):
+    assert is_sound(answer) is expected
+
+
+def test_the_summary_counts():
+    assert summarize_form(["Rome", "no no no", ""]) == {"sound": 1 / 3, "repeats": 1 / 3, "words": 4 / 3}
+    assert summarize_form([]) == {"sound": 0.0, "repeats": 0.0, "words": 0.0}

@@ -1,15 +1,179 @@
+"""Arrangements, and what every answer experiment checks and loads."""
+
+import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
+from langchain_core.documents import Document
 
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
-from rag_posfix.evaluation.answers.experiment import Arrangement, check_arrangements, load_models
-from rag_posfix.evaluation.answers.permutations import evaluate_permutations
-from rag_posfix.evaluation.answers.positions import evaluate_positions
+from rag_posfix.evaluation.answers.answering import Trial, answer_all, score_passages
+from rag_posfix.evaluation.answers.experiment import Arrangement, check_arrangements, load_models, parse_arrangement
+from rag_posfix.evaluation.answers.permutations import answer_in_orders, evaluate_permutations
+from rag_posfix.evaluation.answers.position_summary import summarize_positions
+from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
+from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.settings import Settings
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, tiny_engine
+
+EXAMPLE = PositionExample(
+    "0", "Which one?", ("three",), (Document(id="g", page_content="three"),),
+    tuple(Document(id=name, page_content=text) for name, text in (("a", "one"), ("b", "two!"), ("c", "four"))),
+)  # fmt: skip
+
+
+FUSED = MethodSpec("fused", {"scorers": ["likelihood", "embedding"], "top_n": 3})
+
+
+class AllAlike(Alphabetical):
+    """Gives every passage the same score."""
+
+    def compress_documents(self, documents, query, callbacks=None):
+        return [replace_score(document, 0.5) for document in documents]
+
+
+def replace_score(document, score):
+    return document.model_copy(update={"metadata": {**document.metadata, "relevance_score": score}})
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_engine(400)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none", Arrangement(MethodSpec("none"))),
+        ("/reverse/none", Arrangement(MethodSpec("none"), "reverse")),
+        (
+            "likelihood+embedding:top_n=3/reverse/none",
+            Arrangement(
+                MethodSpec("none"),
+                "reverse",
+                MethodSpec("fused", {"scorers": ["likelihood", "embedding"], "top_n": 3}),
+            ),
+        ),
+        (
+            "embedding//context_experts:experts=2",
+            Arrangement(MethodSpec("context_experts", {"experts": 2}), "original", MethodSpec("embedding")),
+        ),
+    ],
+)
+def test_an_arrangement_in_text_is_read_and_its_label_reads_back(text, expected):
+    assert parse_arrangement(text) == expected
+    assert parse_arrangement(expected.label) == expected
+    check_arrangements([expected])
+
+
+@pytest.mark.parametrize("text", ["embedding/none", "a/b/c/d", "embedding/reverse/", ""])
+def test_another_number_of_parts_is_refused(text):
+    with pytest.raises(ConfigError, match="must be reranker/order/method"):
+        parse_arrangement(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("embeding/reverse/none", UnknownNameError, "unknown reranker 'embeding'"),
+        ("embedding/revers/none", UnknownNameError, "unknown order 'revers'"),
+        ("embedding/reverse/non", UnknownNameError, "unknown mitigation 'non'"),
+        ("likelihood+nothing/reverse/none", ConfigError, "nothing"),
+    ],
+)
+def test_names_are_checked_before_anything_is_loaded(text, error, message):
+    with pytest.raises(error, match=message):
+        check_arrangements([parse_arrangement(text)])
+
+
+def test_the_same_arrangement_twice_is_refused():
+    with pytest.raises(ConfigError, match="'embedding/reverse/none' occurs twice"):
+        check_arrangements([parse_arrangement("embedding/reverse/none")] * 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none", False),
+        ("embedding/original/none", False),
+        ("embedding/random/none", False),
+        ("embedding/relevance/none", True),
+        ("embedding/reverse/none", True),
+        ("embedding/profile:slots=[1,2]/none", True),
+        ("context_experts", True),
+        ("embedding/original/sorted_inter_document", True),
+    ],
+)
+def test_an_arrangement_is_order_free_by_its_method_or_by_an_order_from_content(text, expected):
+    assert parse_arrangement(text).order_free is expected
+
+
+@pytest.mark.parametrize("reranker", [Alphabetical(), AllAlike()], ids=["scored", "all alike"])
+@pytest.mark.parametrize("order", ["relevance", "reverse", "ends_first", "profile:slots=[3,1,2]"])
+def test_an_order_free_arrangement_answers_alike_in_all_orders_of_four_passages(engine, reranker, order):
+    """Also where all scores are equal: ties are broken by content."""
+    scored = score_passages(reranker, EXAMPLE, 4)
+    answers = set()
+    for passages in itertools.permutations(scored.values()):
+        ((answer, log_probs),) = answer_all(engine, [Trial(EXAMPLE, passages, MethodSpec("none"), order)], 4)
+        answers.add((answer.answer, answer.log_probability, tuple(log_probs.tolist())))
+    assert len(answers) == 1
+
+
+def sweep(engine, *texts, **options):
+    arrangements = [parse_arrangement(text) for text in texts]
+    return answer_at_positions(
+        engine, [EXAMPLE, replace(EXAMPLE, id="1", question="Which other?")], arrangements,
+        **{"gold_positions": [0, 3], "n_documents": 4, "reranker": Alphabetical(), "max_new_tokens": 3, **options},
+    )  # fmt: skip
+
+
+def test_positions_compare_arrangements(engine):
+    rows = sweep(
+        engine, "none", "/reverse/none", "embedding:top_n=2/reverse/none", rerankers={"embedding:top_n=2": Two()}
+    )
+    found = summarize_positions(rows)["mitigations"]
+    assert list(found) == ["none", "/reverse/none", "embedding:top_n=2/reverse/none"]
+    assert found["none"]["spread_log_probability"] > 0
+    assert found["/reverse/none"]["spread_log_probability"] == 0
+    assert {row.gold_rank for row in rows if row.condition == "none"} == {3}, "after four and one"
+    assert (found["none"]["recall_at_1"], found["none"]["recall_at_3"]) == (0.0, 1.0)
+    assert {row.gold_rank for row in rows if row.condition.startswith("embedding")} == {None}
+    assert found["embedding:top_n=2/reverse/none"]["recall_at_3"] == 0.0
+    assert 0 <= found["/reverse/none"]["versus_none"]["mcnemar_p"] <= 1
+
+
+class Two(Alphabetical):
+    """Keeps two passages, none of them gold."""
+
+    def compress_documents(self, documents, query, callbacks=None):
+        return [replace_score(one, 0.5) for one in documents if one.id != "g"][:2]
+
+
+def test_an_order_free_arrangement_is_computed_once_per_question(engine):
+    rows = sweep(engine, "/reverse/none")
+    placed = [row for row in rows if row.gold_position is not None]
+    assert [row.reused for row in placed] == [False, True] * 2
+    checked = [row for row in sweep(engine, "/reverse/none", check_orders=True) if row.gold_position is not None]
+    assert [row.reused for row in checked] == [False] * 4
+    assert {(row.question, row.answer) for row in checked} == {(row.question, row.answer) for row in placed}
+
+
+def test_permutations_compare_arrangements(engine):
+    rows = answer_in_orders(
+        engine, [EXAMPLE], [parse_arrangement("none"), parse_arrangement("embedding/reverse/none")],
+        n_orders=6, n_documents=4, reranker=Alphabetical(), rerankers={"embedding": AllAlike()}, max_new_tokens=3,
+    )  # fmt: skip
+    moved = {row.condition: 0.0 for row in rows}
+    for row in rows:
+        moved[row.condition] = max(moved[row.condition], row.logit_difference)
+    assert moved["none"] > 0
+    assert moved["embedding/reverse/none"] == 0
+
 
 NONE = MitigationChoice("none")
 

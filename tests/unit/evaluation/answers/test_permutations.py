@@ -146,39 +146,30 @@ ROWS = [
 ]  # fmt: skip
 
 
-class TestSummary:
-    def test_a_single_change_of_many_orders_is_a_change_of_the_question(self):
-        rows = [row("a", number, number == 3, 1.0, 0.0) for number in range(4)]
-        found = summarize_permutations(rows)["mitigations"]["none"]
-        assert (found["flip_rate"], found["any_flip"]) == (pytest.approx(1 / 3), 1.0)
+def test_a_single_change_of_many_orders_is_a_change_of_the_question():
+    rows = [row("a", number, number == 3, 1.0, 0.0) for number in range(4)]
+    none = summarize_permutations(rows)["mitigations"]["none"]
+    assert (none["flip_rate"], none["any_flip"]) == (pytest.approx(1 / 3), 1.0)
 
-    def test_flips_are_counted_by_order_and_by_question(self):
-        summary = summarize_permutations(ROWS)
-        none = summary["mitigations"]["none"]
-        # 2 of the 3 other orders of question a and 0 of those of b: 2 of 6; 1 of 2 questions has a change.
-        assert none["flip_rate"] == pytest.approx(1 / 3)
-        assert none["any_flip"] == 0.5
-        # One question alone: 2/3 or 0.
-        assert none["flip_rate_ci95"] == pytest.approx([0.0, 2 / 3])
-        assert none["any_flip_ci95"] == [0.0, 1.0]
-        assert summary["verdict"][0] == (
-            "none: 33% of the answers change with the order of the passages (95 % interval 0% to 67%); accuracy 0.75."
-        )
-        assert (summary["n"], summary["orders"]) == (2, 4)
 
-    def test_accuracy_is_the_mean_over_orders_and_the_difference_the_largest(self):
-        none = summarize_permutations(ROWS)["mitigations"]["none"]
-        # Question a has 2 of 4 right, b 4 of 4.
-        assert none["accuracy"] == 0.75
-        assert none["accuracy_ci95"] == [0.5, 1.0]
-        assert none["log_probability"] == -0.75
-        assert none["max_logit_difference"] == 3.5
-        assert none["seconds"] == 2.0
-
-    def test_a_method_whose_answers_never_change_has_no_flips(self):
-        free = summarize_permutations(ROWS)["mitigations"]["free"]
-        assert (free["flip_rate"], free["any_flip"], free["max_logit_difference"]) == (0.0, 0.0, 0.0)
-        assert free["flip_rate_ci95"] == [0.0, 0.0]
+def test_the_summary_counts_flips_by_order_and_question_and_averages_over_orders():
+    summary = summarize_permutations(ROWS)
+    none, free = summary["mitigations"]["none"], summary["mitigations"]["free"]
+    # 2 of the 3 other orders of question a and 0 of those of b: 2 of 6; 1 of 2 questions has a change.
+    assert none["flip_rate"] == pytest.approx(1 / 3)
+    assert none["any_flip"] == 0.5
+    # One question alone: 2/3 or 0.
+    assert none["flip_rate_ci95"] == pytest.approx([0.0, 2 / 3])
+    assert none["any_flip_ci95"] == [0.0, 1.0]
+    assert (summary["n"], summary["orders"]) == (2, 4)
+    assert summary["verdict"][0] == (
+        "none: 33% of the answers change with the order of the passages (95 % interval 0% to 67%); accuracy 0.75."
+    )
+    # Question a has 2 of 4 right, b 4 of 4.
+    assert (none["accuracy"], none["accuracy_ci95"], none["log_probability"]) == (0.75, [0.5, 1.0], -0.75)
+    assert (none["max_logit_difference"], none["seconds"]) == (3.5, 2.0)
+    assert (free["flip_rate"], free["any_flip"], free["max_logit_difference"]) == (0.0, 0.0, 0.0)
+    assert free["flip_rate_ci95"] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("count", "n_orders"), [(2, 2), (3, 6), (4, 24), (10, 5), (120, 3)])

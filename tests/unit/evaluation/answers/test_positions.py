@@ -310,51 +310,39 @@ OUTCOMES = [
 
 
 class TestSummary:
-    def test_each_position_has_its_means_in_the_order_of_the_positions(self):
-        positions = summarize_positions(OUTCOMES)["mitigations"]["none"]["positions"]
-        assert list(positions) == ["0", "9"]
-        assert positions["0"] == {
+    def test_a_method_has_means_by_position_and_their_worst_mean_and_spread(self):
+        methods = summarize_positions(OUTCOMES)["mitigations"]
+        none, method = methods["none"], methods["method"]
+        assert list(none["positions"]) == ["0", "9"]
+        assert none["positions"]["0"] == {
             "accuracy": 1.0, "accuracy_full_text": 1.0, "log_probability": -1.0, "seconds": 2.0
         }  # fmt: skip
-        assert (positions["9"]["accuracy"], positions["9"]["log_probability"]) == (0.0, -3.0)
-
-    def test_worst_mean_and_spread_are_those_of_the_positions(self):
-        none = summarize_positions(OUTCOMES)["mitigations"]["none"]
+        assert (none["positions"]["9"]["accuracy"], none["positions"]["9"]["log_probability"]) == (0.0, -3.0)
         assert (none["worst"], none["mean"], none["spread"]) == (0.0, 0.5, 1.0)
-        assert none["worst_log_probability"] == -3.0
-        assert none["mean_log_probability"] == -2.0
-        assert none["spread_log_probability"] == 2.0
-        method = summarize_positions(OUTCOMES)["mitigations"]["method"]
+        logs = [none[f"{name}_log_probability"] for name in ("worst", "mean", "spread")]
+        assert logs == [-3.0, -2.0, 2.0]
         assert (method["worst"], method["mean"], method["spread"]) == (0.5, 0.5, 0.0)
         assert method["spread_log_probability"] == 1.0
+        assert (none["answers_that_change"], method["answers_that_change"]) == (0.5, 0.0)
+        # Of the mean over positions. none: every question has 0.5; method: one has 1 and the other 0.
+        assert (none["ci95"], method["ci95"]) == ([0.5, 0.5], [0.0, 1.0])
 
-    def test_answers_that_change_are_counted_by_question(self):
-        found = summarize_positions(OUTCOMES)["mitigations"]
-        assert (found["none"]["answers_that_change"], found["method"]["answers_that_change"]) == (0.5, 0.0)
-
-    def test_the_interval_is_that_of_the_mean_over_positions(self):
-        found = summarize_positions(OUTCOMES)["mitigations"]
-        # none: every question has mean accuracy 0.5; method: one has 1 and the other 0.
-        assert found["none"]["ci95"] == [0.5, 0.5]
-        assert found["method"]["ci95"] == [0.0, 1.0]
-
-    def test_a_methods_worst_position_is_compared_with_the_best_of_the_baseline(self):
-        found = summarize_positions(OUTCOMES)["mitigations"]
+    def test_a_methods_worst_position_is_compared_with_the_best_and_the_worst_of_the_baseline(self):
+        methods = summarize_positions(OUTCOMES)["mitigations"]
+        versus = methods["method"]["versus_none"]
         # method's worst is -1.5 (position 0), the best of none -1 (position 0).
-        versus = found["method"]["versus_none"]
         assert versus["worst_minus_best_log_probability"] == -0.5
         # Question a alone: -1 - (-1) = 0; question b alone: -2 - (-1) = -1; both: -0.5.
         assert versus["ci95"] == [-1.0, 0.0]
-        assert "versus_none" not in found["none"]
-
-    def test_accuracy_is_compared_with_the_worst_and_the_best_position_of_the_baseline(self):
-        versus = summarize_positions(OUTCOMES)["mitigations"]["method"]["versus_none"]
-        # method has 0.5 at both positions, none 1 at position 0 and 0 at position 9.
-        assert versus["worst_minus_worst_accuracy"] == 0.5
-        assert versus["worst_minus_best_accuracy"] == -0.5
+        # Accuracy: method has 0.5 at both positions, none 1 at position 0 and 0 at position 9.
+        assert (versus["worst_minus_worst_accuracy"], versus["worst_minus_best_accuracy"]) == (0.5, -0.5)
         # Question a alone: 1 - 0 and 1 - 1; question b alone: 0 - 0 and 0 - 1; both: 0.5 and -0.5.
         assert versus["worst_minus_worst_accuracy_ci95"] == [0.0, 1.0]
         assert versus["worst_minus_best_accuracy_ci95"] == [-1.0, 0.0]
+        assert "versus_none" not in methods["none"]
+        alone = summarize_positions([o for o in OUTCOMES if o.condition != "none"])["mitigations"]
+        assert list(alone) == ["method"]
+        assert "versus_none" not in alone["method"]
 
     def test_mcnemar_compares_the_worst_position_with_the_best_of_the_baseline(self):
         # Six questions. none: all right at position 0, none at 9. method: one right at position 0, all right at 9.
@@ -372,35 +360,24 @@ class TestSummary:
         assert versus["worst_minus_best_accuracy"] == pytest.approx(-5 / 6)
         assert versus["worst_minus_worst_accuracy"] == pytest.approx(1 / 6)
 
-    def test_recall_counts_the_ranks_up_to_k(self):
+    def test_ranks_of_the_gold_passage_give_recall_and_split_the_questions(self):
         ranked = [replace(row, gold_rank={"a": 2, "b": 4}[row.question]) for row in OUTCOMES]
-        found = summarize_positions(ranked)["mitigations"]["none"]
-        assert [found[f"recall_at_{k}"] for k in (1, 2, 3)] == [0.0, 0.5, 0.5]
-
-    def test_questions_are_split_by_whether_the_scorer_finds_the_gold_passage(self):
+        none = summarize_positions(ranked)["mitigations"]["none"]
+        assert [none[f"recall_at_{k}"] for k in (1, 2, 3)] == [0.0, 0.5, 0.5]
         ranked = [replace(row, gold_rank={"a": 1, "b": 3}[row.question]) for row in OUTCOMES]
-        found = summarize_positions(ranked)["mitigations"]["none"]["by_scorer"]
+        methods = summarize_positions(ranked)["mitigations"]
         # Position 9 is the worst of none: a is wrong there, b too; the gold passage alone is enough for both.
-        assert found["gold_first"] == {"share": 0.5, "accuracy": 0.0, "gold_only_accuracy": 1.0}
-        assert found["gold_later"] == {"share": 0.5, "accuracy": 0.0, "gold_only_accuracy": 1.0}
+        half = {"share": 0.5, "accuracy": 0.0, "gold_only_accuracy": 1.0}
+        assert methods["none"]["by_scorer"] == {"gold_first": half, "gold_later": half}
         # Position 0 is the worst of method: a is right there, and b is not.
-        found = summarize_positions(ranked)["mitigations"]["method"]["by_scorer"]
-        assert (found["gold_first"]["accuracy"], found["gold_later"]["accuracy"]) == (1.0, 0.0)
+        split = methods["method"]["by_scorer"]
+        assert (split["gold_first"]["accuracy"], split["gold_later"]["accuracy"]) == (1.0, 0.0)
 
-    def test_rows_that_were_known_are_counted(self):
-        assert summarize_positions(OUTCOMES)["reused"] == 0
-        assert summarize_positions([*OUTCOMES[:-1], replace(OUTCOMES[-1], reused=True)])["reused"] == 1
-
-    def test_floor_ceiling_and_count_are_reported(self):
-        summary = summarize_positions(OUTCOMES)
+    def test_floor_ceiling_questions_and_reused_rows_are_reported(self):
+        summary = summarize_positions([*OUTCOMES[:-1], replace(OUTCOMES[-1], reused=True)])
         assert (summary["closed_book"]["accuracy"], summary["closed_book"]["log_probability"]) == (0.5, -3.0)
         assert (summary["gold_only"]["accuracy"], summary["gold_only"]["log_probability"]) == (1.0, -0.375)
-        assert summary["n"] == 2
-
-    def test_without_the_baseline_nothing_is_compared(self):
-        summary = summarize_positions([o for o in OUTCOMES if o.condition != "none"])
-        assert list(summary["mitigations"]) == ["method"]
-        assert "versus_none" not in summary["mitigations"]["method"]
+        assert (summary["n"], summary["reused"], summarize_positions(OUTCOMES)["reused"]) == (2, 1, 0)
 
     def test_the_order_of_the_outcomes_does_not_matter_to_the_means(self):
         for some in itertools.islice(itertools.permutations(OUTCOMES[4:8]), 6):

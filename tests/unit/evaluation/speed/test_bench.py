@@ -1,4 +1,4 @@
-"""The bench: readings in turns, ratios of neighbours, and the record of both."""
+"""The bench: its prompt, readings in turns, ratios of neighbours, and the record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rag_posfix.evaluation.speed.bench import (
     summarize_speed,
     time_methods,
 )
-from rag_posfix.evaluation.speed.runs import PeakMemory
+from rag_posfix.evaluation.speed.runs import PeakMemory, bench_layout
 from rag_posfix.generation.engine import Engine
 from rag_posfix.patching.install import ATTENTION_NAME
 from tests.support.attention_hook import attention_of
@@ -146,3 +146,31 @@ class TestSummary:
         found = summarize_speed(SpeedMeasurement(readings, {UNMODIFIED: None, "m": None}, {}))
         assert found["unmodified"]["peak_memory_bytes"] is None
         assert found["methods"]["m"]["memory_ratio"] is None
+
+
+class TestLayout:
+    @pytest.mark.parametrize(("documents", "tokens"), [(1, 3), (20, 150), (60, 20)])
+    def test_every_passage_has_exactly_the_tokens_asked_for_and_none_is_like_another(self, documents, tokens):
+        layout = bench_layout(WordEncoder(), documents, tokens)
+        assert [len(span) for span in layout.passages] == [tokens] * documents
+        assert len(set(layout.keys)) == documents
+        assert len(set(layout.relevance)) == documents
+        assert len(layout.question) > 0
+
+    def test_a_passage_longer_than_the_corpus_begins_again(self):
+        layout = bench_layout(WordEncoder(), 1, 12_000)
+        assert len(layout.passages[0]) == 12_000
+
+    def test_a_passage_reads_as_text_and_ends_in_its_separator(self):
+        encoder = WordEncoder()
+        layout = bench_layout(encoder, 2, 12)
+        text = encoder.decode(layout.tokens(layout.passages[0]))
+        # The corpus begins so; the separator is two line breaks, two of the twelve tokens.
+        assert text == "The Maravel lighthouse stands on Cape Sorrin, at the northern \n \n"
+
+    @pytest.mark.parametrize(("documents", "tokens"), [(0, 10), (3, 2)])
+    def test_sizes_that_leave_no_text_are_refused(self, documents, tokens):
+        with pytest.raises(
+            EvaluationError, match=f"documents={documents} and tokens={tokens} must be at least 1 and 3"
+        ):
+            bench_layout(WordEncoder(), documents, tokens)

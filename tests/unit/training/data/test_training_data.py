@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.request import Generation
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample, load_examples
-from rag_posfix.training.data.given_pairs import GivenPairs, demo_examples
+from rag_posfix.training.data.file_pairs import FilePairs, demo_examples
 from rag_posfix.training.data.make_data import DataSources, chi_square, make_training_data, place_counts
 from rag_posfix.training.data.pair import Contamination, Pair, Segment, drawn, read_segments
 from rag_posfix.training.data.sample import DataSettings, Sample, SampleMaker, read_samples, write_samples
@@ -160,7 +160,7 @@ def test_contaminated_pairs_and_passages_are_removed_from_a_file(tmp_path):
     for sample in read_samples(record.files["samples"]):
         assert not gold & {one.text for one in sample.passages}
     with pytest.raises(ConfigError, match="none of"):
-        GivenPairs(examples, 0, 100, Contamination(examples))
+        FilePairs(examples, 0, 100, Contamination(examples))
 
 
 def test_no_segment_around_a_pair_has_its_answer(tmp_path):

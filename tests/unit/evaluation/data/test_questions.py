@@ -1,14 +1,25 @@
+"""Questions with one or two gold passages: reading rows and articles, placing passages, and damaged rows."""
+
+from __future__ import annotations
+
+import copy
 import dataclasses
 import gzip
 import hashlib
 import json
+import re
+from dataclasses import replace
 
 import pytest
 
-from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.questions import data_facts, load_examples, take_examples
+from rag_posfix.cli.options import parse_gold_positions
+from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.errors import ConfigError, EvaluationError
+from rag_posfix.evaluation.answers.position_summary import summarize_positions
+from rag_posfix.evaluation.answers.positions import answer_at_positions
+from rag_posfix.evaluation.data.questions import data_facts, load_examples, position_label, take_examples
 from tests.support.outside_data import outside_data
-from tests.support.tiny_evaluation import EXAMPLES
+from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, tiny_engine
 
 ROW = {
     "question": "who got the first nobel prize in physics",
@@ -298,3 +309,166 @@ def test_data_is_named_by_its_file_or_by_what_the_questions_hold(tmp_path):
     assert len({one["sha256"] for one in facts}) == 3
     other = dataclasses.replace(EXAMPLES[0], answers=("no",))
     assert data_facts([other, *EXAMPLES[1:]])["sha256"] != facts[0]["sha256"]
+
+
+HOTPOT_ROW = {
+    "id": "5a71",
+    "question": "Which of both is older? ",
+    "answer": "Alpha",
+    "supporting_facts": [["Alpha", 0], ["Beta", 1], ["Beta", 0]],
+    "context": [
+        ["Gamma", ["Gamma is new."]],
+        ["Beta", ["Beta is old.", " It was built in 1900."]],
+        ["Delta", ["Delta is blue."]],
+        ["Alpha", ["Alpha is from 1800."]],
+    ],
+}
+
+
+@pytest.fixture
+def examples(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(HOTPOT_ROW) + "\n", encoding="utf-8")
+    return load_examples(path)
+
+
+def test_paragraphs_of_the_supporting_facts_are_gold(examples):
+    (example,) = examples
+    assert (example.id, example.question, example.answers) == ("5a71", "Which of both is older?", ("Alpha",))
+    assert [one.metadata["title"] for one in example.gold] == ["Beta", "Alpha"]
+    assert example.gold[0].page_content == "Beta is old. It was built in 1900."
+    assert [one.metadata["title"] for one in example.distractors] == ["Gamma", "Delta"]
+
+
+@pytest.mark.parametrize(
+    ("count", "positions", "titles"),
+    [
+        (4, (0, 3), ["Beta", "Gamma", "Delta", "Alpha"]),
+        (4, (3, 0), ["Alpha", "Gamma", "Delta", "Beta"]),
+        (3, (1, 2), ["Gamma", "Beta", "Alpha"]),
+        (4, None, ["Beta", "Alpha", "Gamma", "Delta"]),
+    ],
+)
+def test_gold_passages_stand_where_they_are_put(examples, count, positions, titles):
+    assert [one.metadata["title"] for one in examples[0].documents(count, positions)] == titles
+
+
+@pytest.mark.parametrize(
+    ("count", "positions", "message"),
+    [
+        (4, 1, "gold position 1 places 1 passages, but question 5a71 has 2 gold"),
+        (4, (1, 1), r"gold position 1\+1 must be between 0 and 3, each once"),
+        (4, (0, 4), r"gold position 0\+4 must be between 0 and 3"),
+        (1, (0, 1), "documents=1 must be between 2 and 4"),
+    ],
+)
+def test_positions_that_cannot_be_are_refused(examples, count, positions, message):
+    with pytest.raises(EvaluationError, match=message):
+        examples[0].documents(count, positions)
+
+
+def test_gold_that_is_no_tuple_of_documents_is_refused(examples):
+    with pytest.raises(EvaluationError, match="question 5a71: gold is a Document, must be a tuple of one document"):
+        replace(examples[0], gold=examples[0].gold[0])
+    with pytest.raises(EvaluationError, match="gold is a tuple"):
+        replace(examples[0], gold=())
+
+
+def test_a_supporting_title_that_the_context_lacks_is_told(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({**HOTPOT_ROW, "supporting_facts": [["Alpha", 0], ["Omega", 0]]}), encoding="utf-8")
+    with pytest.raises(EvaluationError, match="supporting_facts name 2 titles, of which the context has 1"):
+        load_examples(path)
+
+
+def test_positions_of_two_gold_passages_are_read_from_the_command_line():
+    assert parse_gold_positions("0+9,4,1+2") == [(0, 9), 4, (1, 2)]
+    assert position_label((0, 9)) == "0+9"
+    with pytest.raises(ConfigError, match="for example 0,4,9, or 0"):
+        parse_gold_positions("0+,1")
+
+
+def test_positions_are_answered_in_pairs_and_both_passages_count_for_the_rank(examples):
+    rows = answer_at_positions(
+        tiny_engine(600), examples, [MitigationChoice("none"), MitigationChoice("context_experts")],
+        gold_positions=[(0, 1), (0, 3)], n_documents=4, reranker=Alphabetical(), max_new_tokens=2,
+    )  # fmt: skip
+    summary = summarize_positions(rows)
+    assert list(summary["mitigations"]["none"]["positions"]) == ["0+1", "0+3"]
+    # Alphabetical order: Alpha, Beta, Delta, Gamma. The lower of both gold passages is second.
+    assert {row.gold_rank for row in rows if row.gold_position} == {2}
+    assert summary["mitigations"]["none"]["recall_at_1"] == 0
+    assert summary["mitigations"]["none"]["recall_at_2"] == 1
+    assert summary["mitigations"]["context_experts"]["spread_log_probability"] == 0
+
+
+LOST_IN_THE_MIDDLE = {
+    "question": "Who?",
+    "answers": ["Ada"],
+    "ctxs": [{"title": "A", "text": "Ada.", "isgold": True}, {"title": "B", "text": "Bob.", "isgold": False}],
+}
+HOTPOTQA = {
+    "_id": "x",
+    "question": "Who?",
+    "answer": "Ada",
+    "supporting_facts": {"title": ["A", "B"], "sent_id": [0, 0]},
+    "context": {"title": ["A", "B", "C"], "sentences": [["Ada."], ["Bob."], ["Cy."]]},
+}
+SMALL_SQUAD = {
+    "data": [
+        {
+            "title": "T",
+            "paragraphs": [
+                {"context": "Ada.", "qas": [{"id": "q", "question": "Who?", "answers": [{"text": "Ada"}]}]}
+            ],
+        }
+    ]
+}
+NAMES_OF_PYTHON = re.compile(r"\w+Error\b|StopIteration|object|NoneType|subscript|attribute")
+
+
+def positions(value, path=()):
+    """Yield the path of every part of a JSON value, the whole excepted."""
+    if path:
+        yield path
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from positions(part, (*path, key))
+
+
+def changed(value, path, new):
+    """Return a copy with the part at the path repositiond, or removed where ``new`` is ``...``."""
+    found = copy.deepcopy(value)
+    part = found
+    for key in path[:-1]:
+        part = part[key]
+    if new is ...:
+        del part[path[-1]]
+    else:
+        part[path[-1]] = new
+    return found
+
+
+@pytest.mark.parametrize("row", [LOST_IN_THE_MIDDLE, HOTPOTQA, SMALL_SQUAD], ids=["litm", "hotpotqa", "squad"])
+def test_a_damaged_row_is_read_or_refused_in_words_of_the_data(tmp_path, row):
+    path = tmp_path / "rows.jsonl"
+    told = []
+    for position in positions(row):
+        for new in (..., None, 3, "x", [], {}, [1], {"a": 1}, True, ""):
+            path.write_text(json.dumps(changed(row, position, new)) + "\n", encoding="utf-8")
+            try:
+                load_examples(path)
+            except EvaluationError as error:
+                told.append(str(error).removeprefix(str(path)))
+    assert len(told) > 20
+    assert [message for message in told if NAMES_OF_PYTHON.search(message)] == []
+
+
+def test_a_missing_field_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(changed(LOST_IN_THE_MIDDLE, ("ctxs",), ...)) + "\n", encoding="utf-8")
+    with pytest.raises(EvaluationError, match=r"rows.jsonl:1 is not a Lost-in-the-Middle row \(no 'ctxs'\)"):
+        load_examples(path)
+    unmarked = changed(LOST_IN_THE_MIDDLE, ("ctxs", 0, "isgold"), ...)
+    path.write_text(json.dumps(unmarked) + "\n", encoding="utf-8")
+    with pytest.raises(EvaluationError, match="no passage is marked as gold"):
+        load_examples(path)

@@ -14,7 +14,7 @@ from rag_posfix.evaluation.data.questions import PositionExample, load_examples,
 from rag_posfix.training.data.pair import SHIPPED, Contamination, Pair, Segment, drawn, segments_of
 
 
-class GivenPairs:
+class FilePairs:
     """Pairs of a file, in an order that the seed decides; when all were used, they come in another order.
 
     A gold passage of more words than a segment is cut to the part with the answer.
