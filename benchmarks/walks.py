@@ -22,9 +22,9 @@ from typing import Any
 import httpx2
 import torch
 
-from rag_posfix.caching.kv.entry import EntryShape, PassageKV
-from rag_posfix.caching.kv.redis import RedisPassages
+from rag_posfix.caching.kv.entry import EntryShape, KVCodec, PassageKV
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.redis import RedisTier
 from rag_posfix.cli.main import app
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.demo_data import load_passages, load_questions
@@ -106,10 +106,10 @@ def kv_walks() -> dict[str, Walk]:
     entry = PassageKV(torch.zeros(shape.sizes))
     walks = {"KV write": Walk(), "KV read": Walk()}
     with RedisServer() as server:
-        with walks["KV write"].counting(), closing(PassageStore([RedisPassages(server.url)])) as store:
+        with walks["KV write"].counting(), closing(PassageStore([RedisTier(server.url, KVCodec())])) as store:
             store.put_many({"key": entry}, {"key": ()})
             store.flush()
-        with walks["KV read"].counting(), closing(PassageStore([RedisPassages(server.url)])) as store:
+        with walks["KV read"].counting(), closing(PassageStore([RedisTier(server.url, KVCodec())])) as store:
             if "key" not in store.get_many({"key": shape}):
                 raise RuntimeError("the entry was not found again")
     return walks

@@ -47,7 +47,7 @@ COMPUTING_NEEDS = ("torch", "transformers", "numpy", "safetensors")
 NEEDED_ON_DEMAND = {
     "rag_posfix/parameters.py": ("pydantic",),  # where a registry holds pydantic models: those of rerankers
     "rag_posfix/caching/redis_client.py": ("redis",),  # where passages are kept in Redis
-    "rag_posfix/caching/redis_link.py": ("redis",),
+    "rag_posfix/caching/redis.py": ("redis",),
     "rag_posfix/generation/remote/connection.py": ("httpx2", "anyio"),  # where the model is on a server
     "rag_posfix/generation/model/checkpoint.py": ("peft",),  # where a model has an adapter
     "rag_posfix/checkpoints.py": ("huggingface_hub",),  # a package that transformers needs itself
@@ -228,7 +228,7 @@ ALLOWED = [
     ("rag_posfix/generation/load.py", "from transformers.utils.quantization_config import GgufConfig"),
     ("rag_posfix/generation/engine.py", "from rag_posfix.mitigations import create, MITIGATIONS"),
     ("rag_posfix/generation/prefill/prefill.py", "from rag_posfix.caching.kv.store import PassageStore"),
-    ("rag_posfix/caching/kv/a.py", "from rag_posfix.caching.breaker import CircuitBreaker\nimport torch"),
+    ("rag_posfix/caching/kv/a.py", "from rag_posfix.caching.guard import CircuitBreaker\nimport torch"),
     ("rag_posfix/pipeline/pipeline.py", "from rag_posfix.caching.answers.keys import answer_key"),
     ("rag_posfix/integrations/haystack.py", "from haystack import component"),
     ("rag_posfix/cli/serve.py", "from rag_posfix_api.server import run"),

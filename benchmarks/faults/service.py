@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from rag_posfix.caching.answers.build import build_answer_cache
+from rag_posfix.caching.answers.tiered import build_answer_cache
 from rag_posfix.settings import CacheSettings
 from tests.support.serving import CHAT, WordReranker, make_pipeline, serving
 

@@ -28,10 +28,10 @@ from benchmarks.gpu.bench import (
 from benchmarks.gpu.exactness import idle_is_identical
 from benchmarks.gpu.models import Model, Size, random_layout
 from benchmarks.gpu.synchronisations import count_synchronisations
-from rag_posfix.caching.kv.disk import DiskPassages
-from rag_posfix.caching.kv.entry import PassageKV
-from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.kv.entry import KVCodec, PassageKV
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.generation.batching.session_batch import advance_batch
 from rag_posfix.generation.decode.answer_writer import Sampler, choose_together
@@ -107,7 +107,7 @@ def _method(bench: Bench, model: Model, size: Size, name: str) -> Row:
     extra = peak_bytes(lambda: read_method(engine, layout, chosen, MEMORY_TOKENS), bench.device)
     row, stock_first_s = _against_stock(bench, engine, layout, lambda n: read_method(engine, layout, chosen, n))
     row["extra_bytes"] = extra
-    store = PassageStore([MemoryPassages(STORE_BYTES)], device=bench.device)
+    store = PassageStore([MemoryTier(STORE_BYTES)], device=bench.device)
     try:
         warm_engine = engine.with_passages(store)
         warm_engine.open(layout, chosen)
@@ -142,12 +142,12 @@ def _medians(readings: list[Reading]) -> dict[str, float]:
     }
 
 
-class PinnedPassages(MemoryPassages):
+class PinnedPassages(MemoryTier[PassageKV]):
     """The memory tier with its entries in pinned host memory, from which the device copies by itself."""
 
     def put_many(self, entries: Mapping[str, PassageKV]) -> None:
         """Keep copies of ``entries`` in pinned memory."""
-        super().put_many({key: replace(entry, states=_pinned(entry.states)) for key, entry in entries.items()})
+        super().put_many({key: replace(entry, kv=_pinned(entry.kv)) for key, entry in entries.items()})
 
 
 def _pinned(states: torch.Tensor) -> torch.Tensor:
@@ -220,9 +220,9 @@ def _store(bench: Bench, place: str) -> Row:
 
 def _made_store(bench: Bench, place: str, folder: Path) -> PassageStore:
     if place == "disk":
-        disk = DiskPassages(folder, max_bytes=STORE_BYTES)
+        disk = DiskTier(folder, KVCodec(), max_bytes=STORE_BYTES)
         return PassageStore([disk], device=bench.device, queue_bytes=STORE_BYTES)
-    tier = PinnedPassages if place == "pinned host" else MemoryPassages
+    tier = PinnedPassages if place == "pinned host" else MemoryTier
     return PassageStore([tier(STORE_BYTES)], device=bench.device if place == "device" else "cpu")
 
 

@@ -1,1 +1,1 @@
-"""Caching: what all caches share. A failing cache is a miss and never fails a request."""
+"""Caching: tiers in memory, on disk and in Redis. A failing tier is a miss and never fails a request."""

@@ -1,4 +1,4 @@
-"""Runs an operation in another thread and stops waiting for it at a deadline.
+"""Runs an operation in another thread and stops waiting for it at a deadline, which may follow the latency.
 
 A socket timeout limits each read, not a whole operation. A slow name server, a handshake of several round trips, or a
 server that sends one byte at a time take longer. A caller can stop waiting for a thread instead.
@@ -90,23 +90,51 @@ class DeadlineRunner:
         while (task := tasks.get()) is not None:
             future, operation = task
             if future.set_running_or_notify_cancel():
-                self._run_one(future, operation)
+                self._add_running(1)
+                try:
+                    result = operation()
+                except BaseException as error:
+                    self._add_running(-1)
+                    future.set_exception(error)
+                else:
+                    self._add_running(-1)
+                    future.set_result(result)
+                    del result
             del task, future, operation  # a result must not stay in memory until the next task
             if tasks.empty():  # otherwise the next task was already counted on this thread
                 idle.release()
 
-    def _run_one(self, future: Future[Any], operation: Callable[[], Any]) -> None:
+    def _add_running(self, count: int) -> None:
         with self._lock:
-            self._running += 1
-        try:
-            result = operation()
-        except BaseException as error:
-            self._finished()
-            future.set_exception(error)
-        else:
-            self._finished()
-            future.set_result(result)
+            self._running += count
 
-    def _finished(self) -> None:
+
+class AdaptiveDeadline:
+    """How long to wait for a store, between two limits; longer where the store, the network or this machine is busy.
+
+    Formula: the retransmission timeout of TCP (RFC 6298, section 2): smoothed latency + 4 x smoothed deviation, with
+    weights 1/8 and 1/4. A store that never answers gives no latency, so that the deadline for a dead store stays
+    where it is.
+    """
+
+    def __init__(self, shortest_seconds: float, longest_seconds: float) -> None:
+        self._shortest = shortest_seconds
+        self._longest = longest_seconds
+        self._lock = threading.Lock()
+        self._latency: float | None = None
+        self._deviation = 0.0
+
+    @property
+    def seconds(self) -> float:
         with self._lock:
-            self._running -= 1
+            timeout = 0.0 if self._latency is None else self._latency + 4 * self._deviation
+        return min(max(timeout, self._shortest), self._longest)
+
+    def record(self, latency_seconds: float) -> None:
+        """Take the latency of an operation that succeeded, in time or late."""
+        with self._lock:
+            if self._latency is None:
+                self._latency, self._deviation = latency_seconds, latency_seconds / 2
+                return
+            self._deviation += (abs(self._latency - latency_seconds) - self._deviation) / 4
+            self._latency += (latency_seconds - self._latency) / 8

@@ -1,29 +1,68 @@
-"""The interface of all tiers, and their counters and statistics."""
+"""Tiers of a cache: interfaces of tiers, entries and codecs, and a cache that looks entries up in several tiers."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from rag_posfix.caching.guard import Counters, Guard
+from rag_posfix.errors import CacheError
+
+_T = TypeVar("_T")
+_Item = TypeVar("_Item")
 
 
-class Counters:
-    """Named counts that several threads may add to."""
+class Entry(Protocol):
+    """What a tier stores under a key."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
+    @property
+    def n_bytes(self) -> int: ...
 
-    def add(self, name: str, amount: int = 1) -> None:
-        """Add ``amount`` to the count ``name``."""
-        with self._lock:
-            self._counts[name] += amount
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The entry can be deleted by each of them."""
+        ...
 
-    def __getitem__(self, name: str) -> int:
-        with self._lock:
-            return self._counts[name]
+    @property
+    def expires_at(self) -> float:
+        """Seconds since 1970; infinity for no limit."""
+        ...
+
+    def fits(self, expected: Any) -> bool:
+        """Whether the entry has the ``expected`` shape and type."""
+        ...
+
+
+V = TypeVar("V", bound=Entry)
+
+
+class Codec(Protocol[V]):
+    """Serialises the entries of one cache, with a checksum over key and content, and names where they are stored."""
+
+    cache: str
+    """The cache, for logs and errors."""
+    file_name: str
+    """SQLite file of the disk tier."""
+    redis_prefix: str
+    redis_tag_prefix: str
+    redis_index: str | None
+    """Sorted set of the keys in Redis by their last use, for a size limit; None for no limit of our own."""
+
+    def encode(self, key: str, entry: V) -> Sequence[bytes | memoryview]:
+        """Return the serialised entry in parts, one after the other."""
+        ...
+
+    def decode(self, key: str, data: object, expected: Any) -> V | None:
+        """Return the entry in ``data``; None if it is damaged, of another key or not as ``expected``."""
+        ...
+
+    def allocate(self, n_bytes: int) -> memoryview:
+        """Return memory to read a serialised entry into."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +70,9 @@ class TierStats:
     """Statistics of a tier since its creation.
 
     Attributes:
-        name: Name of the backend: ``memory``, ``disk``, ``redis``.
+        name: Name of the tier: ``memory``, ``disk``, ``redis``.
         hits: Number of keys that were found.
-        misses: Number of keys that were not found. In the answer cache only those that the store was asked for; in
-            the passage store for any reason.
+        misses: Number of keys that the store was asked for and did not have.
         errors: Number of operations that failed.
         skipped: Number of look-ups that were not made, because the circuit breaker was open.
         corrupt: Number of damaged entries; each was a miss.
@@ -65,26 +103,13 @@ class TierStats:
         n_bytes: int | None = None,
         available: bool = True,
     ) -> TierStats:
-        """Return the statistics of a tier that counts under the names of the fields above.
-
-        Args:
-            available: Whether the tier is used now.
-        """
-        return cls(
-            name,
-            hits=counters["hits"],
-            misses=counters["misses"],
-            errors=counters["errors"],
-            skipped=counters["skipped"],
-            corrupt=counters["corrupt"],
-            evictions=counters["evictions"],
-            entries=entries,
-            bytes=n_bytes,
-            available=available,
-        )
+        """Return the statistics of a tier that counts under the names of the fields above."""
+        names = ("hits", "misses", "errors", "skipped", "corrupt", "evictions")
+        counts = {count: counters[count] for count in names}
+        return cls(name, **counts, entries=entries, bytes=n_bytes, available=available)
 
 
-class Tier(Protocol):
+class Tier(Protocol[V]):
     """One level of a cache, such as memory or disk. Several threads may use it at once.
 
     A tier handles its own failures: reading is then a miss, writing does nothing, and both are counted.
@@ -92,7 +117,24 @@ class Tier(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the backend, for logs and statistics."""
+        """Name of the tier, for logs and statistics."""
+        ...
+
+    @property
+    def immediate(self) -> bool:
+        """Whether writing takes almost no time. The passage KV store writes other tiers in the background."""
+        ...
+
+    def get_many(self, keys: Mapping[str, Any]) -> dict[str, V]:
+        """Return the entries of those of ``keys`` that are stored undamaged and as expected.
+
+        Args:
+            keys: For each key what ``fits`` and the codec compare an entry with; None in the answer cache.
+        """
+        ...
+
+    def put_many(self, entries: Mapping[str, V]) -> None:
+        """Store ``entries`` with their tags."""
         ...
 
     def delete_tags(self, tags: Sequence[str]) -> int:
@@ -110,3 +152,81 @@ class Tier(Protocol):
     def close(self) -> None:
         """Release files, sockets and threads. Every later read is a miss and every later write does nothing."""
         ...
+
+
+class TieredCache(Generic[V]):
+    """Looks entries up in tiers, fastest first, and copies a hit to the tiers before it.
+
+    Tiers handle the failures of their stores; an exception that a tier does not foresee is logged once and is a miss.
+
+    Raises:
+        CacheError: ``tiers`` is empty.
+    """
+
+    def __init__(self, tiers: Sequence[Tier[V]], cache: str) -> None:
+        if not tiers:
+            raise CacheError(f"{cache}: needs at least one tier; pass None in place of the cache to have none")
+        self._tiers = tuple(tiers)
+        self._guard = Guard(cache)
+        self._delete_lock = threading.Lock()
+        self._copy_lock = threading.Lock()
+        self._deletions = 0  # increased at the start and at the end of each deletion, so odd during one
+
+    def tier_stats(self) -> list[dict[str, Any]]:
+        """Return the statistics of each tier as plain data, or only its name if it raises."""
+        stats = [(tier.name, self._call(tier, tier.stats, None)) for tier in self._tiers]
+        return [{"name": name} if counts is None else asdict(counts) for name, counts in stats]
+
+    def close(self) -> None:
+        """Close every tier; later calls are misses."""
+        for tier in self._tiers:
+            self._call(tier, tier.close, None)
+
+    def _call(self, tier: Tier[V], operation: Callable[[], _T], default: _T) -> _T:
+        return self._guard.call(f"the {tier.name} tier", operation, default)
+
+    def _search(self, keys: Mapping[str, Any], accept: Callable[[dict[str, V]], dict[str, V]]) -> dict[str, V]:
+        """Return the entries that ``accept`` accepts; a tier is asked for the keys that the tiers before it lack."""
+        hits: dict[str, V] = {}
+        deletions = self._deletions
+        missing = dict(keys)
+        for index, tier in enumerate(self._tiers):
+            if not missing:
+                break
+            entries = accept(self._call(tier, partial(tier.get_many, missing), {}))
+            if entries and index:
+                self._copy_hits(deletions, partial(self._put, entries, index))
+            hits.update(entries)
+            missing = {key: expected for key, expected in missing.items() if key not in entries}
+        return hits
+
+    def _put(self, entries: Mapping[str, V], n_tiers: int) -> None:
+        """Write ``entries`` to the first ``n_tiers`` tiers."""
+        for tier in self._tiers[:n_tiers]:
+            self._call(tier, partial(tier.put_many, entries), None)
+
+    def _copy_hits(self, deletions: int, write: Callable[[], None]) -> None:
+        """Write, unless an entry was deleted since a search read ``deletions``: it could be one of these."""
+        with self._copy_lock:
+            if deletions == self._deletions and deletions % 2 == 0:
+                write()
+
+    def _delete(self, operation: Callable[[Tier[V]], int], prepare: Callable[[], object] = lambda: None) -> int:
+        """Delete entries from every tier, the slowest first; return the largest count of a tier.
+
+        ``prepare`` is called before, when hits are no longer copied.
+        """
+        with self._delete_lock:
+            with self._copy_lock:
+                self._deletions += 1
+            try:
+                prepare()
+                return max(self._call(tier, partial(operation, tier), 0) for tier in reversed(self._tiers))
+            finally:
+                with self._copy_lock:
+                    self._deletions += 1
+
+
+def map_in(pool: ThreadPoolExecutor, function: Callable[[_Item], _T], items: Sequence[_Item]) -> list[_T]:
+    """Apply ``function`` to several items at once: hashing and reading files release the GIL."""
+    return [function(item) for item in items] if len(items) < 2 else list(pool.map(function, items))

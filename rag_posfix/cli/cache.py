@@ -21,8 +21,8 @@ app = typer.Typer(help="Show or clear the answer cache and the passage KV store.
 
 @contextmanager
 def _opened() -> Iterator[tuple[TieredAnswerCache | None, PassageStore | None]]:
-    from rag_posfix.caching.answers.build import build_answer_cache
-    from rag_posfix.caching.kv.build import build_passage_store
+    from rag_posfix.caching.answers.tiered import build_answer_cache
+    from rag_posfix.caching.kv.store import build_passage_store
 
     settings = settings_from()
     with ExitStack() as stack:

@@ -18,12 +18,10 @@ from langchain_core.embeddings import Embeddings
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.orders import ORDERS, create_order
-from rag_posfix.caching.answers.build import build_answer_cache
 from rag_posfix.caching.answers.keys import tenant_salt
-from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.kv.build import build_passage_store
-from rag_posfix.caching.kv.memory import MemoryPassages
-from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.answers.tiered import TieredAnswerCache, build_answer_cache
+from rag_posfix.caching.kv.store import PassageStore, build_passage_store
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method, read_reranker
@@ -229,7 +227,7 @@ def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
     )
     if not passage_bytes:
         return engine
-    return engine.with_passages(PassageStore([MemoryPassages(passage_bytes)], device=engine.loaded.device))
+    return engine.with_passages(PassageStore([MemoryTier(passage_bytes)], device=engine.loaded.device))
 
 
 def build_generator(settings: Settings, passage_bytes: int = 0) -> Generator:
@@ -350,7 +348,7 @@ def precompute_stored(
             stack.callback(store.close)
         engine = engine.with_passages(store)
         tokens = precompute(engine, documents, mitigation, salt=tenant_salt(settings.tenant, ""), progress=progress)
-        stored_bytes = 0 if store is None else max(tier.get("bytes") or 0 for tier in store.lasting_stats())
+        stored_bytes = 0 if store is None else max(tier.get("bytes") or 0 for tier in store.persistent_stats())
     return tokens, stored_bytes
 
 

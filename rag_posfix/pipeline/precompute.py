@@ -135,7 +135,7 @@ def _batches(passages: Sequence[TokenizedPassage], max_tokens: int) -> Iterator[
 
 
 def _tier_stats(store: PassageKVStore | None) -> Sequence[dict[str, Any]]:
-    return [] if store is None else store.lasting_stats()
+    return [] if store is None else store.persistent_stats()
 
 
 def _check_stored(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:

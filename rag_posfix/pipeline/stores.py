@@ -54,7 +54,7 @@ class PassageKVStore(Protocol):
         """Wait until the write queue is empty; return False after a timeout."""
         ...
 
-    def lasting_stats(self) -> Sequence[dict[str, Any]]:
+    def persistent_stats(self) -> Sequence[dict[str, Any]]:
         """Return name, entries, bytes and errors of each tier on disk or in Redis; of all tiers if there is none."""
         ...
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rag_posfix.caching.kv.disk import DiskPassages
-from rag_posfix.caching.kv.memory import MemoryPassages
-from rag_posfix.caching.kv.redis import RedisPassages
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.kv.entry import KVCodec
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.redis import RedisTier
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.generation.engine import Engine
 from tests.support.redis_server import RedisServer
@@ -27,11 +28,11 @@ def store_with(tier: str, device: str, redis_url: str) -> Iterator[PassageStore]
     """Open a store of one tier: entries wait on the device, in host memory, on disk or in Redis."""
     with tempfile.TemporaryDirectory() as folder:
         if tier == "disk":
-            tiers = [DiskPassages(Path(folder), max_bytes=64 * MEBIBYTE)]
+            tiers = [DiskTier(Path(folder), KVCodec(), max_bytes=64 * MEBIBYTE)]
         elif tier == "redis":
-            tiers = [RedisPassages(redis_url, timeout_seconds=5)]
+            tiers = [RedisTier(redis_url, KVCodec(), timeout_seconds=5)]
         else:
-            tiers = [MemoryPassages(64 * MEBIBYTE)]
+            tiers = [MemoryTier(64 * MEBIBYTE)]
         with closing(PassageStore(tiers, device="cpu" if tier == "memory" else device)) as store:
             store.clear()
             yield store

@@ -18,8 +18,9 @@ for name in "fastapi faiss langchain_core orjson pydantic pydantic_settings redi
 
 def test_every_method_answers_without_langchain_and_pydantic():
     script = """
-    from rag_posfix.caching.kv.disk import DiskPassages
-    from rag_posfix.caching.kv.memory import MemoryPassages
+    from rag_posfix.caching.kv.entry import KVCodec
+    from rag_posfix.caching.disk import DiskTier
+    from rag_posfix.caching.memory import MemoryTier
     from rag_posfix.caching.kv.store import PassageStore
     from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
@@ -34,7 +35,7 @@ def test_every_method_answers_without_langchain_and_pydantic():
 
     loaded = loaded_model(vocab_size=ToyEncoder.vocab_size)
     with TemporaryDirectory() as folder:
-        store = PassageStore([MemoryPassages(), DiskPassages(Path(folder), max_bytes=2**24)])
+        store = PassageStore([MemoryTier(), DiskTier(Path(folder), KVCodec(), max_bytes=2**24)])
         engine = BatchingGenerator(Engine(loaded, ToyEncoder(), "tiny", "print", store))
         layout = toy_layout(relevance=(0.9, 0.2, 0.4, 0.3))
         for name, cls in MITIGATIONS.items():

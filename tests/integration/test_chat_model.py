@@ -8,8 +8,8 @@ from langchain_core.messages import AIMessageChunk, HumanMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.integrations.langchain.chat_model import RagPosfixChatModel
 from rag_posfix.integrations.langchain.content_blocks import document_block
 
@@ -51,7 +51,7 @@ class TestChatModelOnRealWeights(Flags, ChatModelIntegrationTests):
 
     def invoke_with_cache_read_input(self, *, stream=False):
         """Ask twice about the same documents, the second time in another order: only the question is read again."""
-        store = PassageStore([MemoryPassages()], device=self.engine.loaded.device)
+        store = PassageStore([MemoryTier()], device=self.engine.loaded.device)
         model = RagPosfixChatModel(generator=self.engine.with_passages(store), max_tokens=8)
         blocks = [document_block(document) for document in LIGHTHOUSES]
         question = {"type": "text", "text": "Who designed the Maravel lighthouse?"}

@@ -20,7 +20,7 @@ PAGES = {
     "add-a-mitigation.md": (2, 1, ("tests/contract/test_mitigations.py", "best_last")),
     "add-a-reranker.md": (2, 1, ("tests/contract/test_rerankers.py", "word_overlap")),
     "add-an-order.md": (2, 1, ("tests/contract/test_orders.py", "best_at or every_order_is")),
-    "add-a-cache-backend.md": (2, 2, None),
+    "add-a-cache-backend.md": (1, 0, None),
     "add-a-dialect.md": (1, 1, None),
     "add-a-generator.md": (1, 0, None),
 }
@@ -90,7 +90,7 @@ def run_examples(copy, page):
     assert run(copy, "-c", "".join(code for code, _ in found)) == "".join(said or "" for _, said in found)
 
 
-@pytest.mark.parametrize("page", ["add-a-cache-backend.md", "add-a-dialect.md", "add-a-mitigation.md"])
+@pytest.mark.parametrize("page", ["add-a-dialect.md", "add-a-mitigation.md"])
 def test_the_edited_lines_are_needed(copy, page):
     """Otherwise a page asks for a step that nobody needs."""
     for name in write_files(page, copy):

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.caching.kv.disk import DiskPassages
-from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.kv.entry import KVCodec
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.generation.batching.session_batch import generate_batch
@@ -58,10 +59,10 @@ def request(engine, question, name):
 
 def sessions_of(half, asked, folder):
     """Read one prompt with nothing in the store, all of it in memory, all on disk, and the third passage gone."""
-    first = with_store(half, MemoryPassages(), DiskPassages(folder, max_bytes=10**9))
+    first = with_store(half, MemoryTier(), DiskTier(folder, KVCodec(), max_bytes=10**9))
     with closing(first.passages):
         cold, warm = [first.open(asked.layout, asked.mitigation, NEW_TOKENS) for _ in range(2)]
-    second = with_store(half, DiskPassages(folder, max_bytes=10**9))
+    second = with_store(half, DiskTier(folder, KVCodec(), max_bytes=10**9))
     with closing(second.passages):
         disk = second.open(asked.layout, asked.mitigation, NEW_TOKENS)
         assert second.passages.drop([asked.layout.keys[2]]) > 0

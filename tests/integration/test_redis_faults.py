@@ -7,12 +7,14 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from rag_posfix.caching.answers.redis import RedisCache
+from rag_posfix.caching.answers.blob import BlobCodec
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.breaker import CircuitBreaker
+from rag_posfix.caching.guard import CircuitBreaker
+from rag_posfix.caching.redis import RedisTier
 from rag_posfix.settings import CacheSettings
 from tests.support import faulty_server as faulty
 from tests.support.clock import Clock
+from tests.support.passages import get_blob, set_blob
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
@@ -36,7 +38,7 @@ REPLIES = {
 def open_cache(url, breaker=None):
     """The Redis tier alone, with the default time limit."""
     timeout = CacheSettings.model_fields["redis_timeout_seconds"].default
-    return RedisCache(url, timeout_seconds=timeout, breaker=breaker)
+    return RedisTier(url, BlobCodec(), timeout_seconds=timeout, breaker=breaker)
 
 
 def seconds_of_a_pair(cache):
@@ -138,9 +140,9 @@ def test_full_redis_refuses_writes_and_serves_reads(caplog):
 
 def test_loses_its_connections_and_goes_on():
     with RedisServer() as server, warm(server, timeout_seconds=2) as cache:
-        cache.set("other", b"answer", 60)
+        set_blob(cache, "other", b"answer", 60)
         server.command("CLIENT", "KILL", "TYPE", "normal")
-        assert cache.get("other") == b"answer"
+        assert get_blob(cache, "other") == b"answer"
 
 
 def test_recovers_by_itself_after_a_restart(caplog):
@@ -150,9 +152,9 @@ def test_recovers_by_itself_after_a_restart(caplog):
         server.kill()
         assert seconds_of_a_pair(cache) < BOUND_SECONDS
         server.start()
-        cache.set("key", b"answer", 60)
-        assert cache.get("key") is None, "the breaker must still give it a rest"
-        assert warm_up(cache, clock).get("warm") == b"up"
+        set_blob(cache, "key", b"answer", 60)
+        assert get_blob(cache, "key") is None, "the breaker must still give it a rest"
+        assert get_blob(warm_up(cache, clock), "warm") == b"up"
         assert cache.stats().available
     assert "works again" in caplog.text
 
@@ -166,7 +168,7 @@ def test_recovers_by_itself_after_a_pause():
             assert seconds_of_a_pair(cache) < BOUND_SECONDS
             clock.advance(31)
         server.resume()
-        assert warm_up(cache, clock).get("warm") == b"up"
+        assert get_blob(warm_up(cache, clock), "warm") == b"up"
 
 
 def test_recovers_from_a_server_that_drips():
@@ -178,14 +180,14 @@ def test_recovers_from_a_server_that_drips():
 
     with faulty.faulty_server(serve) as url, closing(open_cache(url, CircuitBreaker(clock=clock))) as cache:
         for asked in range(1, 9):  # more often than it has threads: each attempt must reach the server
-            cache.get("key")
+            get_blob(cache, "key")
             clock.advance(31)
             wait_until(lambda asked=asked: len(connections) >= asked)
 
 
 def test_an_outage_is_paid_once_not_per_request():
     with faulty.faulty_server(faulty.never_answers) as url, closing(open_cache(url)) as cache:
-        cache.get("key")
+        get_blob(cache, "key")
         start = time.perf_counter()
         for _ in range(200):
             seconds_of_a_pair(cache)
@@ -198,7 +200,7 @@ def test_an_outage_is_one_line_in_the_log(caplog):
         clock = Clock()
         with closing(open_cache(url, CircuitBreaker(clock=clock))) as cache:
             for _ in range(4):
-                cache.get("key")
+                get_blob(cache, "key")
                 clock.advance(31)
     assert len(caplog.records) == 1
     assert "secret" not in caplog.text
@@ -217,7 +219,7 @@ def test_a_closed_cache_only_misses():
     with RedisServer() as server:
         cache = open_cache(server.url)
         cache.close()
-        assert cache.get("key") is None
+        assert get_blob(cache, "key") is None
         cache.close()
 
 
@@ -230,11 +232,11 @@ def test_a_redis_that_is_late_and_works_is_used():
             connection.sendall(b"$-1\r\n")
 
     with faulty.faulty_server(serve) as url, closing(open_cache(url)) as cache:
-        cache.get("key")
+        get_blob(cache, "key")
         wait_until(lambda: cache.stats().available)  # the late answer says that it works
         before = cache.stats()
         for _ in range(10):
-            cache.get("key")
+            get_blob(cache, "key")
         after = cache.stats()
         assert after.misses - before.misses >= 9
         assert after.skipped == before.skipped
@@ -242,16 +244,16 @@ def test_a_redis_that_is_late_and_works_is_used():
 
 def test_a_redis_that_comes_back_is_used_within_seconds_and_rests_are_counted():
     with RedisServer() as server, closing(open_cache(server.url)) as cache:
-        wait_until(lambda: cache.set("key", b"answer", 60) or cache.get("key") == b"answer")
+        wait_until(lambda: set_blob(cache, "key", b"answer", 60) or get_blob(cache, "key") == b"answer")
         server.kill()
         misses = cache.stats().misses
         for _ in range(20):
-            cache.get("key")
+            get_blob(cache, "key")
         assert cache.stats().skipped >= 15, "a tier at rest is told from a miss"
         assert cache.stats().misses == misses
         server.start()
         started = time.monotonic()
-        wait_until(lambda: cache.set("key", b"answer", 60) or cache.get("key") == b"answer")
+        wait_until(lambda: set_blob(cache, "key", b"answer", 60) or get_blob(cache, "key") == b"answer")
         assert time.monotonic() - started < 3
 
 
@@ -259,7 +261,7 @@ def test_a_redis_that_comes_back_is_used_within_seconds_and_rests_are_counted():
 def warm(server, timeout_seconds=0.02):
     clock = Clock()
     with closing(
-        RedisCache(server.url, timeout_seconds=timeout_seconds, breaker=CircuitBreaker(clock=clock))
+        RedisTier(server.url, BlobCodec(), timeout_seconds=timeout_seconds, breaker=CircuitBreaker(clock=clock))
     ) as cache:
         yield warm_up(cache, clock)
 
@@ -268,8 +270,8 @@ def warm_up(cache, clock):
     """Return ``cache`` once it is connected and its breaker closed, however busy the machine is."""
     for _ in range(100):
         clock.advance(31)
-        cache.set("warm", b"up", 60)
-        cache.get("warm")
+        set_blob(cache, "warm", b"up", 60)
+        get_blob(cache, "warm")
         if cache.stats().available:
             return cache
     raise AssertionError("Redis never answered in time")

@@ -5,14 +5,15 @@ from contextlib import closing
 import pytest
 from langchain_tests.integration_tests.cache import AsyncCacheTestSuite, SyncCacheTestSuite
 
-from rag_posfix.caching.answers.redis import RedisCache
+from rag_posfix.caching.answers.blob import BlobCodec
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.redis import RedisTier
 from rag_posfix.integrations.langchain.cache import RagPosfixCache
 
 
 @pytest.fixture
 def cache(redis_server):
-    with closing(TieredAnswerCache([RedisCache(redis_server.url, timeout_seconds=2)])) as tiers:
+    with closing(TieredAnswerCache([RedisTier(redis_server.url, BlobCodec(), timeout_seconds=2)])) as tiers:
         yield RagPosfixCache(tiers)
 
 

@@ -1,4 +1,4 @@
-"""The passage store on a real redis-server."""
+"""The passage KV store on a real redis-server."""
 
 import dataclasses
 import re
@@ -10,13 +10,12 @@ import pytest
 import redis
 import torch
 
-from rag_posfix.caching.answers.redis import RedisCache
-from rag_posfix.caching.kv.entry import PassageKV, serialize
-from rag_posfix.caching.kv.redis import RedisPassages
-from rag_posfix.caching.kv.tier import PassageTier
+from rag_posfix.caching.answers.blob import BlobCodec
+from rag_posfix.caching.kv.entry import KVCodec, PassageKV, serialize
+from rag_posfix.caching.redis import RedisTier
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
-from tests.support.passages import SHAPE, entry, get, open_tier, same
+from tests.support.passages import SHAPE, entry, get, get_blob, open_tier, same, set_blob
 from tests.support.redis_server import RedisServer
 from tests.support.subprocesses import run_python
 
@@ -42,13 +41,10 @@ def updates_of_the_index(server):
 
 
 def set_bytes(server, name, value):
+
     client = redis.Redis(port=server.port)
     client.set(name, value)
     client.close()
-
-
-def test_the_tier_follows_the_protocol(tier):
-    assert isinstance(tier, PassageTier)
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -98,11 +94,12 @@ def test_entries_of_megabytes_are_sent_and_fetched_two_at_a_time(tier, redis_ser
 def test_two_processes_share_entries(tier, redis_server):
     script = """
         import sys
-        from rag_posfix.caching.kv.memory import MemoryPassages
-        from rag_posfix.caching.kv.redis import RedisPassages
+        from rag_posfix.caching.kv.entry import KVCodec
+        from rag_posfix.caching.memory import MemoryTier
+        from rag_posfix.caching.redis import RedisTier
         from rag_posfix.caching.kv.store import PassageStore
-        from tests.support.passages import SHAPE, entry, get, open_tier, same
-        store = PassageStore([MemoryPassages(), RedisPassages(sys.argv[1], timeout_seconds=5)])
+        from tests.support.passages import SHAPE, entry, same
+        store = PassageStore([MemoryTier(), RedisTier(sys.argv[1], KVCodec(), timeout_seconds=5)])
         found = store.get_many({"ours": SHAPE, "theirs": SHAPE})
         print(list(found), same(found["ours"], entry(1, tags=("doc",))))
         store.put_many({"theirs": entry(2)}, {"theirs": ["doc"]})
@@ -167,15 +164,15 @@ def test_entries_are_dropped_by_tag(tier):
 
 
 def test_clear_leaves_the_answer_cache_and_the_keys_of_others(tier, redis_server):
-    with closing(RedisCache(redis_server.url, timeout_seconds=5)) as answers:
-        answers.set("key", b"answer", 60, ["tag"])
+    with closing(RedisTier(redis_server.url, BlobCodec(), timeout_seconds=5)) as answers:
+        set_blob(answers, "key", b"answer", 60, ["tag"])
         redis_server.command("SET", "somebody:else", "1")
         tier.put_many({f"key{number}": entry(number, tags=("tag",)) for number in range(7)})
         assert answers.clear() == 1
         assert tier.stats().entries == 7
-        answers.set("key", b"answer", 60, ["tag"])
+        set_blob(answers, "key", b"answer", 60, ["tag"])
         assert tier.clear() == 7
-        assert answers.get("key") == b"answer"
+        assert get_blob(answers, "key") == b"answer"
         assert redis_server.command("GET", "somebody:else") == b"$1\r\n1\r\n"
         assert sorted(names(redis_server)) == ["rag_posfix:answer:key", "rag_posfix:tag:tag"]
 
@@ -232,7 +229,7 @@ def test_a_password_is_never_shown(caplog):
         server.kill()
         assert get(tier, "key") is None
         assert "hush" not in repr(tier) + repr(vars(tier)) + caplog.text
-        assert "passage store: reading redis://" in caplog.text
+        assert "passage KV store: reading redis://" in caplog.text
 
 
 def test_a_cluster_is_one_more_redis():
@@ -241,7 +238,7 @@ def test_a_cluster_is_one_more_redis():
         while b"cluster_state:ok" not in server.command("CLUSTER", "INFO"):
             time.sleep(0.05)
         url = f"redis-cluster://127.0.0.1:{server.port}"
-        with closing(RedisPassages(url, timeout_seconds=5, max_bytes=64 * KIB)) as tier:
+        with closing(RedisTier(url, KVCodec(), timeout_seconds=5, max_bytes=64 * KIB)) as tier:
             entries = {f"key{number}": entry(number, LARGE, tags=("a",)) for number in range(30)}
             tier.put_many(entries)
             found = tier.get_many(dict.fromkeys(entries, LARGE))
@@ -262,7 +259,7 @@ def test_a_cluster_is_one_more_redis():
 def test_sentinel_names_the_master(redis_server):
     with RedisServer(sentinel_of=redis_server.port) as sentinel:
         url = f"redis-sentinel://127.0.0.1:{sentinel.port}/mymaster/0"
-        with closing(RedisPassages(url, timeout_seconds=5)) as tier:
+        with closing(RedisTier(url, KVCodec(), timeout_seconds=5)) as tier:
             tier.put_many({"key": entry(1)})
             assert same(get(tier, "key"), entry(1))
             assert "rag_posfix:passage:key" in names(redis_server)
@@ -320,10 +317,10 @@ def test_threads_put_get_and_corrupt_and_every_hit_is_what_was_put(redis_server)
 )
 def test_bounds_that_make_no_sense_are_refused(options, message):
     with pytest.raises(CacheError, match=message):
-        RedisPassages("redis://127.0.0.1", **options)
+        RedisTier("redis://127.0.0.1", KVCodec(), **options)
 
 
 def test_an_invalid_url_is_refused_without_its_password():
     with pytest.raises(CacheError, match="is not valid; allowed: redis://") as caught:
-        RedisPassages("redis://:hush@")
+        RedisTier("redis://:hush@", KVCodec())
     assert "hush" not in str(caught.value)

@@ -12,10 +12,11 @@ import pytest
 import redis
 import torch
 
-from rag_posfix.caching.kv.disk import DiskPassages
-from rag_posfix.caching.kv.memory import MemoryPassages
-from rag_posfix.caching.kv.redis import RedisPassages
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.kv.entry import KVCodec
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.redis import RedisTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
@@ -162,10 +163,10 @@ def test_answers_do_not_depend_on_a_store_that_is_damaged_meanwhile(loaded, redi
     alone = [answer_alone(loaded, request) for request in different]
     assert min(lead for _, lead in alone) > MAX_ROUNDING, f"seed {SEED}: two tokens are as good as equal"
     tiers = [
-        MemoryPassages(24 * 1024),  # about a dozen entries
-        DiskPassages(tmp_path / "passages", max_bytes=64 * 1024),
+        MemoryTier(24 * 1024),  # about a dozen entries
+        DiskTier(tmp_path / "passages", KVCodec(), max_bytes=64 * 1024),
         # Generous: so many threads on a busy machine are slow, and a Redis that is given a rest is damaged by nobody.
-        RedisPassages(redis_server.url, timeout_seconds=30, max_bytes=256 * 1024),
+        RedisTier(redis_server.url, KVCodec(), timeout_seconds=30, max_bytes=256 * 1024),
     ]
     with closing(PassageStore(tiers)) as store:
         engine = Engine(loaded, NumberEncoder(), "tiny", "print", passages=store)

@@ -10,8 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest
 from rag_posfix.errors import GenerationCancelled, GenerationError, OverloadedError
 from rag_posfix.settings import Settings
@@ -288,7 +288,7 @@ def test_a_full_queue_turns_no_stored_answer_away():
 
 def test_who_waits_for_an_equal_question_and_leaves_lets_go_at_once():
     generator = GatedGenerator()
-    cache = TieredAnswerCache([MemoryCache(max_entries=10)])
+    cache = TieredAnswerCache([MemoryTier(max_entries=10)])
     served = serving(make_pipeline(generator, cache=cache), max_concurrent=1, max_queue=3)
     with served as url, ThreadPoolExecutor(4) as pool:
         first = pool.submit(post, url)

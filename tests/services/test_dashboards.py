@@ -13,10 +13,9 @@ import yaml
 from fastapi.testclient import TestClient
 from langchain_core.documents import BaseDocumentCompressor
 
-from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
@@ -63,8 +62,8 @@ def exposed() -> Exposed:
 
     pipeline = make_pipeline(
         reranker=GuardedReranker(reranker=Words()),
-        cache=TieredAnswerCache([MemoryCache(max_entries=10)]),
-        passages=PassageStore([MemoryPassages(10**6)]),
+        cache=TieredAnswerCache([MemoryTier(max_entries=10)]),
+        passages=PassageStore([MemoryTier(10**6)]),
     )
     app = create_app(Settings(), pipeline, limits())
     with TestClient(app) as client:

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.equal_under_load import METHODS, compare_loads, demo_bodies
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.batch_invariance import rows_for
 from rag_posfix.pipeline.pipeline import Pipeline
@@ -35,7 +35,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
     loaded = loaded_model(vocab_size=ToyEncoder.vocab_size, max_position_embeddings=4096, **sizes)
     model = loaded.model.to(request.param)
     loaded = replace(loaded, model=model, least_rows=rows_for("on", model))
-    with closing(PassageStore([MemoryPassages(2**26)])) as store:
+    with closing(PassageStore([MemoryTier(2**26)])) as store:
         engine = Engine(loaded, encoder, "fake", "print", store)
         pipeline = Pipeline(engine, Assembler(encoder, 4096))
         with serving(pipeline, max_queue=16) as address:

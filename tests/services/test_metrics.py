@@ -12,10 +12,9 @@ from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, Sampling, Usage
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
@@ -221,7 +220,7 @@ def test_tied_scores_are_counted():
 
 
 def test_the_answer_cache_counts_each_tier():
-    small = MemoryCache(max_entries=1)
+    small = MemoryTier(max_entries=1)
     client, reading = client_for(make_pipeline(cache=TieredAnswerCache([small])))
     for document in (BRIDGE, BRIDGE, HARBOUR):
         client.post(CHAT, json=chat(documents=[document]))
@@ -244,7 +243,7 @@ def engine() -> Engine:
 
 
 def test_the_passage_store_counts_passages_and_bytes(engine: Engine):
-    store = PassageStore([MemoryPassages(10**8)])
+    store = PassageStore([MemoryTier(10**8)])
     method = Defaults(mitigation=MitigationChoice("context_experts"), sampling=Sampling(max_tokens=4))
     pipeline = Pipeline(engine.with_passages(store), Assembler(engine.encoder, 4096), passages=store, defaults=method)
     client, reading = client_for(pipeline)
@@ -303,7 +302,7 @@ def test_the_usage_of_a_generator_that_reports_nothing_counts_no_token_time():
 
 
 def test_names_follow_the_conventions_of_prometheus():
-    app = create_app(Settings(), make_pipeline(cache=TieredAnswerCache([MemoryCache(max_entries=1)])), limits())
+    app = create_app(Settings(), make_pipeline(cache=TieredAnswerCache([MemoryTier(max_entries=1)])), limits())
     families = [f for f in app.state.service.metrics.registry.collect() if not f.name.startswith("process_")]
     for family in families:
         assert family.name.startswith("rag_posfix"), family.name

@@ -12,8 +12,8 @@ from fastapi.testclient import TestClient
 from langchain_core.documents import BaseDocumentCompressor
 from pydantic import ValidationError
 
-from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.tier import TierStats
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
@@ -273,11 +273,11 @@ def test_metrics_count_requests_stages_tokens_and_the_cache():
 
 
 def test_the_metrics_tell_a_miss_from_a_tier_at_rest():
-    class Resting(MemoryCache):
+    class Resting(MemoryTier):
         def stats(self) -> TierStats:
             return replace(super().stats(), name="redis", skipped=7, errors=1, available=False)
 
-    cache = TieredAnswerCache([MemoryCache(max_entries=10), Resting(max_entries=10)])
+    cache = TieredAnswerCache([MemoryTier(max_entries=10), Resting(max_entries=10)])
     client = client_for(make_pipeline(cache=cache))
     for _ in range(2):
         client.post(CHAT, json=chat(documents=[BRIDGE]))

@@ -148,7 +148,7 @@ async def test_a_replica_answers_and_says_what_it_read():
 
 async def test_the_sketch_of_a_replica_with_a_store_leaves_out_what_the_store_dropped():
     kept, _ = asked().layout.keys
-    store = SimpleNamespace(tags_at_hand=lambda: frozenset({kept}), stats=lambda: {"hits": 1})
+    store = SimpleNamespace(memory_tags=lambda: frozenset({kept}), stats=lambda: {"hits": 1})
     replica = GeneratorReplica(lambda: ReplicaModel(FakeGenerator(ToyEncoder()), store), 2)
     await replied(replica, asked())
     marks = (await replica.record_routing_stats())["marks"]

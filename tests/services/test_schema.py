@@ -14,8 +14,8 @@ from schemathesis import engine
 from schemathesis.config import SchemathesisConfig
 from schemathesis.engine import events
 
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
 from tests.support.letter_embeddings import LetterEmbeddings
@@ -55,7 +55,7 @@ NOT_IN_A_SCHEMA = (
 class PrecomputingGenerator(OrderBiasedGenerator):
     """Gives attention, and counts the tokens of passages that it is told to read ahead."""
 
-    passages = PassageStore([MemoryPassages(1 << 20)])
+    passages = PassageStore([MemoryTier(1 << 20)])
     kv_bytes_per_token = 1
 
     def precompute(self, layout: Any, mitigation: Any, salt: str = "") -> int:

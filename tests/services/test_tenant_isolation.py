@@ -13,10 +13,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.contracts.request import Generation, GenerationRequest
 from rag_posfix.generation.fake import FakeGenerator
@@ -47,7 +46,7 @@ class SlowGenerator(FakeGenerator):
 
 @pytest.fixture
 def tenants(tmp_path: Path) -> Tenants:
-    cache = TieredAnswerCache([MemoryCache(max_entries=100)])
+    cache = TieredAnswerCache([MemoryTier(max_entries=100)])
     pipeline = make_pipeline(SlowGenerator(), embeddings=LetterEmbeddings(), cache=cache)
     return Tenants(tmp_path / "served-here", pipeline)
 
@@ -224,7 +223,7 @@ def test_the_cache_of_answers_tells_nothing(tenants: Tenants, adversary: TestCli
 
 def test_a_tenant_that_is_created_again_reads_nothing_of_the_one_of_its_name_before(tmp_path: Path):
     generator = SlowGenerator()
-    tenants = Tenants(tmp_path, make_pipeline(generator, cache=TieredAnswerCache([MemoryCache(max_entries=100)])))
+    tenants = Tenants(tmp_path, make_pipeline(generator, cache=TieredAnswerCache([MemoryTier(max_entries=100)])))
     for _ in range(2):
         client = tenants.client("victim")
         for cached in (False, True):
@@ -271,7 +270,7 @@ def test_keys_and_values_are_tagged_for_their_tenant():
 @pytest.mark.weights
 def test_the_keys_and_values_of_passages_tell_nothing(engine: Any, tmp_path: Path):
     """``cached_tokens`` of a real model: the victim's passages are warm for the victim alone, precomputed or asked."""
-    store = PassageStore([MemoryPassages(1 << 28)])
+    store = PassageStore([MemoryTier(1 << 28)])
     with_store = engine.with_passages(store)
     pipeline = Pipeline(
         with_store,

@@ -1,14 +1,17 @@
-"""Small entries of the passage store, and the store on a Redis."""
+"""Small entries of the passage KV store, and the caches on a Redis."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
 
-from rag_posfix.caching.kv.entry import EntryShape, PassageKV
-from rag_posfix.caching.kv.redis import RedisPassages
+from rag_posfix.caching.answers.blob import Blob
+from rag_posfix.caching.kv.entry import EntryShape, KVCodec, PassageKV
+from rag_posfix.caching.redis import RedisTier
 
 SHAPE = EntryShape(layers=2, heads=1, head_dim=4, dtype=torch.bfloat16, n_tokens=3)
 """What ``entry`` makes unless told otherwise: 96 bytes."""
@@ -27,14 +30,24 @@ def same(one: PassageKV | None, two: PassageKV | None) -> bool:
     return (
         one.shape == two.shape
         and one.tags == two.tags
-        and torch.equal(one.states.view(torch.uint8), two.states.view(torch.uint8))
+        and torch.equal(one.kv.view(torch.uint8), two.kv.view(torch.uint8))
     )
 
 
-def open_tier(server: Any, **options: Any) -> closing[RedisPassages]:
+def open_tier(server: Any, **options: Any) -> closing[RedisTier[PassageKV]]:
     # Generous: what these tests look at is not time, and the machine may be busy.
-    return closing(RedisPassages(server.url, **{"timeout_seconds": 5, **options}))
+    codec = KVCodec(options.pop("compress", False))
+    return closing(RedisTier(server.url, codec, **{"timeout_seconds": 5, **options}))
 
 
-def get(tier: RedisPassages, key: str, shape: Any = SHAPE) -> PassageKV | None:
+def get(tier: RedisTier[PassageKV], key: str, shape: Any = SHAPE) -> PassageKV | None:
     return tier.get_many({key: shape}).get(key)
+
+
+def get_blob(tier: RedisTier[Blob], key: str) -> bytes | None:
+    blob = tier.get_many({key: None}).get(key)
+    return None if blob is None else blob.data
+
+
+def set_blob(tier: RedisTier[Blob], key: str, value: bytes, ttl_seconds: float, tags: Sequence[str] = ()) -> None:
+    tier.put_many({key: Blob(value, tuple(tags), time.time() + ttl_seconds)})

@@ -5,8 +5,8 @@ import time
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Pipeline
 from tests.support.toy_encoder import ToyEncoder
@@ -97,7 +97,7 @@ def pipeline(*, window=8192, order_invariant=True, seconds=0.0, **options):
 
 
 def memory_cache():
-    return TieredAnswerCache([MemoryCache()])
+    return TieredAnswerCache([MemoryTier()])
 
 
 def ids(answer):

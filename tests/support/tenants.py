@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi.testclient import TestClient
 
-from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
@@ -20,7 +20,7 @@ from tests.support.serving import limits, make_pipeline
 def pipeline_with_embeddings(**parts: Any) -> Pipeline:
     """A pipeline whose collections can be searched; answers are cached."""
     return make_pipeline(
-        **{"embeddings": LetterEmbeddings(), "cache": TieredAnswerCache([MemoryCache(max_entries=100)]), **parts}
+        **{"embeddings": LetterEmbeddings(), "cache": TieredAnswerCache([MemoryTier(max_entries=100)]), **parts}
     )
 
 

@@ -1,1 +1,1 @@
-"""The answer cache: finished answers in memory, on disk and in Redis."""
+"""The answer cache: finished answers as bytes in tiers."""

@@ -3,26 +3,64 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from itertools import islice
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
-from rag_posfix.caching.answers.single_flight import SingleFlight
-from rag_posfix.caching.answers.tier import ANSWER_CACHE, ByteCache
-from rag_posfix.caching.tier import Counters
-from rag_posfix.caching.tier_stack import FailSafeTier, TierStack
+from rag_posfix.caching.answers.blob import Blob, BlobCodec
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.guard import Counters
+from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.redis import RedisTier
+from rag_posfix.caching.tier import Tier, TieredCache
+from rag_posfix.cancellation import check_cancelled
 from rag_posfix.errors import CacheError
+from rag_posfix.settings import CacheSettings
 from rag_posfix.text import content_hash
 
+_MEMORY_BYTES = 64 * 1024**2
+_FOLDER = "answers"
 _ENVELOPE_VERSION = 1
+_CHECK_SECONDS: Final = 0.05
+"""How often a waiting thread checks whether its request was cancelled."""
+_REMEMBERED_KEYS: Final = 1024
+_RECENT_SECONDS: Final = 10.0
 
 
-class TieredAnswerCache:
+def build_answer_cache(settings: CacheSettings, cache_dir: Path) -> TieredAnswerCache | None:
+    """Return the answer cache that ``settings`` describe, or None if they turn off every tier.
+
+    No file is opened and nothing is connected before the first use.
+
+    Args:
+        cache_dir: Folder of this process's caches; the disk tier uses ``answers`` in it.
+
+    Raises:
+        CacheError: A setting is invalid, such as a URL that is no Redis URL.
+        ConfigError: Redis is configured and redis-py is not installed.
+    """
+    if not settings.enabled:
+        return None
+    tiers: list[Tier[Blob]] = []
+    if settings.memory_entries:
+        tiers.append(MemoryTier(_MEMORY_BYTES, settings.memory_entries))
+    if settings.disk_bytes:
+        tiers.append(DiskTier(cache_dir / _FOLDER, BlobCodec(), max_bytes=settings.disk_bytes))
+    if settings.redis_url is not None:
+        url, timeout = settings.redis_url.get_secret_value(), settings.redis_timeout_seconds
+        tiers.append(RedisTier(url, BlobCodec(), timeout_seconds=timeout, ttl_seconds=settings.ttl_seconds))
+    if not tiers:
+        return None
+    return TieredAnswerCache(tiers, ttl_seconds=settings.ttl_seconds, max_entry_bytes=settings.max_entry_bytes)
+
+
+class TieredAnswerCache(TieredCache[Blob]):
     """Keeps answers in every tier and returns them from the first that has them.
 
     An entry contains its key, when it expires, and the hashes of its documents. So a copy in a faster tier expires
@@ -42,7 +80,7 @@ class TieredAnswerCache:
 
     def __init__(
         self,
-        tiers: Sequence[ByteCache],
+        tiers: Sequence[Tier[Blob]],
         *,
         ttl_seconds: float = 24 * 3600.0,
         max_entry_bytes: int = 1024**2,
@@ -51,7 +89,7 @@ class TieredAnswerCache:
     ) -> None:
         if not (ttl_seconds > 0 and math.isfinite(ttl_seconds)):
             raise CacheError(f"answer cache: ttl_seconds={ttl_seconds} must be above 0 and finite")
-        self._tiers = TierStack(tiers, ANSWER_CACHE)
+        super().__init__(tiers, BlobCodec.cache)
         self._ttl = ttl_seconds
         self._max_entry_bytes = max_entry_bytes
         self._clock = clock
@@ -60,24 +98,23 @@ class TieredAnswerCache:
 
     def get(self, key: str) -> dict[str, Any] | None:
         """Return the stored answer, or None."""
-        deletions = self._tiers.deletions
-        for index, tier in enumerate(self._tiers):
-            data = tier.call(lambda cache: cache.get(key), None)
-            envelope = None if data is None else _parsed(key, data)
-            if data is None or envelope is None:
-                self._counters.add("damaged", int(data is not None))
-                continue
-            remaining = envelope["expires_at"] - self._clock()
-            if remaining <= 0:
-                continue
-            if index:
-                faster = islice(self._tiers, index)
-                self._tiers.copy_hit(deletions, partial(_store, faster, key, data, remaining, envelope["tags"]))
-            self._counters.add("hits")
-            value: dict[str, Any] = envelope["value"]
-            return value
-        self._counters.add("misses")
-        return None
+        answer: dict[str, Any] | None = None
+
+        def accept(blobs: dict[str, Blob]) -> dict[str, Blob]:
+            """Return the blob with the tags and the expiry that are in it, unless it is damaged or expired."""
+            nonlocal answer
+            envelope = _parse(key, blobs[key].data) if blobs else None
+            if envelope is None:
+                self._counters.add("damaged", len(blobs))
+                return {}
+            if envelope["expires_at"] <= self._clock():
+                return {}
+            answer = envelope["value"]
+            return {key: Blob(blobs[key].data, tuple(envelope["tags"]), envelope["expires_at"])}
+
+        self._search({key: None}, accept)
+        self._counters.add("misses" if answer is None else "hits")
+        return answer
 
     def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
         """Keep an answer made from ``document_ids``, unless it is too large or not JSON."""
@@ -88,15 +125,15 @@ class TieredAnswerCache:
         if answer is None or len(answer) > self._max_entry_bytes:
             self._counters.add("rejected")
             return
-        tags = _tags(document_ids)
+        tags, expires_at = _tags(document_ids), self._clock() + self._ttl
         envelope = {
             "version": _ENVELOPE_VERSION,
             "key": key,
-            "expires_at": self._clock() + self._ttl,
+            "expires_at": expires_at,
             "tags": tags,
             "value": orjson.Fragment(answer),
         }
-        _store(self._tiers, key, orjson.dumps(envelope), self._ttl, tags)
+        self._put({key: Blob(orjson.dumps(envelope), tuple(tags), expires_at)}, len(self._tiers))
 
     def single_flight(self, key: str) -> AbstractContextManager[bool]:
         """Hold while computing ``key``; requests for the same key wait. True if one may have stored the answer now."""
@@ -105,27 +142,86 @@ class TieredAnswerCache:
     def drop_documents(self, document_ids: Sequence[str]) -> int:
         """Drop every answer made from one of ``document_ids``; return the most that one tier held."""
         tags = _tags(document_ids)
-        return self._tiers.delete(lambda cache: cache.delete_tags(tags))
+        return self._delete(lambda tier: tier.delete_tags(tags))
 
     def clear(self) -> int:
         """Drop every answer; return the most that one tier held."""
-        return self._tiers.delete(lambda cache: cache.clear())
+        return self._delete(lambda tier: tier.clear())
 
     def stats(self) -> dict[str, Any]:
         """Return the counts of the cache and, under ``tiers``, those of each tier."""
         counts = {name: self._counters[name] for name in ("hits", "misses", "rejected", "damaged")}
-        return {**counts, "tiers": self._tiers.stats()}
-
-    def close(self) -> None:
-        """Close every tier; later calls are misses."""
-        self._tiers.close()
+        return {**counts, "tiers": self.tier_stats()}
 
 
-def _store(
-    tiers: Iterable[FailSafeTier[ByteCache]], key: str, data: bytes, ttl_seconds: float, tags: Sequence[str]
-) -> None:
-    for tier in tiers:
-        tier.call(lambda cache: cache.set(key, data, ttl_seconds, tags), None)
+class _KeyLock:
+    """The lock of one key, and how many threads hold it or wait for it."""
+
+    __slots__ = ("lock", "users")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+
+
+class SingleFlight:
+    """Lets one thread at a time work on a key: an answer that several request at once is computed once.
+
+    Its length is the number of keys that are held.
+
+    Args:
+        max_wait_seconds: Longest wait for another thread, >= 0. Afterwards the work is done twice: a computation that
+            hangs must not block equal requests for ever.
+    """
+
+    def __init__(self, max_wait_seconds: float = 60.0) -> None:
+        if max_wait_seconds < 0:
+            raise CacheError(f"single flight: max_wait_seconds={max_wait_seconds} must be >= 0")
+        self._max_wait = max_wait_seconds
+        self._locks: dict[str, _KeyLock] = {}
+        self._released: OrderedDict[str, float] = OrderedDict()  # when work on a key ended, the latest last
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._locks)
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[bool]:
+        """Hold ``key`` while working on it; wait first if another thread holds it.
+
+        The value is whether another thread may have done the work a moment ago: its result is worth looking up.
+        A wait ends early with the error of ``rag_posfix.cancellation.check_cancelled``.
+        """
+        with self._lock:
+            key_lock = self._locks.setdefault(key, _KeyLock())
+            key_lock.users += 1
+        acquired = False
+        try:
+            acquired = key_lock.lock.acquire(blocking=False) or self._wait(key_lock.lock)
+            with self._lock:
+                was_released = time.monotonic() - self._released.get(key, -_RECENT_SECONDS) < _RECENT_SECONDS
+            yield was_released
+        finally:
+            with self._lock:
+                if acquired:
+                    key_lock.lock.release()
+                    self._released[key] = time.monotonic()
+                    self._released.move_to_end(key)
+                    if len(self._released) > _REMEMBERED_KEYS:
+                        self._released.popitem(last=False)
+                key_lock.users -= 1
+                if not key_lock.users:
+                    del self._locks[key]
+
+    def _wait(self, lock: threading.Lock) -> bool:
+        """Return whether the lock was acquired within the longest wait."""
+        end = time.monotonic() + self._max_wait
+        while (left := end - time.monotonic()) > 0:
+            check_cancelled()
+            if lock.acquire(timeout=min(left, _CHECK_SECONDS)):
+                return True
+        return False
 
 
 def _tags(document_ids: Sequence[str]) -> list[str]:
@@ -133,7 +229,7 @@ def _tags(document_ids: Sequence[str]) -> list[str]:
     return sorted({content_hash("document", document_id) for document_id in document_ids})
 
 
-def _parsed(key: str, data: bytes) -> dict[str, Any] | None:
+def _parse(key: str, data: bytes) -> dict[str, Any] | None:
     """Return the envelope in ``data``, or None if it is damaged or belongs to another key."""
     try:
         envelope = orjson.loads(data)

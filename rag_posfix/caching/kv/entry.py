@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rag_posfix.errors import CacheError
 
@@ -27,6 +29,8 @@ _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 _MAX_HEADER_BYTES = 1024**2
 _TENSOR = "kv"
 _TAGS = "tags"
+_COMPRESSED_MAGIC = b"RPKZ"
+_COMPRESSION_LEVEL = 1
 _DTYPES = {
     "torch.bfloat16": "BF16",
     "torch.float16": "F16",
@@ -41,12 +45,7 @@ _DTYPES = {
 class EntryShape:
     """Shape and dtype that an entry must have to be used.
 
-    Attributes:
-        layers: Decoder layers, L.
-        heads: Key/value heads, Hkv.
-        head_dim: Channels of a head, D.
-        dtype: Type of the keys and values.
-        n_tokens: Tokens, T.
+    L decoder layers, Hkv key/value heads, D channels of a head, T tokens.
     """
 
     layers: int
@@ -76,51 +75,91 @@ class PassageKV:
     """Keys and values of consecutive tokens in every layer. The tensor must never be written to.
 
     Attributes:
-        states: (2, L, Hkv, T, D), keys first, contiguous, on any device.
+        kv: (2, L, Hkv, T, D), keys first, contiguous, on any device.
         tags: Content keys of the documents that it was made from; it can be deleted by each.
 
     Raises:
-        CacheError: ``states`` has another number of dimensions or is not contiguous.
+        CacheError: ``kv`` has another number of dimensions or is not contiguous.
     """
 
-    states: Tensor
+    kv: Tensor
     tags: tuple[str, ...] = ()
+    expires_at: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
-        states = self.states
-        if states.ndim != 5 or states.shape[0] != 2 or not states.is_contiguous():
+        kv = self.kv
+        if kv.ndim != 5 or kv.shape[0] != 2 or not kv.is_contiguous():
             raise CacheError(
-                f"passage store: states of shape {tuple(states.shape)}, contiguous={states.is_contiguous()}, must be "
+                f"passage KV store: kv of shape {tuple(kv.shape)}, contiguous={kv.is_contiguous()}, must be "
                 "contiguous and of shape (2, layers, heads, tokens, head_dim); stack keys and values of the layers"
             )
 
     @property
     def n_tokens(self) -> int:
         """Tokens, T."""
-        return self.states.shape[3]
+        return self.kv.shape[3]
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the keys and values."""
-        return self.states.nbytes
+        return self.kv.nbytes
 
     @property
     def shape(self) -> EntryShape:
         """Shape and dtype of the entry."""
-        _, layers, heads, n_tokens, head_dim = self.states.shape
-        return EntryShape(layers, heads, head_dim, self.states.dtype, n_tokens)
+        _, layers, heads, n_tokens, head_dim = self.kv.shape
+        return EntryShape(layers, heads, head_dim, self.kv.dtype, n_tokens)
+
+    def fits(self, expected: EntryShape) -> bool:
+        return self.shape == expected
 
     def on(self, device: torch.device | str) -> PassageKV:
         """Return the entry on ``device``, in memory of its own: a view would keep the whole batch in memory."""
-        states = (self.states.detach() if self.states.requires_grad else self.states).to(device)
-        if states.untyped_storage().nbytes() > states.nbytes:
-            states = states.clone()
-        return self if states is self.states else replace(self, states=states)
+        kv = (self.kv.detach() if self.kv.requires_grad else self.kv).to(device)
+        if kv.untyped_storage().nbytes() > kv.nbytes:
+            kv = kv.clone()
+        return self if kv is self.kv else replace(self, kv=kv)
 
     def tagged(self, tags: Sequence[str]) -> PassageKV:
         """Return the entry with ``tags`` added to its own."""
         merged = tuple(sorted({*self.tags, *tags}))
         return self if merged == self.tags else replace(self, tags=merged)
+
+
+class KVCodec:
+    """Stores keys and values. Compressed entries (zlib, for slow networks) and others can be mixed in one store."""
+
+    cache = "passage KV store"
+    file_name = "passages-v1.sqlite3"
+    redis_prefix = "rag_posfix:passage:"
+    redis_tag_prefix = "rag_posfix:passage-tag:"
+    redis_index: str | None = "rag_posfix:passage-index"
+
+    def __init__(self, compress: bool = False) -> None:
+        self._compress = compress
+
+    def encode(self, key: str, entry: PassageKV) -> tuple[bytes | memoryview, ...]:
+        """Return the serialised entry; compressed if that is asked for and makes it smaller."""
+        if not self._compress:
+            return serialize_parts(key, entry)
+        data = serialize(key, entry)
+        compressed = _COMPRESSED_MAGIC + zlib.compress(data, _COMPRESSION_LEVEL)
+        return (min(data, compressed, key=len),)
+
+    def decode(self, key: str, data: object, expected: EntryShape) -> PassageKV | None:
+        """Return the entry in ``data``. At most the bytes of an entry of the ``expected`` shape are decompressed."""
+        if isinstance(data, bytes) and data.startswith(_COMPRESSED_MAGIC):
+            stream = zlib.decompressobj()
+            try:
+                content = stream.decompress(memoryview(data)[len(_COMPRESSED_MAGIC) :], expected.max_serialized_bytes)
+            except zlib.error:
+                return None
+            data = content if stream.eof and not stream.unused_data else None
+        return deserialize(key, data, expected)
+
+    def allocate(self, n_bytes: int) -> memoryview:
+        """Return uninitialised memory: the tensor is not copied from it."""
+        return allocate(n_bytes)
 
 
 def allocate(n_bytes: int) -> memoryview:
@@ -134,7 +173,7 @@ def serialize_parts(key: str, entry: PassageKV) -> tuple[bytes, memoryview]:
     """Return the serialised entry in two parts: seal with header, and keys with values, which are not copied."""
     import torch
 
-    content = _memory_of(entry.states.detach().cpu().reshape(-1).view(torch.uint8))
+    content = _memory_of(entry.kv.detach().cpu().reshape(-1).view(torch.uint8))
     header = _serialized_header(entry)
     return b"".join((_MAGIC, _checksum(key, header, content), header)), content
 
@@ -147,50 +186,34 @@ def serialize(key: str, entry: PassageKV) -> bytes:
 def deserialize(key: str, data: object, expected: EntryShape) -> PassageKV | None:
     """Return the entry in ``data``, on the CPU, or None if it is damaged, of another key or not as ``expected``.
 
-    Args:
-        data: The serialised entry. The tensor shares the memory of a ``memoryview``; ``bytes`` are copied, as they
-            must never change.
-        expected: Shape and dtype that it must have.
+    The tensor shares the memory of a ``memoryview``; ``bytes`` are copied, as they must never change.
     """
     if not isinstance(data, bytes | memoryview):
         return None
     view = memoryview(data)
-    start = header_end(view)
+    start = _header_end(view)
     if start is None or len(view) != start + expected.n_bytes:
         return None
     if view[len(_MAGIC) : _SEAL_BYTES] != _checksum(key, view[_SEAL_BYTES:]):
         return None
-    header = _header(view)
+    header = _header(view, start)
     tags = _tags(header)
     if tags is None or header.get(_TENSOR) != _description(expected):
         return None
-    states = view[start:]
-    if states.readonly:
-        copy = allocate(len(states))
-        copy[:] = states
-        states = copy
-    return PassageKV(_tensor(states, expected), tags)
+    content = view[start:]
+    if content.readonly:
+        copy = allocate(len(content))
+        copy[:] = content
+        content = copy
+    return PassageKV(_tensor(content, expected), tags)
 
 
-def header_end(start: bytes | memoryview) -> int | None:
-    """Return where the header of a serialised entry ends, or None if this is no entry.
-
-    Args:
-        start: The first 64 bytes of the serialised entry, or more.
-    """
+def _header_end(start: memoryview) -> int | None:
+    """Return where the header of a serialised entry ends, or None if this is no entry."""
     if start[: len(_MAGIC)] != _MAGIC or len(start) < _SEAL_BYTES + _LENGTH_BYTES:
         return None
     length = int.from_bytes(start[_SEAL_BYTES : _SEAL_BYTES + _LENGTH_BYTES], "little")
     return _SEAL_BYTES + _LENGTH_BYTES + length if length <= _MAX_HEADER_BYTES else None
-
-
-def parse_tags(start: bytes) -> tuple[str, ...] | None:
-    """Return the tags of a serialised entry without verifying its checksum, or None if they cannot be read.
-
-    Args:
-        start: Its bytes up to ``header_end``, or more.
-    """
-    return _tags(_header(start))
 
 
 def _serialized_header(entry: PassageKV) -> bytes:
@@ -205,13 +228,10 @@ def _description(shape: EntryShape) -> dict[str, object]:
     return {"dtype": dtype, "shape": list(shape.sizes), "data_offsets": [0, shape.n_bytes]}
 
 
-def _header(start: bytes | memoryview) -> dict[str, Any]:
+def _header(data: memoryview, end: int) -> dict[str, Any]:
     """Return the header of the safetensors file, empty if it cannot be read."""
-    end = header_end(start)
-    if end is None or len(start) < end:
-        return {}
     try:
-        header = json.loads(bytes(start[_SEAL_BYTES + _LENGTH_BYTES : end]))
+        header = json.loads(bytes(data[_SEAL_BYTES + _LENGTH_BYTES : end]))
     except (ValueError, RecursionError):
         return {}
     return header if isinstance(header, dict) else {}
@@ -227,12 +247,12 @@ def _tags(header: dict[str, Any]) -> tuple[str, ...] | None:
     return tuple(tags)
 
 
-def _tensor(states: memoryview, shape: EntryShape) -> Tensor:
+def _tensor(content: memoryview, shape: EntryShape) -> Tensor:
     import torch
 
-    if not len(states):  # frombuffer refuses an empty buffer
+    if not len(content):  # frombuffer rejects an empty buffer
         return torch.empty(shape.sizes, dtype=shape.dtype)
-    return torch.frombuffer(states, dtype=shape.dtype).reshape(shape.sizes)
+    return torch.frombuffer(content, dtype=shape.dtype).reshape(shape.sizes)
 
 
 def _memory_of(tensor: Tensor) -> memoryview:

@@ -5,25 +5,63 @@ It knows tiers and entries, and neither models nor plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rag_posfix.caching.health import Health
-from rag_posfix.caching.kv.entry import EntryShape, PassageKV
-from rag_posfix.caching.kv.tier import PASSAGE_STORE, PassageTier, TagsAtHand
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.guard import Counters
+from rag_posfix.caching.kv.entry import EntryShape, KVCodec, PassageKV
 from rag_posfix.caching.kv.write_behind import WriteBehind
-from rag_posfix.caching.tier import Counters
-from rag_posfix.caching.tier_stack import TierStack
+from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.redis import RedisTier
+from rag_posfix.caching.tier import Tier, TieredCache
+from rag_posfix.folders import PASSAGES_FOLDER
 
 if TYPE_CHECKING:
     import torch
 
 _CLOSE_SECONDS = 10.0
+_BUSY_SECONDS = 0.25
 
 
-class PassageStore:
+def build_passage_store(settings: Any, cache_dir: Path, device: torch.device | str = "cpu") -> PassageStore | None:
+    """Return the passage KV store that ``settings`` describe, or None if they turn off every tier.
+
+    No file is opened and nothing is connected before the first use.
+
+    Args:
+        settings: ``rag_posfix.settings.PassageStoreSettings``, which the packages that compute do not import.
+        cache_dir: Folder of this process's caches; the disk tier uses ``passages`` in it.
+        device: Where entries are kept in memory and returned: the device of the model.
+
+    Raises:
+        CacheError: A setting is invalid, such as a limit that holds no entry or a URL that is no Redis URL.
+        ConfigError: Redis is configured and redis-py is not installed.
+    """
+    if not settings.enabled:
+        return None
+    tiers: list[Tier[PassageKV]] = []
+    if settings.memory_bytes:
+        tiers.append(MemoryTier(settings.memory_bytes))
+    if disk_bytes := settings.disk_bytes_in(cache_dir):
+        folder = cache_dir / PASSAGES_FOLDER
+        tiers.append(DiskTier(folder, KVCodec(), max_bytes=disk_bytes, busy_seconds=_BUSY_SECONDS))
+    if settings.redis_url is not None:
+        tiers.append(
+            RedisTier(
+                settings.redis_url.get_secret_value(),
+                KVCodec(settings.compress),
+                timeout_seconds=settings.redis_timeout_seconds,
+                max_bytes=settings.redis_bytes,
+                ttl_seconds=settings.redis_ttl_seconds,
+            )
+        )
+    return PassageStore(tiers, device=device) if tiers else None
+
+
+class PassageStore(TieredCache[PassageKV]):
     """Keeps entries in every tier and returns them from the first that has them.
 
     Tiers that are not immediate are written in the background, after the answer. A hit is copied to the tiers before
@@ -42,16 +80,16 @@ class PassageStore:
 
     def __init__(
         self,
-        tiers: Sequence[PassageTier],
+        tiers: Sequence[Tier[PassageKV]],
         *,
         device: torch.device | str = "cpu",
         queue_bytes: int = 256 * 1024**2,
     ) -> None:
-        self._tiers = TierStack(tiers, PASSAGE_STORE)
-        self._immediate = tuple(tier.immediate for tier in tiers)
+        super().__init__(tiers, KVCodec.cache)
         self._device = device
-        self._behind = WriteBehind(self._write_behind, queue_bytes)
-        self._health = Health("copying entries", PASSAGE_STORE)
+        self._behind = WriteBehind(
+            lambda entries, n_tiers: self._write(entries, n_tiers, immediate=False), queue_bytes
+        )
         self._counters = Counters()
 
     @property
@@ -61,21 +99,11 @@ class PassageStore:
 
     def get_many(self, keys: Mapping[str, EntryShape]) -> dict[str, PassageKV]:
         """Return the entries of those of ``keys`` that a tier holds undamaged, on the store's device."""
-        found: dict[str, PassageKV] = {}
-        deletions = self._tiers.deletions
-        missing = dict(keys)
-        for place in range(len(self._tiers)):
-            if not missing:
-                break
-            hits = self._on_device(self._search(place, missing))
-            if hits and place:
-                self._tiers.copy_hit(deletions, partial(self._put, hits, place))
-            found.update(hits)
-            missing = {key: shape for key, shape in missing.items() if key not in hits}
-        self._counters.add("hits", len(found))
-        self._counters.add("misses", len(missing))
-        self._counters.add("hit_bytes", sum(entry.n_bytes for entry in found.values()))
-        return found
+        hits = self._search(keys, self._on_device)
+        self._counters.add("hits", len(hits))
+        self._counters.add("misses", len(keys) - len(hits))
+        self._counters.add("hit_bytes", sum(entry.n_bytes for entry in hits.values()))
+        return hits
 
     def put_many(self, entries: Mapping[str, PassageKV], tags: Mapping[str, Sequence[str]] | None = None) -> None:
         """Keep ``entries``: in memory at once, in slower tiers in the background.
@@ -86,20 +114,20 @@ class PassageStore:
                 tags it had; one that is found keeps them.
         """
         tags_of = tags or {}
-        placed = self._on_device({key: entry.tagged(tags_of.get(key, ())) for key, entry in entries.items()})
-        self._put(placed, len(self._tiers))
+        tagged = {key: entry.tagged(tags_of.get(key, ())) for key, entry in entries.items()}
+        self._put(self._on_device(tagged), len(self._tiers))
 
     def flush(self, timeout_seconds: float = 30.0) -> bool:
-        """Wait until every tier has been given what was put; return whether that took at most ``timeout_seconds``."""
+        """Wait for pending writes; return False on timeout."""
         return self._behind.flush(timeout_seconds)
 
     def drop(self, tags: Sequence[str]) -> int:
         """Drop every entry that has one of ``tags``; return the most that one tier held."""
-        return self._drop(lambda tier: tier.delete_tags(tags), tags)
+        return self._delete(lambda tier: tier.delete_tags(tags), lambda: self._behind.cancel(tags))
 
     def clear(self) -> int:
         """Drop every entry; return the most that one tier held."""
-        return self._drop(lambda tier: tier.clear(), None)
+        return self._delete(lambda tier: tier.clear(), self._behind.cancel)
 
     def stats(self) -> dict[str, Any]:
         """Return the counts of the store and, under ``tiers``, those of each tier.
@@ -107,60 +135,48 @@ class PassageStore:
         ``hits`` and ``misses`` count the entries asked for, ``hit_bytes`` the bytes of the hits, ``bytes`` those that
         the tiers hold, ``dropped_writes`` entries that did not fit into the queue, ``pending_writes`` those in it.
         """
-        tiers = self._tiers.stats()
+        tiers = self.tier_stats()
         counts = {name: self._counters[name] for name in ("hits", "misses", "hit_bytes", "errors", "dropped_writes")}
-        held = sum(int(tier.get("bytes") or 0) for tier in tiers)
-        return {**counts, "bytes": held, "pending_writes": self._behind.pending, "tiers": tiers}
+        n_bytes = sum(int(tier.get("bytes") or 0) for tier in tiers)
+        return {**counts, "bytes": n_bytes, "pending_writes": self._behind.pending, "tiers": tiers}
 
-    def tags_at_hand(self) -> frozenset[str]:
+    def memory_tags(self) -> frozenset[str]:
         """Return the tags of the entries in memory: what is found without a look at the disk or at Redis."""
-        immediate = (tier for tier, at_once in zip(self._tiers, self._immediate, strict=True) if at_once)
-        none: frozenset[str] = frozenset()
-        return none.union(*(tier.call(_tags_at_hand, none) for tier in immediate))
+        tags: frozenset[str] = frozenset()
+        return tags.union(*(tier.tags() for tier in self._tiers if tier.immediate and isinstance(tier, MemoryTier)))
 
-    def lasting_stats(self) -> list[dict[str, Any]]:
+    def persistent_stats(self) -> list[dict[str, Any]]:
         """Return the counts of the tiers that are written in the background; of all tiers if there are none such."""
-        behind = [tier for tier, immediate in zip(self._tiers, self._immediate, strict=True) if not immediate]
-        return [tier.stats() for tier in behind or self._tiers]
+        stats = self.tier_stats()
+        behind = [tier for tier, written in zip(stats, self._tiers, strict=True) if not written.immediate]
+        return behind or stats
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
         """Write the queue, for ``timeout_seconds`` at most, and close every tier; later calls are misses."""
         self._behind.close(timeout_seconds)
-        self._tiers.close()
-
-    def _search(self, place: int, keys: Mapping[str, EntryShape]) -> dict[str, PassageKV]:
-        return self._tiers[place].call(lambda tier: tier.get_many(keys), {})
+        super().close()
 
     def _on_device(self, entries: Mapping[str, PassageKV]) -> dict[str, PassageKV]:
         """Return ``entries`` on the store's device, without those for which it has no memory."""
-        placed: dict[str, PassageKV] = {}
+        use = "copying entries"
+        copies: dict[str, PassageKV] = {}
         for key, entry in entries.items():
             try:
-                placed[key] = entry.on(self._device)
+                copies[key] = entry.on(self._device)
             except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
                 self._counters.add("errors")
-                self._health.failed(error)
-        if placed:
-            self._health.worked()
-        return placed
+                self._guard.failed(use, error)
+        if copies:
+            self._guard.worked(use)
+        return copies
 
     def _put(self, entries: Mapping[str, PassageKV], n_tiers: int) -> None:
         self._write(entries, n_tiers, immediate=True)
-        if not all(self._immediate[:n_tiers]):
+        if not all(tier.immediate for tier in self._tiers[:n_tiers]):
             self._counters.add("dropped_writes", self._behind.add(entries, n_tiers))
-
-    def _write_behind(self, entries: Mapping[str, PassageKV], n_tiers: int) -> None:
-        self._write(entries, n_tiers, immediate=False)
 
     def _write(self, entries: Mapping[str, PassageKV], n_tiers: int, *, immediate: bool) -> None:
         """Write ``entries`` to those of the first ``n_tiers`` tiers that are immediate, or to those that are not."""
-        for tier, is_immediate in islice(zip(self._tiers, self._immediate, strict=True), n_tiers):
-            if is_immediate == immediate:
-                tier.call(lambda opened: opened.put_many(entries), None)
-
-    def _drop(self, operation: Callable[[PassageTier], int], tags: Sequence[str] | None) -> int:
-        return self._tiers.delete(operation, lambda: self._behind.cancel(tags))
-
-
-def _tags_at_hand(tier: PassageTier) -> frozenset[str]:
-    return tier.tags() if isinstance(tier, TagsAtHand) else frozenset()
+        for tier in self._tiers[:n_tiers]:
+            if tier.immediate == immediate:
+                self._call(tier, partial(tier.put_many, entries), None)

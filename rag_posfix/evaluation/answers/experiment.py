@@ -140,13 +140,13 @@ def load_models(
 
 def with_passages_kept(engine: Generator, max_bytes: int) -> Engine:
     """Return the engine with a passage KV store in memory, so that the next condition reuses passages of this one."""
-    from rag_posfix.caching.kv.memory import MemoryPassages
     from rag_posfix.caching.kv.store import PassageStore
+    from rag_posfix.caching.memory import MemoryTier
     from rag_posfix.generation.engine import Engine
 
     if not isinstance(engine, Engine):
         raise ConfigError(f"reuse keeps keys and values in this process, and {engine.model_id} is on a server")
-    return engine.with_passages(PassageStore([MemoryPassages(max_bytes)]))
+    return engine.with_passages(PassageStore([MemoryTier(max_bytes)]))
 
 
 def engine_facts(engine: Generator, arrangements: Sequence[Arrangement]) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from rag_posfix.caching.kv.disk import DiskPassages
-from rag_posfix.caching.kv.memory import MemoryPassages
-from rag_posfix.caching.kv.redis import RedisPassages
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.kv.entry import KVCodec
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.redis import RedisTier
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError, PromptTooLongError, RagPosfixError
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, model_facts, silent
@@ -160,11 +161,11 @@ def _passage_stores(warm: bool, redis_url: str | None) -> Iterator[dict[str, Pas
     stores: dict[str, PassageStore] = {}
     with TemporaryDirectory(prefix="rag-posfix-bench-") as folder:
         if warm:
-            stores["memory"] = PassageStore([MemoryPassages(STORE_BYTES)])
-            disk = DiskPassages(Path(folder), max_bytes=STORE_BYTES)
+            stores["memory"] = PassageStore([MemoryTier(STORE_BYTES)])
+            disk = DiskTier(Path(folder), KVCodec(), max_bytes=STORE_BYTES)
             stores["disk"] = PassageStore([disk], queue_bytes=STORE_BYTES)
         if redis_url is not None:
-            redis = RedisPassages(redis_url, timeout_seconds=5.0, max_bytes=STORE_BYTES)
+            redis = RedisTier(redis_url, KVCodec(), timeout_seconds=5.0, max_bytes=STORE_BYTES)
             stores["redis"] = PassageStore([redis], queue_bytes=STORE_BYTES)
         try:
             yield stores

@@ -188,7 +188,7 @@ class KVLookup:
             for key, request in zip(keys, requests, strict=True)
         }
         entries = self.store.get_many(shapes)
-        return [entries[key].states.to(loaded.device) if key in entries else None for key in keys]
+        return [entries[key].kv.to(loaded.device) if key in entries else None for key in keys]
 
     def add(self, part: Part, encoded: Sequence[tuple[KVRequest, Tensor]]) -> None:
         """Add the keys and values of segments to the store."""

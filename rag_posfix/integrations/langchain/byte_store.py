@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from langchain_core.stores import BaseStore
 
-from rag_posfix.caching.answers.tier import ListedCache
+from rag_posfix.caching.answers.blob import Blob
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import clean_text, content_hash
 
@@ -23,17 +26,17 @@ class RagPosfixStore(BaseStore[str, bytes]):
     Example:
         .. code-block:: python
 
-            store = RagPosfixStore(DiskCache(Path("embeddings"), busy_seconds=1))
+            store = RagPosfixStore(DiskTier(Path("embeddings"), BlobCodec(), busy_seconds=1))
 
     Args:
-        cache: A ``MemoryCache`` or ``DiskCache`` for this store alone: a folder of cached answers contains other keys.
+        cache: A ``MemoryTier`` or ``DiskTier`` for this store alone: a folder of cached answers contains other keys.
         ttl_seconds: Time to live of a value, > 0.
 
     Raises:
         ConfigError: ``ttl_seconds`` is not above 0.
     """
 
-    def __init__(self, cache: ListedCache, *, ttl_seconds: float = 365 * 24 * 3600.0) -> None:
+    def __init__(self, cache: MemoryTier[Blob] | DiskTier[Blob], *, ttl_seconds: float = 365 * 24 * 3600.0) -> None:
         if not ttl_seconds > 0:
             raise ConfigError(f"byte store: ttl_seconds={ttl_seconds} must be above 0")
         self._cache = cache
@@ -45,7 +48,8 @@ class RagPosfixStore(BaseStore[str, bytes]):
         Args:
             keys: The keys, in any number and order.
         """
-        return [self._cache.get(key) for key in keys]
+        blobs = self._cache.get_many(dict.fromkeys(keys))
+        return [blobs[key].data if key in blobs else None for key in keys]
 
     def mset(self, key_value_pairs: Sequence[tuple[str, bytes]]) -> None:
         """Store values under keys, replacing earlier values.
@@ -55,8 +59,8 @@ class RagPosfixStore(BaseStore[str, bytes]):
         """
         for key, value in key_value_pairs:
             _check(key, value)
-        for key, value in key_value_pairs:
-            self._cache.set(key, value, self._ttl, [_tag(key)])
+        expires_at = time.time() + self._ttl
+        self._cache.put_many({key: Blob(value, (_tag(key),), expires_at) for key, value in key_value_pairs})
 
     def mdelete(self, keys: Sequence[str]) -> None:
         """Delete keys; an unknown key is no error."""

@@ -12,8 +12,8 @@ from langchain_core.messages import message_to_dict, messages_from_dict
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, Generation, GenerationChunk
 
 from rag_posfix.caching.answers.keys import SCHEMA_VERSION
-from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.text import content_hash
 
 __all__ = ["RagPosfixCache"]
@@ -39,7 +39,7 @@ class RagPosfixCache(BaseCache):
     """
 
     def __init__(self, cache: TieredAnswerCache | None = None) -> None:
-        self._cache = TieredAnswerCache([MemoryCache()]) if cache is None else cache
+        self._cache = TieredAnswerCache([MemoryTier(max_entries=1024)]) if cache is None else cache
 
     def lookup(self, prompt: str, llm_string: str) -> list[Generation] | None:
         """Return the generations of the model ``llm_string`` for ``prompt``, or None."""

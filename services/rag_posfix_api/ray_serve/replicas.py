@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 class HeldPassages(Protocol):
     """The passage KV store, as a replica sees it. ``caching.kv.store.PassageStore`` implements it."""
 
-    def tags_at_hand(self) -> frozenset[str]: ...
+    def memory_tags(self) -> frozenset[str]: ...
 
     def stats(self) -> dict[str, Any]: ...
 
@@ -92,7 +92,7 @@ class GeneratorReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the sketch of the passages in memory; Ray Serve sends it to the routers."""
-        held = None if self._passages is None else self._passages.tags_at_hand()
+        held = None if self._passages is None else self._passages.memory_tags()
         return self._read.sketch(held, time.time()).as_stats()
 
     async def counts(self) -> dict[str, Any]:

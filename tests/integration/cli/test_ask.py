@@ -121,7 +121,7 @@ class TestCache:
         assert run("cache", "clear", "--json").json == {"cleared": 0, "cleared_passages": 0}
 
     def test_answers_are_counted_and_cleared(self, run, cache_dir):
-        from rag_posfix.caching.answers.build import build_answer_cache
+        from rag_posfix.caching.answers.tiered import build_answer_cache
         from rag_posfix.settings import CacheSettings
 
         cache = build_answer_cache(CacheSettings(), cache_dir)
@@ -139,7 +139,7 @@ class TestCache:
         assert run("cache", "clear", "--json").error["type"] == "CacheError"
 
     def test_passages_on_disk_are_counted_and_cleared(self, run, cache_dir, monkeypatch):
-        from rag_posfix.caching.kv.build import build_passage_store
+        from rag_posfix.caching.kv.store import build_passage_store
         from rag_posfix.settings import PassageStoreSettings
         from tests.support.passages import entry
 

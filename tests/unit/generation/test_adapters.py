@@ -11,8 +11,8 @@ import pytest
 import torch
 from langchain_core.documents import Document
 
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.load import load_engine, read_metadata
@@ -70,7 +70,7 @@ def test_an_adapter_is_part_of_name_and_fingerprint_wherever_it_lies(folders, ad
 
 
 def test_an_adapter_and_its_base_share_no_keys_and_values(folders, adapter):
-    store = PassageStore([MemoryPassages(2**24)], device=torch.device("cpu"))
+    store = PassageStore([MemoryTier(2**24)], device=torch.device("cpu"))
 
     def cached(engine):
         request = GenerationRequest(LAYOUT, MitigationChoice("parallel_windows"), Sampling(max_tokens=1))

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import GenerationError, PlanConflictError, PromptTooLongError
 from rag_posfix.generation.decode.session import Session
@@ -58,7 +58,7 @@ def stock():
 
 
 def engine_of(loaded, stored=True):
-    store = PassageStore([MemoryPassages()]) if stored else None
+    store = PassageStore([MemoryTier()]) if stored else None
     return Engine(loaded, NumberEncoder(), "tiny", "print", passages=store)
 
 

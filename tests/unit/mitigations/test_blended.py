@@ -3,8 +3,8 @@ import torch
 
 from rag_posfix.attention.cache_blend import SelectedAttention, deviation, first_tokens, most_deviating
 from rag_posfix.attention.masks import windows_mask, windows_of
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
@@ -97,7 +97,7 @@ def test_tokens_that_are_read_again_see_all_up_to_themselves():
 @pytest.mark.parametrize("order", [(2, 0, 3, 1), (3, 1, 0)])
 def test_passages_are_found_wherever_they_stand(order):
     loaded, layout = loaded_model(), toy_layout()
-    engine = Engine(loaded, NumberEncoder(), "tiny", "print", passages=PassageStore([MemoryPassages()]))
+    engine = Engine(loaded, NumberEncoder(), "tiny", "print", passages=PassageStore([MemoryTier()]))
     engine.open(layout, MitigationChoice("parallel_windows"))  # reads passages as this method does
     asked = layout.select(order)
     session = engine.open(asked, MitigationChoice("blended"))

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, PlanConflictError
 from rag_posfix.generation.engine import Engine
@@ -142,7 +142,7 @@ def test_a_prior_of_one_row_alone_is_refused():
 
 def test_the_experts_passages_come_from_the_store_and_the_joint_rows_prefix_too(loaded):
     layout = toy_layout((3, 4, 5), relevance=(0.5, 0.9, 0.1))
-    engine = Engine(loaded, ToyEncoder(), "tiny", "print", passages=PassageStore([MemoryPassages()]))
+    engine = Engine(loaded, ToyEncoder(), "tiny", "print", passages=PassageStore([MemoryTier()]))
     committee = MitigationChoice("committee")
     cold = engine.open(layout, committee)
     assert cold.cached_tokens == 0

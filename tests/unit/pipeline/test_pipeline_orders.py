@@ -6,8 +6,8 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
@@ -26,7 +26,7 @@ def loaded():
 
 
 def made(loaded, mitigation="none"):
-    engine = Engine(loaded, ToyEncoder(), "tiny", "print", passages=PassageStore([MemoryPassages()]))
+    engine = Engine(loaded, ToyEncoder(), "tiny", "print", passages=PassageStore([MemoryTier()]))
     defaults = Defaults(MitigationChoice(mitigation), sampling=Sampling(max_tokens=4))
     return Pipeline(engine, Assembler(engine.encoder, engine.context_window), defaults=defaults)
 

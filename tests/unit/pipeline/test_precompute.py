@@ -12,10 +12,10 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.caching.kv.disk import DiskPassages
-from rag_posfix.caching.kv.entry_folder import EntryFolder
-from rag_posfix.caching.kv.memory import MemoryPassages
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.kv.entry import KVCodec
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation.engine import Engine
@@ -52,7 +52,7 @@ def passes(loaded):
 
 
 def engine_of(loaded, *tiers, **options):
-    return Engine(loaded, ToyEncoder(), "tiny", "print", passages=PassageStore(tiers or [MemoryPassages()], **options))
+    return Engine(loaded, ToyEncoder(), "tiny", "print", passages=PassageStore(tiers or [MemoryTier()], **options))
 
 
 def layout_of(documents=DOCUMENTS, question="Which river?", history=(), template=None):
@@ -118,9 +118,9 @@ def test_what_is_held_already_is_not_read_again(loaded, passes):
 
 
 def test_it_is_kept_on_disk_for_another_process(loaded, tmp_path):
-    with closing(PassageStore([DiskPassages(tmp_path, max_bytes=10**8)])) as store:
+    with closing(PassageStore([DiskTier(tmp_path, KVCodec(), max_bytes=10**8)])) as store:
         precompute(Engine(loaded, ToyEncoder(), "tiny", "print", passages=store), DOCUMENTS, WINDOWS)
-    engine = engine_of(loaded, MemoryPassages(), DiskPassages(tmp_path, max_bytes=10**8))
+    engine = engine_of(loaded, MemoryTier(), DiskTier(tmp_path, KVCodec(), max_bytes=10**8))
     with closing(engine.passages):
         assert cached(engine, layout_of()) == before_suffix(layout_of())
 
@@ -203,7 +203,7 @@ def test_an_engine_without_a_store_is_refused(loaded):
         precompute(engine, DOCUMENTS, WINDOWS)
 
 
-class Hanging(MemoryPassages):
+class Hanging(MemoryTier):
     """A slow tier whose first write does not end."""
 
     name, immediate = "hanging", False
@@ -220,7 +220,7 @@ def test_a_store_that_does_not_write_in_time_is_an_error(loaded, monkeypatch):
     monkeypatch.setattr(module, "WRITE_TIMEOUT_SECONDS", 0.05)
     tier = Hanging()
     with pytest.raises(ConfigError, match=r"did not write .* within 0\.05 seconds; check its disk"):
-        precompute(engine_of(loaded, MemoryPassages(), tier), DOCUMENTS, WINDOWS)
+        precompute(engine_of(loaded, MemoryTier(), tier), DOCUMENTS, WINDOWS)
     tier.over.set()
 
 
@@ -228,15 +228,15 @@ def test_a_store_that_does_not_write_in_time_is_an_error(loaded, monkeypatch):
 def test_a_disk_that_refuses_what_was_read_is_an_error(loaded, tmp_path, monkeypatch, held):
     """Although the memory of this process has it."""
     monkeypatch.setattr(module, "BATCH_PASSAGES", 2)
-    disk = DiskPassages(tmp_path / "passages", max_bytes=10**8)
-    engine = engine_of(loaded, MemoryPassages(), disk)
+    disk = DiskTier(tmp_path / "passages", KVCodec(), max_bytes=10**8)
+    engine = engine_of(loaded, MemoryTier(), disk)
     if held:
         precompute(engine, DOCUMENTS[:1], WINDOWS)
 
     def refuse(*_arguments):
         raise OSError("read-only")
 
-    monkeypatch.setattr(EntryFolder, "write", refuse)
+    monkeypatch.setattr("rag_posfix.caching.disk.transaction", refuse)
     seen = []
     with pytest.raises(ConfigError, match=r"kept none of the computed entries \(disk: 1 errors?, "):
         precompute(engine, DOCUMENTS[1:], WINDOWS, progress=lambda *at: seen.append(at))
@@ -246,7 +246,7 @@ def test_a_disk_that_refuses_what_was_read_is_an_error(loaded, tmp_path, monkeyp
 
 def test_a_disk_too_small_for_any_passage_is_an_error(loaded, tmp_path):
     # An entry takes at most a quarter of the disk: 64 tokens of 256 bytes. The prefix has more, too.
-    engine = engine_of(loaded, MemoryPassages(), DiskPassages(tmp_path, max_bytes=64 * 1024))
+    engine = engine_of(loaded, MemoryTier(), DiskTier(tmp_path, KVCodec(), max_bytes=64 * 1024))
     with (
         closing(engine.passages),
         pytest.raises(ConfigError, match=r"none of the computed entries \(disk: 0 errors"),
@@ -256,7 +256,7 @@ def test_a_disk_too_small_for_any_passage_is_an_error(loaded, tmp_path):
 
 def test_a_disk_too_small_for_all_passages_is_told(loaded, tmp_path, caplog):
     documents = [Document(page_content=letter * 60) for letter in "abcdef"]
-    engine = engine_of(loaded, MemoryPassages(), DiskPassages(tmp_path, max_bytes=64 * 1024))
+    engine = engine_of(loaded, MemoryTier(), DiskTier(tmp_path, KVCodec(), max_bytes=64 * 1024))
     with closing(engine.passages):
         assert precompute(engine, documents, WINDOWS) > 0
     (record,) = caplog.records
@@ -264,13 +264,13 @@ def test_a_disk_too_small_for_all_passages_is_told(loaded, tmp_path, caplog):
 
 
 def test_of_two_lasting_tiers_one_is_enough(loaded, tmp_path):
-    class Refusing(MemoryPassages):
+    class Refusing(MemoryTier):
         name, immediate = "refusing", False
 
         def put_many(self, entries):
             raise OSError("full")
 
-    engine = engine_of(loaded, Refusing(), DiskPassages(tmp_path, max_bytes=10**8))
+    engine = engine_of(loaded, Refusing(), DiskTier(tmp_path, KVCodec(), max_bytes=10**8))
     with closing(engine.passages):
         assert precompute(engine, DOCUMENTS, WINDOWS) == before_suffix(layout_of())
 
@@ -278,7 +278,7 @@ def test_of_two_lasting_tiers_one_is_enough(loaded, tmp_path):
 def test_nothing_is_lost_where_the_queue_of_the_store_is_short(loaded, tmp_path):
     token = 2 * 2 * 2 * 8 * 4  # keys and values x L x Hkv x D x bytes of float32
     room = len(layout_of().prefix) + 42  # the passages have 30, 41, 26 and 16
-    engine = engine_of(loaded, DiskPassages(tmp_path, max_bytes=10**8), queue_bytes=room * token)
+    engine = engine_of(loaded, DiskTier(tmp_path, KVCodec(), max_bytes=10**8), queue_bytes=room * token)
     with closing(engine.passages):
         seen = []
         precompute(engine, DOCUMENTS, WINDOWS, progress=lambda *at: seen.append(at))

@@ -6,8 +6,8 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 from rag_posfix.attention import weights
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.segments import TILE
 from rag_posfix.reranking import (
@@ -60,7 +60,7 @@ def test_in_context_reads_the_documents_once_and_two_short_suffixes(loaded):
 
 
 def test_another_question_about_the_same_documents_reads_the_suffixes_alone(loaded):
-    engine = engine_of(loaded, PassageStore([MemoryPassages()]))
+    engine = engine_of(loaded, PassageStore([MemoryTier()]))
     reranker = InContextReranker(generator=engine)
     passes(engine, reranker)
     assert [rows * tokens < 200 for rows, tokens in passes(engine, reranker, "And what is this one?")] == [True, True]
@@ -87,7 +87,7 @@ def test_likelihood_reads_prefix_and_passages_once_and_the_question_once_per_pas
 
 
 def test_a_warm_likelihood_reads_the_question_alone(loaded):
-    engine = engine_of(loaded, PassageStore([MemoryPassages()]))
+    engine = engine_of(loaded, PassageStore([MemoryTier()]))
     reranker = LikelihoodReranker(generator=engine)
     cold = passes(engine, reranker)
     assert passes(engine, reranker) == cold[-1:]

@@ -3,9 +3,8 @@ from contextlib import suppress
 
 import pytest
 
-from rag_posfix.caching.answers.memory import MemoryCache
-from rag_posfix.caching.answers.single_flight import SingleFlight
-from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.answers.tiered import SingleFlight, TieredAnswerCache
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.errors import CacheError
 from tests.support.threads import in_threads
 
@@ -28,7 +27,7 @@ def hold(flight, key):
 
 
 def test_equal_questions_at_the_same_time_are_computed_once():
-    cache = TieredAnswerCache([MemoryCache()])
+    cache = TieredAnswerCache([MemoryTier()])
     computed = []
 
     def ask(number):

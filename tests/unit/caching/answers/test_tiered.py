@@ -1,13 +1,17 @@
 import logging
+import sys
+from contextlib import closing
 
 import orjson
 import pytest
 
-from rag_posfix.caching.answers.disk import DiskCache
-from rag_posfix.caching.answers.memory import MemoryCache
-from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.errors import CacheError
+from rag_posfix.caching.answers.blob import Blob, BlobCodec
+from rag_posfix.caching.answers.tiered import TieredAnswerCache, build_answer_cache
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.errors import CacheError, ConfigError
 from rag_posfix.pipeline.stores import AnswerCache
+from rag_posfix.settings import CacheSettings
 from tests.support.clock import Clock
 
 
@@ -23,6 +27,7 @@ class Broken:
         def fail(*_arguments):
             if not self.works:
                 raise RuntimeError("the value was: secret")
+            return {}
 
         return fail
 
@@ -34,12 +39,12 @@ def clock():
 
 @pytest.fixture
 def memory(clock):
-    return MemoryCache(clock=clock)
+    return MemoryTier(clock=clock)
 
 
 @pytest.fixture
 def disk(tmp_path, clock):
-    cache = DiskCache(tmp_path, clock=clock, busy_seconds=5)
+    cache = DiskTier(tmp_path, BlobCodec(), clock=clock, busy_seconds=5)
     yield cache
     cache.close()
 
@@ -77,9 +82,9 @@ def test_a_hit_is_copied_into_the_faster_tiers_for_the_rest_of_its_life(cache, m
     memory.clear()
     clock.advance(90)
     assert cache.get("key") == {"text": "Paris"}
-    assert memory.get("key") is not None
+    assert memory.get_many({"key": None})
     clock.advance(10)
-    assert memory.get("key") is None
+    assert not memory.get_many({"key": None})
     assert cache.get("key") is None
 
 
@@ -91,17 +96,35 @@ def test_a_copy_can_be_dropped_by_document_as_well(cache, memory):
     assert cache.drop_documents(["b", "unknown"]) == 1
     assert cache.get("one") is None
     assert cache.get("two") == {"text": "2"}
+    assert memory.keys() == ["two"], "hits are copied again after a drop"
     assert cache.drop_documents([]) == 0
 
 
-def test_a_search_under_way_does_not_bring_back_an_answer_that_is_dropped():
-    class DroppedAfterItWasRead(MemoryCache):
-        def get(self, key):
-            data = super().get(key)
-            cache.drop_documents(["doc"])
-            return data
+def test_answers_are_dropped_from_the_slowest_tier_first_and_the_largest_count_is_returned():
+    cleared = []
 
-    memory = MemoryCache()
+    class Counting(MemoryTier):
+        def __init__(self, name, entries):
+            super().__init__()
+            self.name, self.entries = name, entries
+
+        def clear(self):
+            cleared.append(self.name)
+            return self.entries
+
+    cache = TieredAnswerCache([Counting("memory", 1), Counting("disk", 5), Counting("redis", 3)])
+    assert cache.clear() == 5
+    assert cleared == ["redis", "disk", "memory"]
+
+
+def test_a_search_under_way_does_not_bring_back_an_answer_that_is_dropped():
+    class DroppedAfterItWasRead(MemoryTier):
+        def get_many(self, keys):
+            hits = super().get_many(keys)
+            cache.drop_documents(["doc"])
+            return hits
+
+    memory = MemoryTier()
     cache = TieredAnswerCache([memory, DroppedAfterItWasRead()])
     cache.put("key", {"text": "1"}, ["doc"])
     memory.clear()
@@ -139,7 +162,7 @@ def envelope(**changes):
 
 
 def test_the_envelope_of_these_tests_opens(cache, memory):
-    memory.set("key", envelope(), 100)
+    memory.put_many({"key": Blob(envelope())})
     assert cache.get("key") == {"text": "old"}
 
 
@@ -165,16 +188,16 @@ def test_the_envelope_of_these_tests_opens(cache, memory):
     ],
 )
 def test_a_damaged_entry_is_a_miss_and_the_next_tier_is_asked(cache, memory, data):
-    memory.set("key", data, 100)
+    memory.put_many({"key": Blob(data)})
     assert cache.get("key") is None
     assert cache.stats()["damaged"] == 1
     cache.put("key", {"text": "Paris"})
-    memory.set("key", data, 100)
+    memory.put_many({"key": Blob(data)})
     assert cache.get("key") == {"text": "Paris"}
 
 
 def test_an_entry_past_its_end_is_a_miss(cache, memory):
-    memory.set("key", envelope(expires_at=1.0), 100)
+    memory.put_many({"key": Blob(envelope(expires_at=1.0))})
     assert cache.get("key") is None
 
 
@@ -208,3 +231,52 @@ def test_settings_that_make_no_sense_are_refused(memory):
     for ttl in (0, -1, float("inf"), float("nan")):
         with pytest.raises(CacheError, match=r"ttl_seconds=.* must be above 0"):
             TieredAnswerCache([memory], ttl_seconds=ttl)
+
+
+def tier_names(cache):
+    return [tier["name"] for tier in cache.stats()["tiers"]]
+
+
+def test_memory_and_disk_are_built_by_default(tmp_path):
+    with closing(build_answer_cache(CacheSettings(), tmp_path)) as cache:
+        cache.put("key", {"text": "Paris"})
+        assert tier_names(cache) == ["memory", "disk"]
+    with closing(build_answer_cache(CacheSettings(), tmp_path)) as cache:
+        assert cache.get("key") == {"text": "Paris"}
+
+
+def test_redis_is_built_when_it_has_a_url(tmp_path):
+    settings = CacheSettings(redis_url="redis://:hush@127.0.0.1:1")
+    with closing(build_answer_cache(settings, tmp_path)) as cache:
+        assert tier_names(cache) == ["memory", "disk", "redis"]
+        cache.put("key", {"text": "Paris"})
+        assert cache.get("key") == {"text": "Paris"}
+        assert "hush" not in repr(cache)
+
+
+@pytest.mark.parametrize("settings", [{"enabled": False, "redis_url": "hush"}, {"memory_entries": 0, "disk_bytes": 0}])
+def test_no_cache_is_built_when_everything_is_off(tmp_path, settings):
+    assert build_answer_cache(CacheSettings(**settings), tmp_path) is None
+
+
+def test_nothing_is_opened_before_the_first_use(tmp_path):
+    build_answer_cache(CacheSettings(redis_url="redis://127.0.0.1:1"), tmp_path).close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_invalid_url_is_a_cache_error(tmp_path):
+    with pytest.raises(CacheError, match="redis cache: the URL is not valid"):
+        build_answer_cache(CacheSettings(redis_url="hush"), tmp_path)
+
+
+def test_without_redis_py_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match=r"pip install 'rag-posfix\[redis\]'"):
+        build_answer_cache(CacheSettings(redis_url="redis://127.0.0.1"), tmp_path)
+
+
+def test_the_largest_answer_fits_through_every_tier(tmp_path):
+    settings = CacheSettings(memory_entries=0, max_entry_bytes=50_000)
+    with closing(build_answer_cache(settings, tmp_path)) as cache:
+        cache.put("key", {"text": "x" * 49_000}, [f"document {number}" for number in range(100)])
+        assert cache.get("key") is not None

@@ -1,6 +1,7 @@
 import dataclasses
 import hashlib
 import json
+import zlib
 
 import pytest
 import torch
@@ -8,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rag_posfix.caching.kv.entry import (
+    KVCodec,
     PassageKV,
     allocate,
     deserialize,
-    header_end,
-    parse_tags,
     serialize,
     serialize_parts,
 )
@@ -48,22 +48,22 @@ def test_it_knows_its_sizes():
 
 
 @pytest.mark.parametrize(
-    "states",
+    "kv",
     [
         torch.zeros(2, 2, 3, 4),
         torch.zeros(3, 2, 1, 3, 4),
         torch.zeros(2, 2, 1, 4, 3).transpose(3, 4),
     ],
 )
-def test_states_of_another_form_are_refused(states):
+def test_kv_of_another_form_are_rejected(kv):
     with pytest.raises(CacheError, match=r"must be contiguous and of shape \(2, layers, heads, tokens, head_dim\)"):
-        PassageKV(states)
+        PassageKV(kv)
 
 
 def test_on_a_device_it_holds_no_more_memory_than_it_needs():
     batch = torch.zeros(5, *SHAPE.sizes, dtype=SHAPE.dtype)
     kept = PassageKV(batch[2]).on("cpu")
-    assert kept.states.untyped_storage().nbytes() == kept.n_bytes
+    assert kept.kv.untyped_storage().nbytes() == kept.n_bytes
     assert kept.on("cpu") is kept
 
 
@@ -124,7 +124,7 @@ def foreign(tensors, metadata):
     return save(tensors, metadata=metadata)
 
 
-STATES = entry().states
+KV = entry().kv
 TAGS = {"tags": "[]"}
 
 
@@ -136,12 +136,12 @@ TAGS = {"tags": "[]"}
         (2**63).to_bytes(8, "little") + b"{}",
         b"\x02\0\0\0\0\0\0\0{}",
         foreign({}, TAGS),
-        foreign({"other": STATES}, TAGS),
-        foreign({"kv": STATES}, None),
-        foreign({"kv": STATES}, {"tags": "[1]"}),
-        foreign({"kv": STATES}, {"tags": "{}"}),
-        foreign({"kv": STATES}, {"tags": "nonsense"}),
-        foreign({"kv": STATES[0]}, TAGS),
+        foreign({"other": KV}, TAGS),
+        foreign({"kv": KV}, None),
+        foreign({"kv": KV}, {"tags": "[1]"}),
+        foreign({"kv": KV}, {"tags": "{}"}),
+        foreign({"kv": KV}, {"tags": "nonsense"}),
+        foreign({"kv": KV[0]}, TAGS),
     ],
 )
 def test_content_that_is_sealed_and_yet_no_entry_is_a_miss(content):
@@ -151,10 +151,10 @@ def test_content_that_is_sealed_and_yet_no_entry_is_a_miss(content):
 def test_the_content_is_what_the_safetensors_package_writes_and_reads():
     from safetensors.torch import load
 
-    written = foreign({"kv": STATES}, {"tags": json.dumps(["a"])})
+    written = foreign({"kv": KV}, {"tags": json.dumps(["a"])})
     assert same(deserialize("key", sealed("key", written), SHAPE), entry(tags=("a",)))
-    states = load(serialize("key", entry())[SEAL_BYTES:])["kv"]
-    assert same(PassageKV(states), entry())
+    kv = load(serialize("key", entry())[SEAL_BYTES:])["kv"]
+    assert same(PassageKV(kv), entry())
 
 
 def test_an_entry_shares_the_memory_it_was_read_into_and_copies_what_cannot_change():
@@ -163,9 +163,9 @@ def test_an_entry_shares_the_memory_it_was_read_into_and_copies_what_cannot_chan
     memory[:] = data
     found = deserialize("key", memory, SHAPE)
     memory[:] = bytes(len(data))
-    assert not found.states.any()
+    assert not found.kv.any()
     copied = deserialize("key", data, SHAPE)
-    copied.states.zero_()
+    copied.kv.zero_()
     assert same(deserialize("key", data, SHAPE), entry(1))
 
 
@@ -179,21 +179,8 @@ def test_serialising_in_parts_does_not_copy_the_tensor():
     kept = entry()
     _, content = serialize_parts("key", kept)
     before = bytes(content)
-    kept.states.zero_()
+    kept.kv.zero_()
     assert bytes(content) != before
-
-
-def test_tags_are_read_from_the_header_alone():
-    data = serialize("key", entry(tags=("a", "b")))
-    head = data[: header_end(data[:64])]
-    assert len(head) < len(data)
-    assert parse_tags(head) == ("a", "b")
-    assert parse_tags(head[:-1]) is None
-
-
-@pytest.mark.parametrize("head", [b"", b"nonsense" * 20, MAGIC, MAGIC + b"\xff" * 60, MAGIC + b"\0" * 60])
-def test_damaged_headers_have_no_tags(head):
-    assert parse_tags(head) is None
 
 
 def test_key_and_content_are_separated_unambiguously():
@@ -206,3 +193,58 @@ def test_key_and_content_are_separated_unambiguously():
 def test_the_seal_is_the_one_of_stored_entries():
     data = serialize("key", entry(tags=("a",)))
     assert data == sealed("key", data[SEAL_BYTES:])
+
+
+ZEROS = PassageKV(torch.zeros(2, 2, 1, 128, 4, dtype=SHAPE.dtype), ("a",))
+COMPRESSED = b"".join(KVCodec(compress=True).encode("key", ZEROS))
+
+
+def decoded(data, shape=ZEROS.shape):
+    return KVCodec().decode("key", data, shape)
+
+
+def test_a_compressed_entry_is_smaller_and_every_codec_decodes_it():
+    assert len(COMPRESSED) < ZEROS.n_bytes / 2
+    assert same(decoded(COMPRESSED), ZEROS)
+    assert same(KVCodec(compress=True).decode("key", serialize("key", ZEROS), ZEROS.shape), ZEROS)
+
+
+def test_an_entry_that_compression_does_not_make_smaller_is_stored_as_it_is():
+    large = entry(0, dataclasses.replace(SHAPE, n_tokens=1000))
+    assert b"".join(KVCodec(compress=True).encode("key", large)) == serialize("key", large)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        COMPRESSED[:-1],
+        COMPRESSED + b"\0",
+        COMPRESSED[:10],
+        COMPRESSED[:4],
+        COMPRESSED[:4] + b"\xff" * 50,
+        COMPRESSED[:20] + bytes([COMPRESSED[20] ^ 1]) + COMPRESSED[21:],
+    ],
+)
+def test_a_damaged_compressed_entry_is_a_miss(data):
+    assert decoded(data) is None
+
+
+def test_no_more_is_decompressed_than_an_entry_has(monkeypatch):
+    asked = []
+    decompressobj = zlib.decompressobj
+
+    class Recording:
+        def __init__(self):
+            self.stream = decompressobj()
+
+        def decompress(self, data, max_bytes):
+            content = self.stream.decompress(data, max_bytes)
+            asked.append((max_bytes, len(content)))
+            return content
+
+        def __getattr__(self, name):
+            return getattr(self.stream, name)
+
+    monkeypatch.setattr(zlib, "decompressobj", Recording)
+    assert decoded(b"RPKZ" + zlib.compress(bytes(50 * 1024**2), 9)) is None
+    assert asked == [(ZEROS.shape.max_serialized_bytes, ZEROS.shape.max_serialized_bytes)]

@@ -1,23 +1,27 @@
 import dataclasses
 import logging
+import subprocess
+import sys
 import threading
+from contextlib import closing
 
 import pytest
 import torch
 
-from rag_posfix.caching.kv.disk import DiskPassages
-from rag_posfix.caching.kv.entry import PassageKV
-from rag_posfix.caching.kv.memory import MemoryPassages
-from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.kv.entry import KVCodec, PassageKV
+from rag_posfix.caching.kv.store import PassageStore, build_passage_store
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.tier import TierStats
-from rag_posfix.errors import CacheError
+from rag_posfix.errors import CacheError, ConfigError
+from rag_posfix.settings import PassageStoreSettings
 from tests.support.passages import SHAPE, entry, same
 from tests.support.threads import in_threads
 
 SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well
 
 
-class Slow(MemoryPassages):
+class Slow(MemoryTier):
     """A tier that is written behind the answer, with a gate before each write and each search."""
 
     immediate = False
@@ -64,7 +68,7 @@ class Broken:
 
 @pytest.fixture
 def memory():
-    return MemoryPassages()
+    return MemoryTier()
 
 
 @pytest.fixture
@@ -86,7 +90,7 @@ def get(store, *keys):
 
 
 def test_memory_alone():
-    store = PassageStore([MemoryPassages()])
+    store = PassageStore([MemoryTier()])
     assert get(store, "key") == {}
     store.put_many({"key": entry(1)}, {"key": ["doc"]})
     assert same(get(store, "key")["key"], entry(1, tags=("doc",)))
@@ -107,7 +111,7 @@ def test_a_view_of_a_batch_does_not_keep_the_batch_alive(memory):
     batch = torch.zeros(9, *SHAPE.sizes, dtype=SHAPE.dtype)
     PassageStore([memory]).put_many({"key": PassageKV(batch[3])})
     kept = memory.get_many({"key": SHAPE})["key"]
-    assert kept.states.untyped_storage().nbytes() == kept.n_bytes
+    assert kept.kv.untyped_storage().nbytes() == kept.n_bytes
 
 
 def test_a_write_does_not_wait_for_the_slow_tier_and_flush_does(store, memory, slow):
@@ -208,7 +212,7 @@ def test_a_search_begun_during_a_drop_does_not_bring_back_what_is_dropped():
             assert self.asked.wait(SECONDS)
             return super().delete_tags(tags)
 
-    class ReturnedDuringADrop(MemoryPassages):
+    class ReturnedDuringADrop(MemoryTier):
         """The search returns the entry after the entry was deleted here, and before the drop ends."""
 
         def delete_tags(self, tags):
@@ -249,11 +253,11 @@ def test_a_broken_tier_is_skipped_and_logged_once(memory, caplog, immediate):
     assert store.clear() == 0
     assert store.stats()["tiers"][0] == {"name": "broken"}
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "passage store: the broken tier is failing (RuntimeError)" in caplog.text
+    assert "passage KV store: the broken tier is failing (RuntimeError)" in caplog.text
     assert "secret" not in caplog.text
     broken.works = True
     get(store, "key")
-    assert "passage store: the broken tier works again" in caplog.text
+    assert "passage KV store: the broken tier works again" in caplog.text
     store.close()
 
 
@@ -283,7 +287,7 @@ def test_stats_of_a_tier_are_those_of_the_tier(store, slow):
 
 
 def test_threads_put_get_and_drop_and_every_hit_is_what_was_put(memory, slow):
-    small = MemoryPassages(max_bytes=6 * 1200)  # so that it evicts all the time
+    small = MemoryTier(max_bytes=6 * 1200)  # so that it evicts all the time
     store = PassageStore([small, slow])
     entries = {f"key{number}": entry(number) for number in range(12)}
     tags = {key: [f"tag{number % 4}"] for number, key in enumerate(entries)}
@@ -294,7 +298,7 @@ def test_threads_put_get_and_drop_and_every_hit_is_what_was_put(memory, slow):
             some = [f"key{(number * seed + step) % 12}" for step in range(4)]
             store.put_many({key: entries[key] for key in some[:2]}, tags)
             for key, kept in get(store, *some).items():
-                if not torch.equal(kept.states.view(torch.uint8), entries[key].states.view(torch.uint8)):
+                if not torch.equal(kept.kv.view(torch.uint8), entries[key].kv.view(torch.uint8)):
                     wrong.append(key)
             if number % 9 == 0:
                 store.drop([f"tag{number % 4}"])
@@ -311,21 +315,94 @@ def test_threads_put_get_and_drop_and_every_hit_is_what_was_put(memory, slow):
 
 def test_tensors_of_inference_mode_are_kept_and_written_like_others(tmp_path):
     with torch.inference_mode():
-        states = torch.arange(2 * SHAPE.n_bytes // 2, dtype=SHAPE.dtype).reshape(2, *SHAPE.sizes)[1]
-    memory = MemoryPassages()
-    store = PassageStore([memory, DiskPassages(tmp_path, max_bytes=10**6)])
-    store.put_many({"key": PassageKV(states)})
+        kv = torch.arange(2 * SHAPE.n_bytes // 2, dtype=SHAPE.dtype).reshape(2, *SHAPE.sizes)[1]
+    memory = MemoryTier()
+    store = PassageStore([memory, DiskTier(tmp_path, KVCodec(), max_bytes=10**6)])
+    store.put_many({"key": PassageKV(kv)})
     assert store.flush(SECONDS)
     for _ in range(2):
-        assert torch.equal(get(store, "key")["key"].states, states)
+        assert torch.equal(get(store, "key")["key"].kv, kv)
         memory.clear()
     store.close()
 
 
-def test_the_tags_at_hand_are_those_in_memory(store, memory, slow):
+def test_the_memory_tags_are_those_in_memory(store, memory, slow):
     store.put_many({"a": entry(1), "b": entry(2)}, {"a": ("x", "y"), "b": ("z",)})
     assert store.flush(SECONDS)
-    assert store.tags_at_hand() == {"x", "y", "z"}
+    assert store.memory_tags() == {"x", "y", "z"}
     memory.delete_tags(["x"])
-    assert store.tags_at_hand() == {"z"}
-    assert PassageStore([Broken(immediate=True)]).tags_at_hand() == frozenset()
+    assert store.memory_tags() == {"z"}
+    assert PassageStore([Broken(immediate=True)]).memory_tags() == frozenset()
+
+
+def tier_names(store):
+    return [tier["name"] for tier in store.stats()["tiers"]]
+
+
+def test_memory_alone_is_built_by_default(tmp_path):
+    with closing(build_passage_store(PassageStoreSettings(), tmp_path, "cpu")) as store:
+        store.put_many({"key": entry(1)})
+        assert tier_names(store) == ["memory"]
+        assert same(get(store, "key")["key"], entry(1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_tier_is_built_when_it_has_bytes(tmp_path):
+    settings = PassageStoreSettings(disk_bytes=10**6)
+    with closing(build_passage_store(settings, tmp_path)) as store:
+        store.put_many({"key": entry(1)})
+        assert tier_names(store) == ["memory", "disk"]
+    assert [path.name for path in tmp_path.iterdir()] == ["passages"]
+    with closing(build_passage_store(settings, tmp_path)) as store:
+        assert same(get(store, "key")["key"], entry(1))
+
+
+def test_redis_is_built_when_it_has_a_url(tmp_path):
+    settings = PassageStoreSettings(memory_bytes=5000, disk_bytes=10**6, redis_url="redis://:hush@127.0.0.1:1")
+    with closing(build_passage_store(settings, tmp_path)) as store:
+        assert tier_names(store) == ["memory", "disk", "redis"]
+        store.put_many({"key": entry(1)})
+        assert get(store, "key")
+        assert "hush" not in repr(store)
+
+
+@pytest.mark.parametrize("settings", [{"enabled": False}, {"memory_bytes": 0}])
+def test_no_store_is_built_when_everything_is_off(tmp_path, settings):
+    assert build_passage_store(PassageStoreSettings(**settings), tmp_path) is None
+
+
+def test_nothing_is_opened_before_the_first_use(tmp_path):
+    settings = PassageStoreSettings(disk_bytes=10**6, redis_url="redis://127.0.0.1:1")
+    build_passage_store(settings, tmp_path).close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"memory_bytes": 10}, r"memory tier: max_bytes=10 must be >= 4096 .* set 0 in the settings"),
+        ({"disk_bytes": 10}, r"passage KV store on disk: max_bytes=10 must be >= 65536; set 0 in the settings"),
+        ({"redis_url": "hush"}, "the URL is not valid"),
+    ],
+)
+def test_an_invalid_setting_is_a_cache_error(tmp_path, settings, message):
+    with pytest.raises(CacheError, match=message):
+        build_passage_store(PassageStoreSettings(**settings), tmp_path)
+
+
+def test_without_redis_py_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match=r"pip install 'rag-posfix\[redis\]'"):
+        build_passage_store(PassageStoreSettings(redis_url="redis://127.0.0.1"), tmp_path)
+
+
+def test_looking_into_a_store_loads_no_torch(tmp_path):
+    code = (
+        "import sys, pathlib\n"
+        "from rag_posfix.caching.kv.store import build_passage_store\n"
+        "from rag_posfix.settings import PassageStoreSettings\n"
+        "store = build_passage_store(PassageStoreSettings(disk_bytes=10**6), pathlib.Path(sys.argv[1]))\n"
+        "store.stats(); store.clear(); store.close()\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0

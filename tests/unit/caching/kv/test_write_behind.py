@@ -123,11 +123,11 @@ def test_tensors_are_let_go_once_written():
 
     behind = WriteBehind(lambda *_: None, max_bytes=10_000)
     kept = entry()
-    states = weakref.ref(kept.states)
+    kv = weakref.ref(kept.kv)
     behind.add({"key": kept}, 1)
     del kept
     assert behind.flush(SECONDS)
     deadline = time.monotonic() + SECONDS
-    while states() is not None and time.monotonic() < deadline:
+    while kv() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert states() is None
+    assert kv() is None

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rag_posfix.attention.weights import last_query_attention
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.generator import PassageReader
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
@@ -132,7 +132,7 @@ def test_the_first_question_leaves_nothing_behind_for_the_second(loaded):
 
 
 def test_what_the_store_holds_is_not_read_again_and_says_the_same(loaded, passes):
-    store = PassageStore([MemoryPassages()])
+    store = PassageStore([MemoryTier()])
     engine = engine_of(loaded, store)
     cold = engine.question_attention([LAYOUT])
     bounds = [0, *LAYOUT.boundaries]
@@ -239,7 +239,7 @@ def test_layers_after_the_last_one_that_counts_do_not_run(loaded, asked, expecte
 
 
 def test_what_the_store_keeps_is_read_in_all_layers(loaded):
-    store = PassageStore([MemoryPassages(1 << 20)])
+    store = PassageStore([MemoryTier(1 << 20)])
     engine = engine_of(loaded, store)
     short = engine.question_attention([LAYOUT], layers=[0])
     assert short == engine_of(loaded).question_attention([LAYOUT], layers=[0])

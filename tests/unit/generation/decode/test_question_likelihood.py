@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.decode.question_scores import question_likelihood
 from rag_posfix.generation.engine import Engine
@@ -43,7 +43,7 @@ def test_no_passages_have_no_likelihood():
 
 def test_passages_are_shared_with_answers_whose_methods_read_them_apart():
     loaded = loaded_model()
-    engine = Engine(loaded, NumberEncoder(), "tiny", "print", passages=PassageStore([MemoryPassages()]))
+    engine = Engine(loaded, NumberEncoder(), "tiny", "print", passages=PassageStore([MemoryTier()]))
     cold = engine.question_likelihood(LAYOUT)
     seen = []
     handle = loaded.model.register_forward_pre_hook(

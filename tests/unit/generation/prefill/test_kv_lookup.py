@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.segments import KVLookup
@@ -33,7 +33,7 @@ def engine_of(loaded, store=None, print="print"):
 
 
 def store_of():
-    return PassageStore([MemoryPassages()])
+    return PassageStore([MemoryTier()])
 
 
 def request(layout, name, salt=""):
@@ -106,7 +106,7 @@ def test_leading_passages_are_found_up_to_the_first_that_differs(loaded, name):
 
 @pytest.mark.parametrize(("lost", "shared"), [(0, 0), (1, 5), (2, 12), (3, 16), (4, 25)])
 def test_leading_passages_behind_a_hole_are_read_again(loaded, lost, shared):
-    class Holed(MemoryPassages):
+    class Holed(MemoryTier):
         """A tier that evicted one entry and kept those that follow it in the prompt."""
 
         def get_many(self, keys):

@@ -1,22 +1,24 @@
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from langchain_core.embeddings import Embeddings
 from langchain_tests.integration_tests.base_store import BaseStoreAsyncTests, BaseStoreSyncTests
 
 from rag_posfix import RagPosfixStore
-from rag_posfix.caching.answers.disk import DiskCache
-from rag_posfix.caching.answers.memory import MemoryCache
-from rag_posfix.caching.answers.redis import RedisCache
-from rag_posfix.caching.answers.tier import ListedCache
+from rag_posfix.caching.answers.blob import BlobCodec
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.redis import RedisTier
 from rag_posfix.errors import ConfigError
+from tests.support.clock import Clock
 
 VALUES = (b"\x00\xff", b"", "\u00e9".encode())
 
 
 @pytest.fixture(params=["memory", "disk"])
 def store(request, tmp_path):
-    tier = MemoryCache() if request.param == "memory" else DiskCache(tmp_path, busy_seconds=5)
+    tier = MemoryTier() if request.param == "memory" else DiskTier(tmp_path, BlobCodec(), busy_seconds=5)
     with closing(tier):
         yield RagPosfixStore(tier)
 
@@ -50,38 +52,31 @@ def test_keys_are_found_by_their_beginning_taken_literally(store):
 
 
 def test_what_is_on_disk_survives_the_process(tmp_path):
-    with closing(DiskCache(tmp_path)) as tier:
+    with closing(DiskTier(tmp_path, BlobCodec())) as tier:
         RagPosfixStore(tier).mset([("key", b"value")])
-    with closing(DiskCache(tmp_path)) as tier:
+    with closing(DiskTier(tmp_path, BlobCodec())) as tier:
         assert RagPosfixStore(tier).mget(["key"]) == [b"value"]
 
 
-def test_values_expire_and_are_listed_no_more(tmp_path):
-    class Clock:
-        now = 1000.0
-
-        def __call__(self):
-            return self.now
-
-    for tier in (MemoryCache(clock=(one := Clock())), DiskCache(tmp_path, clock=(other := Clock()))):
+def test_values_expire_and_are_listed_no_more(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("rag_posfix.integrations.langchain.byte_store.time", SimpleNamespace(time=clock))
+    for tier in (MemoryTier(clock=clock), DiskTier(tmp_path, BlobCodec(), clock=clock)):
         store = RagPosfixStore(tier, ttl_seconds=10)
         store.mset([("key", b"value")])
-        one.now += 11
-        if not isinstance(tier, MemoryCache):
-            other.now += 11
+        clock.advance(11)
         assert (store.mget(["key"]), list(store.yield_keys())) == ([None], [])
 
 
 def test_a_disk_that_fails_holds_nothing(tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    store = RagPosfixStore(DiskCache(tmp_path / "file"))
+    store = RagPosfixStore(DiskTier(tmp_path / "file", BlobCodec()))
     store.mset([("key", b"value")])
     assert (store.mget(["key"]), list(store.yield_keys())) == ([None], [])
 
 
 def test_only_tiers_that_can_be_listed_fit():
-    assert isinstance(MemoryCache(), ListedCache)
-    assert not isinstance(RedisCache("redis://127.0.0.1:1"), ListedCache)
+    assert not hasattr(RedisTier("redis://127.0.0.1:1", BlobCodec()), "keys")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +97,7 @@ def test_what_cannot_be_kept_is_refused_and_nothing_else_is_kept(store, pair, me
 @pytest.mark.parametrize("ttl", [0, -1, float("nan")])
 def test_a_time_that_is_over_at_once_is_refused(ttl):
     with pytest.raises(ConfigError, match="must be above 0"):
-        RagPosfixStore(MemoryCache(), ttl_seconds=ttl)
+        RagPosfixStore(MemoryTier(), ttl_seconds=ttl)
 
 
 def test_embeddings_are_made_once(store):

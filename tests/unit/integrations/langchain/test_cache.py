@@ -7,15 +7,16 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, Generation, GenerationChunk
 from langchain_tests.integration_tests.cache import AsyncCacheTestSuite, SyncCacheTestSuite
 
-from rag_posfix.caching.answers.disk import DiskCache
-from rag_posfix.caching.answers.memory import MemoryCache
+from rag_posfix.caching.answers.blob import BlobCodec
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.integrations.langchain.cache import RagPosfixCache
 
 
 @pytest.fixture
 def cache(tmp_path):
-    tiers = TieredAnswerCache([MemoryCache(), DiskCache(tmp_path, busy_seconds=5)])
+    tiers = TieredAnswerCache([MemoryTier(), DiskTier(tmp_path, BlobCodec(), busy_seconds=5)])
     with closing(tiers):
         yield RagPosfixCache(tiers)
 
@@ -121,7 +122,7 @@ def test_a_damaged_entry_is_a_miss(generations):
             super().put(key, {"generations": generations}, document_ids)
             assert self.get(key) == {"generations": generations}
 
-    cache = RagPosfixCache(Damaging([MemoryCache()]))
+    cache = RagPosfixCache(Damaging([MemoryTier()]))
     cache.update("prompt", "model", [Generation(text="x")])
     assert cache.lookup("prompt", "model") is None
 

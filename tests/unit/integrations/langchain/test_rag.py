@@ -10,8 +10,8 @@ from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrou
 
 from rag_posfix import PosfixRAG, PosfixRetriever, document_block
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.caching.answers.memory import MemoryCache
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import ConfigError, GenerationError
@@ -356,7 +356,7 @@ class TestTraces:
         assert words == ["Rome ", "lies ", "on ", "the ", "Tiber"]
 
     def test_an_answer_from_the_cache_has_no_generator(self):
-        made = rag(cache=TieredAnswerCache([MemoryCache()]))
+        made = rag(cache=TieredAnswerCache([MemoryTier()]))
         made.invoke(QUESTION)
         runs = Runs()
         made.invoke(QUESTION, {"callbacks": [runs]})

@@ -1,0 +1,374 @@
+"""The disk tier: an SQLite file, and a file for each large value, shared by the processes of a machine and persistent.
+
+Damage is a miss: each value has a checksum, and an SQLite file that cannot be read is replaced by an empty one. A
+full, read-only or busy disk is a miss as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import secrets
+import sqlite3
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from rag_posfix.caching.guard import CircuitBreaker, Counters, Guard
+from rag_posfix.caching.sqlite_file import SqliteFile, is_damage, transaction, used_bytes
+from rag_posfix.caching.tier import Codec, TierStats, V, map_in
+from rag_posfix.errors import CacheError
+
+_MIN_BYTES = 64 * 1024
+INLINE_BYTES = 64 * 1024  # a larger value has a file of its own
+_FILES_FOLDER = "values"
+_FILE_NAME = re.compile(r"[0-9a-f]{32}")
+# Where keys and values were stored before there was an SQLite file for them, and what was unfinished then.
+_OLD_FILES = ("?/?/*.kv", "incoming/*")
+_OLD_FILE_NAME = re.compile(r"[0-9a-f]{40}\.kv|[0-9a-f]{32}")
+_UNFINISHED_SECONDS = 15 * 60.0  # no write takes that long
+_TOUCH_SECONDS = 60.0  # the time of last use is written at most this often
+_EXPIRED_ROWS_PER_WRITE = 64
+_REJECTIONS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+
+
+class _Row(NamedTuple):
+    """What the tables hold of an entry. The file may be damaged: values can be of any type."""
+
+    value: Any
+    expires_at: Any
+    used_at: Any
+    name: Any
+    n_bytes: Any
+
+
+class _BusyError(Exception):
+    """Other threads use the file; the disk is well, so the circuit breaker stays as it is."""
+
+
+class DiskTier(Generic[V]):
+    """Stores entries in a folder on a local disk.
+
+    Args:
+        folder: Created when it is first needed.
+        codec: Serialises the entries.
+        max_bytes: Size limit of all files, >= 65536; the least recently used entries are evicted first. The
+            write-ahead log adds up to 4 MiB. An entry larger than a quarter is not stored.
+        busy_seconds: Longest wait for another thread or process.
+        breaker: Decides when a failing disk is asked again.
+        clock: Seconds since 1970, the same for every process that shares the folder.
+
+    Raises:
+        CacheError: ``max_bytes`` is too small.
+    """
+
+    name = "disk"
+    immediate = False
+
+    def __init__(
+        self,
+        folder: Path,
+        codec: Codec[V],
+        *,
+        max_bytes: int = 256 * 1024**2,
+        busy_seconds: float = 0.05,
+        breaker: CircuitBreaker | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if max_bytes < _MIN_BYTES:
+            raise CacheError(
+                f"{codec.cache} on disk: max_bytes={max_bytes} must be >= {_MIN_BYTES}; set 0 in the settings to have "
+                "no disk tier"
+            )
+        self._folder = folder
+        self._files = folder / _FILES_FOLDER
+        self._codec = codec
+        self._max_bytes = max_bytes
+        self._busy_seconds = busy_seconds
+        self._clock = clock
+        self._counters = Counters()
+        self._breaker = breaker or CircuitBreaker()
+        self._guard = Guard(codec.cache, self._counters, self._breaker, (sqlite3.Error, OSError), _is_rejection)
+        self._reading, self._writing = f"reading {folder}", f"writing {folder}"
+        self._file = SqliteFile(folder / codec.file_name, busy_seconds, self._remove_all_files)
+        self._readers = ThreadPoolExecutor(4, thread_name_prefix="rag-posfix-disk")
+        self._lock = threading.Lock()
+        self._looked_for_unfinished = False
+        self._closed = False
+
+    def get_many(self, keys: Mapping[str, Any]) -> dict[str, V]:
+        """Return the stored entries of ``keys``; a damaged or expired entry is removed."""
+        if self._closed:
+            return {}
+        rows = self._try(self._reading, partial(self._on_file, lambda connection: _rows(connection, keys)), None)
+        if rows is None:  # counted as skipped or as an error
+            return {}
+        unusable: list[str] = []
+        entries = map_in(self._readers, lambda item: self._load(*item, keys[item[0]], unusable), list(rows.items()))
+        hits = {key: entry for key, entry in zip(rows, entries, strict=True) if entry is not None}
+        now = self._clock()
+        used = [key for key in hits if abs(now - rows[key].used_at) >= _TOUCH_SECONDS]
+        if unusable or used:
+            self._try(self._reading, partial(self._on_file, partial(self._note, unusable, used, now)), None)
+        self._counters.add("hits", len(hits))
+        self._counters.add("misses", len(keys) - len(hits))
+        return hits
+
+    def put_many(self, entries: Mapping[str, V]) -> None:
+        """Store ``entries``, unless the disk rejects them."""
+        for key, entry in entries.items():
+            if not self._closed and entry.expires_at > self._clock():
+                self._try(self._writing, partial(self._put, key, entry), None)
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Return the keys that begin with ``prefix``, sorted; none if the disk fails."""
+
+        def select(connection: sqlite3.Connection) -> list[str]:
+            statement = "SELECT key FROM entries WHERE substr(key, 1, ?) = ? AND expires_at > ?"
+            rows = connection.execute(statement, (len(prefix), prefix, self._clock()))
+            return sorted(key.decode("utf-8", "replace") for (key,) in rows)
+
+        return self._try(self._reading, partial(self._on_file, select), [])
+
+    def delete_tags(self, tags: Sequence[str]) -> int:
+        """Delete every entry that has one of ``tags``; return how many there were."""
+
+        def delete(connection: sqlite3.Connection) -> int:
+            with transaction(connection):
+                return sum(
+                    self._remove(connection, "key IN (SELECT key FROM tags WHERE tag = ?)", tag) for tag in tags
+                )
+
+        return self._delete(delete)
+
+    def clear(self) -> int:
+        """Delete every entry and shrink the file; return how many entries there were."""
+
+        def delete(connection: sqlite3.Connection) -> int:
+            with transaction(connection):
+                count = self._remove(connection, "true")
+            # Deleted rows stay readable in the file until it is rewritten. A busy file is rewritten another time.
+            with suppress(sqlite3.OperationalError):
+                connection.execute("VACUUM")
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            return count
+
+        return self._delete(delete)
+
+    def stats(self) -> TierStats:
+        """Return what the tier has done and holds."""
+
+        def measure(connection: sqlite3.Connection) -> tuple[int | None, int | None]:
+            return connection.execute("SELECT count(*) FROM entries").fetchone()[0], used_bytes(connection)
+
+        unknown: tuple[int | None, int | None] = (None, None)
+        entries, size = self._try(self._reading, partial(self._on_file, measure), unknown)
+        return TierStats.counted(
+            self.name, self._counters, entries=entries, n_bytes=size, available=self._breaker.closed
+        )
+
+    def close(self) -> None:
+        """Close the file and end the threads."""
+        with self._lock:
+            self._closed = True
+            self._file.close()
+        self._readers.shutdown()
+
+    def _load(self, key: str, row: _Row, expected: Any, unusable: list[str]) -> V | None:
+        """Return the entry of ``row``; without a usable one, add ``key`` to ``unusable``."""
+        reading_files = f"reading files in {self._folder}"
+        data: object = row.value
+        if row.name is not None:
+            try:
+                data = self._read_file(row)
+            except FileNotFoundError:  # another process has just removed it
+                unusable.append(key)
+                return None
+            except OSError as error:  # the entry may be readable later, and others are now
+                self._guard.failed(reading_files, error)
+                return None
+            self._guard.worked(reading_files)
+        is_sound = isinstance(row.expires_at, float) and isinstance(row.used_at, float)
+        entry = self._codec.decode(key, data, expected) if is_sound else None
+        self._counters.add("corrupt", int(entry is None))
+        if entry is None or row.expires_at <= self._clock():
+            unusable.append(key)
+            return None
+        return entry
+
+    def _read_file(self, row: _Row) -> memoryview | None:
+        """Return the content of the file, None if it is not what the row describes."""
+        path = self._path(row.name)
+        if path is None:
+            return None
+        # Opening a named pipe in place of a file must not hang.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | _NONBLOCK)
+        with open(descriptor, "rb", buffering=0) as file:
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode) or info.st_size != row.n_bytes:
+                return None
+            data = self._codec.allocate(info.st_size)
+            filled = 0
+            while filled < len(data) and (count := file.readinto(data[filled:])):
+                filled += count
+            return data[:filled]
+
+    def _note(self, unusable: Iterable[str], used: Iterable[str], now: float, connection: sqlite3.Connection) -> None:
+        """Remove unusable entries and write when entries were used; a disk that became read-only still serves them."""
+        with suppress(sqlite3.OperationalError, PermissionError), transaction(connection):
+            for key in unusable:
+                self._remove(connection, "key = ?", key)
+            connection.executemany("UPDATE entries SET used_at = ? WHERE key = ?", [(now, key) for key in used])
+
+    def _put(self, key: str, entry: V) -> None:
+        parts = self._codec.encode(key, entry)
+        n_bytes = sum(map(len, parts))
+        if n_bytes > self._max_bytes // 4:
+            return
+        if n_bytes <= INLINE_BYTES:
+            self._on_file(lambda connection: self._insert(connection, key, entry, b"".join(parts)))
+            return
+        # The file before its row: what is in the table is always complete. No fsync: a file that a power failure
+        # leaves incomplete fails its checksum. The table before both: all files are removed where it is new.
+        self._on_file(self._remove_unfinished)
+        path = self._files / secrets.token_hex(16)
+        self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+            with open(os.open(path, flags, 0o600), "wb") as file:
+                file.writelines(parts)
+            self._on_file(lambda connection: self._insert(connection, key, entry, b"", (path.name, n_bytes)))
+        except BaseException:
+            with suppress(OSError):
+                path.unlink()
+            raise
+
+    def _insert(
+        self, connection: sqlite3.Connection, key: str, entry: V, value: bytes, file: tuple[str, int] | None = None
+    ) -> None:
+        now = self._clock()
+        with transaction(connection):
+            self._remove(connection, f"expires_at <= ? LIMIT {_EXPIRED_ROWS_PER_WRITE}", now)
+            self._remove(connection, "key = ?", key)
+            connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?)", (key, value, float(entry.expires_at), now))
+            if file is not None:
+                connection.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (key, *file))
+            connection.executemany("INSERT OR IGNORE INTO tags VALUES (?, ?)", [(tag, key) for tag in entry.tags])
+            while used_bytes(connection) > self._max_bytes:
+                if not self._remove(connection, "key != ? ORDER BY used_at LIMIT 1", key):
+                    break
+                self._counters.add("evictions")
+
+    def _remove(self, connection: sqlite3.Connection, condition: str, *parameters: object) -> int:
+        """Delete the entries for which ``condition`` holds, with their files; return how many there were.
+
+        A file goes before its row is committed: a row without a file is a miss, a file without a row would be left.
+        """
+        keys = f"SELECT key FROM entries WHERE {condition}"
+        names = connection.execute(f"SELECT name FROM files WHERE key IN ({keys})", parameters).fetchall()
+        count = connection.execute(f"DELETE FROM entries WHERE key IN ({keys})", parameters).rowcount
+        for (name,) in names:
+            if (path := self._path(name)) is not None:
+                path.unlink(missing_ok=True)
+        return count
+
+    def _path(self, name: object) -> Path | None:
+        """Return the path of a file of ours; None if a damaged table names another."""
+        text = name.decode("ascii", "replace") if isinstance(name, bytes) else ""
+        return self._files / text if _FILE_NAME.fullmatch(text) else None
+
+    def _remove_unfinished(self, connection: sqlite3.Connection) -> None:
+        """Once per process, remove old files without a row: a process ended between writing both."""
+        if self._looked_for_unfinished:
+            return
+        self._looked_for_unfinished = True
+        names = {name for (name,) in connection.execute("SELECT name FROM files")}
+        for path in self._files.glob("*"):
+            with suppress(OSError):
+                if path.name.encode() not in names and self._clock() - path.stat().st_mtime > _UNFINISHED_SECONDS:
+                    path.unlink()
+
+    def _remove_all_files(self) -> None:
+        """Remove the files of an SQLite file that was damaged, or of a version that had none."""
+        count = 0
+        for path in (path for pattern in (f"{_FILES_FOLDER}/*", *_OLD_FILES) for path in self._folder.glob(pattern)):
+            if _OLD_FILE_NAME.fullmatch(path.name):
+                with suppress(OSError):
+                    path.unlink()
+                    count += 1
+        if count:
+            _logger.warning(
+                "%s: the index in %s is new; removed %d files without an entry, which are computed again when needed",
+                self._codec.cache,
+                self._folder,
+                count,
+            )
+
+    def _delete(self, operation: Callable[[sqlite3.Connection], int]) -> int:
+        # Deleting is rare and must not be lost: it ignores the circuit breaker.
+        count = self._try(self._writing, partial(self._on_file, operation), None, ignore_breaker=True)
+        if count is None and not self._closed:
+            _logger.warning("%s: the disk tier could not drop entries; remove them by hand", self._codec.cache)
+        return count or 0
+
+    def _try(self, use: str, operation: Callable[[], _T], default: _T, *, ignore_breaker: bool = False) -> _T:
+        try:
+            return self._guard.call(use, operation, default, ignore_breaker=ignore_breaker)
+        except _BusyError:
+            self._counters.add("errors")
+            return default
+
+    def _on_file(self, operation: Callable[[sqlite3.Connection], _T]) -> _T:
+        """Return what ``operation`` returns for the connection; replace a damaged file and try again."""
+        with self._locked():
+            try:
+                try:
+                    return operation(self._file.connection())
+                except sqlite3.DatabaseError as error:
+                    if not is_damage(error):
+                        raise
+                self._counters.add("corrupt")
+                self._file.rebuild()
+                return operation(self._file.connection())
+            except (sqlite3.Error, OSError) as error:
+                if not _is_rejection(error):
+                    with suppress(sqlite3.Error):
+                        self._file.close()  # the next operation opens it again
+                raise
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=self._busy_seconds):
+            raise _BusyError
+        try:
+            if self._closed:
+                raise _BusyError
+            yield
+        finally:
+            self._lock.release()
+
+
+def _rows(connection: sqlite3.Connection, keys: Iterable[str]) -> dict[str, _Row]:
+    columns = "value, expires_at, used_at, name, n_bytes"
+    statement = f"SELECT {columns} FROM entries LEFT JOIN files USING (key) WHERE entries.key = ?"
+    rows = ((key, connection.execute(statement, (key,)).fetchone()) for key in keys)
+    return {key: _Row(*row) for key, row in rows if row is not None}
+
+
+def _is_rejection(error: BaseException) -> bool:
+    """Whether the disk is full or read-only: reads may still work."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is not None:
+        return (code & 0xFF) in {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY}
+    return isinstance(error, OSError) and error.errno in _REJECTIONS
