@@ -47,7 +47,7 @@ CLOSED = {
     "dialect": frozenset({"none", "openai", "responses", "anthropic", "cohere", "jina", "vllm", "tei"}),
     "work": frozenset({"answer", "score"}),
     "kind": frozenset({"read", "reused", "generated", "prompt", "cached", "completion"}),
-    "result": frozenset({"hit", "miss", "off", "rest"}),
+    "result": frozenset({"hit", "miss", "off", "skipped"}),
     "reason": frozenset({"error", "timeout"}),
 }
 

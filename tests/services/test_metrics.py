@@ -226,7 +226,7 @@ def test_the_answer_cache_counts_each_tier():
         client.post(CHAT, json=chat(documents=[document]))
     tier = {"cache": "answers", "tier": "memory"}
     assert reading.change("cache_tier_lookups_total", result="hit", **tier) == 1
-    assert reading.change("cache_tier_lookups_total", result="rest", **tier) == 0
+    assert reading.change("cache_tier_lookups_total", result="skipped", **tier) == 0
     assert reading.change("cache_tier_entries", **tier) == 1
     assert reading.change("cache_tier_evictions_total", **tier) == 1
     assert reading.change("cache_tier_damaged_entries_total", **tier) == 0

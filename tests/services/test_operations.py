@@ -272,7 +272,7 @@ def test_metrics_count_requests_stages_tokens_and_the_cache():
     assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
 
 
-def test_the_metrics_tell_a_miss_from_a_tier_at_rest():
+def test_the_metrics_separate_misses_from_skipped_lookups():
     class Resting(MemoryTier):
         def stats(self) -> TierStats:
             return replace(super().stats(), name="redis", skipped=7, errors=1, available=False)
@@ -285,7 +285,7 @@ def test_the_metrics_tell_a_miss_from_a_tier_at_rest():
     for line in (
         'rag_posfix_cache_tier_lookups_total{cache="answers",result="hit",tier="memory"} 1.0',
         'rag_posfix_cache_tier_lookups_total{cache="answers",result="miss",tier="redis"} 1.0',
-        'rag_posfix_cache_tier_lookups_total{cache="answers",result="rest",tier="redis"} 7.0',
+        'rag_posfix_cache_tier_lookups_total{cache="answers",result="skipped",tier="redis"} 7.0',
         'rag_posfix_cache_tier_errors_total{cache="answers",tier="redis"} 1.0',
         'rag_posfix_cache_tier_available{cache="answers",tier="memory"} 1.0',
         'rag_posfix_cache_tier_available{cache="answers",tier="redis"} 0.0',

@@ -170,7 +170,7 @@ class CountedElsewhere(Collector):
         """Yield one family for each field of ``TierStats``."""
         lookups = _counter(
             "cache_tier_lookups",
-            "Look-ups by tier: hit, miss, or rest where the circuit breaker kept the tier from being asked.",
+            "Look-ups by tier: hit, miss, or skipped while the circuit breaker is open.",
             *_TIER,
             "result",
         )
@@ -190,7 +190,7 @@ class CountedElsewhere(Collector):
         for cache, stats in self.caches.items():
             for tier in stats().get("tiers", ()):
                 name = tier["name"]
-                for result, field in (("hit", "hits"), ("miss", "misses"), ("rest", "skipped")):
+                for result, field in (("hit", "hits"), ("miss", "misses"), ("skipped", "skipped")):
                     lookups.add_metric([cache, name, result], tier.get(field, 0))
                 for field, counter in counters.items():
                     counter.add_metric([cache, name], tier.get(field, 0))
