@@ -35,6 +35,7 @@ _FILE_NAME = re.compile(r"[0-9a-f]{32}")
 _OLD_FILES = ("?/?/*.kv", "incoming/*")
 _OLD_FILE_NAME = re.compile(r"[0-9a-f]{40}\.kv|[0-9a-f]{32}")
 _UNFINISHED_SECONDS = 15 * 60.0  # no write takes that long
+_DELETE_SECONDS = 10.0
 _TOUCH_SECONDS = 60.0  # the time of last use is written at most this often
 _EXPIRED_ROWS_PER_WRITE = 64
 _REJECTIONS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -316,10 +317,22 @@ class DiskTier(Generic[V]):
             )
 
     def _delete(self, operation: Callable[[sqlite3.Connection], int]) -> int:
-        # Deleting is rare and must not be lost: it ignores the circuit breaker.
-        count = self._try(self._writing, partial(self._on_file, operation), None, ignore_breaker=True)
+        """Return how many entries ``operation`` deleted, 0 if the disk fails.
+
+        Deleting is rare and must not be lost: it ignores the circuit breaker, and waits longer for others.
+        """
+
+        def wait(connection: sqlite3.Connection) -> int:
+            connection.execute(f"PRAGMA busy_timeout = {int(_DELETE_SECONDS * 1000)}")
+            try:
+                return operation(connection)
+            finally:
+                connection.execute(f"PRAGMA busy_timeout = {int(self._busy_seconds * 1000)}")
+
+        delete = partial(self._on_file, wait, _DELETE_SECONDS)
+        count = self._try(self._writing, delete, None, ignore_breaker=True)
         if count is None and not self._closed:
-            _logger.warning("%s: the disk tier could not drop entries; remove them by hand", self._codec.cache)
+            _logger.warning("%s: could not drop entries; delete %s by hand", self._codec.cache, self._folder)
         return count or 0
 
     def _try(self, use: str, operation: Callable[[], _T], default: _T, *, ignore_breaker: bool = False) -> _T:
@@ -329,9 +342,9 @@ class DiskTier(Generic[V]):
             self._counters.add("errors")
             return default
 
-    def _on_file(self, operation: Callable[[sqlite3.Connection], _T]) -> _T:
+    def _on_file(self, operation: Callable[[sqlite3.Connection], _T], busy_seconds: float | None = None) -> _T:
         """Return what ``operation`` returns for the connection; replace a damaged file and try again."""
-        with self._locked():
+        with self._locked(busy_seconds or self._busy_seconds):
             try:
                 try:
                     return operation(self._file.connection())
@@ -348,8 +361,8 @@ class DiskTier(Generic[V]):
                 raise
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        if not self._lock.acquire(timeout=self._busy_seconds):
+    def _locked(self, busy_seconds: float) -> Iterator[None]:
+        if not self._lock.acquire(timeout=busy_seconds):
             raise _BusyError
         try:
             if self._closed:

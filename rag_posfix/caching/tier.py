@@ -174,16 +174,19 @@ class TieredCache(Generic[V]):
 
     def tier_stats(self) -> list[dict[str, Any]]:
         """Return the statistics of each tier as plain data, or only its name if it raises."""
-        stats = [(tier.name, self._call(tier, tier.stats, None)) for tier in self._tiers]
+        stats = [(tier.name, self._call(tier, lambda tier: tier.stats(), None)) for tier in self._tiers]
         return [{"name": name} if counts is None else asdict(counts) for name, counts in stats]
 
     def close(self) -> None:
         """Close every tier; later calls are misses."""
         for tier in self._tiers:
-            self._call(tier, tier.close, None)
+            self._call(tier, lambda tier: tier.close(), None)
 
-    def _call(self, tier: Tier[V], operation: Callable[[], _T], default: _T) -> _T:
-        return self._guard.call(f"the {tier.name} tier", operation, default)
+    def _call(self, tier: Tier[V], operation: Callable[[Tier[V]], _T], default: _T) -> _T:
+        return self._guard.call(f"the {tier.name} tier", lambda: operation(tier), default)
+
+    def _get(self, tier: Tier[V], keys: Mapping[str, Any]) -> dict[str, V]:
+        return self._call(tier, lambda tier: tier.get_many(keys), {})
 
     def _search(self, keys: Mapping[str, Any], accept: Callable[[dict[str, V]], dict[str, V]]) -> dict[str, V]:
         """Return the entries that ``accept`` accepts; a tier is asked for the keys that the tiers before it lack."""
@@ -193,7 +196,7 @@ class TieredCache(Generic[V]):
         for index, tier in enumerate(self._tiers):
             if not missing:
                 break
-            entries = accept(self._call(tier, partial(tier.get_many, missing), {}))
+            entries = accept(self._get(tier, missing))
             if entries and index:
                 self._copy_hits(deletions, partial(self._put, entries, index))
             hits.update(entries)
@@ -203,7 +206,7 @@ class TieredCache(Generic[V]):
     def _put(self, entries: Mapping[str, V], n_tiers: int) -> None:
         """Write ``entries`` to the first ``n_tiers`` tiers."""
         for tier in self._tiers[:n_tiers]:
-            self._call(tier, partial(tier.put_many, entries), None)
+            self._call(tier, lambda tier: tier.put_many(entries), None)
 
     def _copy_hits(self, deletions: int, write: Callable[[], None]) -> None:
         """Write, unless an entry was deleted since a search read ``deletions``: it could be one of these."""
@@ -221,7 +224,7 @@ class TieredCache(Generic[V]):
                 self._deletions += 1
             try:
                 prepare()
-                return max(self._call(tier, partial(operation, tier), 0) for tier in reversed(self._tiers))
+                return max(self._call(tier, operation, 0) for tier in reversed(self._tiers))
             finally:
                 with self._copy_lock:
                     self._deletions += 1

@@ -6,7 +6,6 @@ It knows tiers and entries, and neither models nor plans.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,4 +178,4 @@ class PassageStore(TieredCache[PassageKV]):
         """Write ``entries`` to those of the first ``n_tiers`` tiers that are immediate, or to those that are not."""
         for tier in self._tiers[:n_tiers]:
             if tier.immediate == immediate:
-                self._call(tier, partial(tier.put_many, entries), None)
+                self._call(tier, lambda tier: tier.put_many(entries), None)

@@ -260,7 +260,7 @@ def test_a_disk_too_small_for_all_passages_is_told(loaded, tmp_path, caplog):
     with closing(engine.passages):
         assert precompute(engine, documents, WINDOWS) > 0
     (record,) = caplog.records
-    assert "not keep all of the 6 computed passages (disk: 0 errors, 4 entries); raise " in record.getMessage()
+    assert "not keep all of the 6 computed passages (disk: 0 errors, 2 entries); raise " in record.getMessage()
 
 
 def test_of_two_lasting_tiers_one_is_enough(loaded, tmp_path):
