@@ -20,14 +20,14 @@ def redis_server(shared_redis: RedisServer) -> RedisServer:
 
 
 @pytest.fixture(scope="session")
-def read_metadata() -> dict[str, Any]:
+def packaged_metadata() -> dict[str, Any]:
     """Tokenizer and shape of the packaged model, by dtype and device."""
     return {}
 
 
 @pytest.fixture(autouse=True)
 def _weights_are_read_once(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, read_metadata: dict[str, Any]
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, packaged_metadata: dict[str, Any]
 ) -> None:
     """Pipelines that tests build on the packaged weights in this process share those of ``engine``."""
     if request.node.get_closest_marker("weights") is None:
@@ -38,22 +38,22 @@ def _weights_are_read_once(
     from rag_posfix.pipeline import build
 
     engine: Engine = request.getfixturevalue("engine")
-    originals = load.load_engine, load.read_facts
+    originals = load.load_engine, load.read_metadata
 
     def load_engine(model: str = "smollm2", *, cache_dir: Any = None, **options: Any) -> Engine:
         if model == "smollm2" and all(value in (None, "auto") for value in options.values()):
             return Engine(engine.loaded, engine.encoder, engine.model_id, engine.fingerprint)
         return originals[0](model, cache_dir=cache_dir, **options)
 
-    def read_facts(model: str, *, adapter: Any = None, cache_dir: Any, **options: str) -> Any:
+    def read_metadata(model: str, *, adapter: Any = None, cache_dir: Any, **options: str) -> Any:
         if model != "smollm2" or adapter is not None:
             return originals[1](model, adapter=adapter, cache_dir=cache_dir, **options)
         key = repr(sorted(options.items()))
-        if key not in read_metadata:
-            read_metadata[key] = originals[1](model, cache_dir=cache_dir, **options)
-        return read_metadata[key]
+        if key not in packaged_metadata:
+            packaged_metadata[key] = originals[1](model, cache_dir=cache_dir, **options)
+        return packaged_metadata[key]
 
     for module in (rag_posfix, load, build):
         monkeypatch.setattr(module, "load_engine", load_engine, raising=False)
     for module in (deferred, load, build):
-        monkeypatch.setattr(module, "read_facts", read_facts)
+        monkeypatch.setattr(module, "read_metadata", read_metadata)
