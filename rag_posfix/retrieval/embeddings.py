@@ -94,7 +94,13 @@ class SentenceEmbeddings(Embeddings):
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Return one vector per text, in order."""
         if self._encoder is not None and len(texts) > self.batch_size:
-            return self._encoded(self._encoder, texts)
+            with self._lock:
+                if self._encode_many is None:
+                    self._encode_many = self._encoder(self._load())
+            rows: list[list[float]] = self._encode_many([clean_text(text) for text in texts]).tolist()
+            if self._progress is not None:
+                self._progress(len(texts), len(texts))
+            return rows
         vectors: list[list[float]] = []
         step = self.batch_size * _BATCHES_PER_REPORT
         for start in range(0, len(texts), step):
@@ -102,16 +108,6 @@ class SentenceEmbeddings(Embeddings):
             if self._progress is not None:
                 self._progress(len(vectors), len(texts))
         return vectors
-
-    def _encoded(self, encoder: Callable[[SentenceTransformer], EncodeTexts], texts: list[str]) -> list[list[float]]:
-        with self._lock:
-            if self._encode_many is None:
-                self._encode_many = encoder(self._load())
-        vectors = self._encode_many([clean_text(text) for text in texts])
-        if self._progress is not None:
-            self._progress(len(texts), len(texts))
-        rows: list[list[float]] = vectors.tolist()
-        return rows
 
     def embed_query(self, text: str) -> list[float]:
         """Return the vector of a question, with the model's query prompt if it has one."""
@@ -180,6 +176,6 @@ def _weights_hash(model: Any) -> str:
         sample = flat[:: max(1, flat.numel() // _SAMPLES_PER_TENSOR)].float().cpu().numpy()
         digests.append(hashlib.blake2b(repr(tuple(tensor.shape)).encode() + sample.tobytes()).digest())
     digest = hashlib.blake2b(str(model.max_seq_length).encode(), digest_size=8)
-    for part in sorted(digests):
-        digest.update(part)
+    for sample_digest in sorted(digests):
+        digest.update(sample_digest)
     return digest.hexdigest()

@@ -105,7 +105,7 @@ def update_index(
 
     Searches then find what they find in an index that is built from the same files (with a graph: up to its
     approximation). The folder is one complete index at every moment, the old one or the new one. If nothing changed,
-    nothing is written. Vectors are kept beside the folder as they are computed, so that an update that was stopped
+    nothing is written. Vectors are stored next to the folder as they are computed, so that an update that was stopped
     continues where it was. One process writes an index at a time.
 
     Args:

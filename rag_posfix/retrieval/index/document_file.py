@@ -58,6 +58,7 @@ class DocumentFile:
                 uri=True, timeout=wait_seconds, isolation_level=None, check_same_thread=False,
             )  # fmt: skip
             self.close = weakref.finalize(self, self._connection.close)
+            self.close.atexit = False  # a forked process must not close what its parent uses
             self._connection.executescript(_SETTINGS)
 
     @classmethod

@@ -321,14 +321,14 @@ def _checked_file(folder: Path, manifest: IndexManifest, role: str, verify: bool
     path = folder / expected.name
     try:
         size = path.stat().st_size
-        digest = describe_file(path).sha256 if verify and size == expected.bytes else None
+        changed = verify and size == expected.bytes and describe_file(path) != expected
     except FileNotFoundError:
         raise _damaged(folder, f"{expected.name} is missing") from None
     except OSError as error:
         raise RetrievalError(f"cannot read {expected.name} of {str(folder)!r}: {error.strerror or error}") from error
     if size != expected.bytes:
         raise _damaged(folder, f"{expected.name} has {size} bytes, expected {expected.bytes}")
-    if verify and digest != expected.sha256:
+    if changed:
         raise _damaged(folder, f"{expected.name} has changed (its sha256 does not match the manifest)")
     return path
 

@@ -6,9 +6,12 @@ import codecs
 import logging
 import re
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import BinaryIO
 
 from rag_posfix.errors import NotTextError, RetrievalError, missing_extra
 from rag_posfix.text import clean_text
@@ -105,22 +108,28 @@ def decode_text(data: bytes, position: str) -> str:
     return clean_text(text)
 
 
+@contextmanager
+def _open_document(path: Path, kind: str, advice: str) -> Iterator[BinaryIO]:
+    """Open a file for pypdf or python-docx, which raise many types of errors; the user gets one line with its name."""
+    with path.open("rb") as handle:
+        try:
+            yield handle
+        except OSError:
+            raise
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RetrievalError(
+                f"cannot read {str(path)!r} as {kind}: {reason}; leave the file out, {advice}"
+            ) from error
+
+
 def _read_pdf(path: Path) -> FileText:
     try:
         import pypdf
     except ImportError as error:
         raise missing_extra("pypdf (needed for PDF files)", "pdf") from error
-    with path.open("rb") as handle:
-        try:
-            texts = [clean_text(page.extract_text()) for page in pypdf.PdfReader(handle).pages]
-        except OSError:
-            raise
-        except Exception as error:
-            # pypdf raises many types of errors for damaged files; the user gets one line with the file name.
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise RetrievalError(
-                f"cannot read {str(path)!r} as PDF: {reason}; leave the file out, or save it again without encryption"
-            ) from error
+    with _open_document(path, "PDF", "without encryption") as handle:
+        texts = [clean_text(page.extract_text()) for page in pypdf.PdfReader(handle).pages]
     starts, length = [], 0
     for number, text in enumerate(texts):
         texts[number] = text.rstrip() + "\n\n"
@@ -136,24 +145,15 @@ def _read_docx(path: Path) -> str:
         from docx.table import Table
     except ImportError as error:
         raise missing_extra("python-docx (needed for Word files)", "docx") from error
-    with path.open("rb") as handle:
-        try:
-            parts: list[str] = []
-            for block in docx.Document(handle).iter_inner_content():
-                if isinstance(block, Table):
-                    rows = ("\t".join(cell.text for cell in row.cells) for row in block.rows)
-                    parts.append("\n".join(rows))
-                else:
-                    parts.append(block.text)
-        except OSError:
-            raise
-        except Exception as error:
-            # python-docx, zipfile and lxml raise many types of errors for damaged files.
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise RetrievalError(
-                f"cannot read {str(path)!r} as a Word file: {reason}; leave the file out, or save it again as .docx"
-            ) from error
-    return clean_text("\n\n".join(part for part in parts if part.strip()))
+    blocks: list[str] = []
+    with _open_document(path, "a Word file", "as .docx") as handle:
+        for block in docx.Document(handle).iter_inner_content():
+            if isinstance(block, Table):
+                rows = ("\t".join(cell.text for cell in row.cells) for row in block.rows)
+                blocks.append("\n".join(rows))
+            else:
+                blocks.append(block.text)
+    return clean_text("\n\n".join(block for block in blocks if block.strip()))
 
 
 _INVISIBLE = frozenset(
