@@ -244,7 +244,7 @@ class _Watched(Positions):
         return attended
 
 
-def holds_decoder(folder: Path) -> bool:
+def is_decoder_folder(folder: Path) -> bool:
     """Return whether a folder holds a decoder that ``Decoder.save`` wrote, such as one of ``rag-posfix lab run``."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -343,7 +343,7 @@ def language_model(subject: Subject, probe: str) -> LanguageModel:
 def open_subject(settings: Settings) -> Subject:
     """Return the model of the settings, loaded."""
     folder = Path(settings.model)
-    if holds_decoder(folder):
+    if is_decoder_folder(folder):
         from rag_posfix.encodings import load_decoder
         from rag_posfix.generation.load import usable_device
 

@@ -39,19 +39,15 @@ class AnswerText:
 
 
 @torch.inference_mode()
-def draft_answers(
+def write_candidates(
     batches: Sequence[SequenceBatch], log_probs: Tensor, question: Tensor, max_tokens: int, text: AnswerText
 ) -> CandidateAnswers:
     """Return one greedy answer per row and its log-probability in every row.
 
     Cost: at most ``max_tokens`` steps of all rows, and one pass of all rows over each distinct answer.
 
-    Args:
-        batches: Have read the prompt.
-        log_probs: (R, V), what they say of the next token.
-        question: (R,), how likely they find the question.
-        max_tokens: Tokens per answer at most.
-        text: What ends an answer, and which answers are equal.
+    Shapes:
+        log_probs: (R, V) of the next token after the prompt. question: (R,) log-probability of the question.
     """
     answers = _write(batches, log_probs, max_tokens, text)
     keys = [text.key(answer) for answer in answers]
@@ -97,12 +93,12 @@ def _score(batches: Sequence[SequenceBatch], log_probs: Tensor, ids: Tensor) -> 
         return log_probs.new_zeros(log_probs.shape[0])
     steps = log_probs[:, None]  # (R, 1, V)
     if len(ids) > 1:
-        given = ids[:-1].expand(log_probs.shape[0], -1)
-        steps = torch.cat((steps, _step([batch.branch() for batch in batches], given)), dim=1)  # (R, n, V)
+        appended = ids[:-1].expand(log_probs.shape[0], -1)
+        steps = torch.cat((steps, _step([batch.branch() for batch in batches], appended)), dim=1)  # (R, n, V)
     return steps.gather(2, ids[None, :, None].expand(steps.shape[0], -1, 1)).sum(dim=(1, 2))
 
 
 def _step(batches: Sequence[SequenceBatch], tokens: Tensor) -> Tensor:
     """Append each row's own tokens and return what the rows say after each of them, (R, n, V) float32."""
-    own = torch.split(tokens, [batch.n_rows for batch in batches])
-    return torch.cat(forward_batches(batches, own, tokens.shape[1])).float().log_softmax(dim=-1)
+    ids = torch.split(tokens, [batch.n_rows for batch in batches])
+    return torch.cat(forward_batches(batches, ids, tokens.shape[1])).float().log_softmax(dim=-1)

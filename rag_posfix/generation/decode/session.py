@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.decode.candidate_answers import AnswerText, draft_answers
+from rag_posfix.generation.decode.candidate_answers import AnswerText, write_candidates
 from rag_posfix.generation.decode.token_attribution import AttributionTracker, can_attribute
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, forward_batches
 from rag_posfix.generation.prefill.prefill import prefill_calibrated
@@ -55,7 +55,7 @@ class Session:
         self._weights: Tensor | None = None
         self._attribution: AttributionTracker | None = None
         if plan.draft is not None:
-            self._draft(plan.draft, text or AnswerText())
+            self._weigh_rows(plan.draft, text or AnswerText())
         self.prefill_seconds = time.perf_counter() - started
 
     @property
@@ -172,27 +172,27 @@ class Session:
         """Append tokens to every row. Returns (R, len(tokens), V)."""
         device = batches[0].loaded.device
         # A single token is written by the device itself; others are uploaded, once for all rows.
-        given = (
+        uploaded = (
             torch.full((1, 1), tokens[0], device=device) if len(tokens) == 1 else torch.tensor([tokens], device=device)
         )
-        ids = [given.expand(batch.n_rows, -1) for batch in batches]
+        ids = [uploaded.expand(batch.n_rows, -1) for batch in batches]
         return torch.cat(forward_batches(batches, ids, len(tokens), observers))
 
-    def _draft(self, draft: Draft, text: AnswerText) -> None:
+    def _weigh_rows(self, step: Draft, text: AnswerText) -> None:
         """Weigh the rows by the short answers that they write; those of weight 0 are not read any further."""
-        drafts = draft_answers(self.batches, self._log_probs, self._question, draft.max_tokens, text)
-        weights = self.batches[0].loaded.spec.ranks.broadcast_decision(draft.choose(drafts))
-        held = [weight > 0 for weight in weights.tolist()]  # read once
+        candidates = write_candidates(self.batches, self._log_probs, self._question, step.max_tokens, text)
+        weights = self.batches[0].loaded.spec.ranks.broadcast_decision(step.choose(candidates))
+        is_kept = [weight > 0 for weight in weights.tolist()]  # read once
         counts = itertools.accumulate((batch.n_rows for batch in self.batches), initial=0)
-        kept = [
-            [row for row in range(stop - start) if held[start + row]] for start, stop in itertools.pairwise(counts)
+        rows_of = [
+            [row for row in range(stop - start) if is_kept[start + row]] for start, stop in itertools.pairwise(counts)
         ]
         self.batches = [
             batch if len(rows) == batch.n_rows else batch.select(rows)
-            for batch, rows in zip(self.batches, kept, strict=True)
+            for batch, rows in zip(self.batches, rows_of, strict=True)
             if rows
         ]
-        rows = torch.tensor([row for row, weight in enumerate(held) if weight], device=weights.device)
+        rows = torch.tensor([row for row, weight in enumerate(is_kept) if weight], device=weights.device)
         self._weights, self._log_probs, self._question = weights[rows], self._log_probs[rows], self._question[rows]
         self._answer, self._confidence = self._answer[rows], self._confidence[rows]
         self._attention = self._attention[rows]

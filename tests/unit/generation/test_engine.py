@@ -181,15 +181,15 @@ def test_short_answers_need_room_in_the_context_window_too(loaded, forwards):
 def test_the_chosen_passage_answers_as_if_it_were_the_only_one(loaded):
     layout = toy_layout(relevance=RELEVANCE)
     generation = engine_of(loaded).generate(request("passage_answers", layout, max_tokens=6))
-    speaker = generation.attention.index(1.0)
-    alone = engine_of(loaded).generate(request("none", layout.select((speaker,)), max_tokens=6))
+    selected_row = generation.attention.index(1.0)
+    alone = engine_of(loaded).generate(request("none", layout.select((selected_row,)), max_tokens=6))
     assert generation.token_ids == alone.token_ids
 
 
 def test_the_end_tokens_and_the_text_reach_the_short_answers(loaded, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "rag_posfix.generation.decode.session.draft_answers", lambda *given: seen.append(given[-1]) or 1 / 0
+        "rag_posfix.generation.decode.session.write_candidates", lambda *given: seen.append(given[-1]) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
         engine_of(loaded, eos_ids={7}).generate(request("passage_answers", max_tokens=2))

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from rag_posfix.contracts.request import Sampling
+from rag_posfix.generation.decode.answer_writer import Sampler, StopMatcher, TextStream
+
+HALF_AND_LESS = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
+
+
+def drawn(sampling, log_probs=HALF_AND_LESS, count=400):
+    sampler = Sampler(sampling)
+    return [sampler.choose(log_probs) for _ in range(count)]
+
+
+def test_greedy_takes_the_most_likely_token():
+    assert Sampler(Sampling()).choose(HALF_AND_LESS) == 1
+
+
+def test_greedy_takes_the_first_of_equals():
+    tie = torch.tensor([0.1, 0.3, 0.3, 0.3]).log()
+    assert {Sampler(Sampling()).choose(tie) for _ in range(20)} == {1}
+
+
+def test_the_same_seed_draws_the_same_tokens():
+    sampling = Sampling(temperature=1.0, seed=7)
+    assert drawn(sampling) == drawn(sampling)
+    assert drawn(sampling) != drawn(Sampling(temperature=1.0, seed=8))
+
+
+def test_without_a_seed_every_sampler_draws_differently():
+    assert drawn(Sampling(temperature=1.0)) != drawn(Sampling(temperature=1.0))
+
+
+def test_draws_follow_the_probabilities():
+    counts = Counter(drawn(Sampling(temperature=1.0, seed=1), count=4000))
+    # 4000 draws: expected 400, 2000, 600, 1000; four standard deviations of the largest are 127.
+    assert all(abs(counts[token] - expected) < 127 for token, expected in enumerate((400, 2000, 600, 1000)))
+
+
+def test_temperature_sharpens_by_dividing_the_log_probabilities():
+    # At temperature 0.5 probabilities are squared: 0.01, 0.25, 0.0225, 0.0625, so the second takes 0.25/0.345 = 0.725.
+    counts = Counter(drawn(Sampling(temperature=0.5, seed=1), count=4000))
+    assert counts[1] / 4000 == pytest.approx(0.725, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "kept"), [(1, {1}), (2, {1, 3}), (3, {1, 2, 3}), (4, {0, 1, 2, 3}), (9, {0, 1, 2, 3}), (0, {0, 1, 2, 3})]
+)
+def test_top_k_keeps_that_many_tokens(top_k, kept):
+    assert set(drawn(Sampling(temperature=1.0, top_k=top_k, seed=1))) == kept
+
+
+def test_top_k_keeps_the_first_of_equals_and_no_more_than_k():
+    tie = torch.tensor([0.1, 0.3, 0.3, 0.3]).log()
+    assert set(drawn(Sampling(temperature=1.0, top_k=2, seed=1), tie)) == {1, 2}
+
+
+# Sorted 0.5, 0.25, 0.15, 0.1; before them stand 0, 0.5, 0.75, 0.9.
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.01, {1}), (0.49, {1}), (0.51, {1, 3}), (0.76, {1, 2, 3}), (0.91, {0, 1, 2, 3})]
+)
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
+    assert set(drawn(Sampling(temperature=1.0, top_p=top_p, seed=1))) == kept
+
+
+# Four equal scores are 1/4 each, exactly: before the tokens stand 0, 1/4, 1/2, 3/4. What is reached exactly is enough.
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [
+        (0.25, {0}),
+        (math.nextafter(0.25, 1), {0, 1}),
+        (0.5, {0, 1}),
+        (math.nextafter(0.5, 1), {0, 1, 2}),
+        (0.75, {0, 1, 2}),
+        (math.nextafter(0.75, 1), {0, 1, 2, 3}),
+        (math.nextafter(1.0, 0), {0, 1, 2, 3}),
+        (1.0, {0, 1, 2, 3}),
+    ],
+)
+def test_top_p_that_is_reached_exactly_needs_no_further_token(top_p, kept):
+    assert set(drawn(Sampling(temperature=1.0, top_p=top_p, seed=1), torch.zeros(4))) == kept
+
+
+def test_top_p_close_to_1_still_leaves_out_what_is_beyond_it():
+    # 16 equal tokens: 15 of them reach 15/16 = .9375.
+    assert set(drawn(Sampling(temperature=1.0, top_p=15 / 16, seed=1), torch.zeros(16))) == set(range(15))
+
+
+def test_top_p_counts_what_top_k_left():
+    # Of 0.5 and 0.25 the first holds two thirds.
+    assert set(drawn(Sampling(temperature=1.0, top_k=2, top_p=0.6, seed=1))) == {1}
+    assert set(drawn(Sampling(temperature=1.0, top_k=2, top_p=0.7, seed=1))) == {1, 3}
+
+
+def test_an_impossible_token_is_never_drawn():
+    scores = torch.tensor([-math.inf, 0.0, -math.inf])
+    assert set(drawn(Sampling(temperature=5.0, seed=1), scores)) == {1}
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-40, 5e-324])
+def test_a_temperature_close_to_zero_is_almost_greedy(temperature):
+    assert set(drawn(Sampling(temperature=temperature, seed=1), count=50)) == {1}
+
+
+@pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**64 - 1])
+def test_every_allowed_seed_seeds(seed):
+    sampling = Sampling(temperature=1.0, seed=seed)
+    assert drawn(sampling, count=20) == drawn(sampling, count=20)
+
+
+def test_no_global_random_state_is_touched():
+    before = torch.random.get_rng_state()
+    drawn(Sampling(temperature=1.0, seed=1))
+    drawn(Sampling(temperature=1.0))
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def decode_bytes(ids):
+    """Each token is one byte; 256 and above are control tokens without text."""
+    return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
+
+
+def run(data, stop=()):
+    """Return what each push gave, what the end gave, and the stream."""
+    stream = TextStream(decode_bytes, stop)
+    pieces = []
+    for token in data:
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    return pieces, stream.finish(), stream
+
+
+def test_plain_text_comes_token_by_token():
+    assert run(b"abc")[:2] == (["a", "b", "c"], "")
+
+
+def test_a_character_split_over_tokens_comes_whole():
+    assert run("é!".encode())[:2] == (["", "é", "!"], "")
+    assert run("😀".encode())[:2] == (["", "", "", "😀"], "")
+
+
+def test_half_a_character_at_the_end_is_shown_as_a_replacement():
+    pieces, rest, stream = run("a😀".encode()[:3])
+    assert (pieces, rest, stream.text) == (["a", "", ""], "\ufffd", "a\ufffd")
+
+
+def test_a_stop_string_cuts_the_answer_before_it():
+    pieces, rest, stream = run(b"one. two", stop=[". "])
+    assert (pieces, rest) == (["o", "n", "e", "", ""], "")
+    assert (stream.text, stream.stopped) == ("one", True)
+
+
+def test_what_may_become_a_stop_string_is_held_back_until_it_cannot():
+    assert run(b"a\n\nb", stop=["\n\nQ"])[0] == ["a", "", "", "\n\nb"]
+
+
+def test_the_longest_beginning_of_a_stop_string_is_held_back():
+    # After "aa" both letters may begin "aab"; the third "a" frees the first.
+    assert run(b"aaa", stop=["aab"])[:2] == (["", "", "a"], "aa")
+
+
+def test_held_back_text_comes_at_the_end():
+    pieces, rest, stream = run(b"a\n", stop=["\n\n"])
+    assert (pieces, rest, stream.text, stream.stopped) == (["a", ""], "\n", "a\n", False)
+
+
+def test_the_first_of_several_stop_strings_in_the_text_wins():
+    stream = TextStream(lambda ids: "x END y STOP z" if ids else "", ["STOP", "END"])
+    assert stream.push(1) == "x "
+    assert (stream.text, stream.stopped, stream.finish()) == ("x ", True, "")
+
+
+def test_text_before_a_stop_string_comes_with_it_though_another_one_has_begun():
+    # "a" may begin "abX"; "b" ends the answer before anything else could be told.
+    pieces, rest, stream = run(b"ab", stop=["b", "abX"])
+    assert (pieces, rest, stream.text, stream.stopped) == (["", "a"], "", "a", True)
+
+
+def test_a_stop_string_over_a_split_character_is_found():
+    assert run("aé!b".encode(), stop=["é!"])[2].text == "a"
+
+
+def test_a_stop_string_in_text_that_waits_for_the_rest_of_a_character_is_found_at_the_end():
+    names = {0: b"a", 1: b"b.\xf0\x9f"}
+    stream = TextStream(lambda ids: b"".join(names[i] for i in ids).decode("utf-8", "replace"), ["."])
+    assert [stream.push(0), stream.push(1)] == ["a", ""]
+    assert stream.stopped is False
+    assert stream.finish() == "b"
+    assert (stream.text, stream.stopped) == ("ab", True)
+
+
+def test_a_decoder_that_drops_the_space_before_the_first_word_keeps_the_spaces_between_words():
+    words = [" the", " cat", " sat", " on", " the", " mat", "s", "."]
+    stream = TextStream(lambda ids: "".join(words[i] for i in ids).removeprefix(" "))
+    assert [stream.push(i) for i in range(8)] == ["the", " cat", " sat", " on", " the", " mat", "s", "."]
+
+
+def test_each_token_is_decoded_with_a_few_neighbours_only():
+    lengths = []
+
+    def decode(ids):
+        lengths.append(len(ids))
+        return "x" * len(ids)
+
+    stream = TextStream(decode)
+    for token in range(200):
+        stream.push(token)
+    assert max(lengths) <= 5
+    assert stream.text == "x" * 200
+
+
+tokens = st.lists(st.integers(0, 260) | st.sampled_from([0xF0, 0x9F, 0x98, 0x80, 0xE2, 0x82, 0xAC]), max_size=40)
+bytes_of_text = st.text(max_size=20).map(lambda text: list(text.encode()))
+
+
+@given(tokens | bytes_of_text)
+@example([0xE2, 0x82, 0xAC, 256, 0xE2, 257, 0x82, 258, 0xAC])
+@example([0xEF, 0xBF, 0xBD])
+@example([0xE2, 0x82, 0x61, 0xE2])
+def test_the_pieces_are_the_text_decoded_as_a_whole(data):
+    pieces, rest, stream = run(data)
+    assert "".join(pieces) + rest == stream.text == decode_bytes(data)
+
+
+@given(st.text("ab.é", max_size=30), st.lists(st.text("ab.é", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_with_stop_strings_the_pieces_are_what_stands_before_the_first_that_completes(text, stops):
+    expected, found = text, False
+    for end in range(len(text) + 1):
+        places = [at for stop in stops if (at := text[:end].find(stop)) >= 0]
+        if places:
+            expected, found = text[: min(places)], True
+            break
+    pieces, rest, stream = run(text.encode(), stops)
+    assert "".join(pieces) + rest == stream.text == expected
+    assert stream.stopped is found
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_no_tokens_are_no_text(stop):
+    assert run(b"", stop)[:2] == ([], "")
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), st.lists(st.text("abc", max_size=4), max_size=12))
+def test_it_finds_what_a_search_of_the_whole_text_finds(stops: list[str], pieces: list[str]):
+    matcher, text = StopMatcher(stops), ""
+    for piece in pieces:
+        text += piece
+        found = matcher.push(piece)
+        expected = min((at for at in map(text.find, stops) if at >= 0), default=None)
+        assert found == expected
+        if found is not None:
+            return
+        ends = [size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])]
+        assert matcher.undecided == max(ends, default=0)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "start"),
+    [("aab", "aaab", 1), ("abac", "ababac", 2), ("aabaaa", "aabaabaaa", 3), ("aaa", "aabaa", None), ("ab", "ab", 0)],
+)
+def test_a_failed_match_goes_on_from_its_longest_border(stop, text, start):
+    assert StopMatcher([stop]).push(text) == start
+    letters = StopMatcher([stop])
+    found = [letters.push(letter) for letter in text]
+    assert found == [None] * (len(text) - 1) + [start]
+
+
+def test_long_stop_strings_cost_no_more_than_the_text():
+    """Each token was compared with every beginning of every stop string."""
+    stops = ["b" + "a" * size for size in range(4000, 4004)]
+    stream = TextStream(lambda ids: "a" * len(ids), stops)
+    started = time.process_time()
+    for _ in range(5000):
+        stream.push(0)
+    assert stream.text == "a" * 5000
+    assert time.process_time() - started < 2
