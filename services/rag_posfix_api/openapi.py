@@ -10,19 +10,15 @@ from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.app import create_app
 
 
-def document() -> str:
-    """Return the OpenAPI document. It depends on the routes only, not on the version of rag-posfix."""
-    schema = create_app(Settings(), service=ServiceSettings()).openapi()
-    schema["info"]["version"] = "1"
-    return json.dumps(schema, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-
-
 def main(arguments: list[str]) -> int:
-    """Write the document to the given path."""
+    """Write the OpenAPI document to a path. It depends on the routes only, not on the version of rag-posfix."""
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m rag_posfix_api.openapi PATH\n")
         return 2
-    Path(arguments[0]).write_text(document(), encoding="utf-8")
+    schema = create_app(Settings(), service=ServiceSettings()).openapi()
+    schema["info"]["version"] = "1"
+    document = json.dumps(schema, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    Path(arguments[0]).write_text(document, encoding="utf-8")
     return 0
 
 

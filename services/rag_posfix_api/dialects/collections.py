@@ -145,20 +145,20 @@ Name = Annotated[str, PathParameter(pattern=NAME_PATTERN)]
 async def create_collection(body: NewCollection, service: ReadyService) -> CollectionObject:
     """Create an empty collection of the caller's tenant."""
     make = partial(service.collections.create, CALLER.get().tenant, body.name, service.embeddings)
-    return _shown(await anyio.to_thread.run_sync(make))
+    return _collection(await anyio.to_thread.run_sync(make))
 
 
 @router.get("", responses=OPENAI.responses(401, 403, 429, 500))
 async def list_collections(service: ServiceState) -> CollectionList:
     """List the collections of the caller's tenant, by name."""
-    found = await anyio.to_thread.run_sync(service.collections.of, CALLER.get().tenant)
-    return CollectionList(data=[_shown(info) for info in found])
+    infos = await anyio.to_thread.run_sync(service.collections.of, CALLER.get().tenant)
+    return CollectionList(data=[_collection(info) for info in infos])
 
 
 @router.get("/{name}", responses=OPENAI.responses(401, 403, 404, 422, 429, 500))
 async def retrieve_collection(name: Name, service: ServiceState) -> CollectionObject:
     """Describe a collection."""
-    return _shown(await anyio.to_thread.run_sync(service.collections.info, CALLER.get().tenant, name))
+    return _collection(await anyio.to_thread.run_sync(service.collections.info, CALLER.get().tenant, name))
 
 
 @router.delete("/{name}", responses=OPENAI.responses(400, 401, 403, 404, 422, 429, 500, 503))
@@ -203,8 +203,8 @@ async def search_collection(
     if not body.query.strip():
         raise InvalidRequestError("query is empty; give at least one visible character", param="query")
     collection = service.collection(name)
-    found = await _with_embeddings(service, request, lambda: collection.search(body.query, body.k))
-    return SearchResults(data=[_found(document) for document in found])
+    hits = await _with_embeddings(service, request, lambda: collection.search(body.query, body.k))
+    return SearchResults(data=[_found(document) for document in hits])
 
 
 @router.post(
@@ -239,11 +239,11 @@ async def _with_embeddings(service: Service, request: Request, work: Callable[[]
     return await service.rerank.run(request.receive, work, permit=True)
 
 
-def _document(given: NewDocument, index: int) -> Document:
-    if not given.text.strip():
+def _document(document: NewDocument, index: int) -> Document:
+    if not document.text.strip():
         raise InvalidRequestError(f"documents[{index}].text is empty; give visible text", param="documents")
-    titled = {} if given.title is None else {"title": given.title}
-    return Document(id=given.id, page_content=given.text, metadata=given.metadata | titled)
+    title = {} if document.title is None else {"title": document.title}
+    return Document(id=document.id, page_content=document.text, metadata=document.metadata | title)
 
 
 def _found(document: Document) -> FoundDocument:
@@ -253,7 +253,7 @@ def _found(document: Document) -> FoundDocument:
     return FoundDocument(id=str(document.id), text=document.page_content, title=title, metadata=metadata, score=score)
 
 
-def _shown(info: CollectionInfo) -> CollectionObject:
+def _collection(info: CollectionInfo) -> CollectionObject:
     return CollectionObject(name=info.name, created_at=info.created_at, documents=info.documents)
 
 

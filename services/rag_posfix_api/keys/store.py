@@ -47,8 +47,8 @@ _SCRYPT_MEMORY_BYTES = 64 * 1024**2
 
 def split_key(key: str) -> tuple[str, str] | None:
     """Return id and secret part of a key, or None for any other text."""
-    found = _KEY.fullmatch(key)
-    return None if found is None else (found[1], found[2])
+    match = _KEY.fullmatch(key)
+    return None if match is None else (match[1], match[2])
 
 
 def digest(identity: str, secret: str) -> str:
@@ -109,11 +109,7 @@ class ApiKey:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ApiKey:
-        """Return the key that was written as ``to_dict`` and ``hash``.
-
-        Raises:
-            ValueError: a field is missing, is of another type, or is not allowed.
-        """
+        """Return the key that was written as ``to_dict`` and ``hash``; raise ``ValueError`` for a wrong field."""
         fields = {name: data.get(name) for name in cls.__slots__}
         if not all(isinstance(fields[name], str) for name in ("id", "tenant", "name", "hash")):
             raise ValueError("a key has no id, tenant, name or hash")
@@ -134,18 +130,14 @@ def _check_tenant(name: str) -> None:
 
 
 def _ordered_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
-    """Return the scopes, each once, in the order of ``SCOPES``.
-
-    Raises:
-        ConfigError: one is unknown, or there is none.
-    """
-    wanted = list(scopes)
-    for scope in wanted:
+    """Return the scopes, each once, in the order of ``SCOPES``."""
+    names = list(scopes)
+    for scope in names:
         if scope not in SCOPES:
             raise ConfigError(f"scope {shown(scope)} is unknown; choose of {', '.join(SCOPES)}")
-    if not wanted:
+    if not names:
         raise ConfigError(f"a key without scopes may do nothing; choose of {', '.join(SCOPES)}")
-    return tuple(scope for scope in SCOPES if scope in wanted)
+    return tuple(scope for scope in SCOPES if scope in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +179,7 @@ class KeyStore:
         return self._had_keys
 
     def table(self) -> KeyTable:
-        """Return the keys. A file that cannot be read holds none and is logged: its keys are then refused."""
+        """Return the keys. A file that cannot be read holds none and is logged: its keys are then rejected."""
         seen = _signature(self._file)
         with self._lock:
             if seen != self._seen:
@@ -237,12 +229,7 @@ class KeyStore:
         return key, f"rpk_{identity}_{secret}"
 
     def revoke(self, identity: str) -> ApiKey:
-        """Revoke a key, for ever; return it. A key that was revoked before stays as it was.
-
-        Raises:
-            UnknownNameError: there is no key with this id.
-            ConfigError: the file cannot be read or written.
-        """
+        """Revoke a key, for ever; return it. A key that was revoked before stays as it was."""
         with self._writing() as table:
             key = table.keys.get(identity)
             if key is None:
@@ -253,11 +240,7 @@ class KeyStore:
         return key
 
     def renew(self, key: ApiKey, secret: str) -> None:
-        """Replace the scrypt hash of a key by ``digest``, unless another process did.
-
-        Raises:
-            ConfigError: the file cannot be read or written.
-        """
+        """Replace the scrypt hash of a key by ``digest``, unless another process did."""
         with self._writing() as table:
             current = table.keys.get(key.id)
             if current is not None and current.hash == key.hash:
@@ -294,20 +277,15 @@ class KeyStore:
 def _signature(file: Path) -> tuple[int, int, int] | None:
     """Return what changes when the file is replaced; None if it is not there or cannot be asked for."""
     try:
-        found = file.stat()
+        status = file.stat()
     except FileNotFoundError:
         return None
     except OSError:
         return (0, 0, 0)  # reading it then says what is wrong
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _read(file: Path) -> KeyTable:
-    """Return the content of the file.
-
-    Raises:
-        ConfigError: it cannot be read, or is no key file.
-    """
     try:
         data: Any = json.loads(file.read_text(encoding="utf-8"))
         if data["format"] != _FORMAT or data["version"] != _VERSION:

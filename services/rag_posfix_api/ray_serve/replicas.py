@@ -39,12 +39,7 @@ class HeldPassages(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaModel:
-    """A loaded model.
-
-    Attributes:
-        generator: Answers.
-        passages: Keeps keys and values for it; None where that is not known.
-    """
+    """A loaded model; ``passages`` keeps keys and values for it, None where that is not known."""
 
     generator: Generator
     passages: HeldPassages | None = None

@@ -99,11 +99,7 @@ class Service:
 
     @property
     def _served(self) -> Pipeline:
-        """The pipeline of no tenant, for what is the same for all callers.
-
-        Raises:
-            NotReadyError: as ``pipeline``.
-        """
+        """The pipeline of no tenant, for what is the same for all callers."""
         if self._pipeline is None:
             raise NotReadyError(self._reason)
         if (failure := self.failure) is not None:
@@ -141,12 +137,7 @@ class Service:
 
     @property
     def reader(self) -> PassageReader:
-        """The served model, for those who read its attention.
-
-        Raises:
-            NotReadyError: as ``pipeline``.
-            UnsupportedFeatureError: the generator gives no attention.
-        """
+        """The served model, if it gives attention; raises ``UnsupportedFeatureError`` otherwise."""
         name = self.model_id  # raises before the model is there
         if not isinstance(self._generator, PassageReader):
             raise UnsupportedFeatureError(f"{name!r} gives no attention; serve a model that this process loads itself")
@@ -205,11 +196,7 @@ class Service:
         self.rerank.admission.stop()
 
     def check_ready(self) -> None:
-        """Raise if no new request can be answered.
-
-        Raises:
-            NotReadyError: the model is not loaded or has failed, or the service is stopping.
-        """
+        """Raise ``NotReadyError`` if the model is not loaded or has failed, or the service is stopping."""
         if self._draining:
             raise StoppingError("the service is stopping; ask another replica, or again later")
         _ = self._served
@@ -226,33 +213,19 @@ class Service:
 
     @property
     def embeddings(self) -> Embeddings:
-        """The embedding model of the pipeline.
-
-        Raises:
-            UnsupportedFeatureError: it has none.
-        """
+        """The embedding model of the pipeline; raises ``UnsupportedFeatureError`` without one."""
         embeddings = self._served.embeddings
         if embeddings is None:
             raise UnsupportedFeatureError("this server has no embedding model; serve a pipeline with one")
         return embeddings
 
     def collection(self, name: str) -> Collection:
-        """Return a collection of the caller.
-
-        Raises:
-            NotFoundError: the caller has none of this name.
-            UnsupportedFeatureError: the pipeline has no embedding model.
-        """
+        """Return a collection of the caller; raise ``NotFoundError`` if the caller has none of this name."""
         caller = CALLER.get()
         return self.collections.get(caller.tenant, name, self.embeddings, partial(self._forget, caller.salt))
 
     def delete_collection(self, name: str) -> None:
-        """Delete a collection of the caller, and what is cached of its documents.
-
-        Raises:
-            NotFoundError: the caller has none of this name.
-            StorageError: it could not be deleted.
-        """
+        """Delete a collection of the caller, and what is cached of its documents."""
         caller = CALLER.get()
         documents = self.collections.delete(caller.tenant, name, self.collection(name))
         self.precomputing.forget((caller.tenant, name))
