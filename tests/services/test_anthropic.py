@@ -10,14 +10,11 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic.types import CitationCharLocation, CitationContentBlockLocation, DocumentBlockParam, TextBlock
-from fastapi.testclient import TestClient
 
 from rag_posfix.contracts.answer import Answer, Citation
 from rag_posfix.contracts.request import Generation, GenerationRequest, Usage
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
 from rag_posfix_api.dialects.anthropic import CitableDocument, cited_blocks
 from tests.support.serving import (
     ANSWER,
@@ -29,7 +26,7 @@ from tests.support.serving import (
     FailingGenerator,
     ListRetriever,
     chat,
-    limits,
+    client_for,
     make_pipeline,
     serving,
 )
@@ -86,7 +83,7 @@ def test_input_tokens_exclude_the_cached_ones_whole_and_streamed():
             return replace(generation, usage=replace(generation.usage, cached_tokens=30))
 
     pipeline = make_pipeline(PartlyCached(ToyEncoder()), cache=DictCache())
-    client = TestClient(create_app(Settings(), pipeline, limits()))
+    client = client_for(pipeline)
     body = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "content": QUESTION}]}
     whole = client.post("/v1/messages", json=body).json()["usage"]
     assert whole["cache_read_input_tokens"] == 30
@@ -261,7 +258,7 @@ PDF = {"type": "document", "source": {"type": "base64", "media_type": "applicati
     ],
 )
 def test_bad_requests_get_an_error_of_the_dialect(fields: dict[str, Any], status: int, part: str):
-    client = TestClient(create_app(Settings(), make_pipeline(), limits()))
+    client = client_for()
     response = client.post("/v1/messages", json={"model": "fake", "max_tokens": 5, "messages": asked(), **fields})
     assert response.status_code == status, response.text
     error = response.json()

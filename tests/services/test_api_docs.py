@@ -7,15 +7,13 @@ import re
 import pytest
 from fastapi.testclient import TestClient
 
-from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
 from rag_posfix_api.page import routes
-from tests.support.serving import limits, make_pipeline
+from tests.support.serving import client_for
 
 
 @pytest.fixture
 def client() -> TestClient:
-    return TestClient(create_app(Settings(), make_pipeline(), limits()))
+    return client_for()
 
 
 def test_the_page_and_its_files_name_no_other_host(client: TestClient):

@@ -3,13 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
 from tests.support.order_biased import OrderBiasedGenerator
-from tests.support.serving import BRIDGE, HARBOUR, QUESTION, limits, make_pipeline
+from tests.support.serving import BRIDGE, HARBOUR, QUESTION, client_for, make_pipeline
 
 URL = "/v1/posfix/attention"
 
@@ -19,7 +17,7 @@ def biased() -> Pipeline:
 
 
 def post(pipeline: Pipeline, settings: dict[str, Any] | None = None, **fields: Any) -> Any:
-    client = TestClient(create_app(Settings(), pipeline, limits(**settings or {})))
+    client = client_for(pipeline, **settings or {})
     return client.post(URL, json={"query": QUESTION, "documents": [BRIDGE, HARBOUR], **fields})
 
 
@@ -73,7 +71,7 @@ def test_shares_are_those_of_an_unmodified_answer(engine):
 
     pipeline = build_pipeline(Settings(), generator=engine)
     documents = [{"id": "b", "text": BRIDGE, "score": 1}, {"id": "h", "text": HARBOUR, "score": 0}]
-    with TestClient(create_app(Settings(), pipeline, limits(max_concurrent=1))) as client:
+    with client_for(pipeline, max_concurrent=1) as client:
         measured = client.post(URL, json={"query": QUESTION, "documents": documents}).json()["documents"]
         asked = {
             "messages": [{"role": "user", "content": QUESTION}], "documents": documents, "max_tokens": 1,

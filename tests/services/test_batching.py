@@ -34,6 +34,7 @@ from tests.support.serving import (
     HARBOUR,
     WordReranker,
     chat,
+    client_for,
     gauge,
     in_flight,
     limits,
@@ -167,7 +168,7 @@ def test_shutting_down_ends_the_thread_and_an_app_may_be_started_again(pipeline:
 
 def test_one_at_a_time_needs_no_thread(pipeline: Pipeline):
     before = threads()
-    with TestClient(create_app(Settings(), pipeline, limits(max_concurrent=1))) as client:
+    with client_for(pipeline, max_concurrent=1) as client:
         assert client.post(CHAT, json=chat(documents=[BRIDGE])).status_code == 200
         assert threads() == before
 
@@ -175,7 +176,7 @@ def test_one_at_a_time_needs_no_thread(pipeline: Pipeline):
 def test_a_pipeline_that_brings_its_own_batching_is_served_as_it_is(pipeline: Pipeline, together: list[int]):
     generator = BatchingGenerator(pipeline.generator)  # type: ignore[arg-type]
     own = Pipeline(generator, pipeline.assembler, defaults=pipeline.defaults)
-    with TestClient(create_app(Settings(), own, limits())) as client:
+    with client_for(own) as client:
         assert client.post(CHAT, json=chat(documents=[BRIDGE])).status_code == 200
     assert generator.generate(ask("none", 2)).usage.completion_tokens == 2  # it was not closed by the service
     generator.close()

@@ -10,19 +10,17 @@ import pytest
 from fastapi.testclient import TestClient
 
 from rag_posfix.errors import GenerationCancelled
-from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
 from rag_posfix_api.http.errors import RequestTimeoutError, TooLargeError
 from rag_posfix_api.http.json_bodies import MAX_DEPTH, MAX_LIST, MAX_VALUES, check_shape
 from rag_posfix_api.runtime.admission import Ticket
-from tests.support.serving import BRIDGE, CHAT, chat, limits, make_pipeline
+from tests.support.serving import BRIDGE, CHAT, chat, client_for, make_pipeline
 
 OPEN = b'{"messages":[{"role":"user","content":"hi"}],"documents":['
 JSON = {"content-type": "application/json"}
 
 
 def client() -> TestClient:
-    return TestClient(create_app(Settings(), make_pipeline(), limits()))
+    return client_for()
 
 
 def sent(content: bytes) -> tuple[int, dict[str, Any]]:

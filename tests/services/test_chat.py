@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 
 from rag_posfix.contracts.request import (
     Chunk,
@@ -19,8 +18,6 @@ from rag_posfix.contracts.request import (
 )
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
-from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
 from tests.support.serving import (
     ANSWER,
     BRIDGE,
@@ -30,16 +27,12 @@ from tests.support.serving import (
     ListRetriever,
     WordReranker,
     chat,
-    limits,
+    client_for,
     make_pipeline,
 )
 from tests.support.toy_encoder import ToyEncoder
 
 URL = "/v1/chat/completions"
-
-
-def client_for(pipeline: Pipeline | None = None, **fields: Any) -> TestClient:
-    return TestClient(create_app(Settings(), pipeline or make_pipeline(), limits(**fields)))
 
 
 def ask(pipeline: Pipeline | None = None, question: str = QUESTION, **fields: Any) -> dict[str, Any]:

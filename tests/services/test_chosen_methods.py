@@ -8,10 +8,15 @@ import pytest
 from fastapi.testclient import TestClient
 
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.pipeline.pipeline import Pipeline
-from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
-from tests.support.serving import BRIDGE, HARBOUR, QUESTION, ListRetriever, WordReranker, limits, make_pipeline
+from tests.support.serving import (
+    BRIDGE,
+    HARBOUR,
+    QUESTION,
+    ListRetriever,
+    WordReranker,
+    client_for,
+    make_pipeline,
+)
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -22,10 +27,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/chat": {"model": "fake", "messages": MESSAGES, "stream": False},
 }
 DOCUMENTS = [{"id": "h", "text": HARBOUR, "score": 0.9}, {"id": "b", "text": BRIDGE, "score": 0.1}]
-
-
-def client_for(pipeline: Pipeline) -> TestClient:
-    return TestClient(create_app(Settings(), pipeline, limits()))
 
 
 @pytest.fixture

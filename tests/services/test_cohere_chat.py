@@ -9,13 +9,10 @@ import cohere
 import httpx
 import pytest
 from cohere.core.api_error import ApiError
-from fastapi.testclient import TestClient
 
 from rag_posfix.contracts.answer import Answer, Citation
 from rag_posfix.contracts.request import Usage
 from rag_posfix.errors import GenerationError
-from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
 from rag_posfix_api.dialects.cohere import ChatRenderer
 from tests.support.serving import (
     ANSWER,
@@ -24,7 +21,7 @@ from tests.support.serving import (
     QUESTION,
     FailingGenerator,
     ListRetriever,
-    limits,
+    client_for,
     make_pipeline,
     serving,
 )
@@ -170,7 +167,7 @@ def test_a_failure_in_the_stream_is_its_last_event():
     ],
 )
 def test_bad_requests_get_an_error_of_the_dialect(fields: dict[str, Any], status: int, part: str):
-    client = TestClient(create_app(Settings(), make_pipeline(), limits(max_documents=3)))
+    client = client_for(max_documents=3)
     response = client.post("/v2/chat", json={"model": "fake", "messages": MESSAGES, **fields})
     assert response.status_code == status, response.text
     assert set(response.json()) == {"message", "code", "param"}

@@ -7,12 +7,9 @@ from typing import Any
 
 import openai
 import pytest
-from fastapi.testclient import TestClient
 
-from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.serving import limits, make_pipeline, serving
+from tests.support.serving import client_for, make_pipeline, serving
 
 PATH = "/v1/embeddings"
 
@@ -62,13 +59,13 @@ def test_errors_have_openais_types(client: openai.OpenAI):
 )
 def test_bad_input_is_told(given: Any, status: int, part: str):
     pipeline = make_pipeline(embeddings=LetterEmbeddings())
-    client = TestClient(create_app(Settings(), pipeline, limits(max_documents=3)))
+    client = client_for(pipeline, max_documents=3)
     response = client.post(PATH, json={"input": given})
     assert response.status_code == status, response.text
     assert part in response.json()["error"]["message"]
 
 
 def test_a_pipeline_without_an_embedding_model_says_so():
-    client = TestClient(create_app(Settings(), make_pipeline(), limits()))
+    client = client_for()
     response = client.post(PATH, json={"input": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported")

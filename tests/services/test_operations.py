@@ -32,6 +32,7 @@ from tests.support.serving import (
     FailingGenerator,
     WordReranker,
     chat,
+    client_for,
     limits,
     make_pipeline,
 )
@@ -39,10 +40,6 @@ from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
 
 BUILD_PIPELINE = "rag_posfix.pipeline.build.build_pipeline"
-
-
-def client_for(pipeline: Pipeline | None = None, **fields: Any) -> TestClient:
-    return TestClient(create_app(Settings(), pipeline or make_pipeline(), limits(**fields)))
 
 
 def error_of(response: Any) -> dict[str, Any]:

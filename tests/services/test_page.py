@@ -18,7 +18,7 @@ from rag_posfix_api.app import create_app
 from rag_posfix_api.page import routes
 from rag_posfix_api.server import bind, make_server, open_page, page_address
 from tests.support.order_biased import OrderBiasedGenerator
-from tests.support.serving import limits, make_pipeline
+from tests.support.serving import client_for, limits, make_pipeline
 from tests.support.waiting import wait_until
 
 STATIC = Path(routes.__file__).with_name("static")
@@ -28,25 +28,21 @@ POLICY = {
 }  # fmt: skip
 
 
-def client(pipeline=None, **fields):
-    return TestClient(create_app(Settings(), pipeline or make_pipeline(), limits(**fields)))
-
-
 def test_the_page_has_a_strict_policy_and_is_asked_again_each_time():
-    response = client().get("/")
+    response = client_for().get("/")
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert set(response.headers["content-security-policy"].split("; ")) == POLICY
     assert response.headers["x-content-type-options"] == "nosniff"
     assert response.headers["referrer-policy"] == "no-referrer"
     assert response.headers["cache-control"] == "no-cache"
-    again = client().get("/", headers={"if-none-match": response.headers["etag"]})
+    again = client_for().get("/", headers={"if-none-match": response.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
 
 
 @pytest.mark.parametrize("file", [path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.*")])
 def test_every_file_is_served_with_its_type_and_the_policy(file):
-    response = client(api_key="k").get(f"/page/{file}")
+    response = client_for(api_key="k").get(f"/page/{file}")
     assert response.status_code == 200
     assert response.content == (STATIC / file).read_bytes()
     assert "content-security-policy" in response.headers
@@ -58,13 +54,13 @@ def test_every_file_is_served_with_its_type_and_the_policy(file):
     "path", ["nothing.js", "", "vendor", "../routes.py", "%2e%2e/routes.py", "..%2froutes.py", "/etc/passwd", "%00"]
 )
 def test_nothing_else_is_served(path):
-    response = client(api_key="k").get(f"/page/{path}")
+    response = client_for(api_key="k").get(f"/page/{path}")
     assert response.status_code in (401, 404)
     assert "import" not in response.text
 
 
 def test_the_page_needs_no_key_and_the_service_does():
-    keyed = client(api_key="k")
+    keyed = client_for(api_key="k")
     assert keyed.get("/").status_code == 200
     assert keyed.get("/page/page.js").status_code == 200
     assert keyed.get("/v1/models").status_code == 401
@@ -74,9 +70,9 @@ def test_the_page_needs_no_key_and_the_service_does():
 
 def test_the_page_learns_what_the_service_can_do():
     plain = {"ready": True, "key": False, "attention": False}
-    found = client().get("/page/service.json").json()
+    found = client_for().get("/page/service.json").json()
     assert found == plain
-    assert client(make_pipeline(OrderBiasedGenerator()), api_key="k").get("/page/service.json").json() == {
+    assert client_for(make_pipeline(OrderBiasedGenerator()), api_key="k").get("/page/service.json").json() == {
         **found, "key": True, "attention": True,
     }  # fmt: skip
     loading = TestClient(create_app(Settings(), None, limits())).get("/page/service.json").json()

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
 from tests.support.page_bodies import LIBRECHAT, OPEN_WEBUI
-from tests.support.serving import ANSWER, BRIDGE, ListRetriever, limits, make_pipeline
+from tests.support.serving import ANSWER, BRIDGE, ListRetriever, client_for, make_pipeline
 
 URL = "/v1/chat/completions"
 
@@ -29,7 +27,7 @@ TITLE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
-    return TestClient(create_app(Settings(), make_pipeline(retriever=ListRetriever(BRIDGE)), limits()))
+    return client_for(make_pipeline(retriever=ListRetriever(BRIDGE)))
 
 
 @pytest.mark.parametrize("body", [OPEN_WEBUI, LIBRECHAT], ids=["open-webui", "librechat"])

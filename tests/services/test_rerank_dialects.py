@@ -12,9 +12,7 @@ import pytest
 from cohere.core.api_error import ApiError
 from fastapi.testclient import TestClient
 
-from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
-from tests.support.serving import BRIDGE, HARBOUR, WordReranker, limits, make_pipeline, serving
+from tests.support.serving import BRIDGE, HARBOUR, WordReranker, client_for, make_pipeline, serving
 
 QUERY = "the bridge of Arvo"
 TEXTS = [HARBOUR, BRIDGE, "nothing"]
@@ -22,7 +20,7 @@ TEXTS = [HARBOUR, BRIDGE, "nothing"]
 
 @pytest.fixture
 def client() -> TestClient:
-    return TestClient(create_app(Settings(), make_pipeline(reranker=WordReranker()), limits(max_documents=3)))
+    return client_for(make_pipeline(reranker=WordReranker()), max_documents=3)
 
 
 def post(client: TestClient, path: str, **body: Any) -> httpx2.Response:

@@ -7,11 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from fastapi.testclient import TestClient
 
 from rag_posfix.errors import GenerationError
-from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
 from tests.support.serving import (
     ANSWER,
     BRIDGE,
@@ -19,7 +16,7 @@ from tests.support.serving import (
     QUESTION,
     FailingGenerator,
     ListRetriever,
-    limits,
+    client_for,
     make_pipeline,
     serving,
 )
@@ -112,7 +109,7 @@ def test_a_failure_in_the_stream_is_its_last_event():
     ],
 )
 def test_bad_requests_are_told_as_openai_does(fields: dict[str, Any], status: int, param: str):
-    client = TestClient(create_app(Settings(), make_pipeline(), limits(max_documents=3)))
+    client = client_for(max_documents=3)
     response = client.post("/v1/responses", json={"input": QUESTION, **fields})
     assert response.status_code == status, response.text
     assert response.json()["error"]["param"] == param

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import uvicorn
+from fastapi.testclient import TestClient
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
@@ -19,6 +20,7 @@ from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import Telemetry
+from rag_posfix_api.app import create_app
 from rag_posfix_api.server import bind, make_server
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
@@ -60,6 +62,11 @@ def make_pipeline(generator: FakeGenerator | None = None, window: int = 8192, **
 
 def limits(**fields: Any) -> ServiceSettings:
     return ServiceSettings(**{"port": 0, **fields})
+
+
+def client_for(pipeline: Pipeline | None = None, **fields: Any) -> TestClient:
+    """A client of an app in this process, with these settings of the service."""
+    return TestClient(create_app(Settings(), pipeline or make_pipeline(), limits(**fields)))
 
 
 class WordReranker:
