@@ -119,7 +119,7 @@ def _open_document(path: Path, kind: str, advice: str) -> Iterator[BinaryIO]:
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise RetrievalError(
-                f"cannot read {str(path)!r} as {kind}: {reason}; leave the file out, {advice}"
+                f"cannot read {str(path)!r} as {kind}: {reason}; leave the file out, or save it again {advice}"
             ) from error
 
 
