@@ -65,11 +65,7 @@ class PassageBudget:
             )
 
     def limits(self, count: int, budget: int) -> Callable[[int], int]:
-        """Return a function from a rank to the token limit of its passage.
-
-        Args:
-            budget: Token limit of all passages together.
-        """
+        """Return a function from a rank to the token limit of its passage."""
         tokens = self.tokens
         if tokens is None:
             return lambda rank: budget
@@ -150,11 +146,6 @@ def truncate_at_sentence(
     A sentence ends with a full stop, a question or an exclamation mark before white space or the end of the text. If
     none ends within the limit, or only after fewer than ``FEWEST_TOKENS`` tokens, do what ``truncate`` does.
 
-    Args:
-        token_ids: The tokens of a text.
-        limit: Maximum number of tokens.
-        decode: Returns the text of tokens.
-
     Raises:
         PromptTooLongError: ``limit`` is below ``FEWEST_TOKENS``.
     """
@@ -184,11 +175,6 @@ def _fewest(token_ids: Sequence[int], length: int, decode: Callable[[Sequence[in
 
 def truncate(token_ids: Sequence[int], limit: int, decode: Callable[[Sequence[int]], str]) -> tuple[int, ...]:
     """Return the longest prefix of ``token_ids`` of at most ``limit`` tokens that ends between two characters.
-
-    Args:
-        token_ids: The tokens of a text.
-        limit: Maximum number of tokens.
-        decode: Returns the text of tokens.
 
     Raises:
         PromptTooLongError: ``limit`` is below ``FEWEST_TOKENS``.

@@ -70,11 +70,6 @@ def document_id(document: Document) -> str:
 def checked_document(document: Document, index: int = 0, *, with_relevance: bool = True) -> CheckedDocument:
     """Check a document and clean its text.
 
-    Args:
-        document: The document; it is not changed.
-        index: Its index in the list of documents, for messages.
-        with_relevance: Whether its score is read; else ``relevance`` is None.
-
     Raises:
         ConfigError: it is no Document, its content is no string, or its score is no finite number.
     """

@@ -68,9 +68,6 @@ def merge_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
 
     Many chat templates raise on anything else. Merged contents are joined by a blank line; all are cleaned.
 
-    Args:
-        messages: Any sequence of ``{"role", "content"}``.
-
     Raises:
         ConfigError: a role is unknown, or a content is no string.
     """

@@ -81,11 +81,7 @@ class TokenizedPrompt:
         return len(self.prefix) + len(self.suffix)
 
     def with_passages(self, passages: Sequence[TokenizedPassage]) -> Layout:
-        """Return the layout of the prompt with ``passages`` in this order.
-
-        Args:
-            passages: The passages; may be empty.
-        """
+        """Return the layout of the prompt with ``passages`` in this order."""
         ids = list(self.prefix)
         segments: list[Span] = []
         texts: list[Span] = []
@@ -118,14 +114,7 @@ def _clipped(scores: Sequence[float | None]) -> tuple[float, ...] | None:
 def tokenize_passage(
     encoder: TokenEncoder, template: PromptTemplate, text: str, *, title: str = "", relevance: float | None = None
 ) -> TokenizedPassage:
-    """Tokenise one passage.
-
-    Args:
-        encoder: The generator's tokenizer.
-        template: Gives heading and separator.
-        title: Its title; empty for no heading.
-        relevance: Its score, or None.
-    """
+    """Tokenise one passage."""
     written = (clean_text(template.heading_for(title)), clean_text(text), template.separator)
     return _encode_passage(encoder, written, content_hash(title, text), relevance)
 
@@ -140,12 +129,7 @@ def _encode_passage(
 
 
 def label_passage(encoder: TokenEncoder, passage: TokenizedPassage, label: str) -> TokenizedPassage:
-    """Return the passage with ``label`` before its heading.
-
-    Args:
-        encoder: The tokenizer that made the passage.
-        label: Any text, such as a number.
-    """
+    """Return the passage with ``label`` before its heading."""
     heading, text, separator = passage.written
     return _encode_passage(encoder, (label + heading, text, separator), passage.key, passage.relevance)
 
@@ -161,12 +145,6 @@ def cut_passage(
     """Return the passage with less of its text, at most ``limit`` tokens long.
 
     The key stays, so that cached keys and values of the cut passage are dropped with the document.
-
-    Args:
-        encoder: The tokenizer that made the passage.
-        limit: Maximum number of tokens, heading and separator included.
-        shorten: Cuts the tokens of the text, as ``truncate`` does.
-        heading_limit: Maximum number of tokens of the heading; it is not cut if None.
 
     Raises:
         PromptTooLongError: too few tokens are left for the text.

@@ -28,7 +28,7 @@ def attend_with_lse(
         query: (B, Hq, Tq, D). key, value: (B, Hkv, Tk, D); query head h reads key head h // (Hq / Hkv).
         returns: (B, Hq, Tq, D) in the dtype of ``query``; (B, Hq, Tq) float32.
 
-    With ``causal``, query i sees keys 0..i + Tk - Tq: the queries are the newest tokens.
+    With ``causal``, query i sees keys 0..i + Tk - Tq: the queries are the last tokens.
 
     Cost: fused on CPUs, and on GPUs by the kernels that PyTorch's own attention uses: flash attention in 16 bits, the
         memory-efficient one in float32. Elsewhere, and where a gradient is wanted, a (B, Hq, 256, Tk) float32 score
@@ -150,7 +150,7 @@ def attend_segments(
 
 
 def last_row(query: Tensor, key: Tensor, scaling: float) -> Tensor:
-    """Return the scores of the newest query, (B, Hq, 1, Tk) float32."""
+    """Return the scores of the last query, (B, Hq, 1, Tk) float32."""
     return scores(query[:, :, -1:], key, scaling)
 
 

@@ -1,4 +1,4 @@
-"""Joining passages that were read apart: which of their tokens are read again, and what these see."""
+"""CacheBlend: recompute some tokens of independently encoded passages."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class SelectedAttention(AttentionOverride):
             lasts = torch.cat((lasts, chosen[-1:]))
         self._lasts: list[int] = lasts.tolist()  # once, not in every layer: it waits for the device
 
-    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """AttentionOverride block by block: a (256, Tk) mask at a time."""
         outs = []
         for block, newest in enumerate(self._lasts):
             first, last = block * QUERY_BLOCK, newest + 1
             chosen = self._chosen[first : first + QUERY_BLOCK]
-            query = given.query[:, :, first : first + QUERY_BLOCK]
-            outs.append(_masked(query, given.key[:, :, :last], given.value[:, :, :last], chosen, given.scaling))
+            query = inputs.query[:, :, first : first + QUERY_BLOCK]
+            outs.append(_masked(query, inputs.key[:, :, :last], inputs.value[:, :, :last], chosen, inputs.scaling))
         return torch.cat(outs, dim=2), None
 
 

@@ -127,8 +127,8 @@ def attend_causal_tiled(query: Tensor, key: Tensor, value: Tensor, scaling: floa
     for heads, rows in tiles(n_key_heads, groups, n_query, n_key):
         part = query[heads, :, rows]  # (h, G, rows, D)
         scores = torch.baddbmm(unused, part.flatten(1, 2), key[heads].transpose(1, 2), beta=0, alpha=scaling)
-        own = scores.view(*part.shape[:3], n_key)[..., n_key - n_query :]
-        own.masked_fill_(index > index[rows, None], float("-inf"))
+        own_scores = scores.view(*part.shape[:3], n_key)[..., n_key - n_query :]
+        own_scores.masked_fill_(index > index[rows, None], float("-inf"))
         out[heads, :, rows] = torch.bmm(scores.softmax(dim=-1), value[heads]).view(part.shape)
     return out
 

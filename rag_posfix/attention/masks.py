@@ -31,9 +31,9 @@ def block_diagonal_mask(masks: Sequence[MaskFunction], lengths: Sequence[int]) -
     """
 
     def mask(query: Tensor, key: Tensor) -> Tensor:
-        blocks = [materialize(own, n, n, query.device) for own, n in zip(masks, lengths, strict=True)]
-        whole: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
-        return whole[query, key]
+        blocks = [materialize(block_mask, n, n, query.device) for block_mask, n in zip(masks, lengths, strict=True)]
+        full: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+        return full[query, key]
 
     return mask
 
@@ -96,12 +96,12 @@ def window_positions(layout: Layout, windows: Sequence[Span], indentation: Inden
     """
     start = len(layout.prefix)
     longest = max((len(window) for window in windows), default=0)
-    pieces = [torch.arange(start)]
+    positions = [torch.arange(start)]
     for window in windows:
         first = start + (longest - len(window) if indentation == "right" else 0)
-        pieces.append(first + torch.arange(len(window)))
-    pieces.append(start + longest + torch.arange(len(layout.suffix)))
-    return torch.cat(pieces).float()[None]
+        positions.append(first + torch.arange(len(window)))
+    positions.append(start + longest + torch.arange(len(layout.suffix)))
+    return torch.cat(positions).float()[None]
 
 
 class WindowedAttention(AttentionOverride):
@@ -117,16 +117,16 @@ class WindowedAttention(AttentionOverride):
         self._prefix = len(layout.prefix)
         self._windows = tuple(windows)
         self._mask: MaskFunction = windows_mask(layout, windows)
-        self.plain_from = layout.suffix.start
+        self.standard_from = layout.suffix.start
 
-    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """AttentionOverride window by window; the whole prompt arrives in one pass."""
-        query, key, value, end = given.query, given.key, given.value, self.plain_from or 0
+        query, key, value, end = inputs.query, inputs.key, inputs.value, self.standard_from or 0
         outs = []
         for start, stop, seen in self._segments(end, query.shape[2]):
             if start < stop:
                 part = query[:, :, start:stop]
-                outs.append(attend_segments(part, key, value, given.scaling, start, seen)[0])
+                outs.append(attend_segments(part, key, value, inputs.scaling, start, seen)[0])
         return torch.cat(outs, dim=2), None
 
     def visible(self, n_tokens: int) -> Tensor | None:

@@ -144,18 +144,18 @@ class ImportanceOrderedAttention(AttentionOverride):
                     seen[rows, columns] = True
         return seen
 
-    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the newest query's attention."""
-        now, end, n_key = _Pass(self, given), len(self.offsets), given.key.shape[2]
-        outs = [now.read_prefix(), now.read_documents()] if given.start == 0 else []
+    def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
+        """Return the output and the last query's attention."""
+        now, end, n_key = _Pass(self, inputs), len(self.offsets), inputs.key.shape[2]
+        outs = [now.read_prefix(), now.read_documents()] if inputs.start == 0 else []
         newest = None
-        for first in range(max(given.start, end), n_key, ROWS):
+        for first in range(max(inputs.start, end), n_key, ROWS):
             out, newest = now.read_after(first, min(first + ROWS, n_key))
             outs.append(out)
-        return torch.cat([out.to(given.query.dtype) for out in outs], dim=1)[None], newest
+        return torch.cat([out.to(inputs.query.dtype) for out in outs], dim=1)[None], newest
 
 
-def twice(states: Tensor, dim: int = -2) -> Tensor:
+def repeat_twice(states: Tensor, dim: int = -2) -> Tensor:
     """Return tokens two times one after another: all but one document is a slice of that, in a circle."""
     return torch.cat((states, states), dim=dim)
 
@@ -167,51 +167,52 @@ class _Pass:
     (Hq, ...), so that the G query heads of a key head broadcast over it.
     """
 
-    def __init__(self, plan: ImportanceOrderedAttention, given: AttentionInput) -> None:
-        device, n_key = given.key.device, given.key.shape[2]
-        self.given, self.spans, self.end = given, plan.spans, len(plan.offsets)
+    def __init__(self, plan: ImportanceOrderedAttention, inputs: AttentionInput) -> None:
+        device, n_key = inputs.key.device, inputs.key.shape[2]
+        self.inputs, self.spans, self.end = inputs, plan.spans, len(plan.offsets)
         self.lengths, self.share, self.segments = plan.lengths, plan.share, plan.segments
-        self.groups = given.query.shape[1] // given.key.shape[1]
+        self.groups = inputs.query.shape[1] // inputs.key.shape[1]
         self.documents = slice(plan.spans[0].stop, self.end)
         offsets = torch.cat((plan.offsets, torch.arange(n_key - self.end, device=device)))
         longest = max(n_key - self.end, *(span.stop - span.start for span in plan.spans))
-        table = given.rotate.phases(torch.arange(longest, device=device).float()[None])[0]
-        self.home_phases = table[:, offsets]  # (1 | Hkv, Tk, pairs)
-        self.query = ComplexPairs.of(given.query[0], table.shape[-1])  # (Hq, Tq, D)
-        key = ComplexPairs.of(given.key[0], table.shape[-1])
+        table = inputs.rotate.phases(torch.arange(longest, device=device).float()[None])[0]
+        self.relative_phases = table[:, offsets]  # (1 | Hkv, Tk, pairs)
+        self.query = ComplexPairs.of(inputs.query[0], table.shape[-1])  # (Hq, Tq, D)
+        key = ComplexPairs.of(inputs.key[0], table.shape[-1])
         self.plain_key = key.tokens(self.documents).vectors()  # (Hkv, S, D)
-        self.home_key = key.rotated(self.home_phases)
+        self.relative_key = key.rotated(self.relative_phases)
 
     def read_prefix(self) -> Tensor:
         """Return the output of the prefix, (Hq, P, D): causal, at its positions."""
-        span, dtype = self.spans[0], self.given.query.dtype
+        span, dtype = self.spans[0], self.inputs.query.dtype
         if span.start == span.stop:
-            return self.given.query[0, :, :0]
-        query, key = (part.tokens(span).vectors(dtype)[None] for part in (self._home_query(), self.home_key))
-        return attend_with_lse(query, key, self.given.value[:, :, span], self.given.scaling, causal=True)[0][0]
+            return self.inputs.query[0, :, :0]
+        query, key = (part.tokens(span).vectors(dtype)[None] for part in (self._relative_query(), self.relative_key))
+        return attend_with_lse(query, key, self.inputs.value[:, :, span], self.inputs.scaling, causal=True)[0][0]
 
     def read_documents(self) -> Tensor:
         """Return the output of the documents, (Hq, S, D).
 
         Queries stay at home; all other segments are moved to where they stand as seen from the document's beginning.
         """
-        given, phases, query, dtype = self.given, self._moves(), self._home_query(), self.given.query.dtype
-        home = self.home_key.tokens(slice(0, self.end))
-        circle = ComplexPairs(twice(home.pairs), twice(home.rest)).grouped(1)  # (Hkv, 1, 2 (P + S), ...)
-        segments = twice(self.segments, 0)
+        inputs, phases, query, dtype = self.inputs, self._moves(), self._relative_query(), self.inputs.query.dtype
+        segment_relative = self.relative_key.tokens(slice(0, self.end))
+        pairs, rest = repeat_twice(segment_relative.pairs), repeat_twice(segment_relative.rest)
+        doubled = ComplexPairs(pairs, rest).grouped(1)  # (Hkv, 1, 2 (P + S), ...)
+        segments = repeat_twice(self.segments, 0)
         # Moved keys differ between the heads of a group, and the kernels want as many heads of values.
-        value = twice(given.value[:, :, : self.end].repeat_interleave(self.groups, dim=1))
-        room = phases.new_empty(*phases.shape[1:3], self.end, phases.shape[-1])
+        value = repeat_twice(inputs.value[:, :, : self.end].repeat_interleave(self.groups, dim=1))
+        buffer = phases.new_empty(*phases.shape[1:3], self.end, phases.shape[-1])
         queries = query.vectors(dtype)[None]
 
         def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for span, moves in zip(self.spans[1:], phases, strict=True):
                 seen = slice(span.stop, self.end + span.stop)  # those after, the prefix, those before, and itself
-                torch.index_select(moves, 2, segments[seen], out=room).mul_(circle.pairs[..., seen, :])
-                key = ComplexPairs(room, circle.rest[..., seen, :]).vectors(dtype).flatten(0, 1)[None]
+                torch.index_select(moves, 2, segments[seen], out=buffer).mul_(doubled.pairs[..., seen, :])
+                key = ComplexPairs(buffer, doubled.rest[..., seen, :]).vectors(dtype).flatten(0, 1)[None]
                 yield queries[:, :, span], key, value[:, :, seen]
 
-        return attend_causal_each(parts(), given.scaling)[0]
+        return attend_causal_each(parts(), inputs.scaling)[0]
 
     def _moves(self) -> Tensor:
         """Return what moves each segment for each document's queries, (N, Hkv, G, 1 + N, pairs) complex.
@@ -222,28 +223,32 @@ class _Pass:
         before.diagonal(dim1=0, dim2=2).zero_()
         prefix = (self.lengths - self.end).float()[:, None, None].expand(-1, before.shape[1], 1)
         at = torch.cat((prefix, before), dim=-1).transpose(0, 1)  # (Hq, N, 1 + N)
-        phases = torch.unflatten(self.given.rotate.phases(at.flatten(1)[None])[0], 1, at.shape[1:])
+        phases = torch.unflatten(self.inputs.rotate.phases(at.flatten(1)[None])[0], 1, at.shape[1:])
         phases = phases / phases.abs()  # scaling is in the home rotation
         return torch.unflatten(phases.transpose(0, 1), 1, (-1, self.groups))
 
     def _between_documents(self) -> Tensor:
         """Return how much each document matters to each in each head, (N, Hq, N); -inf for itself."""
-        given, n_documents = self.given, len(self.lengths)
-        importance = self.share.new_zeros(n_documents, given.query.shape[1], n_documents)
-        if n_documents > 2 and self.home_phases.shape[-1]:  # of two the other is nearest; without RoPE none is
-            query = torch.unflatten(given.query[0], 0, (-1, self.groups))  # (Hkv, G, Tq, D)
-            key, share, begin = twice(given.key[0, :, self.documents]), twice(self.share), self.documents.start
+        inputs, n_documents = self.inputs, len(self.lengths)
+        importance = self.share.new_zeros(n_documents, inputs.query.shape[1], n_documents)
+        if n_documents > 2 and self.relative_phases.shape[-1]:  # of two the other is nearest; without RoPE none is
+            query = torch.unflatten(inputs.query[0], 0, (-1, self.groups))  # (Hkv, G, Tq, D)
+            key, share, begin = (
+                repeat_twice(inputs.key[0, :, self.documents]),
+                repeat_twice(self.share),
+                self.documents.start,
+            )
             rows = []
             for span in self.spans[1:]:
                 others = slice(span.stop - begin, self.end + span.start - 2 * begin)
-                rows.append(document_importance(query[:, :, span], key[:, others], share[others], given.scaling))
+                rows.append(document_importance(query[:, :, span], key[:, others], share[others], inputs.scaling))
             importance = torch.stack(rows).flatten(1, 2)
         importance.diagonal(dim1=0, dim2=2).fill_(float("-inf"))
         return importance
 
-    def _home_query(self) -> ComplexPairs:
+    def _relative_query(self) -> ComplexPairs:
         """Return the queries of prefix and documents at home; for passes that read the whole prompt."""
-        phases = self.home_phases[:, : self.end]
+        phases = self.relative_phases[:, : self.end]
         if phases.shape[0] > 1:
             phases = phases.repeat_interleave(self.groups, dim=0)
         return self.query.tokens(slice(0, self.end)).rotated(phases)
@@ -253,18 +258,20 @@ class _Pass:
 
         Keys stay at home; queries are moved to where they stand as seen from each segment's beginning.
         """
-        given = self.given
-        query = self.query.tokens(slice(first - given.start, last - given.start))
+        inputs = self.inputs
+        query = self.query.tokens(slice(first - inputs.start, last - inputs.start))
         plain = torch.unflatten(query.vectors(), 0, (-1, self.groups))  # (Hkv, G, m, D)
         moved = query.rotated(self._turns_after(plain.flatten(1, 2), first)).vectors()  # (N + 2, Hq, m, D)
-        moved = torch.unflatten(moved, 1, (-1, self.groups)).flatten(2, 3) * given.scaling  # (N + 2, Hkv, G m, D)
-        home = self.home_key.tokens(slice(0, last)).vectors().transpose(1, 2)  # (Hkv, D, Tk)
+        moved = torch.unflatten(moved, 1, (-1, self.groups)).flatten(2, 3) * inputs.scaling  # (N + 2, Hkv, G m, D)
+        segment_relative = self.relative_key.tokens(slice(0, last)).vectors().transpose(1, 2)  # (Hkv, D, Tk)
         spans = (*self.spans, slice(self.end, last))
-        scores = torch.cat([part @ home[:, :, span] for part, span in zip(moved, spans, strict=True)], dim=-1)
+        scores = torch.cat(
+            [part @ segment_relative[:, :, span] for part, span in zip(moved, spans, strict=True)], dim=-1
+        )
         scores = scores.view(query.pairs.shape[0], last - first, last)  # (Hq, m, Tk)
         index = torch.arange(last, device=scores.device)
         weights = scores.masked_fill_(index > index[first:, None], float("-inf")).softmax(dim=-1)
-        out = weights.view(plain.shape[0], -1, last) @ given.value[0, :, :last].float()
+        out = weights.view(plain.shape[0], -1, last) @ inputs.value[0, :, :last].float()
         return out.view(*scores.shape[:2], -1), weights[:, -1].mean(dim=0)[None]
 
     def _turns_after(self, plain: Tensor, first: int) -> Tensor:
@@ -273,11 +280,11 @@ class _Pass:
         Shapes:
             plain: (Hkv, G m, D), the queries unrotated.
         """
-        importance = token_importance(plain, self.plain_key, self.share, self.given.scaling)
+        importance = token_importance(plain, self.plain_key, self.share, self.inputs.scaling)
         begin = self.end - distances(importance, self.lengths)  # (Hkv, G m, N)
         begin = torch.nn.functional.pad(begin, (1, 0))  # the prefix begins at 0
         begin = torch.nn.functional.pad(begin, (0, 1), value=float(self.end))
-        begin = begin.view(self.given.query.shape[1], -1, len(self.spans) + 1)  # (Hq, m, N + 2)
+        begin = begin.view(self.inputs.query.shape[1], -1, len(self.spans) + 1)  # (Hq, m, N + 2)
         index = torch.arange(first, first + begin.shape[1], device=begin.device)
         at = (index[:, None] - begin).transpose(1, 2)  # (Hq, N + 2, m)
-        return torch.unflatten(self.given.rotate.phases(at.flatten(1)[None])[0], 1, at.shape[1:]).transpose(0, 1)
+        return torch.unflatten(self.inputs.rotate.phases(at.flatten(1)[None])[0], 1, at.shape[1:]).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""How much attention the newest queries pay to each key."""
+"""How much attention the last queries pay to each key."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def last_query_attention(
     starts: Sequence[int] | None = None,
     count: int = 1,
     *,
-    rough: bool = False,
+    approximate: bool = False,
 ) -> Tensor:
     """Return the attention probabilities of the last ``count`` queries, averaged over them and over heads, in float32.
 
-    ``rough`` multiplies queries and keys in their own dtype, which spares a float32 copy of all keys: for shares.
+    ``approximate`` multiplies queries and keys in their own dtype, which spares a float32 copy of all keys: for
+    shares.
 
     Cost: the rows of the score matrix that are asked for, at most 64 at a time: (B, Hq, 64, Tk).
 
@@ -38,7 +39,7 @@ def last_query_attention(
         starts: the first key of each row; those before it get 0.
         returns: (B, Tk), each row sums to 1.
     """
-    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, rough)
+    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, approximate)
     return reduce(torch.add, [probabilities.mean(dim=(1, 2)) * share for probabilities, share in blocks])
 
 
@@ -62,7 +63,7 @@ def head_attention(
     """
     per_key = query.shape[1] // key.shape[1]
     query, key = query[:, list(heads)], key[:, [head // per_key for head in heads]]
-    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, rough=False)
+    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, approximate=False)
     return reduce(torch.add, [probabilities.mean(dim=2) * share for probabilities, share in blocks])
 
 
@@ -74,14 +75,15 @@ def _row_blocks(
     softcap: float | None,
     starts: Sequence[int] | None,
     count: int,
-    rough: bool,
+    approximate: bool,
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield the probabilities of some of the last queries, (B, Hq, R, Tk), and their share of the ``count``."""
     n_query = query.shape[2]
     for at in range(n_query - count, n_query, ROWS):
         stop = min(at + ROWS, n_query)
         rows = query[:, :, at:stop]
-        logits = _rough(rows, key, scaling) if rough else scores(rows, key, scaling)  # (B, Hq, stop - at, Tk)
+        score = _approximate_scores if approximate else scores
+        logits = score(rows, key, scaling)  # (B, Hq, stop - at, Tk)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         logits = _masked(logits, mask, n_query - stop)
@@ -99,13 +101,13 @@ def _masked(logits: Tensor, mask: Tensor | None, after: int) -> Tensor:
         stop = mask.shape[2] - after
         rows = mask[:, :, stop - n_rows : stop, :n_key]
         return logits.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else logits + rows.float()
-    if n_rows + after == 1:  # the newest query sees every key
+    if n_rows + after == 1:  # the last query sees every key
         return logits
     newest = torch.arange(n_key - after - n_rows, n_key - after, device=logits.device)[:, None]
     return logits.masked_fill(torch.arange(n_key, device=logits.device) > newest, float("-inf"))
 
 
-def _rough(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+def _approximate_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """Return the scores of queries, (B, Hq, R, Tk) float32, multiplied in the dtype of the keys."""
     batch, heads, n_rows, channels = query.shape
     folded = query.reshape(batch, key.shape[1], -1, channels)  # (B, Hkv, Hq / Hkv R, D)

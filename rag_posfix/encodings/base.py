@@ -120,10 +120,6 @@ class Positions(nn.Module):
     def embed(self, states: Tensor, start: int) -> Tensor:
         """Return token embeddings with what the encoding adds to them.
 
-        Args:
-            states: The embeddings.
-            start: Place of the first of them in the sequence, from 0.
-
         Shapes:
             states: (B, T, width). returns: the same.
         """
@@ -131,12 +127,6 @@ class Positions(nn.Module):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return causal attention with the encoding in it.
-
-        Args:
-            layer: The layer, from 0.
-            query: Of the last Tq tokens.
-            key: Of all tokens.
-            value: Of all tokens.
 
         Shapes:
             query: (B, H, Tq, D). key, value: (B, H, Tk, D). returns: (B, H, Tq, D).

@@ -21,11 +21,6 @@ def spline_basis(n_points: int, degree: int, at: Tensor) -> Tensor:
         + (u_(i+k+1) - t) / (u_(i+k+1) - u_(i+1)) N_(i+1),k-1(t); a quotient with denominator 0 is 0. The curve starts
         at the first control point and ends at the last one.
 
-    Args:
-        n_points: Number of control points, above ``degree``.
-        degree: Of the polynomials.
-        at: Places from 0 to 1.
-
     Shapes:
         at: (T,). returns: (T, n_points) float64; each row sums to 1.
     """

@@ -91,25 +91,25 @@ class RedistributedAttention(AttentionOverride):
         """Return the same with its tensors on a device."""
         return replace(self, segments=self.segments.to(device), share=self.share.to(device))
 
-    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the newest token's attention averaged over heads; None if none is calibrated."""
-        n_query = given.query.shape[2]
-        before = min(max(self.last - given.start, 0), n_query)  # tokens of the prompt, but for the last
-        outs = [given.plain()[:, :, :before]] if before else []
+    def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and the last token's attention averaged over heads; None if none is calibrated."""
+        n_query = inputs.query.shape[2]
+        before = min(max(self.last - inputs.start, 0), n_query)  # tokens of the prompt, but for the last
+        outs = [inputs.standard_attention()[:, :, :before]] if before else []
         newest = None
         for at in range(before, n_query, ROWS):
-            probabilities = self._rows(given, at, min(at + ROWS, n_query))
-            outs.append(weigh(probabilities, given.value))
+            probabilities = self._rows(inputs, at, min(at + ROWS, n_query))
+            outs.append(weigh(probabilities, inputs.value))
             newest = probabilities[:, :, -1].mean(dim=1)
         return torch.cat(outs, dim=2), newest
 
-    def _rows(self, given: AttentionInput, at: int, stop: int) -> Tensor:
+    def _rows(self, inputs: AttentionInput, at: int, stop: int) -> Tensor:
         """Return the calibrated attention of queries ``at``..``stop`` - 1 of this pass, (B, Hq, stop - at, Tk)."""
-        logits = scores(given.query[:, :, at:stop], given.key, given.scaling)
+        logits = scores(inputs.query[:, :, at:stop], inputs.key, inputs.scaling)
         device = logits.device
-        if stop - at > 1 or given.start + stop < given.key.shape[2]:
-            rows = torch.arange(given.start + at, given.start + stop, device=device)[:, None]
-            logits = logits.masked_fill(torch.arange(given.key.shape[2], device=device) > rows, float("-inf"))
+        if stop - at > 1 or inputs.start + stop < inputs.key.shape[2]:
+            rows = torch.arange(inputs.start + at, inputs.start + stop, device=device)[:, None]
+            logits = logits.masked_fill(torch.arange(inputs.key.shape[2], device=device) > rows, float("-inf"))
         probabilities = logits.softmax(dim=-1)
         probabilities[..., self.passages] = redistribute(
             probabilities[..., self.passages], self.segments, self.share, self.strength

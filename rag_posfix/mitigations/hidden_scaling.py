@@ -1,4 +1,4 @@
-"""Hidden scaling: the hidden channel that encodes the position is scaled for queries and keys of the newest token."""
+"""Hidden scaling: the hidden channel that encodes the position is scaled for queries and keys of the last token."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def default_layers(n_layers: int) -> range:
 @MITIGATIONS.register("hidden_scaling", aliases=("positional_hidden",))
 @dataclass(frozen=True)
 class HiddenScaling(Mitigation):
-    """Scale one channel of the hidden state for the queries and keys of the newest token.
+    """Scale one channel of the hidden state for the queries and keys of the last token.
 
     Causal attention encodes the position in the hidden state: one channel rises or falls steadily with the position,
-    regardless of the text. Scaling this channel down in the newest token's queries and keys removes a part of the
+    regardless of the text. Scaling this channel down in the last token's queries and keys removes a part of the
     position bias. The values, and so the content that is read, are unchanged.
 
     Source: Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension (PositionalHidden),
         https://arxiv.org/abs/2406.02536
     Formula: x is the hidden state after the input norm of a layer, x' the same with channel p multiplied by s.
-        q' = W_q x', k' = W_k x', v = W_v x. The newest token reads softmax(q' K'^T / sqrt(d)) V; the tokens of the
+        q' = W_q x', k' = W_k x', v = W_v x. The last token reads softmax(q' K'^T / sqrt(d)) V; the tokens of the
         prompt before it read softmax(q K^T / sqrt(d)) V. Every generated token is the newest one. In layers
         ``first_layer`` to ``last_layer`` only.
     Differs from the paper: x' is never formed: W x' = W x + (s - 1) x_p W[:, p], which is the same. The layers are

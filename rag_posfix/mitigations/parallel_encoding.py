@@ -32,16 +32,16 @@ class TwoGroupAttention(AttentionOverride):
         self._first, self._end = first, end  # the passages' tokens
         self._temperature, self._scale = temperature, scale
 
-    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Return ordinary attention for prefix and passages, and two-group attention for the tokens after them."""
-        skipped = max(0, self._end - given.start)
-        late = given.query[:, :, skipped:]
-        outs = [given.plain()[:, :, :skipped]] if skipped else []
-        outs.append(self._two_groups(given, late))
-        return torch.cat(outs, dim=2), self._newest(given) if given.observed else None
+        skipped = max(0, self._end - inputs.start)
+        late = inputs.query[:, :, skipped:]
+        outs = [inputs.standard_attention()[:, :, :skipped]] if skipped else []
+        outs.append(self._two_groups(inputs, late))
+        return torch.cat(outs, dim=2), self._newest(inputs) if inputs.needs_weights else None
 
-    def _two_groups(self, given: AttentionInput, query: Tensor) -> Tensor:
-        key, value, scaling = given.key, given.value, given.scaling
+    def _two_groups(self, inputs: AttentionInput, query: Tensor) -> Tensor:
+        key, value, scaling = inputs.key, inputs.value, inputs.scaling
         start = key.shape[2] - query.shape[2]
         between = (self._end, start)  # question and answer tokens of earlier passes
         other = attend_segments(query, key, value, scaling, start, [(0, self._first), between])
@@ -49,9 +49,9 @@ class TwoGroupAttention(AttentionOverride):
         out, lse = attend_with_lse(query, key[:, :, passages], value[:, :, passages], scaling / self._temperature)
         return merge([(out, self._scale * lse), other])[0]
 
-    def _newest(self, given: AttentionInput) -> Tensor:
-        """Return the attention of the newest token, (B, Tk)."""
-        scores = last_row(given.query, given.key, given.scaling)
+    def _newest(self, inputs: AttentionInput) -> Tensor:
+        """Return the attention of the last token, (B, Tk)."""
+        scores = last_row(inputs.query, inputs.key, inputs.scaling)
         groups = torch.full((scores.shape[-1],), False, device=scores.device)
         groups[self._first : self._end] = True
         context = (scores / self._temperature).masked_fill(~groups, float("-inf"))

@@ -58,36 +58,36 @@ class _ShiftedFar(AttentionOverride):
         self.threshold = threshold
         self.window = window
 
-    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
-        n_query, n_key = given.query.shape[2], given.key.shape[2]
+    def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
+        n_query, n_key = inputs.query.shape[2], inputs.key.shape[2]
         if n_key <= self.threshold and n_query in (1, n_key):
-            return given.plain(), None
-        near = given.query
-        before = max(self.threshold - given.start, 0)  # queries that nothing is far from
+            return inputs.standard_attention(), None
+        near = inputs.query
+        before = max(self.threshold - inputs.start, 0)  # queries that nothing is far from
         if before >= n_query:
-            return self._near(near, given)[0], None
-        nearer = given.positions.new_full((1, 1), float(self.window - self.threshold))
-        far = add_rotation(near[:, :, before:], given.rotate.phases(nearer))
-        out, lse = self._near(near, given)
+            return self._near(near, inputs)[0], None
+        nearer = inputs.positions.new_full((1, 1), float(self.window - self.threshold))
+        far = add_rotation(near[:, :, before:], inputs.rotate.phases(nearer))
+        out, lse = self._near(near, inputs)
         n_far = n_key - self.threshold  # far keys of the last query; each query before it has one less
         beyond = attend_with_lse(
-            far, given.key[:, :, :n_far], given.value[:, :, :n_far], given.scaling, causal=far.shape[2] > 1
+            far, inputs.key[:, :, :n_far], inputs.value[:, :, :n_far], inputs.scaling, causal=far.shape[2] > 1
         )
         both, _ = merge([(out[:, :, before:], lse[:, :, before:]), beyond])
-        newest = self._newest(near, far, given) if given.observed else None
+        newest = self._newest(near, far, inputs) if inputs.needs_weights else None
         return torch.cat((out[:, :, :before], both), dim=2), newest
 
-    def _near(self, query: Tensor, given: AttentionInput) -> tuple[Tensor, Tensor]:
+    def _near(self, query: Tensor, inputs: AttentionInput) -> tuple[Tensor, Tensor]:
         if query.shape[2] == 1:
-            near = slice(max(given.start + 1 - self.threshold, 0), None)
-            return attend_with_lse(query, given.key[:, :, near], given.value[:, :, near], given.scaling)
-        return attend_band(query, given.key, given.value, given.scaling, given.start, self.threshold)
+            near = slice(max(inputs.start + 1 - self.threshold, 0), None)
+            return attend_with_lse(query, inputs.key[:, :, near], inputs.value[:, :, near], inputs.scaling)
+        return attend_band(query, inputs.key, inputs.value, inputs.scaling, inputs.start, self.threshold)
 
-    def _newest(self, near: Tensor, far: Tensor, given: AttentionInput) -> Tensor:
-        n_far = given.key.shape[2] - self.threshold
+    def _newest(self, near: Tensor, far: Tensor, inputs: AttentionInput) -> Tensor:
+        n_far = inputs.key.shape[2] - self.threshold
         pieces = (
-            last_row(far, given.key[:, :, :n_far], given.scaling),
-            last_row(near, given.key[:, :, n_far:], given.scaling),
+            last_row(far, inputs.key[:, :, :n_far], inputs.scaling),
+            last_row(near, inputs.key[:, :, n_far:], inputs.scaling),
         )
         return torch.cat(pieces, dim=-1).softmax(dim=-1).mean(dim=(1, 2))
 

@@ -36,7 +36,7 @@ class CircularAttention(AttentionOverride):
         self._passages = layout.passages
         self._end = layout.suffix.start
         self._ends = torch.tensor([span.stop for span in layout.passages], dtype=torch.float32)
-        self.plain_from = self._end
+        self.standard_from = self._end
 
     def on(self, device: torch.device) -> CircularAttention:
         """Return the same with its tensors on a device."""
@@ -44,36 +44,40 @@ class CircularAttention(AttentionOverride):
         placed._ends = self._ends.to(device)
         return placed
 
-    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Prefix and passages arrive in one pass, with the suffix or without it; key positions are 0, 1, 2, ..."""
-        query, key, value, scaling = given.query, given.key, given.value, given.scaling
+        query, key, value, scaling = inputs.query, inputs.key, inputs.value, inputs.scaling
         first, end = self._prefix, self._end
         outs = []
         if first:
             outs.append(attend_segments(query[:, :, :first], key, value, scaling, 0, [])[0])
-        outs.append(self._passage_rows(given))
+        outs.append(self._passage_rows(inputs))
         if query.shape[2] > end:
             outs.append(attend_segments(query[:, :, end:], key, value, scaling, end, [(0, end)])[0])
         return torch.cat(outs, dim=2), None
 
-    def _passage_rows(self, given: AttentionInput) -> Tensor:
+    def _passage_rows(self, inputs: AttentionInput) -> Tensor:
         """Return the output of the passages' tokens, (B, Hq, E - P, D): each sees one segment of a circle."""
         first, end = self._prefix, self._end
-        key, value, prefix_value = given.key[:, :, first:end], given.value[:, :, first:end], given.value[:, :, :first]
-        back = rotated(given, key, given.positions.new_full((1,), float(first - end)))
-        moved = rotated(given, given.key[:, :, :first], self._ends - end)  # for each passage (1, Hkv, P, D)
+        key, value, prefix_value = (
+            inputs.key[:, :, first:end],
+            inputs.value[:, :, first:end],
+            inputs.value[:, :, :first],
+        )
+        back = rotated(inputs, key, inputs.positions.new_full((1,), float(first - end)))
+        moved = rotated(inputs, inputs.key[:, :, :first], self._ends - end)  # for each passage (1, Hkv, P, D)
         prefixes = torch.stack((moved, prefix_value.expand_as(moved)), dim=1)[:, :, None]
-        room = key.new_empty(2, *key.shape[:2], first, key.shape[3])
-        circle = torch.cat((room, torch.stack((back, value)), torch.stack((key, value))), dim=3)
-        keys, values = circle.unbind()
+        buffer = key.new_empty(2, *key.shape[:2], first, key.shape[3])
+        doubled = torch.cat((buffer, torch.stack((back, value)), torch.stack((key, value))), dim=3)
+        keys, values = doubled.unbind()
 
         def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for span, prefix in zip(self._passages, prefixes, strict=True):
                 seen = slice(span.stop - first, span.stop - first + end)  # prefix, those after, those before, itself
-                circle[..., seen.start : seen.start + first, :] = prefix  # no later passage sees what stood there
-                yield given.query[:, :, span.slice], keys[:, :, seen], values[:, :, seen]
+                doubled[..., seen.start : seen.start + first, :] = prefix  # no later passage sees what stood there
+                yield inputs.query[:, :, span.slice], keys[:, :, seen], values[:, :, seen]
 
-        return attend_causal_each(parts(), given.scaling)
+        return attend_causal_each(parts(), inputs.scaling)
 
     def visible(self, n_tokens: int) -> Tensor | None:
         """Return which token sees which: passages all of each other, themselves causally."""
@@ -84,9 +88,9 @@ class CircularAttention(AttentionOverride):
         return seen
 
 
-def rotated(given: AttentionInput, key: Tensor, distances: Tensor) -> Tensor:
+def rotated(inputs: AttentionInput, key: Tensor, distances: Tensor) -> Tensor:
     """Return rotated keys as if they stood each distance later. Shapes: (1, Hkv, T, D), (n,) -> (n, Hkv, T, D)."""
-    return add_rotation(key.expand(len(distances), -1, -1, -1), given.rotate.phases(distances[:, None]))
+    return add_rotation(key.expand(len(distances), -1, -1, -1), inputs.rotate.phases(distances[:, None]))
 
 
 @MITIGATIONS.register("sorted_inter_document", aliases=("rotor",))
@@ -162,7 +166,7 @@ class SortedInterDocument(Mitigation):
     def _route(self, scores: RowScores) -> tuple[Tensor, Tensor]:
         """Return what the more confident of (unmodified, sorted) says; the decision is that of the first token."""
         original, sorted_row = scores.confidence.exp().tolist()
-        speaker = 0 if original + (self.routing or 0.0) > sorted_row else 1
+        selected_row = 0 if original + (self.routing or 0.0) > sorted_row else 1
         weights = torch.zeros_like(scores.confidence)
-        weights[speaker] = 1.0
-        return scores.log_probs[speaker], weights
+        weights[selected_row] = 1.0
+        return scores.log_probs[selected_row], weights

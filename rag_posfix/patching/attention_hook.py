@@ -66,11 +66,11 @@ def attend_with_scaled_channel(
     query: Tensor,
     key: Tensor,
     positions: Tensor,
-    plain: Callable[[Tensor, Tensor], Tensor],
+    standard_attention: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return the layer's output and its newest query, rotated; the cache keeps scaled keys.
+    """Return the layer's output and its last query, rotated; the cache keeps scaled keys.
 
-    Formula: W (x with x_p scaled by s) = W x + (s - 1) x_p W[:, p]. The newest tokens (the prompt's last and every
+    Formula: W (x with x_p scaled by s) = W x + (s - 1) x_p W[:, p]. The last tokens (the prompt's last and every
         generated one) ask with scaled queries and scaled keys; the tokens before them with neither.
 
     Shapes:
@@ -89,12 +89,12 @@ def attend_with_scaled_channel(
     fresh.copy_(rotation(fresh + amount * key_column[None, :, None], at))
     newest = query[:, :, first_newest:] + amount[:, :, first_newest:] * query_column[None, :, None]
     newest = rotation(newest, at[:, first_newest:])
-    out = plain(newest, key)
+    out = standard_attention(newest, key)
     if raw is None:
         return out, newest
     # The tokens before the newest see unscaled keys. Those before this pass are scaled in the cache already: a prompt
     # is read in one pass, so there are none.
-    before = plain(rotation(query, at), rotation(raw, at))[:, :first_newest]
+    before = standard_attention(rotation(query, at), rotation(raw, at))[:, :first_newest]
     return torch.cat((before, out), dim=1), newest
 
 
@@ -190,7 +190,7 @@ class _Layer:
                 query, key, value, layer_rotation(self.context.overrides, _needed(self.context)[0], self.module)
             )
         self.observe(query, key)
-        return self._plain(query, key, value)
+        return self._standard_attention(query, key, value)
 
     def _rotating(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Rotate here; keys in place, so that the cache holds them as the next pass needs them."""
@@ -199,7 +199,7 @@ class _Layer:
         if overrides.hidden_scale is not None and self.layer in overrides.hidden_scale.layers:
             out, turned = attend_with_scaled_channel(
                 self.module, self.context, overrides.hidden_scale, rotation, query, key, positions,
-                lambda q, k: self._plain(q, k, value),
+                lambda q, k: self._standard_attention(q, k, value),
             )  # fmt: skip
             self.observe(turned, key)
             return out
@@ -213,7 +213,7 @@ class _Layer:
         if attend is not None:
             return self._attend(query, key, value, rotation)
         self.observe(query, key)
-        return self._plain(query, key, value)
+        return self._standard_attention(query, key, value)
 
     def _rotation(self, query: Tensor, key: Tensor) -> LayerRotation:
         """Return the layer's rotation; the divisors of its heads are decided in the pass that reads the prompt."""
@@ -246,12 +246,20 @@ class _Layer:
                 return query, key
             return rotate(query, positions[:, -query.shape[2] :]), rotate(key, positions)
 
-        def plain() -> Tensor:
-            return self._plain(*ordinary(), value).transpose(1, 2)
+        def standard_attention() -> Tensor:
+            return self._standard_attention(*ordinary(), value).transpose(1, 2)
 
         observer = self._observer()
         given = AttentionInput(
-            query, key, value, positions, self.scaling, self.layer, rotate, plain, observed=observer is not None
+            query,
+            key,
+            value,
+            positions,
+            self.scaling,
+            self.layer,
+            rotate,
+            standard_attention,
+            needs_weights=observer is not None,
         )
         out, newest = attend(given)  # (B, Hq, Tq, D)
         if observer is not None and newest is None:
@@ -274,7 +282,7 @@ class _Layer:
             outs.append(outs[0].new_zeros((n_padding, *outs[0].shape[1:])))
         return torch.cat(outs)
 
-    def _plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _standard_attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = self.mask
         if mask is None and self.context.starts is not None:
             return attend_causal_rows(query, key, value, self.scaling, self.context.starts).transpose(1, 2)
@@ -289,7 +297,7 @@ class _Layer:
         return observer if observer is not None and observer.asks(self.layer) else None
 
     def observe(self, query: Tensor, key: Tensor) -> None:
-        """Hand the attention of the newest queries to the observer."""
+        """Hand the attention of the last queries to the observer."""
         observer = self._observer()
         if observer is None:
             return
@@ -305,7 +313,9 @@ class _Layer:
             )
             return
         observer.add(
-            last_query_attention(query, key, self.mask, self.scaling, softcap, starts, count, rough=observer.rough)
+            last_query_attention(
+                query, key, self.mask, self.scaling, softcap, starts, count, approximate=observer.approximate
+            )
         )
 
 

@@ -15,14 +15,14 @@ from rag_posfix.plan.plan import AttentionOverride, HeadScale, HiddenScale, Mask
 
 @dataclass(slots=True)
 class Observer:
-    """Collects the attention of the newest queries, averaged over them, over layers and the heads that are here.
+    """Collects the attention of the last queries, averaged over them, over layers and the heads that are here.
 
     Attributes:
         total: (B, Tk) float32, summed over layers.
         n_layers: Layers that have reported.
-        queries: How many of the newest queries count. With a plan that replaces attention: one.
+        queries: How many of the last queries count. With a plan that replaces attention: one.
         layers: Which layers are asked; None asks all.
-        rough: Whether shares are wanted, and their last digits are not.
+        approximate: Whether shares are wanted, and their last digits are not.
         heads: Layer -> query heads that count; then nothing is averaged over heads and layers, and ``by_head`` is
             filled instead of ``total``.
         by_head: Layer -> (B, heads, Tk) float32.
@@ -32,7 +32,7 @@ class Observer:
     n_layers: int = 0
     queries: int = 1
     layers: frozenset[int] | None = None
-    rough: bool = False
+    approximate: bool = False
     heads: Mapping[int, tuple[int, ...]] | None = None
     by_head: dict[int, Tensor] = field(default_factory=dict)
 
@@ -70,7 +70,7 @@ class Overrides:
 
     @property
     def masks_only(self) -> bool:
-        """Whether nothing changes but which tokens see which."""
+        """Whether only the attention mask changes."""
         return all(getattr(self, one.name) is None for one in fields(self) if one.name != "mask")
 
     @property
@@ -119,8 +119,8 @@ class ForwardContext:
             that rotate or change angles.
         spec: The model's; needed with ``positions``.
         layer_state: Of this batch.
-        prompt_length: Tokens that the prompt holds; queries from the last of them on are newest tokens.
-        observer: Receives the attention of the newest queries.
+        prompt_length: Tokens that the prompt holds; queries from the last of them on are last tokens.
+        observer: Receives the attention of the last queries.
         on_hidden_states: Receives each layer's number and what its attention reads, (B, Tq, hidden).
         starts: The first token of each row among the keys; those before it are padding. If given, causality and
             padding follow from it, and a mask is made only where the plan has one. None: the model's own mask counts.

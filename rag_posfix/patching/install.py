@@ -34,10 +34,6 @@ def install(model: Any, ranks: Ranks | None = None) -> ModelSpec:
     position of each pass. Here the module keeps the frequencies of the original window, and ``ModelSpec.extended`` has
     those beyond it. Idle, the model computes what it computed before within the original window only.
 
-    Args:
-        model: A causal language model of transformers.
-        ranks: The processes that it is split over; None if it is whole.
-
     Raises:
         UnsupportedModelError: the family is unknown, or the model is built in an unexpected way.
     """
@@ -120,10 +116,6 @@ def stock_copy(model: Any, spec: ModelSpec) -> Any:
     """Return a second model over the same weights without the attention hook: for comparing in one process.
 
     Its rotary module is made anew from the configuration.
-
-    Args:
-        model: A model with the attention hook; it stays as it is.
-        spec: What ``install`` returned for it.
     """
     stock = copy_over_weights(model)
     stock.model.rotary_emb = new_rotary(stock.model.rotary_emb, stock.config.get_text_config())

@@ -15,7 +15,7 @@ from rag_posfix.plan.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """What a process knows of the others. Alone it asks nobody: every method returns what it was given.
+    """What a process knows of the others. With one process every method is the identity.
 
     Methods are collective: all ranks call them in the same order, with tensors of the same shape.
 
@@ -45,7 +45,7 @@ class Ranks:
         torch.distributed.all_reduce(total)
         return total / self.count
 
-    def gather(self, own: Tensor, size: int, dim: int) -> Tensor:
+    def gather(self, local_heads: Tensor, size: int, dim: int) -> Tensor:
         """Return what all ranks have, in their order, along one axis.
 
         Some families' projections are gathered before attention: there each rank has all heads already.
@@ -53,11 +53,11 @@ class Ranks:
         Args:
             size: What there is along the axis on all ranks together; returned as it is if this rank has as much.
         """
-        if own.shape[dim] == size:
-            return own
-        own = own.contiguous()
-        parts = [torch.empty_like(own) for _ in range(self.count)]
-        torch.distributed.all_gather(parts, own)
+        if local_heads.shape[dim] == size:
+            return local_heads
+        local_heads = local_heads.contiguous()
+        parts = [torch.empty_like(local_heads) for _ in range(self.count)]
+        torch.distributed.all_gather(parts, local_heads)
         return torch.cat(parts, dim=dim)
 
     def own_heads(self, values: Tensor, n_own: int) -> Tensor:

@@ -116,9 +116,6 @@ def stretched(profile: Sequence[float], count: int) -> tuple[float, ...]:
     """Return a slot profile for ``count`` slots: linear between the measured ones, the ends stay the ends.
 
     Formula: slot j of m takes the profile's value at place j (n - 1) / (m - 1).
-
-    Args:
-        profile: The measured values, two or more.
     """
     if count == len(profile) or count < 2:
         return tuple(profile[:count])

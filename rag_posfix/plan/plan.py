@@ -47,15 +47,16 @@ class AttentionInput:
     """One layer's attention in one forward pass.
 
     Shapes:
-        query: (B, Hq, Tq, D), the newest tokens. key, value: (B, Hkv, Tk, D), all tokens so far.
+        query: (B, Hq, Tq, D), the last tokens. key, value: (B, Hkv, Tk, D), all tokens so far.
         positions: (B | 1, Tk) float32, the plan's positions of all tokens so far.
 
     Attributes:
         scaling: What scores are multiplied by.
         layer: Which layer, from 0.
         rotate: Rotates states to positions.
-        plain: Returns what the model would compute with queries and keys rotated to ``positions``, (B, Hq, Tq, D).
-        observed: Whether anybody asks what the newest query attends to; if not, None is as good an answer as any.
+        standard_attention: Returns what the model would compute with queries and keys rotated to ``positions``, (B,
+            Hq, Tq, D).
+        needs_weights: Whether the attention of the last query is needed; if not, an override may return None for it.
     """
 
     query: Tensor
@@ -65,8 +66,8 @@ class AttentionInput:
     scaling: float
     layer: int
     rotate: Rotation
-    plain: Callable[[], Tensor]
-    observed: bool = True
+    standard_attention: Callable[[], Tensor]
+    needs_weights: bool = True
 
     @property
     def start(self) -> int:
@@ -79,11 +80,11 @@ class AttentionOverride(ABC):
 
     Attributes:
         rotated: What arrives rotated.
-        needs_mask: Whether ``plain`` is called for more than one query, so that the model's mask must be built. Leave
-            it off where it can be: a mask is a T x T tensor.
+        needs_mask: Whether ``standard_attention`` is called for more than one query, so that the model's mask must be
+            built. Leave it off where it can be: a mask is a T x T tensor.
         differentiable: Whether gradients flow through it exactly, so that a model can be trained under it.
         layers: In which layers; None = all.
-        plain_from: Queries from this index on attend as the model was trained to; None = none do. Decoding is then
+        standard_from: Queries from this index on attend as the model was trained to; None = none do. Decoding is then
             that of the unmodified model.
     """
 
@@ -91,14 +92,14 @@ class AttentionOverride(ABC):
     needs_mask: ClassVar[bool] = False
     differentiable: ClassVar[bool] = False
     layers: range | None = None
-    plain_from: int | None = None
+    standard_from: int | None = None
 
     @abstractmethod
     def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
-        """Return the output (B, Hq, Tq, D) and what the newest query attends to.
+        """Return the output (B, Hq, Tq, D) and what the last query attends to.
 
-        The second is (B, Tk) float32, the attention of the newest query averaged over heads, each row summing to 1;
-        None where that is the ordinary attention of the newest query at its own position, or is not asked for.
+        The second is (B, Tk) float32, the attention of the last query averaged over heads, each row summing to 1;
+        None where that is the ordinary attention of the last query at its own position, or is not asked for.
         """
 
     def on(self, device: torch.device) -> AttentionOverride:
@@ -112,7 +113,7 @@ class AttentionOverride(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateAnswers:
-    """The short answer that each row wrote alone, and what every row says of every one.
+    """The short answer of each row, and the log-probability of each answer in each row.
 
     Attributes:
         tokens: One answer per row, without what ended it.
@@ -190,7 +191,7 @@ read; the answer holds for the whole generation. The query heads of a group shar
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HiddenScale:
-    """Scale one channel of what the attention of the newest token sees, for queries and keys only.
+    """Scale one channel of what the attention of the last token sees, for queries and keys only.
 
     Attributes:
         channel: Which hidden channel.
@@ -215,7 +216,7 @@ class RowPlan:
         rope_base_factor: What the model's own RoPE base is multiplied by.
         layer_scale: (n_layers,) float32, what positions are divided by in each layer.
         head_scale: What positions are divided by in each head, decided from the prompt.
-        hidden_scale: A hidden channel that is scaled for the newest token.
+        hidden_scale: A hidden channel that is scaled for the last token.
         attend: Replaces softmax(QK^T)V.
         reusable: Numbers n of tokens, ascending, for which keys and values of the row's first n tokens depend on these
             tokens alone: another prompt that begins with the same n tokens may use them. None beyond the suffix.
@@ -243,8 +244,8 @@ class CalibrationPass:
         layouts: The prompts, each with as many passages as the others.
         decide: (len(layouts), N) float32, the mean attention per token of each passage by the prompt's last token,
             averaged over layers and heads -> the plan that is run.
-        continue_from: Which of ``layouts`` is the very prompt that is asked, where the plan that is decided on has one
-            row and leaves all before the prompt's last token as it is: the reading is then continued, not repeated.
+        continue_from: Index of the layout that equals the prompt; its prefill is reused. For plans of one row that
+            change nothing before the prompt's last token.
     """
 
     layouts: tuple[Layout, ...]
@@ -258,7 +259,7 @@ class CalibrationPass:
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """Passages are read apart, moved to their places, and some of their tokens are read again in the whole prompt.
+    """CacheBlend: encode passages independently, move them to their positions, recompute some of their tokens.
 
     Attributes:
         fraction: How many of the passages' tokens are read again, 0 to 1.
@@ -284,7 +285,7 @@ class Plan:
         score_question: Rows are asked how likely they find the question (``RowScores.question``).
         draft: Lets the rows write short answers first, which decide their weights (``RowScores.weights``).
         calibration: What is read first; the plan that it decides on is run in the place of this one.
-        blend: The one row, which changes nothing, is put together from passages that were read apart.
+        blend: Build the KV cache from independently encoded passages (CacheBlend).
     """
 
     rows: tuple[RowPlan, ...] = (RowPlan(),)

@@ -127,7 +127,7 @@ class WatchedAttention(AttentionOverride):
     watch: Watch
     change: Change
     layers: range | None = None
-    plain_from: int | None = None
+    standard_from: int | None = None
 
     def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Return the output (B, Hq, Tq, D), and None: nobody else observes a probe's pass."""

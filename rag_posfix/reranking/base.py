@@ -129,11 +129,6 @@ class ScoringReranker(BaseDocumentCompressor):
     ) -> Sequence[Document]:
         """Return scored copies of ``documents``, best first; equal scores keep the given order.
 
-        Args:
-            documents: The documents; left untouched.
-            query: The question.
-            callbacks: Not used; part of langchain's interface.
-
         Raises:
             ConfigError: the question is empty, or a document is malformed.
             PromptTooLongError: question and template leave no room for documents.
@@ -146,25 +141,14 @@ class ScoringReranker(BaseDocumentCompressor):
         return self._ranked(documents, distinct, scores)
 
     def score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
-        """Return the score of each document, in the given order.
-
-        Args:
-            question: The question, not empty.
-            documents: One or more documents with visible text, all with different content.
-        """
+        """Return the score of each document, in the given order."""
         with self._exclusive():
             return self._score(question, documents)
 
     async def acompress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> Sequence[Document]:
-        """Do what ``compress_documents`` does in a worker thread. If cancelled, it stops at its next step.
-
-        Args:
-            documents: The documents; left untouched.
-            query: The question.
-            callbacks: Not used; part of langchain's interface.
-        """
+        """Do what ``compress_documents`` does in a worker thread. If cancelled, it stops at its next step."""
         return await run_in_thread(functools.partial(self.compress_documents, documents, query, callbacks))
 
     @abstractmethod
@@ -195,9 +179,6 @@ def distinct_documents(documents: Sequence[Document]) -> DistinctDocuments:
     In a document that was built without validation, None as text or metadata counts as empty. A score that a document
     has already is not read.
 
-    Args:
-        documents: The documents; left untouched.
-
     Raises:
         ConfigError: one is no Document, or its content is no string.
     """
@@ -216,12 +197,6 @@ def ranked_copies(
     details: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Document]:
     """Return copies with ``metadata["relevance_score"]``, best first; equal scores keep the given order.
-
-    Args:
-        documents: The scored documents; left untouched.
-        scores: One per document, in [0, 1].
-        top_n: Number of documents to return, all if None.
-        details: Content of ``metadata["reranking"]`` for each document; None leaves this key as it is.
 
     Raises:
         RerankingError: scores are missing, or one is not a number in [0, 1].

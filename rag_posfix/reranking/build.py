@@ -31,10 +31,6 @@ def build_reranker(spec: MethodSpec, models: RerankerModels) -> BaseDocumentComp
 
     A field called ``embeddings`` or ``generator`` is set from ``models``; the other fields are parameters.
 
-    Args:
-        spec: A name in ``RERANKERS`` and parameters.
-        models: The models it may use.
-
     Raises:
         UnknownNameError: no reranker has this name.
         ConfigError: an unknown parameter, or a value outside of its range.

@@ -192,13 +192,6 @@ def split_into_chunks(tokenizer: Any, question: str, text: str, window: int | No
     Chunks do not overlap and end between two words if there is a space. If the tokenizer cannot return the offsets of
     its tokens in the text, the passage is one chunk.
 
-    Args:
-        tokenizer: A transformers tokenizer.
-        question: The question.
-        text: The passage.
-        window: Token limit of a pair; None if it is not known.
-        chunk: False for one chunk, which may be truncated.
-
     Raises:
         RerankingError: the question leaves no room.
     """

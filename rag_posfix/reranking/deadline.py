@@ -87,11 +87,7 @@ def check_deadline() -> None:
 
 
 async def run_in_thread(function: Callable[[], T]) -> T:
-    """Return the result of ``function``, run in a worker thread; cancelled, it stops at its next ``check_deadline``.
-
-    Args:
-        function: Runs with a copy of the current context.
-    """
+    """Run ``function`` in a worker thread; cancelled, it stops at its next ``check_deadline``."""
     with deadline(None) as cancellation:
         try:
             return await asyncio.to_thread(function)
@@ -164,11 +160,6 @@ class GuardedReranker(BaseDocumentCompressor):
     ) -> Sequence[Document]:
         """Return the reranked documents; copies of ``documents`` in their order if the reranker fails.
 
-        Args:
-            documents: The documents; left untouched.
-            query: The question.
-            callbacks: Passed to the reranker.
-
         Raises:
             ConfigError: the question is empty, or a document is malformed.
         """
@@ -192,13 +183,7 @@ class GuardedReranker(BaseDocumentCompressor):
     async def acompress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> Sequence[Document]:
-        """Do what ``compress_documents`` does with the reranker's asynchronous method.
-
-        Args:
-            documents: The documents; left untouched.
-            query: The question.
-            callbacks: Passed to the reranker.
-        """
+        """Do what ``compress_documents`` does with the reranker's asynchronous method."""
         try:
             with deadline(self.deadline_seconds):
                 async with asyncio.timeout(self.deadline_seconds):

@@ -44,13 +44,7 @@ class EmbeddingReranker(ScoringReranker):
     async def acompress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> Sequence[Document]:
-        """Do what ``compress_documents`` does with the model's asynchronous methods.
-
-        Args:
-            documents: The documents; left untouched.
-            query: The question.
-            callbacks: Not used; part of langchain's interface.
-        """
+        """Do what ``compress_documents`` does with the model's asynchronous methods."""
         if not documents:
             return []
         question, distinct = checked_question(query), distinct_documents(documents)

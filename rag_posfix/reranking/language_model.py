@@ -233,10 +233,6 @@ def common_length_limit(sizes: Sequence[int], room: int) -> int:
     """Return the largest common limit at which all sizes together do not exceed ``room``: only the longest are cut.
 
     Formula: the largest m with sum_k min(size_k, m) <= room.
-
-    Args:
-        sizes: Number of tokens of each document.
-        room: Number of tokens of all documents together.
     """
     left = room
     ascending = sorted(sizes)

@@ -104,12 +104,7 @@ class ListwiseReranker(WindowedReranker):
 
 
 def parse_ranking(text: str, count: int) -> list[int]:
-    """Return the ranking that a text contains as indices from 0; missing indices follow in ascending order.
-
-    Args:
-        text: The generated text; its numbers start at 1.
-        count: Number of passages.
-    """
+    """Return the ranking that a text contains as indices from 0; missing indices follow in ascending order."""
     named = [int(number) - 1 for number in re.findall(r"[0-9]{1,9}", text)]
     ranked = list(dict.fromkeys(index for index in named if 0 <= index < count))
     return [*ranked, *(index for index in range(count) if index not in ranked)]

@@ -55,7 +55,8 @@ class States:
         return attend(
             AttentionInput(
                 query=turned if attend.rotated is Rotated.BOTH else query,
-                key=key, value=value, positions=positions, scaling=self.scaling, layer=0, rotate=rotate, plain=plain,
+                key=key, value=value, positions=positions, scaling=self.scaling, layer=0, rotate=rotate,
+                standard_attention=plain,
             )
         )  # fmt: skip
 

@@ -85,12 +85,7 @@ def _descending(score: float | None) -> tuple[bool, float]:
 
 
 def ranks(relevance: Sequence[float | None], keys: Sequence[str] = ()) -> tuple[int, ...]:
-    """Return the rank of each document, 0 for the most relevant.
-
-    Args:
-        relevance: One score per document, or None.
-        keys: As in ``best_first``.
-    """
+    """Return the rank of each document, 0 for the most relevant."""
     rank = [0] * len(relevance)
     for place, index in enumerate(best_first(relevance, keys)):
         rank[index] = place
@@ -118,10 +113,6 @@ def create_order(order: str, defaults: Mapping[str, Mapping[str, Any]] | None = 
 def apply_order(order: Order, facts: OrderFacts) -> tuple[int, ...]:
     """Return the permutation of an order, after checking that it is one.
 
-    Args:
-        order: The order.
-        facts: Its input.
-
     Raises:
         ConfigError: the order did not return a permutation.
     """
@@ -137,11 +128,6 @@ def apply_order(order: Order, facts: OrderFacts) -> tuple[int, ...]:
 
 def permute(order: str, relevance: Sequence[float | None], seed: int = 0) -> tuple[int, ...]:
     """Return the permutation of an order for given scores.
-
-    Args:
-        order: A name in ``ORDERS``, or ``name:parameter=value``.
-        relevance: One score per document, or None.
-        seed: For random orders.
 
     Raises:
         UnknownNameError: no order has this name.

@@ -17,7 +17,6 @@ class Relevance(Order):
     by_content = True
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        """Return the permutation."""
         return best_first(facts.relevance, facts.keys)
 
 
@@ -30,7 +29,6 @@ class Reverse(Order):
     by_content = True
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        """Return the permutation."""
         return best_first(facts.relevance, facts.keys)[::-1]
 
 
@@ -47,7 +45,6 @@ class EndsFirst(Order):
     by_content = True
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        """Return the permutation."""
         ranked = best_first(facts.relevance, facts.keys)
         return ranked[0::2] + ranked[1::2][::-1]
 
@@ -60,7 +57,6 @@ class Original(Order):
     name = "original"
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        """Return the permutation."""
         return tuple(range(len(facts.relevance)))
 
 
@@ -72,7 +68,6 @@ class Random(Order):
     name = "random"
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        """Return the permutation."""
         # Python guarantees reproducible sequences for Random.random(), not for shuffle().
         generator = random.Random(facts.seed)
         draws = [generator.random() for _ in facts.relevance]

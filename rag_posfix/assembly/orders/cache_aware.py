@@ -44,7 +44,6 @@ class CacheAware(Order):
     bound: Annotated[float, Number(0, 1)] = 0.25
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        """Return the permutation."""
         ranked = best_first(facts.relevance, facts.keys)
         if len(facts.keys) != len(ranked):
             return ranked
@@ -66,10 +65,6 @@ def displacement(order: Sequence[int], rank: Sequence[int]) -> float:
     """Return the distance between an order and the ranking, in [0, 1].
 
     Formula: Spearman's footrule divided by its maximum, sum_i |position_i - rank_i| / floor(n^2 / 2).
-
-    Args:
-        order: The index of the document at each position.
-        rank: The rank of each document.
     """
     largest = len(order) ** 2 // 2
     return sum(abs(place - rank[index]) for place, index in enumerate(order)) / largest if largest else 0.0
@@ -137,11 +132,7 @@ class RecentPrompts:
                 self._scopes.popitem(last=False)
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Drop every prompt with one of these passages.
-
-        Args:
-            keys: Content hashes of passages that were deleted.
-        """
+        """Drop every prompt with one of these passages."""
         gone = set(keys)
         with self._lock:
             for prompts in self._scopes.values():

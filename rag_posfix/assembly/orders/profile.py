@@ -53,7 +53,6 @@ class Profile(Order):
         Order.__post_init__(self)
 
     def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        """Return the permutation."""
         ranked = best_first(facts.relevance, facts.keys)
         values = stretched(self.slots, len(ranked))
         best_slots = sorted(range(len(values)), key=lambda slot: -values[slot])

@@ -41,7 +41,10 @@ class AttributionTracker:
 
     def observers(self) -> list[Observer | None]:
         """Return what must receive the attention of the next forward pass, for each group."""
-        return [None if segments is None else Observer(layers=self._layers, rough=True) for segments in self._segments]
+        return [
+            None if segments is None else Observer(layers=self._layers, approximate=True)
+            for segments in self._segments
+        ]
 
     def weigh_rows(self, weights: Tensor) -> None:
         """Set the (R,) weights with which the rows choose the next token; the last call before ``take`` counts."""

@@ -227,7 +227,7 @@ class SequenceBatch:
         if self.prompt_length and overrides.mask is not None:  # generated tokens see all before them
             overrides = replace(overrides, mask=None)
         attend = overrides.attend
-        if attend is not None and attend.plain_from is not None and self.length >= attend.plain_from:
+        if attend is not None and attend.standard_from is not None and self.length >= attend.standard_from:
             overrides = replace(overrides, attend=None)
         return overrides
 

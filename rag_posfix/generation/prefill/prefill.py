@@ -119,7 +119,7 @@ def _prefill_row(
         return _prefill_rest(loaded, layout, row, empty, keep)
     prefix = _CachedPrefix(loaded, row, kv_lookup)
     attend = row.overrides.attend
-    if attend is None or row.reusable == (attend.plain_from,):  # else its attention needs the whole prompt at once
+    if attend is None or row.reusable == (attend.standard_from,):  # else its attention needs the whole prompt at once
         prefix.read_missing()
     group = _prefill_rest(loaded, layout, row, prefix.batch, keep, prefix.cached_tokens)
     prefix.add_missing(group.batch)

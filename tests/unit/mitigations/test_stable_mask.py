@@ -65,7 +65,7 @@ def test_the_virtual_column_equals_the_matrix_with_pseudo_scores(train_length, t
     assert torch.allclose(out[0], expected, atol=1e-5)
     for start in (1, N - 5, N - 1):  # later tokens against cached keys
         assert torch.allclose(states.run(attend, start, N)[0][0], expected[:, start:], atol=1e-5)
-    assert attend.plain_from == total - 1
+    assert attend.standard_from == total - 1
     if total == N:
         assert newest is None  # nothing above the diagonal: the last token attends in the ordinary way
     else:
@@ -81,7 +81,7 @@ def test_tokens_after_the_last_column_attend_in_the_ordinary_way():
     ordinary, _ = states.run(attend_of(None, gamma=100.0), N - 1, N + 4)
     assert torch.equal(out, ordinary)
     assert newest is None
-    assert attend.plain_from == N - 1
+    assert attend.standard_from == N - 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
