@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 PASSAGES_FOLDER = "passages"
-"""Folder of the disk tier of the passage store, in the folder of caches."""
+"""Folder of the disk tier of the passage KV store, in the folder of caches."""
 
 
 def default_cache_dir() -> Path:

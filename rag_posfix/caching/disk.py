@@ -168,10 +168,11 @@ class DiskTier(Generic[V]):
         return self._delete(delete)
 
     def stats(self) -> TierStats:
-        """Return what the tier has done and holds."""
+        """Return what the tier has done and holds, the index included."""
 
         def measure(connection: sqlite3.Connection) -> tuple[int | None, int | None]:
-            return connection.execute("SELECT count(*) FROM entries").fetchone()[0], used_bytes(connection)
+            (count,) = connection.execute("SELECT count(*) FROM entries").fetchone()
+            return count, used_bytes(connection) if count else 0
 
         unknown: tuple[int | None, int | None] = (None, None)
         entries, size = self._try(self._reading, partial(self._on_file, measure), unknown)
