@@ -90,7 +90,7 @@ def make_data(chosen: argparse.Namespace, made: Path) -> None:
     copy_rows(chosen.oracle, far, SHARED, None)
     command(
         "train", "data", "--pairs", near, "--pairs", far, "--own-distractors", "--templates", "key_value",
-        "--multi", 0, "--against", unseen, "--samples", chosen.samples, "--min-tokens", 150, "--max-tokens", 450,
+        "--multi", 0, "--decontaminate", unseen, "--samples", chosen.samples, "--min-tokens", 150, "--max-tokens", 450,
         "--model", chosen.model, "--out", made,
     )  # fmt: skip
     command(

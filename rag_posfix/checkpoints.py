@@ -43,14 +43,7 @@ def folder_of(source: str) -> Path:
 
 
 def refuse_adapter(source: str) -> None:
-    """Refuse a model with the files of an adapter: transformers applies it if peft is installed, and else ignores it.
-
-    Args:
-        source: Folder or Hub id of a model.
-
-    Raises:
-        ConfigError: it holds ``adapter_config.json``.
-    """
+    """Refuse a model with the files of an adapter: transformers applies them only if peft is installed."""
     config = Path(source) / _ADAPTER
     if not Path(source).is_dir():
         from huggingface_hub import hf_hub_download
@@ -78,15 +71,8 @@ def _base_of(config: Path) -> str:
 def check_tensors(source: str, model: Any, report: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that lacks tensors of its model, or holds tensors that the model does not have.
 
-    Tied weights and what the class of the model lists as harmless (``_keys_to_ignore_on_load_*``) are not in the
-    report of transformers.
-
-    Args:
-        source: Folder or id, for the message.
-        report: What ``from_pretrained`` returns beside the model with ``output_loading_info=True``.
-
-    Raises:
-        ConfigError: tensors are missing, unexpected or of another shape; the message has how many and the first names.
+    ``report`` is what ``from_pretrained`` returns with ``output_loading_info=True``. Tied weights and what the class
+    of the model lists as harmless (``_keys_to_ignore_on_load_*``) are not in it.
     """
     unexpected = [name for name in report["unexpected_keys"] if not _COMPUTED.search(name)]
     shapes = (f"{name} {[*stored]} instead of {[*expected]}" for name, stored, expected in report["mismatched_keys"])
@@ -106,14 +92,7 @@ def check_encoder(source: str, model: Any) -> None:
     """Refuse the checkpoint of an encoder that is loaded already; as ``check_tensors``, by the names in its files.
 
     Harmless: heads in the files that the model does not have, and a missing pooler of a model without a head, which no
-    embedding reads.
-
-    Args:
-        source: Folder or id that sentence-transformers loaded.
-        model: The transformers model in it; None if it has none.
-
-    Raises:
-        ConfigError: tensors are missing, unexpected or of another shape.
+    embedding reads. ``model`` is the transformers model that sentence-transformers loaded from ``source``, or None.
     """
     if model is None:
         return

@@ -8,11 +8,7 @@ from pathlib import Path
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk.
-
-    Raises:
-        OSError: it cannot be opened or flushed.
-    """
+    """Flush a file, or the names in a folder, to the disk."""
     if path.is_dir() and os.name == "nt":
         return  # Windows cannot open a folder
     descriptor = os.open(path, os.O_RDONLY)
@@ -23,21 +19,13 @@ def flush(path: Path) -> None:
 
 
 def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file that replaces a former one at once; after an error the former one is still there.
-
-    Args:
-        path: The file; its folder exists.
-        mode: Permissions, from which the umask is taken.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file that replaces a former one at once; after an ``OSError`` the former one is still there."""
     scratch = path.parent / f".{path.name}.{secrets.token_hex(8)}.partial"
     try:
-        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
+        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(scratch, path)
     except BaseException:
         scratch.unlink(missing_ok=True)

@@ -24,27 +24,7 @@ A message says what is wrong, the value, what is allowed and what to do, on one 
 
 from __future__ import annotations
 
-__all__ = [
-    "CacheError",
-    "ConfigError",
-    "EvaluationError",
-    "GenerationCancelled",
-    "GenerationError",
-    "IndexBusyError",
-    "NotTextError",
-    "OverloadedError",
-    "PlanConflictError",
-    "PromptTooLongError",
-    "RagPosfixError",
-    "RerankingError",
-    "RerankingTimeoutError",
-    "RetrievalError",
-    "UnknownNameError",
-    "UnsupportedModelError",
-    "UpstreamError",
-    "UpstreamTimeoutError",
-    "missing_extra",
-]
+__all__ = ["RagPosfixError"]
 
 
 class RagPosfixError(Exception):

@@ -66,9 +66,9 @@ class Registry(Generic[T]):
         """
 
         def add(entry: T) -> T:
-            for one in (name, *aliases, *(presets or {})):
-                if one in self:
-                    raise ConfigError(f"{self.kind} {one!r} is registered already; choose another name")
+            for new in (name, *aliases, *(presets or {})):
+                if new in self:
+                    raise ConfigError(f"{self.kind} {new!r} is registered already; choose another name")
             self._entries[name] = entry
             remember_owner(entry, (name, *aliases, *(presets or {})))
             self._aliases.update(dict.fromkeys(aliases, name))
@@ -82,11 +82,7 @@ class Registry(Generic[T]):
         return {preset: parameters for preset, (entry, parameters) in self._presets.items() if entry == name}
 
     def expand(self, spec: Spec) -> tuple[str, dict[str, Any]]:
-        """Return name and parameters of ``spec``, without alias, preset and old spellings.
-
-        Raises:
-            UnknownNameError: no such name.
-        """
+        """Return name and parameters of ``spec``, without alias, preset and old spellings."""
         name = self.resolve(spec.name)
         _, preset = self._presets.get(spec.name, (name, {}))
         return name, {**preset, **current_spelling(self._entries[name], spec.parameters)}
@@ -105,25 +101,20 @@ class Registry(Generic[T]):
             return self._aliases[name]
         if name in self._presets:
             return self._presets[name][0]
-        known = [*self._entries, *self._aliases, *self._presets]
-        near = difflib.get_close_matches(name[:100].lower(), known, n=3, cutoff=0.5)
+        registered = [*self._entries, *self._aliases, *self._presets]
+        near = difflib.get_close_matches(name[:100].lower(), registered, n=3, cutoff=0.5)
         hint = f" Did you mean {', '.join(map(self._suggestion, near))}?" if near else ""
         raise UnknownNameError(
             f"unknown {self.kind} {shown(name)}.{hint} Available: {', '.join(self.names())}"
         ) from None
 
     def get(self, name: str) -> T:
-        """Return the entry with the name or alias ``name``.
-
-        Raises:
-            UnknownNameError: no entry has it; the message suggests similar names and aliases.
-        """
+        """Return the entry with the name or alias ``name``."""
         return self._entries[self.resolve(name)]
 
     def parameters(self, name: str) -> Mapping[str, Parameter]:
         """Return the parameters of the class registered as ``name``, without ``parts``."""
-        found = parameters_of(self.get(name))
-        return {key: parameter for key, parameter in found.items() if key not in self.parts}
+        return {key: value for key, value in parameters_of(self.get(name)).items() if key not in self.parts}
 
     def create(self, spec: Spec, parts: Mapping[str, Callable[[], Any]] | None = None) -> Any:
         """Return an instance of the class that ``spec`` names, with checked parameters (``rag_posfix.parameters``).
@@ -137,10 +128,10 @@ class Registry(Generic[T]):
         """
         name, parameters = self._checked(spec)
         entry: Any = self._entries[name]
-        taken = parameters_of(entry)
-        made = {part: make() for part, make in (parts or {}).items() if part in taken}
+        fields = parameters_of(entry)
+        supplied = {part: make() for part, make in (parts or {}).items() if part in fields}
         with refused_by_pydantic(name):
-            return entry(**made, **parameters)
+            return entry(**supplied, **parameters)
 
     def check(self, spec: Spec) -> None:
         """Check the name and the parameters of ``spec`` without creating ``parts``, so before a model is loaded.
@@ -184,15 +175,7 @@ class Registry(Generic[T]):
 
 
 def check_names(label: str, given: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
-    """Check the names of parameters.
-
-    Args:
-        label: Owner of the parameters, for error messages.
-        allowed: The existing parameters by name.
-
-    Raises:
-        ConfigError: a name does not exist; the message suggests a similar one.
-    """
+    """Raise for a name of ``given`` that is not ``allowed``, and suggest a similar one; ``label`` is their owner."""
     for key in given:
         if key not in allowed:
             near = difflib.get_close_matches(str(key)[:100], allowed, n=1)

@@ -11,18 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rag_posfix.folders import PASSAGES_FOLDER, default_cache_dir, default_data_dir
 
-__all__ = [
-    "CacheSettings",
-    "OpenTelemetrySettings",
-    "PassageStoreSettings",
-    "RemoteSettings",
-    "ServiceSettings",
-    "Settings",
-    "TelemetrySettings",
-    "TorchrunSettings",
-    "environment_with",
-    "limit_openmp_spinning",
-]
+__all__ = ["Settings"]
 
 SPINS_OF_A_WAITING_THREAD = "10000"
 

@@ -189,8 +189,8 @@ def _check(name: str, weights: Weights, site: Path) -> None:
     for package, file in weights.files:
         try:
             with (site / package / file).open("rb") as handle:
-                while part := handle.read(1 << 20):
-                    digest.update(part)
+                while chunk := handle.read(1 << 20):
+                    digest.update(chunk)
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{distribution(package)} holds no {file}; the package is not the published one"

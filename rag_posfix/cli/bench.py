@@ -7,16 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import (
-    AdapterFolder,
-    AsJson,
-    DeviceName,
-    ModelName,
-    checked_choices,
-    checked_output,
-    settings_from,
-)
-from rag_posfix.cli.output import emit_json, experiment_step, out, table
+from rag_posfix.cli.options import AsJson, checked_choices, out_option, with_settings
+from rag_posfix.cli.output import emit, experiment_step, out, say, table
+from rag_posfix.settings import Settings
 
 _COLUMNS = {
     "ttft_cold_ratio": "cold",
@@ -24,85 +17,80 @@ _COLUMNS = {
     "ttft_warm_disk_ratio": "disk",
     "ttft_warm_redis_ratio": "Redis",
     "decode_ratio": "tokens/s",
-    "together_ratio": "together",
+    "together_ratio": "concurrent",
     "memory_ratio": "memory",
     "memory_extra_ratio": "added",
 }
 
 
+@with_settings("model", "adapter", "device")
 def bench(
-    documents: Annotated[int, typer.Option("--documents", min=1, help="Number of passages in the prompt.")] = 20,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per passage.")] = 150,
+    settings: Settings,
+    documents: Annotated[
+        int, typer.Option("--documents", min=1, help="Put this number of passages into the prompt.")
+    ] = 20,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Make passages of this number of tokens.")] = 150,
     mitigation: Annotated[
-        str | None, typer.Option("--mitigation", help="Methods, comma-separated.", show_default="all")
+        str | None, typer.Option("--mitigation", help="Measure these methods, comma-separated.", show_default="all")
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Number of rounds; ratios are medians.")] = 3,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Decode steps per round.")] = 16,
-    together: Annotated[
-        int, typer.Option("--together", min=0, help="Also measure this number of concurrent requests; 0: do not.")
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Run this number of rounds; ratios are medians.")
+    ] = 3,
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", min=1, help="Decode this number of tokens per round.")
+    ] = 16,
+    concurrent: Annotated[
+        int, typer.Option("--concurrent", min=0, help="Also measure this number of requests at once; 0: none.")
     ] = 0,
-    warm: Annotated[
-        bool, typer.Option("--warm/--no-warm", help="Also measure the time to first token with cached passages.")
-    ] = True,
+    warm: Annotated[bool, typer.Option("--warm/--no-warm", help="Also measure with cached passages.")] = True,
     redis_url: Annotated[
         str | None,
         typer.Option(
             "--redis-url",
-            help="Also measure a Redis tier at this URL; its entries are not cleared.",
+            help="Also measure passages in this Redis; nothing is deleted.",
             show_default="no Redis tier",
         ),
     ] = None,
-    model: ModelName = None,
-    adapter: AdapterFolder = None,
-    device: DeviceName = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--out", callback=checked_output, help="Folder for a result record.", show_default="no record"),
-    ] = None,
+    output: Annotated[Path | None, out_option("Write a result record here.", show_default="no record")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure time to first token, tokens per second and memory of each method, as ratios to the unmodified model."""
+    """Measure speed and memory of methods against the baseline.
+
+    Time to first token, tokens per second and memory of each method are ratios to the unmodified model.
+    """
     from rag_posfix.evaluation import measure_speed
 
     record = measure_speed(
         None if mitigation is None else checked_choices(mitigation), documents=documents, tokens=tokens,
-        repeats=repeats, new_tokens=new_tokens, together=together, warm=warm, redis_url=redis_url,
-        settings=settings_from(model=model, adapter=adapter, device=device), out=output, progress=experiment_step,
+        repeats=repeats, new_tokens=new_tokens, together=concurrent, warm=warm, redis_url=redis_url,
+        settings=settings, out=output, progress=experiment_step,
     )  # fmt: skip
-    if as_json:
-        emit_json(record.to_json())
-    else:
-        _show(record.to_json())
+    emit(record.to_json(), as_json, _show)
 
 
 def _show(summary: dict[str, Any]) -> None:
-
-    stock = summary["unmodified"]
-    console = out()
-    console.print(
+    unmodified = summary["unmodified"]
+    say(
         f"{summary['model']}, {summary['dtype']} on {summary['device']}: {summary['documents']} passages of "
-        f"{summary['tokens_per_document']} tokens, {summary['prompt_tokens']} in all\n"
-        f"unmodified: {stock['ttft_s']:.3f} s to the first token, {stock['decode_tokens_per_s']:.1f} tokens/s, "
-        f"{_megabytes(stock['peak_memory_bytes'])} at most",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    given = {key for found in summary["methods"].values() for key in found}
-    columns = {key: title for key, title in _COLUMNS.items() if key in given}
-    shown = table("method", *(f"{title} x" for title in columns.values()))
-    for name, found in summary["methods"].items():
-        shown.add_row(name, *("-" if found.get(key) is None else f"{found[key]:.2f}" for key in columns))
-    console.print(shown)
-    console.print(
+        f"{summary['tokens_per_document']} tokens, {summary['prompt_tokens']} in all",
+        f"unmodified: {unmodified['ttft_s']:.3f} s to the first token, {unmodified['decode_tokens_per_s']:.1f} "
+        f"tokens/s, {_megabytes(unmodified['peak_memory_bytes'])} at most",
+    )
+    measured = {key for ratios in summary["methods"].values() for key in ratios}
+    columns = {key: title for key, title in _COLUMNS.items() if key in measured}
+    rows = table("method", *(f"{title} x" for title in columns.values()))
+    for name, ratios in summary["methods"].items():
+        rows.add_row(name, *("-" if ratios.get(key) is None else f"{ratios[key]:.2f}" for key in columns))
+    out().print(rows)
+    say(
         "x: method / unmodified; lower is better, for tokens/s higher. cold, warm, disk, Redis: time to first token "
-        "without cached passages, and with passages cached in memory, on disk, in Redis",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    if "together_ratio" in given:
-        console.print("together: tokens/s of all concurrent requests / of one request", highlight=False)
-    for name, reason in summary["refused"].items():
-        console.print(f"refused: {name}: {reason}", highlight=False, soft_wrap=True)
+        "without cached passages, and with passages cached in memory, on disk, in Redis"
+    )
+    if "together_ratio" in measured:
+        say("concurrent: tokens/s of all concurrent requests / of one request")
+    say(*(f"not supported: {name}: {reason}" for name, reason in summary["refused"].items()))
     if "record" in summary:
-        console.print(f"record: {summary['record']}", highlight=False, soft_wrap=True)
+        say(f"record: {summary['record']}")
 
 
 def _megabytes(count: int | None) -> str:

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import (
-    AdapterFolder,
-    AsJson,
-    DeviceName,
-    ModelName,
-    checked_choice,
-    parse_choice,
-    settings_from,
-)
-from rag_posfix.cli.output import emit_json, err, out, progress_bar, status, table
+from rag_posfix.cli.options import AsJson, checked_choice, load_engine, with_settings
+from rag_posfix.cli.output import emit, err, out, progress_bar, say, status, table
+from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:
     from langchain_core.documents import Document
 
+    from rag_posfix.contracts.request import MitigationChoice
     from rag_posfix.demo_data import DemoQuestion
     from rag_posfix.generation.engine import Engine
     from rag_posfix.retrieval.dense import PassageRetriever
-    from rag_posfix.settings import Settings
 
 PASSAGES = 10
 GOLD_POSITIONS = {"first": 0, "middle": 5, "last": PASSAGES - 1}
@@ -55,44 +47,34 @@ class _Cell:
     log_probability: float
 
 
+@with_settings("model", "adapter", "device")
 def demo(
-    questions: Annotated[int, typer.Option("--questions", min=1, max=24, help="Number of questions.")] = 3,
+    settings: Settings,
+    questions: Annotated[int, typer.Option("--questions", min=1, max=24, help="Ask this number of questions.")] = 3,
     mitigation: Annotated[
-        str, typer.Option("--mitigation", help="Method to compare with the unmodified model.")
+        str, typer.Option("--mitigation", help="Compare this method with the unmodified model.")
     ] = "default",
-    model: ModelName = None,
-    adapter: AdapterFolder = None,
-    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare answers of the unmodified model and of a method for three positions of the gold passage.
+    """Compare answers with and without a method, on demo data.
 
     The demo indexes the shipped corpus and retrieves ten passages per question. The gold passage, which holds the
     answer, is put first, in the middle and last.
     """
-    checked_choice(mitigation)
-    settings = settings_from(model=model, adapter=adapter, device=device)
+    choices = {name: checked_choice(name) for name in ("none", mitigation)}
     started = time.perf_counter()
-    with status("loading the model (converted to bfloat16 on the first start) and the embeddings"):
-        from rag_posfix.pipeline.build import build_engine
-
-        engine = build_engine(settings)
+    engine = load_engine(settings)
     with tempfile.TemporaryDirectory(prefix="rag-posfix-demo-") as folder:
         retriever, indexed = _index(Path(folder) / "demo.index", settings)
-        cells = _compare(engine, retriever, questions, mitigation)
+        cells = _compare(engine, retriever, questions, choices)
     seconds = time.perf_counter() - started
-    if as_json:
-        emit_json(
-            {
-                "model": engine.model_id,
-                "passages": indexed,
-                "rows": [asdict(cell) for cell in cells],
-                "seconds": seconds,
-            }
-        )
-        return
-    _show(cells, engine.model_id, indexed, mitigation)
-    out().print(f"\n{NEXT}\n\nTook {seconds:.0f} s.", highlight=False, markup=False, soft_wrap=True)
+
+    def show(_: dict[str, Any]) -> None:
+        _show(cells, engine.model_id, indexed, mitigation)
+        say(f"\n{NEXT}\n\nTook {seconds:.0f} s.")
+
+    rows = [asdict(cell) for cell in cells]
+    emit({"model": engine.model_id, "passages": indexed, "rows": rows, "seconds": seconds}, as_json, show)
 
 
 def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
@@ -113,55 +95,48 @@ def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
         return PassageRetriever(store=FaissVectorStore.load(folder, embeddings), k=PASSAGES), len(passages)
 
 
-def _compare(engine: Engine, retriever: PassageRetriever, count: int, mitigation: str) -> list[_Cell]:
+def _compare(
+    engine: Engine, retriever: PassageRetriever, count: int, choices: dict[str, MitigationChoice]
+) -> list[_Cell]:
     from rag_posfix.assembly.assembler import Assembler
     from rag_posfix.demo_data import load_questions
+    from rag_posfix.evaluation.answers.answering import answer_and_score, best_subspan_em
 
     assembler = Assembler(engine.encoder, engine.context_window)
-    asked = load_questions()[:count]
+    questions = load_questions()[:count]
     cells: list[_Cell] = []
-    total = len(asked) * len(GOLD_POSITIONS) * 2
+    total = len(questions) * len(GOLD_POSITIONS) * 2
     with progress_bar("answering") as progress:
-        for question in asked:
-            found = retriever.retrieve(question.question, PASSAGES)
-            for name in ("none", mitigation):
+        for question in questions:
+            hits = retriever.retrieve(question.question, PASSAGES)
+            for name in choices:
                 for where, gold_position in GOLD_POSITIONS.items():
-                    documents = _with_gold_at(found, question, gold_position)
-                    cells.append(_answer(engine, assembler.assemble, question, documents, name, where))
+                    layout = assembler.assemble(
+                        question.question,
+                        _with_gold_at(hits, question, gold_position),
+                        order="original",
+                        max_new_tokens=ANSWER_TOKENS,
+                    ).layout
+                    generation, score = answer_and_score(engine, layout, choices[name], question.answer, ANSWER_TOKENS)
+                    text = " ".join(generation.text.split())
+                    right = bool(best_subspan_em(text, question.answers))
+                    cells.append(_Cell(question.question, question.answer, name, where, text, right, score))
                     progress(len(cells), total)
                     if not err().is_terminal:
                         err().print(f"answered {len(cells)} of {total}", highlight=False)
     return cells
 
 
-def _with_gold_at(found: list[Document], question: DemoQuestion, gold_position: int) -> list[Document]:
+def _with_gold_at(hits: list[Document], question: DemoQuestion, gold_position: int) -> list[Document]:
     """Return the retrieved passages with the gold passage at a position; it replaces the last if it was not found."""
     from rag_posfix.demo_data import load_passages
 
-    gold = next((document for document in found if document.id == question.gold), None)
-    others = [document for document in found if document.id != question.gold][: PASSAGES - 1]
+    gold = next((document for document in hits if document.id == question.gold), None)
+    others = [document for document in hits if document.id != question.gold][: PASSAGES - 1]
     if gold is None:
         gold = next(passage for passage in load_passages() if passage.id == question.gold)
         gold.metadata["relevance_score"] = others[-1].metadata["relevance_score"]
     return [*others[:gold_position], gold, *others[gold_position:]]
-
-
-def _answer(
-    engine: Engine,
-    assemble: Callable[..., Any],
-    question: DemoQuestion,
-    documents: list[Document],
-    mitigation: str,
-    where: str,
-) -> _Cell:
-    from rag_posfix.evaluation.answers.answering import answer_and_score, best_subspan_em
-
-    layout = assemble(question.question, documents, order="original", max_new_tokens=ANSWER_TOKENS).layout
-    choice = parse_choice(mitigation)
-    generation, score = answer_and_score(engine, layout, choice, question.answer, ANSWER_TOKENS)
-    text = " ".join(generation.text.split())
-    right = bool(best_subspan_em(text, question.answers))
-    return _Cell(question.question, question.answer, mitigation, where, text, right, score)
 
 
 def _show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None:
@@ -177,18 +152,14 @@ def _show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None
     for question in dict.fromkeys(cell.question for cell in cells):
         rows = [cell for cell in cells if cell.question == question]
         title = f"{escape(question)}  [dim]({escape(rows[0].expected)})[/dim]"
-        shown = table("gold passage", *_headings(names), title=title, title_justify="left")
+        headings = [text for name in names for text in ("unmodified" if name == "none" else name, "log p")]
+        answers = table("gold passage", *headings, title=title, title_justify="left")
         for where in GOLD_POSITIONS:
-            found = [next(c for c in rows if c.mitigation == name and c.gold == where) for name in names]
-            shown.add_row(where, *(part for cell in found for part in (_mark(cell), f"{cell.log_probability:.2f}")))
-        console.print(shown)
+            pair = [next(c for c in rows if c.mitigation == name and c.gold == where) for name in names]
+            answers.add_row(where, *(text for cell in pair for text in (_mark(cell), f"{cell.log_probability:.2f}")))
+        console.print(answers)
     for name in names:
         console.print(_verdict([cell for cell in cells if cell.mitigation == name], name), highlight=False)
-
-
-def _headings(names: tuple[str, ...]) -> list[str]:
-    shown = {"none": "unmodified"}
-    return [heading for name in names for heading in (shown.get(name, name), "log p")]
 
 
 def _mark(cell: _Cell) -> str:

@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from rag_posfix.cli.options import (
     BASIC_METHODS,
-    AdapterFolder,
     AsJson,
-    DeviceName,
+    Data,
+    Documents,
+    Fresh,
     GoldPositions,
-    ModelName,
+    Limit,
+    RayActors,
+    Skip,
+    UseRay,
     checked_choices_and_arrangements,
-    checked_output,
     gold_positions_of,
-    settings_from,
+    out_option,
+    with_settings,
 )
-from rag_posfix.cli.output import emit_json, experiment_step, out, table
-from rag_posfix.cli.rerank import rerank, rerank_positions
+from rag_posfix.cli.output import emit, experiment_step, out, say, table
+from rag_posfix.contracts.method_spec import read_reranker, split_outside
+from rag_posfix.errors import ConfigError
+from rag_posfix.settings import Settings
 
-Data = Annotated[
-    Path,
-    typer.Option(
-        "--data", help="Lost-in-the-Middle or HotpotQA rows, or a file in SQuAD's format such as XQuAD; .gz or plain."
-    ),
-]
+if TYPE_CHECKING:
+    from rag_posfix.evaluation import RerankerChoice
+
 Mitigations = Annotated[
     str | None,
     typer.Option(
         "--mitigation",
-        help="Methods, comma-separated; name:parameter=value, values in JSON.",
+        help="Compare these methods, comma-separated.",
         show_default=f"{BASIC_METHODS}; none with --arrangement",
     ),
 ]
@@ -40,35 +44,22 @@ Arrangements = Annotated[
     str | None,
     typer.Option(
         "--arrangement",
-        help="Reranker/order/method, comma-separated, each as name:parameter=value, for example "
-        "likelihood+embedding/reverse/none. An empty reranker is the embedding.",
+        help="Compare reranker/order/method too, comma-separated.",
         show_default="no arrangement besides the methods",
     ),
 ]
-Documents = Annotated[int, typer.Option("--documents", min=1, help="Number of passages per prompt.")]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of questions.", show_default="all")]
-Skip = Annotated[int, typer.Option("--skip", min=0, help="Number of questions to leave out at the start.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum number of tokens of an answer.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Stop answers after this number of tokens.")]
+Rerankers = Annotated[str, typer.Option("--reranker", help="Compare these rerankers, comma-separated.")]
 
-app = typer.Typer(help="Measure how much answers depend on the order of the passages.", no_args_is_help=True)
-app.command("rerank")(rerank)
-app.command("rerank-positions")(rerank_positions)
-
-
-@app.callback()
-def group() -> None:
-    """Measure how much answers depend on the order of the passages."""
+app = typer.Typer(help="Measure how answers depend on the passage order.", no_args_is_help=True)
 
 
 @app.command()
+@with_settings("model", "adapter", "device")
 def positions(
     data: Data,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--out", callback=checked_output, help="Folder for the result record and the journal of answers."
-        ),
-    ],
+    output: Annotated[Path, out_option("Write the record and the journal of answers here.")],
+    settings: Settings,
     mitigation: Mitigations = None,
     arrangement: Arrangements = None,
     gold_positions: GoldPositions = None,
@@ -77,34 +68,28 @@ def positions(
     skip: Skip = 0,
     max_tokens: MaxTokens = 24,
     check_orders: Annotated[
-        bool,
-        typer.Option("--check-orders", help="Run order-free methods at every gold position, not only at one."),
+        bool, typer.Option("--check-orders", help="Run order-free methods at every gold position.")
     ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Recompute answers that are in the journal.")] = False,
+    fresh: Fresh = False,
     reuse: Annotated[
-        bool,
-        typer.Option(
-            "--reuse/--no-reuse",
-            help="Cache keys and values of passages in memory (4 GiB) for the next gold position. Faster, but seconds "
-            "are then those of a warm cache.",
-        ),
+        bool, typer.Option("--reuse/--no-reuse", help="Cache keys and values of passages (4 GiB); faster.")
     ] = False,
-    ray: Annotated[
-        bool, typer.Option("--ray", help="Answer on the Ray cluster at RAY_ADDRESS, or on a local one.")
-    ] = False,
-    actors: Annotated[int, typer.Option("--ray-actors", min=1, help="Number of processes with the model on Ray.")] = 2,
-    model: ModelName = None,
-    adapter: AdapterFolder = None,
-    device: DeviceName = None,
+    ray: UseRay = False,
+    actors: RayActors = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Put the gold passage at each position and compare: accuracy, log-probability, worst position and spread.
+    """Compare answers by the position of the gold passage.
+
+    Reads Lost-in-the-Middle or HotpotQA rows, or a file in SQuAD's format such as XQuAD. Measures accuracy,
+    log-probability, worst position and spread. An arrangement is reranker/order/method, each as name:parameter=value,
+    for example likelihood+embedding/reverse/none; an empty reranker is the embedding.
 
     Each answer is appended to OUT/positions-journal.jsonl. The same command, or one with more questions, positions or
     methods, computes only missing answers; rows from the journal are marked "reused". The key of an answer in the
     journal consists of weights, method, prompt, question and passages, not of the version of this program: after a
     change to the code of a method, use --fresh. An order-free method runs once per question, and its row is repeated
-    for the other positions and marked "reused"; with --check-orders it runs at every position.
+    for the other positions and marked "reused"; with --check-orders it runs at every position. With --reuse, seconds
+    are those of a warm cache.
     """
     from rag_posfix.evaluation import evaluate_positions
 
@@ -112,107 +97,218 @@ def positions(
         data, checked_choices_and_arrangements(mitigation, arrangement),
         gold_positions=gold_positions_of(gold_positions, documents),
         documents=documents, limit=limit, skip=skip, max_tokens=max_tokens, check_orders=check_orders, fresh=fresh,
-        reuse=reuse, ray=ray, ray_actors=actors, settings=settings_from(model=model, adapter=adapter, device=device),
-        out=output, progress=experiment_step,
+        reuse=reuse, ray=ray, ray_actors=actors, settings=settings, out=output, progress=experiment_step,
     )  # fmt: skip
-    if as_json:
-        emit_json(record.to_json())
-    else:
-        _show_positions(record.to_json())
+    emit(record.to_json(), as_json, _show_positions)
 
 
 @app.command()
+@with_settings("model", "adapter", "device")
 def permutations(
     data: Data,
-    output: Annotated[
-        Path,
-        typer.Option("--out", callback=checked_output, help="Folder for the result record."),
-    ],
+    output: Annotated[Path, out_option("Write the result record here.")],
+    settings: Settings,
     mitigation: Mitigations = None,
     arrangement: Arrangements = None,
-    orders: Annotated[int, typer.Option("--orders", min=2, help="Orders per question, the given one included.")] = 4,
+    orders: Annotated[int, typer.Option("--orders", min=2, help="Try this number of orders, with the given one.")] = 4,
     documents: Documents = 10,
     limit: Limit = None,
     skip: Skip = 0,
     max_tokens: MaxTokens = 24,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the random orders.")] = 0,
-    model: ModelName = None,
-    adapter: AdapterFolder = None,
-    device: DeviceName = None,
+    seed: Annotated[int, typer.Option("--seed", help="Draw the random orders from this seed.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Shuffle the passages and count the answers that change: flip rate, first-token difference, accuracy.
+    """Shuffle the passages and count the answers that change.
 
-    The first order is the given one, with the gold passage first. The other orders are random and the same for every
-    method. Order-free methods run with every order too.
+    Measures flip rate, difference of the first token and accuracy. The first order is the given one, with the gold
+    passage first. The other orders are random and the same for every method. Order-free methods run with every order
+    too.
     """
     from rag_posfix.evaluation import evaluate_permutations
 
     record = evaluate_permutations(
         data, checked_choices_and_arrangements(mitigation, arrangement), orders=orders, documents=documents,
-        limit=limit, skip=skip, max_tokens=max_tokens, seed=seed,
-        settings=settings_from(model=model, adapter=adapter, device=device), out=output, progress=experiment_step,
+        limit=limit, skip=skip, max_tokens=max_tokens, seed=seed, settings=settings, out=output,
+        progress=experiment_step,
     )  # fmt: skip
-    if as_json:
-        emit_json(record.to_json())
-    else:
-        _show_permutations(record.to_json())
+    emit(record.to_json(), as_json, _show_permutations)
+
+
+@app.command()
+@with_settings("embedding_model", "model", "adapter", "device")
+def rerank(
+    corpus: Annotated[Path, typer.Option("--corpus", help="Rank documents of this BEIR folder or file.")],
+    output: Annotated[Path, out_option("Write runs, record, journal, index and page here.")],
+    settings: Settings,
+    reranker: Rerankers = "",
+    queries: Annotated[
+        Path | None,
+        typer.Option("--queries", help="Read queries from this file.", show_default="those of the BEIR folder"),
+    ] = None,
+    qrels: Annotated[
+        Path | None,
+        typer.Option(
+            "--qrels", help="Read TREC or BEIR judgements here.", show_default="qrels/SPLIT.tsv of the BEIR folder"
+        ),
+    ] = None,
+    first_stage: Annotated[
+        str, typer.Option("--first-stage", help="Retrieve with bm25, dense, hybrid or a TREC run file.")
+    ] = "bm25",
+    depth: Annotated[int, typer.Option("--depth", min=1, help="Rerank this number of candidates per topic.")] = 20,
+    measures: Annotated[
+        str, typer.Option("--measures", help="Compute more ir-measures than the four standard ones.")
+    ] = "",
+    limit: Limit = None,
+    skip: Skip = 0,
+    split: Annotated[str, typer.Option("--split", help="Use qrels/SPLIT.tsv of a BEIR folder.")] = "test",
+    binary: Annotated[bool, typer.Option("--binary", help="Count every grade above 0 as 1.")] = False,
+    titles: Annotated[bool, typer.Option("--titles/--no-titles", help="Use the titles of documents.")] = True,
+    fresh: Fresh = False,
+    ray: UseRay = False,
+    actors: RayActors = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Rerank candidates of a test collection, and measure.
+
+    Writes TREC runs, measures (nDCG@10, RR@10, R@10, P@1 and those of --measures), significance tests and a page.
+    Without --reranker only the first stage is measured. Corpus and queries are JSON lines, tab-separated or TREC.
+
+    Every ranking is appended to OUT/rerank-journal.jsonl. The same command, or one with more topics or rerankers,
+    computes only missing rankings. The key of a ranking in the journal does not include the version of this program:
+    after a change to the code of a reranker, use --fresh.
+    """
+    from rag_posfix.evaluation import beir_files, evaluate_reranking
+
+    run = Path(first_stage)
+    record = evaluate_reranking(
+        beir_files(corpus, queries, qrels, split), _reranker_choices(reranker),
+        first_stage=run if run.is_file() else first_stage, depth=depth, measures=measures, limit=limit, skip=skip,
+        binary=binary, titles=titles, fresh=fresh, ray=ray, ray_actors=actors, settings=settings, out=output,
+        progress=experiment_step,
+    )  # fmt: skip
+    emit(record.to_json(), as_json, _show_runs)
+
+
+@app.command()
+@with_settings("embedding_model", "model", "adapter", "device")
+def rerank_positions(
+    data: Data,
+    output: Annotated[Path, out_option("Write the record and the journal of rankings here.")],
+    reranker: Rerankers,
+    settings: Settings,
+    gold_positions: GoldPositions = None,
+    documents: Documents = 10,
+    limit: Limit = None,
+    skip: Skip = 0,
+    fresh: Fresh = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare recall by the input position of the gold passage.
+
+    A reranker that does not depend on the input order has the same recall@1 and recall@3 at every position. Every
+    ranking is appended to OUT/rerank-positions-journal.jsonl, and the same command computes only missing rankings.
+    """
+    from rag_posfix.evaluation import evaluate_reranking_positions
+
+    record = evaluate_reranking_positions(
+        data, _reranker_choices(reranker, at_least=1), gold_positions=gold_positions_of(gold_positions, documents),
+        documents=documents, limit=limit, skip=skip, fresh=fresh, settings=settings, out=output,
+        progress=experiment_step,
+    )  # fmt: skip
+    emit(record.to_json(), as_json, _show_rerank_positions)
+
+
+def _reranker_choices(text: str, at_least: int = 0) -> list[RerankerChoice]:
+    """Parse rerankers, separated by commas, each ``name`` or ``name:parameter=value``."""
+    from rag_posfix.evaluation import RerankerChoice
+    from rag_posfix.pipeline.file_parameters import with_file_parameters
+    from rag_posfix.reranking import RERANKERS
+
+    parts = split_outside(text, ",") if text.strip() else []
+    if len(parts) < at_least:
+        raise ConfigError("--reranker is empty; name at least one, for example embedding")
+    specs = [with_file_parameters(read_reranker(part), RERANKERS) for part in parts]
+    return [RerankerChoice(spec.name, spec.parameters) for spec in specs]
 
 
 def _show_positions(summary: dict[str, Any]) -> None:
-
     mitigations = summary["mitigations"]
-    positions = list(next(iter(mitigations.values()))["positions"])
-    shown = table(
-        "method", *(f"gold at {position}" for position in positions), "worst", "spread", "answers that change"
-    )
-    for name, found in mitigations.items():
-        cells = [f"{_shown(p['log_probability'])} ({p['accuracy']:.2f})" for p in found["positions"].values()]
-        shown.add_row(
-            name, *cells, f"{_shown(found['worst_log_probability'])} ({found['worst']:.2f})",
-            f"{_shown(found['spread_log_probability'])} ({found['spread']:.2f})",
-            f"{found['answers_that_change']:.0%}",
+    gold_positions = list(next(iter(mitigations.values()))["positions"])
+    headings = (f"gold at {position}" for position in gold_positions)
+    rows = table("method", *headings, "worst", "spread", "answers that change")
+    for name, scores in mitigations.items():
+        cells = [f"{_number(p['log_probability'])} ({p['accuracy']:.2f})" for p in scores["positions"].values()]
+        rows.add_row(
+            name, *cells, f"{_number(scores['worst_log_probability'])} ({scores['worst']:.2f})",
+            f"{_number(scores['spread_log_probability'])} ({scores['spread']:.2f})",
+            f"{scores['answers_that_change']:.0%}",
         )  # fmt: skip
-    console = out()
-    console.print(shown)
-    console.print("log-probability of the accepted answer per token (accuracy)", highlight=False)
+    out().print(rows)
+    say("log-probability of the accepted answer per token (accuracy)")
     for name in ("closed_book", "gold_only"):
-        found = summary[name]
-        console.print(f"{name}: {_shown(found['log_probability'])} ({found['accuracy']:.2f})", highlight=False)
-    console.print(
-        f"{summary['n']} questions; {summary['reused']} answers reused; record: {summary['record']}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        say(f"{name}: {_number(summary[name]['log_probability'])} ({summary[name]['accuracy']:.2f})")
+    say(f"{summary['n']} questions; {summary['reused']} answers reused; record: {summary['record']}")
     _show_verdict(summary)
 
 
-def _shown(value: float | None, digits: int = 2) -> str:
-    """Return a number for a table; a dash for one that was not measured."""
+def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _show_verdict(summary: dict[str, Any]) -> None:
-    for name, reason in summary.get("not_measured", {}).items():
-        out().print(f"{name} was not measured: {reason}", highlight=False, markup=False, soft_wrap=True)
-    for sentence in summary["verdict"]:
-        out().print(sentence, highlight=False, markup=False, soft_wrap=True)
+    say(*(f"{name} was not measured: {reason}" for name, reason in summary.get("not_measured", {}).items()))
+    say(*summary["verdict"])
     if "png" in summary:
-        out().print(f"picture: {summary['png']}", highlight=False, markup=False, soft_wrap=True)
+        say(f"figure: {summary['png']}")
 
 
 def _show_permutations(summary: dict[str, Any]) -> None:
-
-    shown = table("method", "answers that change", "questions with a change", "accuracy", "max. logit difference")
-    for name, found in summary["mitigations"].items():
-        low, high = found["flip_rate_ci95"]
-        shown.add_row(
-            name, f"{found['flip_rate']:.0%} ({low:.0%} to {high:.0%})", f"{found['any_flip']:.0%}",
-            f"{found['accuracy']:.2f}", _shown(found["max_logit_difference"], 4),
+    rows = table("method", "answers that change", "questions with a change", "accuracy", "max. logit difference")
+    for name, scores in summary["mitigations"].items():
+        low, high = scores["flip_rate_ci95"]
+        rows.add_row(
+            name, f"{scores['flip_rate']:.0%} ({low:.0%} to {high:.0%})", f"{scores['any_flip']:.0%}",
+            f"{scores['accuracy']:.2f}", _number(scores["max_logit_difference"], 4),
         )  # fmt: skip
-    console = out()
-    console.print(shown)
-    console.print(
+    out().print(rows)
+    say(
         f"{summary['n']} questions in {summary['orders']} orders, each compared with the first order; "
-        f"record: {summary['record']}", highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"record: {summary['record']}"
+    )
     _show_verdict(summary)
+
+
+def _show_runs(summary: dict[str, Any]) -> None:
+    first = summary["first_stage"]
+    measures = list(first["ci95"])
+    rows = table("run", *measures, "seconds per query")
+    for label, run in {first["name"]: first, **summary["runs"]}.items():
+        rows.add_row(escape(label), *(f"{run[name]:.3f}" for name in measures), f"{run['seconds']:.3f}")
+    out().print(rows)
+    for test in summary["significance"]:
+        if test["measure"] == measures[0]:
+            low, high = test["ci95"]
+            say(
+                f"{test['a']} against {test['b']}: {test['measure']} {test['difference']:+.3f} ({low:+.3f} to "
+                f"{high:+.3f}), p {test['p_holm']:.4f} after Holm's correction"
+            )
+    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in summary["counts"].items() if count)
+    say(f"{counts}; page: {summary['page']}; record: {summary['record']}")
+
+
+def _show_rerank_positions(summary: dict[str, Any]) -> None:
+    input_positions = list(next(iter(summary["rerankers"].values()))["places"])
+    headings = (f"at {position}" for position in input_positions)
+    rows = table("reranker", *headings, "spread", "changed", "seconds")
+    for label, scores in summary["rerankers"].items():
+        cells = [f"{recall['recall@1']:.2f} ({recall['recall@3']:.2f})" for recall in scores["places"].values()]
+        rows.add_row(
+            escape(label), *cells, f"{scores['recall@1']['spread']:.2f} ({scores['recall@3']['spread']:.2f})",
+            f"{scores['rankings_that_change']:.0%}", f"{scores['seconds']:.3f}",
+        )  # fmt: skip
+    out().print(rows)
+    say(
+        "cells: recall@1 (recall@3) of the gold passage by its input position; changed: share of questions in which "
+        "the rank of the gold passage depends on its input position",
+        f"{summary['n']} questions; {summary['reused']} rankings reused; record: {summary['record']}",
+    )

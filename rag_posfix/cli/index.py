@@ -12,25 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import (
-    AdapterFolder,
-    AsJson,
-    DeviceName,
-    EmbeddingModel,
-    ModelName,
-    checked_choice,
-    settings_from,
-)
-from rag_posfix.cli.output import emit_json, out, progress_bar, progress_bars, status
+from rag_posfix.cli.options import AsJson, checked_choice, load_engine, with_settings
+from rag_posfix.cli.output import emit, progress_bar, progress_bars, say, status
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.folders import PASSAGES_FOLDER
+from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
 
     from rag_posfix.contracts.request import MitigationChoice
     from rag_posfix.retrieval.indexing import IndexUpdate
-    from rag_posfix.settings import Settings
 
 _SHOWN_FILES = 10
 _SKIPPED = {
@@ -43,42 +35,34 @@ _SKIPPED = {
 """The kinds of skipped files in the order of the summary."""
 
 
+@with_settings("embedding_model", "model", "adapter", "device")
 def index(
-    paths: Annotated[
-        list[Path],
-        typer.Argument(help="Files (.txt, .md, .html, .pdf, .docx, .csv, .jsonl, .jsonl.gz) or folders."),
-    ],
-    output: Annotated[Path, typer.Option("--out", help="Index folder; an existing index is updated.")],
-    embedding_model: EmbeddingModel = None,
+    paths: Annotated[list[Path], typer.Argument(help="Read these files or folders.")],
+    output: Annotated[Path, typer.Option("--out", help="Write or update this index folder.")],
+    settings: Settings,
     precompute: Annotated[
         str | None,
         typer.Option(
             "--precompute",
-            help="Method whose keys and values are computed for every passage and stored in the passage KV store, so "
-            "that the first question is warm. Takes 3.5 MB per 150 tokens with the packaged model.",
+            help="Store keys and values of each passage for this method.",
             show_default="no keys and values are computed",
         ),
     ] = None,
-    model: ModelName = None,
-    adapter: AdapterFolder = None,
-    device: DeviceName = None,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Ignore an existing index and embed every passage again.")
+        bool, typer.Option("--rebuild", help="Ignore an existing index; embed everything again.")
     ] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at the first file that cannot be read, instead of skipping it.")
-    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Split files into passages, embed new passages, and write an index.
+    """Build or update an index from files.
 
-    An existing index is updated: passages of files that no longer exist are removed. Files that cannot be read are
+    Reads .txt, .md, .html, .pdf, .docx, .csv, .jsonl and .jsonl.gz, splits files into passages and embeds new ones. An
+    existing index is updated: passages of files that no longer exist are removed. Files that cannot be read are
     skipped and listed at the end. Vectors are kept while they are computed: the same command continues after it was
-    interrupted.
+    interrupted. With --precompute the first question is warm; it takes 3.5 MB per 150 tokens with the packaged model.
     """
-    settings = settings_from(embedding_model=embedding_model, model=model, adapter=adapter, device=device)
-    chosen = None if precompute is None else checked_choice(precompute)
-    if chosen is not None:
+    choice = None if precompute is None else checked_choice(precompute)
+    if choice is not None:
         _check_store(settings)
     _check_paths(paths, output)
     started = time.perf_counter()
@@ -100,13 +84,10 @@ def index(
             f"interrupted; the index {str(output)!r} is as it was, and computed vectors are kept: the same command "
             "continues"
         ) from None
-    found = {"index": str(output), **_described(update, settings), "seconds": time.perf_counter() - started}
-    if chosen is not None:
-        found["precomputed"] = _precompute(output, embeddings, chosen, settings)
-    if as_json:
-        emit_json(found)
-    else:
-        _show(found, chosen)
+    data = {"index": str(output), **_described(update, settings), "seconds": time.perf_counter() - started}
+    if choice is not None:
+        data["precomputed"] = _precompute(output, embeddings, choice, settings)
+    emit(data, as_json, _show)
 
 
 def _check_paths(paths: list[Path], output: Path) -> None:
@@ -124,6 +105,7 @@ def _described(update: IndexUpdate, settings: Settings) -> dict[str, Any]:
     from rag_posfix.pipeline.build import invalidate_stored
 
     answers, passages = invalidate_stored(update.gone, settings)
+    invalidated = {"answers": answers, "passages": passages}
     return {
         "passages": update.manifest.count,
         "dimension": update.manifest.dimension,
@@ -133,50 +115,49 @@ def _described(update: IndexUpdate, settings: Settings) -> dict[str, Any]:
         "unchanged": update.unchanged,
         "removed": update.removed,
         "continued": update.continued,
-        "skipped": [asdict(one) for one in update.skipped],
-        "forgotten": {"answers": answers, "passages": passages},
+        "skipped": [asdict(file) for file in update.skipped],
+        "invalidated": invalidated,
+        "forgotten": invalidated,  # the former name, until 1.0
     }
 
 
-def _show(found: dict[str, Any], chosen: MitigationChoice | None) -> None:
-    lines = [f"indexed {found['passages']} passages in {found['seconds']:.1f} s: {found['index']}"]
-    if found["added"] < found["passages"] or found["removed"] or found["skipped"]:
-        counts = (f"{found[name]} {name}" for name in ("added", "changed", "unchanged", "removed"))
-        lines.append(", ".join(counts))
-    if chosen is not None:
-        read = found["precomputed"]
-        lines.append(
-            f"precomputed {read['tokens']} tokens for {chosen.name} in {read['seconds']:.1f} s; the passage store "
-            f"holds {read['bytes'] / 1e6:.0f} MB"
+def _show(data: dict[str, Any]) -> None:
+    say(f"indexed {data['passages']} passages in {data['seconds']:.1f} s: {data['index']}")
+    if data["added"] < data["passages"] or data["removed"] or data["skipped"]:
+        say(", ".join(f"{data[name]} {name}" for name in ("added", "changed", "unchanged", "removed")))
+    if "precomputed" in data:
+        stored = data["precomputed"]
+        say(
+            f"precomputed {stored['tokens']} tokens for {stored['mitigation']} in {stored['seconds']:.1f} s; the "
+            f"passage KV store holds {stored['bytes'] / 1e6:.0f} MB"
         )
-    if found["continued"]:
-        lines.append(f"{found['continued']} vectors were kept from a run that did not finish")
-    for line in (*lines, *_skipped_lines(found["skipped"])):
-        out().print(line, highlight=False, markup=False, soft_wrap=True)
+    if data["continued"]:
+        say(f"{data['continued']} vectors were kept from a run that did not finish")
+    say(*_skipped_lines(data["skipped"]))
 
 
 def _skipped_lines(skipped: list[dict[str, str]]) -> list[str]:
     """Return one line per kind of reason, and one per file up to a limit; unsupported files are only counted."""
     lines = []
-    for kind, told in _SKIPPED.items():
-        found = [one for one in skipped if one["kind"] == kind]
-        if not found:
+    for kind, reason in _SKIPPED.items():
+        files = [file for file in skipped if file["kind"] == kind]
+        if not files:
             continue
-        lines.append(f"skipped, {told}: {len(found)} {'file' if len(found) == 1 else 'files'}")
+        lines.append(f"skipped, {reason}: {len(files)} {'file' if len(files) == 1 else 'files'}")
         if kind == "unsupported":
-            suffixes = Counter(Path(one["file"]).suffix.lower() or "no suffix" for one in found)
+            suffixes = Counter(Path(file["file"]).suffix.lower() or "no suffix" for file in files)
             lines.append("  " + ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items())))
             continue
-        lines += [f"  {one['file']}: {one['reason']}" for one in found[:_SHOWN_FILES]]
-        if len(found) > _SHOWN_FILES:
-            lines.append(f"  and {len(found) - _SHOWN_FILES} more; --json lists all")
+        lines += [f"  {file['file']}: {file['reason']}" for file in files[:_SHOWN_FILES]]
+        if len(files) > _SHOWN_FILES:
+            lines.append(f"  and {len(files) - _SHOWN_FILES} more; --json lists all")
     return lines
 
 
 def _check_store(settings: Settings) -> None:
     """Raise if the settings have no tier on disk or in Redis, before any work is done."""
-    kept = settings.passages
-    if not kept.enabled or (kept.disk_bytes == 0 and kept.redis_url is None):
+    store = settings.passages
+    if not store.enabled or (store.disk_bytes == 0 and store.redis_url is None):
         raise ConfigError(
             "--precompute needs a passage KV store on disk or in Redis, and the settings turn both off; set "
             "RAG_POSFIX_PASSAGES_ENABLED=true and RAG_POSFIX_PASSAGES_DISK_BYTES or RAG_POSFIX_PASSAGES_REDIS_URL"
@@ -205,18 +186,17 @@ def _disk_on(settings: Settings) -> Iterator[None]:
 
 def _precompute(folder: Path, embeddings: Embeddings, choice: MitigationChoice, settings: Settings) -> dict[str, Any]:
     """Compute keys and values of the passages of an index into the stored tiers; return tokens, bytes and seconds."""
-    from rag_posfix.pipeline.build import build_engine, precompute_stored
+    from rag_posfix.pipeline.build import precompute_stored
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
     started = time.perf_counter()
-    with status("loading the model"):
-        engine = build_engine(settings)
+    engine = load_engine(settings)
     documents = FaissVectorStore.load(folder, embeddings).documents()
     with _disk_on(settings), progress_bar("reading passages") as progress:
-        tokens, held = precompute_stored(engine, documents, choice, settings, progress)
+        tokens, stored_bytes = precompute_stored(engine, documents, choice, settings, progress)
     return {
         "mitigation": choice.name,
         "tokens": tokens,
-        "bytes": held,
+        "bytes": stored_bytes,
         "seconds": time.perf_counter() - started,
     }

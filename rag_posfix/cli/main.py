@@ -9,22 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from rag_posfix import __version__
-from rag_posfix.cli import (
-    ask,
-    bench,
-    cache,
-    demo,
-    evaluate,
-    index,
-    keys,
-    lab,
-    methods,
-    models,
-    probe,
-    serve,
-    train,
-    verify,
-)
+from rag_posfix.cli import ask, bench, demo, evaluate, index, lab, methods, probe, serve, storage, train
 from rag_posfix.cli.output import emit_json, err
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.settings import limit_openmp_spinning
@@ -34,7 +19,7 @@ _INTERRUPTED = 130
 
 app = typer.Typer(
     name="rag-posfix",
-    help="Retrieval-augmented generation whose answers do not depend on the order of the passages.",
+    help="Answer questions from documents, whatever their order.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -45,30 +30,38 @@ app.command("demo")(demo.demo)
 app.command("index")(index.index)
 app.command("ask")(ask.ask)
 app.command("methods")(methods.methods)
-app.command("verify")(verify.verify)
+app.command("verify")(methods.verify)
 app.command("serve")(serve.serve)
 app.command("bench")(bench.bench)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(probe.app, name="probe")
 app.add_typer(lab.app, name="lab")
 app.add_typer(train.app, name="train")
-app.add_typer(cache.app, name="cache")
-app.add_typer(models.app, name="models")
-app.add_typer(keys.app, name="keys")
+app.add_typer(storage.cache, name="cache")
+app.add_typer(storage.models, name="models")
+app.add_typer(serve.keys, name="keys")
+
+_FORMER_OPTIONS = {
+    ("bench", "--together"): "--concurrent",
+    ("train", "--places"): "--positions",
+    ("train", "--against"): "--decontaminate",
+    ("train", "--against-limit"): "--decontaminate-limit",
+}
+"""Options under their former names, which work and warn until 1.0."""
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(__version__)
         raise typer.Exit
 
 
 @app.callback()
 def options(
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Write log messages of level INFO to stderr."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log messages of level INFO to stderr."),
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
-    """Retrieval-augmented generation whose answers do not depend on the order of the passages."""
+    """Answer questions from documents, whatever their order."""
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
 
@@ -79,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     A ``RagPosfixError`` is printed as one line on stderr, and with ``--json`` also as ``{"error": {"type",
     "message"}}`` on stdout. Other exceptions have a traceback.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = _renamed_options(list(sys.argv[1:] if arguments is None else arguments))
     limit_openmp_spinning()
     try:
-        app(args=given)
+        app(args=words)
     except RagPosfixError as error:
         message = clean_text(" ".join(str(error).split()))  # names of files need not be Unicode
-        if "--json" in given:
+        if "--json" in words:
             emit_json({"error": {"type": type(error).__name__, "message": message}})
         err().print(f"[bold red]error:[/bold red] {_escape(message)}", highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
@@ -95,13 +88,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
 
 
+def _renamed_options(words: list[str]) -> list[str]:
+    """Replace former names of options, with a warning on stderr."""
+    command = next((word for word in words if not word.startswith("-")), "")
+    renamed = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        new = _FORMER_OPTIONS.get((command, name))
+        if new is not None:
+            err().print(f"warning: {name} is deprecated; use {new}", highlight=False, soft_wrap=True)
+        renamed.append(word if new is None else f"{new}{equals}{value}")
+    return renamed
+
+
 def _interruption(error: BaseException) -> str:
-    """Return what the command says about being interrupted; typer turns KeyboardInterrupt into an exit."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, KeyboardInterrupt) and found.args:
-            return str(found)
-        found = found.__cause__ or found.__context__
+    """Return the message of an interruption; typer turns KeyboardInterrupt into an exit."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt) and cause.args:
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
     return "interrupted; what was finished before is kept, and the same command starts again"
 
 

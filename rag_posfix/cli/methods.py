@@ -1,16 +1,17 @@
-"""``rag-posfix methods``: mitigations with aliases, papers and parameters; names of orders and rerankers."""
+"""``rag-posfix methods`` and ``verify``: all methods, and those that a model supports."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson
-from rag_posfix.cli.output import emit_json, out, table
+from rag_posfix.cli.options import AsJson, load_engine, with_settings
+from rag_posfix.cli.output import emit, emit_json, out, say, table
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.settings import Settings
 
 FIRST_STAGES = {
     "dense": "Retrieves by embeddings: the passages whose vectors have the highest cosine with the question's.",
@@ -21,11 +22,7 @@ FIRST_STAGES = {
 
 
 def describe_mitigation(cls: Any) -> dict[str, Any]:
-    """Return the JSON object of a mitigation: names, paper, requirements and parameters.
-
-    Args:
-        cls: A class of the registry ``MITIGATIONS``.
-    """
+    """Return the JSON object of a mitigation: names, paper, requirements and parameters."""
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.parameters import parameters_of
 
@@ -41,31 +38,36 @@ def describe_mitigation(cls: Any) -> dict[str, Any]:
         "training_free": cls.training_free,
         "requires": sorted(cls.requires),
         "parameters": {
-            name: {"type": one.type, "default": one.default, "allowed": one.allowed}
-            for name, one in parameters_of(cls).items()
+            name: {"type": parameter.type, "default": parameter.default, "allowed": parameter.allowed}
+            for name, parameter in parameters_of(cls).items()
         },
     }
 
 
 def methods(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help="Name or alias of a mitigation, an order, a reranker or a first stage, to show its description."
-        ),
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Show this method, order, reranker or first stage.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List mitigations with their aliases and parameters, orders, rerankers and first stages."""
+    """List methods, orders, rerankers and first stages."""
     from rag_posfix.assembly.orders import ORDERS
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.reranking import RERANKERS
 
-    if name and not _is_mitigation(name):
-        _show_other(name, as_json)
+    others = [
+        (kind, registry.resolve(name), inspect.getdoc(registry.get(name)) or "")
+        for kind, registry in (("order", ORDERS), ("reranker", RERANKERS))
+        if name in _names(registry)
+    ]
+    if name in FIRST_STAGES:
+        others.append(("first stage", name, FIRST_STAGES[name]))
+    if name and others and name not in _names(MITIGATIONS):
+        found = [{"kind": kind, "name": entry, "description": text} for kind, entry, text in others]
+        emit(
+            {"found": found}, as_json, lambda _: say(*(f"{entry} ({kind})\n\n{text}" for kind, entry, text in others))
+        )
         return
     names = (name,) if name else MITIGATIONS.names()
-    mitigations = [describe_mitigation(MITIGATIONS.get(one)) for one in names]
+    mitigations = [describe_mitigation(MITIGATIONS.get(entry)) for entry in names]
     if as_json:
         emit_json(
             {
@@ -76,61 +78,72 @@ def methods(
             }
         )
     elif name:
-        out().print(inspect.getdoc(MITIGATIONS.get(name)) or "", markup=False, highlight=False)
+        say(inspect.getdoc(MITIGATIONS.get(name)) or "")
     else:
-        _show(mitigations)
+        _show(mitigations, {"orders": ORDERS, "rerankers": RERANKERS})
 
 
-def _known(registry: Any) -> set[str]:
-    return {one for name in registry.names() for one in (name, *registry.aliases(name))}
+def _names(registry: Any) -> set[str]:
+    return {alias for name in registry.names() for alias in (name, *registry.aliases(name))}
 
 
-def _is_mitigation(name: str) -> bool:
-    """Return whether a name is one of a mitigation, or of nothing else: then it is reported as such."""
-    from rag_posfix.assembly.orders import ORDERS
-    from rag_posfix.mitigations import MITIGATIONS
-    from rag_posfix.reranking import RERANKERS
-
-    return name in _known(MITIGATIONS) or name not in {*_known(ORDERS), *_known(RERANKERS), *FIRST_STAGES}
-
-
-def _show_other(name: str, as_json: bool) -> None:
-    """Print what an order, a reranker or a first stage is."""
-    from rag_posfix.assembly.orders import ORDERS
-    from rag_posfix.reranking import RERANKERS
-
-    found = []
-    for kind, registry in (("order", ORDERS), ("reranker", RERANKERS)):
-        if name in _known(registry):
-            found.append((kind, registry.resolve(name), inspect.getdoc(registry.get(name)) or ""))
-    if name in FIRST_STAGES:
-        found.append(("first stage", name, FIRST_STAGES[name]))
-    if as_json:
-        emit_json({"found": [{"kind": kind, "name": one, "description": text} for kind, one, text in found]})
-        return
-    for kind, one, text in found:
-        out().print(f"{one} ({kind})\n\n{text}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _show(mitigations: list[dict[str, Any]]) -> None:
-
-    from rag_posfix.assembly.orders import ORDERS
-    from rag_posfix.reranking import RERANKERS
-
-    shown = table("mitigation (aliases)", "order-free", "what it does", "parameters", title="mitigations")
-    for one in mitigations:
-        parameters = ", ".join(f"{key}={value['default']}" for key, value in one["parameters"].items())
-        order_free = "yes" if one["order_invariant"] else "no"
-        shown.add_row(_with_aliases(one["name"], one["aliases"], "\n"), order_free, one["summary"], parameters)
-    out().print(shown)
-    for one in mitigations:
-        for preset, parameters in one["presets"].items():
-            out().print(f"{preset}: {MethodSpec(one['name'], parameters).label}", highlight=False)
-    for kind, registry in (("orders", ORDERS), ("rerankers", RERANKERS)):
+def _show(mitigations: list[dict[str, Any]], registries: Mapping[str, Any]) -> None:
+    rows = table("mitigation (aliases)", "order-free", "what it does", "parameters", title="mitigations")
+    for entry in mitigations:
+        parameters = ", ".join(f"{key}={value['default']}" for key, value in entry["parameters"].items())
+        order_free = "yes" if entry["order_invariant"] else "no"
+        rows.add_row(_with_aliases(entry["name"], entry["aliases"], "\n"), order_free, entry["summary"], parameters)
+    out().print(rows)
+    for entry in mitigations:
+        for preset, parameters in entry["presets"].items():
+            say(f"{preset}: {MethodSpec(entry['name'], parameters).label}")
+    for kind, registry in registries.items():
         names = (_with_aliases(name, registry.aliases(name), " ") for name in registry.names())
-        out().print(f"{kind}: {', '.join(names)}", highlight=False, soft_wrap=True)
-    out().print(f"first stages: {', '.join(FIRST_STAGES)}", highlight=False, soft_wrap=True)
+        say(f"{kind}: {', '.join(names)}")
+    say(f"first stages: {', '.join(FIRST_STAGES)}")
 
 
 def _with_aliases(name: str, aliases: Sequence[str], separator: str) -> str:
     return f"{name}{separator}({', '.join(aliases)})" if aliases else name
+
+
+@with_settings("model", "adapter", "device")
+def verify(settings: Settings, as_json: AsJson = False) -> None:
+    """Check the attention hook on a model, and list its methods.
+
+    Compares the logits of the patched and the unmodified model.
+    """
+    engine = load_engine(settings)
+    from rag_posfix.generation.load import generation_config_of
+    from rag_posfix.mitigations import MITIGATIONS
+    from rag_posfix.patching.verify import verify as compare
+
+    loaded = engine.loaded
+    result = compare(loaded.model, loaded.spec, thorough=True)
+    reasons = {name: cls().refusal(loaded.spec.shape) for name, cls in MITIGATIONS.items()}
+    data = {
+        "model": engine.model_id,
+        "family": loaded.spec.family.model_type,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": str(loaded.device),
+        "max_logit_difference": result.max_logit_difference,
+        "differences": result.differences,
+        "eos_ids": sorted(engine.encoder.eos_ids),
+        "generation_config_not_applied": generation_config_of(settings.model, settings.cache_dir).ignored,
+        "supported": [name for name, reason in reasons.items() if reason is None],
+        "refused": {name: reason for name, reason in reasons.items() if reason is not None},
+    }
+    emit(data, as_json, _show_model)
+
+
+def _show_model(data: dict[str, Any]) -> None:
+    say(
+        f"{data['model']} ({data['family']}, {data['dtype']})",
+        f"largest logit difference with the attention hook: {data['max_logit_difference']:g}",
+        f"by check: {', '.join(f'{check} {value:g}' for check, value in data['differences'].items())}",
+        f"tokens that end an answer: {data['eos_ids']}",
+    )
+    if data["generation_config_not_applied"]:
+        say(f"not applied of its generation config: {dict(data['generation_config_not_applied'])}")
+    say(f"supported: {', '.join(data['supported'])}")
+    say(*(f"not supported: {name}: {reason}" for name, reason in data["refused"].items()))

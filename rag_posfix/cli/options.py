@@ -1,71 +1,160 @@
-"""Options that several commands share, and parsers of their values."""
+"""Options that several commands share, parsers of their values, and options made from settings and dataclasses."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from pydantic_settings import BaseSettings
 
+from rag_posfix.cli.output import status
 from rag_posfix.contracts.method_spec import parse_method, split_outside
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import Integer, parameters_of
 from rag_posfix.settings import ServiceSettings, Settings
 
 if TYPE_CHECKING:
     from rag_posfix.evaluation.answers.experiment import Arrangement
+    from rag_posfix.generation.engine import Engine
 
 S = TypeVar("S", Settings, ServiceSettings)
+Command = Callable[..., None]
+
+BASIC_METHODS = "none,default"
+"""What is compared if the command line names no method."""
+
+_SETTING_HELP: Mapping[str, tuple[type[Any], str]] = {
+    "mitigation": (str, "Correct with this method: name or name:parameter=value."),
+    "reranker": (str, "Choose the k passages with it: name or name:parameter=value."),
+    "order": (str, "Order the passages by it: name or name:parameter=value."),
+    "k": (int, "Put this number of passages into the prompt."),
+    "retriever": (str, "Retrieve with dense (embeddings), bm25 (words) or hybrid."),
+    "max_tokens": (int, "Stop the answer after this number of tokens."),
+    "index": (Path, "Serve this index folder, written by rag-posfix index."),
+    "embedding_model": (str, "Embed with minilm, a model id, or a folder."),
+    "model": (str, "Use smollm2, gemma3-270m, an id, folder, openai:NAME@URL."),
+    "adapter": (Path, "Merge this folder of a LoRA adapter into the model."),
+    "device": (str, "Run on cpu, cuda, cuda:1, ...; auto prefers a GPU."),
+    "tp": (int, "Split the model over this number of processes or GPUs."),
+}
+"""Type and help of the options that override a setting of their name."""
 
 
 def setting_option(flag: str, help: str, *, of: type[BaseSettings] = Settings, **limits: Any) -> Any:
-    """Return an option that overrides the setting of its name, whose default ``--help`` shows.
-
-    Args:
-        flag: ``--max-tokens`` for the setting ``max_tokens``.
-        limits: Of ``typer.Option``.
-    """
+    """Return an option that overrides the setting of its name, whose default ``--help`` shows."""
     default = of.model_fields[flag.removeprefix("--").replace("-", "_")].default
     return typer.Option(flag, help=help, show_default="none" if default is None else str(default), **limits)
 
 
-BASIC_METHODS = "none,default"
-"""What is compared where the command line does not say."""
+def out_option(help: str, **options: Any) -> Any:
+    """Return the option ``--out``, a folder that is checked before anything is computed for it."""
+    return typer.Option("--out", callback=checked_output, help=help, **options)
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Split = Annotated[
-    int | None,
-    setting_option("--tp", "Number of processes for tensor parallelism, each with a GPU if there are GPUs.", min=1),
-]
-ModelName = Annotated[
-    str | None,
-    setting_option("--model", "Model: smollm2, gemma3-270m, a Hugging Face model id, a folder, or openai:NAME@URL."),
-]
-
-AdapterFolder = Annotated[
-    Path | None, setting_option("--adapter", "Folder of a LoRA adapter of the model, as rag-posfix train writes it.")
-]
-
-DeviceName = Annotated[
-    str | None,
-    setting_option("--device", "auto, cpu, cuda, cuda:1, ...; auto uses a GPU if there is one."),
-]
-
-EmbeddingModel = Annotated[
-    str | None, setting_option("--embedding-model", "Embedding model: minilm, a model id, or a folder.")
-]
-
+Data = Annotated[Path, typer.Option("--data", help="Read questions from this file; .gz or plain.")]
 GoldPositions = Annotated[
     str | None,
     typer.Option(
         "--gold-positions",
-        help="Positions of the gold passage, from 0, comma-separated; 0+9 places the two gold passages of HotpotQA.",
+        help="Put the gold passage there: 0,4,9; or two of them: 0+9.",
         show_default="first, middle and last of --documents",
     ),
 ]
+Documents = Annotated[int, typer.Option("--documents", min=1, help="Use this number of passages per question.")]
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, help="Use at most this many questions.", show_default="all")
+]
+Skip = Annotated[int, typer.Option("--skip", min=0, help="Leave out this many questions at the start.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Recompute results that are in the journal.")]
+UseRay = Annotated[bool, typer.Option("--ray", help="Run on the Ray cluster at RAY_ADDRESS, or a local one.")]
+RayActors = Annotated[int, typer.Option("--ray-actors", min=1, help="Start this many processes per stage on Ray.")]
+
+
+def with_settings(*names: str, into: str = "settings") -> Callable[[Command], Command]:
+    """Return a decorator for a command whose parameter ``into`` holds the settings, overridden by options.
+
+    Args:
+        names: Settings that have an option, in the order of the help.
+    """
+    options = []
+    for name in names:
+        kind, text = _SETTING_HELP[name]
+        limits: dict[str, Any] = {"min": 1} if kind is int else {}
+        option = setting_option(f"--{name.replace('_', '-')}", text, **limits)
+        options.append(_keyword(name, Annotated[kind | None, option], None))
+    return _replace_parameter(into, options, settings_from)
+
+
+def with_options_of(cls: type[Any], name: str, flags: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
+    """Return a decorator for a command whose parameter ``name`` is made from an option per field of ``cls``.
+
+    Names, types, ranges and defaults are written once, in ``cls``, a dataclass that checks its values itself. The help
+    of an option is what the docstring of ``cls`` says of the field; ``flags`` are the options with another name.
+    """
+    hints = typing.get_type_hints(cls, include_extras=True)
+    docstring = re.split(r"\n(?:Args|Attributes):\n", inspect.getdoc(cls) or "")[-1]
+    matches = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docstring, re.MULTILINE)
+    texts = {match.group(1): " ".join(match.group(2).replace("``", "").split()) for match in matches}
+    options = []
+    for field, parameter in parameters_of(cls).items():
+        hint = hints[field]
+        kind = hint.__origin__ if typing.get_origin(hint) is Annotated else hint
+        ranges = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Integer)]
+        limits: dict[str, Any] = {"min": ranges[0].low} if ranges else {}
+        default: Any = "chosen by the command" if parameter.default is None else True
+        text = texts[field]
+        if typing.get_origin(kind) is typing.Literal:
+            kind, text = str, f"{text} One of: {', '.join(typing.get_args(kind))}."
+        flag = (flags or {}).get(field, f"--{field.replace('_', '-')}")
+        option: Any = typer.Option(flag, help=text, show_default=default, **limits)
+        options.append(_keyword(field, Annotated[kind, option], parameter.default))
+    return _replace_parameter(
+        name, options, lambda **values: cls(**{key: value for key, value in values.items() if value is not None})
+    )
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _replace_parameter(
+    name: str, options: Sequence[inspect.Parameter], make: Callable[..., Any]
+) -> Callable[[Command], Command]:
+    """Return a decorator that replaces a parameter of a command by ``options``; ``make`` makes its value of them."""
+
+    def decorate(function: Command) -> Command:
+        def command(**values: Any) -> None:
+            value = make(**{option.name: values.pop(option.name) for option in options})
+            function(**values, **{name: value})
+
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(function, eval_str=True).parameters.values():
+            if parameter.name == name:
+                parameters += options
+            else:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        return command
+
+    return decorate
+
+
+def load_engine(settings: Settings) -> Engine:
+    """Load the model of the settings into this process, with a status line."""
+    with status("loading the model"):
+        from rag_posfix.pipeline.build import build_engine
+
+        return build_engine(settings)
 
 
 def parse_choice(text: str) -> MitigationChoice:
@@ -73,9 +162,6 @@ def parse_choice(text: str) -> MitigationChoice:
 
     A JSON list or a string in double quotes may contain colons and commas. A parameter that takes a file is replaced
     by the file's content.
-
-    Raises:
-        ConfigError: a parameter without a value, an unclosed bracket or quote, or a file that cannot be read.
     """
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.pipeline.file_parameters import with_file_parameters
@@ -84,11 +170,7 @@ def parse_choice(text: str) -> MitigationChoice:
 
 
 def checked_choice(text: str) -> MitigationChoice:
-    """Parse a mitigation and check it against the registry, so that errors are reported before a model is loaded.
-
-    Raises:
-        ConfigError: an unknown mitigation or parameter, or a value out of range.
-    """
+    """Parse a mitigation and check it against the registry, so that errors are reported before a model is loaded."""
     from rag_posfix.mitigations import MITIGATIONS
 
     choice = parse_choice(text)
@@ -97,11 +179,7 @@ def checked_choice(text: str) -> MitigationChoice:
 
 
 def checked_choices(text: str) -> list[MitigationChoice]:
-    """Parse several mitigations, separated by commas, and check each.
-
-    Raises:
-        ConfigError: as ``checked_choice``, or one occurs twice.
-    """
+    """Parse several mitigations, separated by commas, and check each; none may occur twice."""
     choices = [checked_choice(part) for part in split_outside(text, ",")]
     for index, choice in enumerate(choices):
         if choice in choices[:index]:
@@ -114,123 +192,69 @@ def checked_choices(text: str) -> list[MitigationChoice]:
 def checked_choices_and_arrangements(mitigation: str | None, arrangement: str | None) -> list[Arrangement]:
     """Read ``--mitigation`` and ``--arrangement``, each a list separated by commas, and check every part.
 
-    Without ``--mitigation`` there are ``none`` and, without ``--arrangement`` too, ``context_experts``.
-
-    Raises:
-        ConfigError: an unknown name or parameter, a value outside of what is allowed, a file that cannot be read, or
-            a part that is named twice.
+    Without ``--mitigation`` there is the baseline and, without ``--arrangement`` too, the default method.
     """
     from rag_posfix.evaluation.answers.experiment import Arrangement, check_arrangements, parse_arrangement
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
     from rag_posfix.reranking import RERANKERS
 
-    found = [Arrangement(one) for one in checked_choices(mitigation or ("none" if arrangement else BASIC_METHODS))]
-    for part in split_outside(arrangement, ",") if arrangement else ():
-        read = parse_arrangement(part)
-        order = order_with_values(read.order)
-        scorer = None if read.reranker is None else with_file_parameters(read.reranker, RERANKERS)
-        found.append(Arrangement(with_file_parameters(read.mitigation, MITIGATIONS), order, scorer))
-    check_arrangements(found)
-    return found
+    choices = checked_choices(mitigation or ("none" if arrangement else BASIC_METHODS))
+    arrangements = [Arrangement(choice) for choice in choices]
+    for text in split_outside(arrangement, ",") if arrangement else ():
+        parsed = parse_arrangement(text)
+        order = order_with_values(parsed.order)
+        scorer = None if parsed.reranker is None else with_file_parameters(parsed.reranker, RERANKERS)
+        arrangements.append(Arrangement(with_file_parameters(parsed.mitigation, MITIGATIONS), order, scorer))
+    check_arrangements(arrangements)
+    return arrangements
 
 
 def check_index(folder: Path) -> None:
-    """Check that a folder holds an index whose files are there, without reading them.
-
-    Raises:
-        RetrievalError: it holds none, or one of another program or version, or one that is damaged.
-    """
+    """Check that a folder holds an index whose files are there, without reading them."""
     from rag_posfix.retrieval.index.storage import check_sizes
 
     check_sizes(folder)
 
 
-def check_arrangement(settings: Settings) -> None:
-    """Check reranker, order and method of the settings, so that errors are reported before a model is loaded.
-
-    Raises:
-        ConfigError: an unknown name or parameter, or a value out of range.
-        UnsupportedModelError: the model is on a server, and the method needs the weights in this process.
-    """
-    from rag_posfix.assembly.orders import create_order
-    from rag_posfix.generation.remote.address import is_remote, parse_remote
-    from rag_posfix.pipeline.file_parameters import order_with_values
-    from rag_posfix.reranking.build import parse_reranker
-
-    create_order(order_with_values(settings.order))
-    if settings.reranker is not None:
-        parse_reranker(settings.reranker)
-    choice = checked_choice(settings.mitigation)
-    if is_remote(settings.model):
-        from rag_posfix.generation.remote.generator import check_remote_mitigation
-
-        check_remote_mitigation(parse_remote(settings.model).name, choice)
-
-
 def checked_output(folder: Path | None) -> Path | None:
-    """Check that results can be written to a folder, before anything is computed for it.
-
-    Raises:
-        ConfigError: it, or the nearest parent that exists, is a file or cannot be written.
-    """
+    """Check that results can be written to a folder: that the nearest existing parent is a writable folder."""
     if folder is None:
         return None
-    found = folder
-    while not found.exists() and found != found.parent:
-        found = found.parent
-    if not found.is_dir():
-        raise ConfigError(f"--out {str(folder)!r}: {str(found)!r} is a file; give a folder")
-    if not os.access(found, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out {str(folder)!r}: {str(found)!r} cannot be written; give another folder")
+    parent = folder
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        raise ConfigError(f"--out {str(folder)!r}: {str(parent)!r} is a file; give a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {str(folder)!r}: {str(parent)!r} cannot be written; give another folder")
     return folder
 
 
-def spread_positions(documents: int) -> list[int]:
-    """Return the first, a middle and the last place of so many passages: the default gold positions."""
-    return sorted({0, (documents - 1) // 2, documents - 1})
-
-
 def gold_positions_of(text: str | None, documents: int) -> list[int | tuple[int, ...]]:
-    """Parse ``--gold-positions``; without it, the first, a middle and the last place of the prompt.
-
-    Raises:
-        ConfigError: as ``parse_gold_positions``.
-    """
-    return parse_gold_positions(text) if text is not None else [*spread_positions(documents)]
+    """Parse ``--gold-positions``; without it, the first, a middle and the last position of the prompt."""
+    return sorted({0, (documents - 1) // 2, documents - 1}) if text is None else parse_gold_positions(text)
 
 
 def parse_gold_positions(text: str) -> list[int | tuple[int, ...]]:
-    """Parse positions, separated by commas; ``0+9`` places two gold passages.
-
-    Raises:
-        ConfigError: a part is neither a number nor numbers joined by a plus.
-    """
+    """Parse positions, separated by commas; ``0+9`` is the positions of two gold passages."""
     try:
-        parts = [tuple(int(one) for one in part.split("+")) for part in text.split(",")]
+        positions = [tuple(int(number) for number in part.split("+")) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(
             f"--gold-positions {text!r} must be numbers separated by commas, for example 0,4,9, or 0+1,0+9 for "
             "questions with two gold passages"
         ) from error
-    return [part[0] if len(part) == 1 else part for part in parts]
+    return [position[0] if len(position) == 1 else position for position in positions]
 
 
 def settings_from(**changes: Any) -> Settings:
-    """Return the settings of the environment, overridden by the options of the command line that are not None.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
+    """Return the settings of the environment, overridden by the options of the command line that are not None."""
     return _read_settings(Settings, changes)
 
 
 def service_settings_from(**changes: Any) -> ServiceSettings:
-    """Do what ``settings_from`` does for the settings of the service.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
+    """Return the settings of the service, overridden by the options of the command line that are not None."""
     return _read_settings(ServiceSettings, changes)
 
 
@@ -238,9 +262,10 @@ def _read_settings(kind: type[S], changes: Mapping[str, Any]) -> S:
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
-    given = {key: str(value) if isinstance(value, Path) else value for key, value in changes.items()}
+    options: dict[str, Any] = {
+        key: str(value) if isinstance(value, Path) else value for key, value in changes.items() if value is not None
+    }
     try:
-        options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         return kind(**options)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
@@ -251,14 +276,7 @@ def _read_settings(kind: type[S], changes: Mapping[str, Any]) -> S:
 
 
 def follows(settings: Settings) -> bool:
-    """Run this process as a follower rank if torchrun started it as one.
-
-    Returns:
-        True if the process was a follower and is done; False if it is the first rank or the only process.
-
-    Raises:
-        ConfigError: the model cannot be split over this number of processes.
-    """
+    """Run this process as a follower rank if torchrun started it as one; return whether it was one, and is done."""
     if settings.tp == 1 or settings.adapter is not None:  # an adapter is refused where the model is loaded
         return False
     from rag_posfix.generation.tensor_parallel.launch import run_torchrun_worker

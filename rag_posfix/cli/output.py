@@ -45,20 +45,35 @@ def emit_json(data: Mapping[str, Any]) -> None:
     sys.stdout.buffer.flush()
 
 
-def table(*headings: str, **options: Any) -> Table:
-    """Return a table whose cells are never cut: a word that is too long for its column continues on the next line.
+def emit(data: Mapping[str, Any], as_json: bool, show: Callable[[Any], None]) -> None:
+    """Print the result of a command: as one JSON object, or with ``show`` as text."""
+    if as_json:
+        emit_json(data)
+    else:
+        show(data)
 
-    Args:
-        options: Of ``rich.table.Table``.
-    """
+
+def say(*lines: str) -> None:
+    """Print lines of text on stdout as they are: without markup, colors and line breaks."""
+    for line in lines:
+        out().print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def say_files(data: Mapping[str, Any], *names: str) -> None:
+    """Print a line for each file that a record names, such as ``record`` and ``svg``."""
+    say(*(f"{name}: {data[name]}" for name in names if name in data))
+
+
+def table(*headings: str, **options: Any) -> Table:
+    """Return a table whose cells are never cut: a word that is too long for its column continues on the next line."""
     return Table(*(Column(heading, overflow="fold") for heading in headings), **options)
 
 
 class RateColumn(ProgressColumn):
-    """How much is done per second, or how many seconds one takes where that is below one."""
+    """Steps per second, or seconds per step if a step takes longer than one."""
 
     def render(self, task: Task) -> Text:
-        """Return the column's text; empty until something is done."""
+        """Return the text of the column; empty before the first step."""
         speed = task.finished_speed or task.speed
         if not speed:
             return Text("")
@@ -86,7 +101,7 @@ def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def experiment_step(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a step of an experiment (its ``progress``): a bar on a terminal, else its name as a plain line."""
+    """Show a step of an experiment: a bar on a terminal, else its name as a plain line."""
     console = err()
     if not console.is_terminal:
         console.print(name, highlight=False, markup=False, soft_wrap=True)

@@ -10,40 +10,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rag_posfix.cli.dataclass_options import with_options_of
-from rag_posfix.cli.options import AdapterFolder, AsJson, DeviceName, ModelName, checked_output, settings_from
-from rag_posfix.cli.output import emit_json, experiment_step, out, table
+from rag_posfix.cli.options import AsJson, out_option, with_options_of, with_settings
+from rag_posfix.cli.output import emit, experiment_step, out, say, say_files, table
+from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:
-    from rag_posfix.evaluation.record import ExperimentRecord
     from rag_posfix.probing.base import Probe
-    from rag_posfix.settings import Settings
 
-Out = Annotated[Path, typer.Option("--out", callback=checked_output, help="Folder for the record and the picture.")]
+Out = Annotated[Path, out_option("Write the record and the figure here.")]
 
 
 class ProbeGroup(TyperGroup):
-    """The commands of the group: those of this file, and one per probe, made when they are first asked for.
-
-    Probes import torch, which other commands should not have to wait for.
-    """
+    """The commands of this file, and one per probe, made when needed: probes import torch, which is slow."""
 
     @property
     def commands(self) -> MutableMapping[str, Any]:
         """All commands by name."""
-        return {**_probe_commands(), **self._own}
+        return {**_probe_commands(), **self._static}
 
     @commands.setter
-    def commands(self, own: MutableMapping[str, Any]) -> None:
-        self._own = own
+    def commands(self, commands: MutableMapping[str, Any]) -> None:
+        self._static = commands
 
 
 app = typer.Typer(help="Measure how a model uses positions.", no_args_is_help=True, cls=ProbeGroup)
-
-
-@app.callback()
-def group() -> None:
-    """Measure how a model uses positions."""
 
 
 @app.command("list")
@@ -51,7 +41,7 @@ def list_probes(as_json: AsJson = False) -> None:
     """List the probes with their sources and parameters."""
     from rag_posfix.probing import PROBES
 
-    found: list[dict[str, Any]] = [
+    probes = [
         {
             "name": name,
             "summary": _summary(cls),
@@ -59,135 +49,108 @@ def list_probes(as_json: AsJson = False) -> None:
             "deviations": list(cls.deviations),
             "reads_text": cls.reads_text,
             "parameters": {
-                key: {"type": one.type, "default": _default(one.default), "allowed": one.allowed}
-                for key, one in PROBES.parameters(name).items()
+                key: {"type": parameter.type, "default": _default(parameter.default), "allowed": parameter.allowed}
+                for key, parameter in PROBES.parameters(name).items()
             },
         }
         for name, cls in PROBES.items()
     ]
-    if as_json:
-        emit_json({"probes": found})
-        return
-    shown = table("probe", "what it measures", "models", "parameters")
-    for one in found:
-        parameters = ", ".join(f"{key}={value['default']}" for key, value in one["parameters"].items())
-        shown.add_row(one["name"], one["summary"], "language models" if one["reads_text"] else "all", parameters)
-    out().print(shown)
+    emit({"probes": probes}, as_json, _show_list)
+
+
+def _show_list(data: dict[str, Any]) -> None:
+    rows = table("probe", "what it measures", "models", "parameters")
+    for probe in data["probes"]:
+        parameters = ", ".join(f"{key}={value['default']}" for key, value in probe["parameters"].items())
+        rows.add_row(probe["name"], probe["summary"], "language models" if probe["reads_text"] else "all", parameters)
+    out().print(rows)
 
 
 @app.command("all")
+@with_settings("model", "adapter", "device")
 def probe_all(
     output: Out,
+    settings: Settings,
     probes: Annotated[
-        str | None, typer.Option("--probes", help="Probes, comma-separated.", show_default="all that need no --data")
+        str | None,
+        typer.Option("--probes", help="Run these probes, comma-separated.", show_default="all that need no --data"),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            "--data", help="Questions for the probes that need them, as those take them.", show_default="none"
-        ),
+        typer.Option("--data", help="Read questions for probes that need them.", show_default="none"),
     ] = None,
-    model: ModelName = None,
-    adapter: AdapterFolder = None,
-    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run all probes with their default parameters, and write one HTML page about the model."""
+    """Run all probes, and write one HTML page about the model.
+
+    The probes have their default parameters.
+    """
     from rag_posfix.probing import open_subject
     from rag_posfix.probing.all_probes import run_probes
 
     chosen = _chosen(probes, data)
-    for one in chosen:
-        one.check()
+    for probe in chosen:
+        probe.check()
     with experiment_step("loading the model"):
-        subject = open_subject(settings_from(model=model, adapter=adapter, device=device))
-    found, page = run_probes(subject, chosen, output, experiment_step)
-    if as_json:
-        records = {name: record.to_json() for name, record in found.records.items()}
-        emit_json({"model": found.facts["model"], "page": str(page), "probes": records, "refused": found.refused})
-        return
-    console = out()
-    for name, reason in found.refused.items():
-        console.print(f"{name}: not measured: {reason}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"page: {page}", highlight=False, markup=False, soft_wrap=True)
+        subject = open_subject(settings)
+    result, page = run_probes(subject, chosen, output, experiment_step)
+    records = {name: record.to_json() for name, record in result.records.items()}
+    summary = {"model": result.facts["model"], "page": str(page), "probes": records, "refused": result.refused}
+    lines = (f"{name}: not measured: {reason}" for name, reason in result.refused.items())
+    emit(summary, as_json, lambda _: say(*lines, f"page: {page}"))
 
 
 def _chosen(names: str | None, data: Path | None) -> list[Probe]:
-    """Return the probes of a list, or all that can run.
-
-    Raises:
-        UnknownNameError: no such probe.
-        ConfigError: a probe of the list needs a file.
-    """
+    """Return the probes of a list, or all that can run."""
     from rag_posfix.contracts.method_spec import MethodSpec
     from rag_posfix.errors import ConfigError
     from rag_posfix.probing import PROBES
 
-    made = []
-    for name in PROBES.names() if names is None else [PROBES.resolve(one.strip()) for one in names.split(",")]:
+    probes = []
+    for name in PROBES.names() if names is None else [PROBES.resolve(part.strip()) for part in names.split(",")]:
         needs_data = "data" in PROBES.parameters(name)
         if needs_data and data is None:
             if names is None:
                 continue
             raise ConfigError(f"the probe {name} needs questions; give a file with --data")
-        made.append(PROBES.create(MethodSpec(name, {"data": data} if needs_data else {})))
-    return made
+        probes.append(PROBES.create(MethodSpec(name, {"data": data} if needs_data else {})))
+    return probes
 
 
 def _probe_commands() -> dict[str, Any]:
-    """Return the command of each probe."""
     from rag_posfix.probing import PROBES
 
     commands = typer.Typer()
     for name, cls in PROBES.items():
-        commands.command(name, help=_summary(cls))(_function(cls))
+        commands.command(name, help=_summary(cls))(_probe_command(cls))
     group = typer.main.get_command(commands)
     return dict(getattr(group, "commands", {}))
 
 
-def _function(cls: type[Probe]) -> Callable[..., None]:
-    """Return the command of a probe."""
-
+def _probe_command(cls: type[Probe]) -> Callable[..., None]:
     @with_options_of(cls, "probe")
-    def command(
-        output: Out,
-        probe: Any,
-        model: ModelName = None,
-        adapter: AdapterFolder = None,
-        device: DeviceName = None,
-        as_json: AsJson = False,
-    ) -> None:
-        _run(probe, output, settings_from(model=model, adapter=adapter, device=device), as_json)
+    @with_settings("model", "adapter", "device")
+    def command(output: Out, probe: Any, settings: Settings, as_json: AsJson = False) -> None:
+        from rag_posfix.probing import open_subject
+
+        probe.check()
+        with experiment_step("loading the model"):
+            subject = open_subject(settings)
+        record = probe.run(subject, out=output, progress=experiment_step)
+
+        def show(_: dict[str, Any]) -> None:
+            measured = probe.table(record.head)
+            if measured:
+                rows = table(*measured[0])
+                for row in measured[1:]:
+                    rows.add_row(*row)
+                out().print(rows)
+            say(*probe.lines(record))
+            say_files(record.files, "record", "svg")
+
+        emit(record.to_json(), as_json, show)
 
     return command
-
-
-def _run(probe: Probe, output: Path, settings: Settings, as_json: bool) -> None:
-    from rag_posfix.probing import open_subject
-
-    probe.check()
-    with experiment_step("loading the model"):
-        subject = open_subject(settings)
-    record = probe.run(subject, out=output, progress=experiment_step)
-    if as_json:
-        emit_json(record.to_json())
-    else:
-        _show(probe, record)
-
-
-def _show(probe: Probe, record: ExperimentRecord) -> None:
-    rows = probe.table(record.head)
-    console = out()
-    if rows:
-        shown = table(*rows[0])
-        for row in rows[1:]:
-            shown.add_row(*row)
-        console.print(shown)
-    for line in probe.lines(record):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for name in ("record", "svg"):
-        if name in record.files:
-            console.print(f"{name}: {record.files[name]}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _summary(cls: type[Probe]) -> str:

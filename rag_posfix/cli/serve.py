@@ -1,68 +1,144 @@
-"""``rag-posfix serve``: start the HTTP service."""
+"""``rag-posfix serve`` and ``keys``: start the HTTP service, and manage its API keys."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rag_posfix.cli.options import (
-    AdapterFolder,
-    DeviceName,
-    ModelName,
-    Split,
-    check_arrangement,
-    check_index,
-    follows,
-    setting_option,
-    settings_from,
-)
+from rag_posfix.cli.options import AsJson, check_index, follows, service_settings_from, setting_option, with_settings
+from rag_posfix.cli.output import emit, err, out, say, table
 from rag_posfix.errors import missing_extra
-from rag_posfix.settings import ServiceSettings
+from rag_posfix.settings import ServiceSettings, Settings
+
+if TYPE_CHECKING:
+    from rag_posfix_api.keys.store import KeyStore
 
 
+def _service_option(flag: str, help: str, **limits: Any) -> Any:
+    return setting_option(flag, help, of=ServiceSettings, **limits)
+
+
+@with_settings("index", "model", "adapter", "device", "tp", "mitigation")
 def serve(
-    host: Annotated[str | None, setting_option("--host", "Address to listen on.", of=ServiceSettings)] = None,
+    settings: Settings,
+    host: Annotated[str | None, _service_option("--host", "Listen on this address.")] = None,
     port: Annotated[
-        int | None,
-        setting_option("--port", "Port to listen on; 0 takes a free one.", of=ServiceSettings, min=0, max=65535),
+        int | None, _service_option("--port", "Listen on this port; 0 takes a free one.", min=0, max=65535)
     ] = None,
-    index: Annotated[Path | None, setting_option("--index", "Index folder, written by `rag-posfix index`.")] = None,
-    model: ModelName = None,
     served_model_name: Annotated[
-        str | None,
-        setting_option("--served-model-name", "Name of the model in responses and requests.", of=ServiceSettings),
+        str | None, _service_option("--served-model-name", "Name the model like this in responses and requests.")
     ] = None,
-    adapter: AdapterFolder = None,
-    device: DeviceName = None,
-    tp: Split = None,
-    mitigation: Annotated[str | None, setting_option("--mitigation", "Default method of requests.")] = None,
     log_format: Annotated[
-        Literal["json", "text"] | None,
-        setting_option("--log-format", "Log JSON objects, or lines for people.", of=ServiceSettings),
+        Literal["json", "text"] | None, _service_option("--log-format", "Log JSON objects, or lines of text.")
     ] = None,
     tls_cert: Annotated[
-        Path | None,
-        setting_option(
-            "--tls-cert", "Certificate in PEM format, to serve over TLS; needs --tls-key.", of=ServiceSettings
-        ),
+        Path | None, _service_option("--tls-cert", "Serve TLS with this PEM file and --tls-key.")
     ] = None,
-    tls_key: Annotated[
-        Path | None, setting_option("--tls-key", "Private key of the certificate.", of=ServiceSettings)
-    ] = None,
-    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser once it is ready.")] = False,
+    tls_key: Annotated[Path | None, _service_option("--tls-key", "Use this private key of the certificate.")] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser when it is ready.")] = False,
 ) -> None:
-    """Serve /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz, /metrics and a page at /."""
-    settings = settings_from(model=model, adapter=adapter, device=device, index=index, mitigation=mitigation, tp=tp)
+    """Serve OpenAI-compatible HTTP: chat, rerank, metrics, a page.
+
+    Serves /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz, /metrics and a page at /.
+    """
     if settings.index is not None:
         check_index(settings.index)
-    check_arrangement(settings)
+    from rag_posfix.pipeline.build import resolve_methods
+
+    resolve_methods(settings)
     try:
         from rag_posfix_api.server import run
     except ImportError as error:
         raise missing_extra(error.name or "fastapi", "server") from error
-    given: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "served_model_name": served_model_name}
-    service = ServiceSettings(**{name: value for name, value in given.items() if value is not None})
+    options: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "served_model_name": served_model_name}
+    service = ServiceSettings(**{name: value for name, value in options.items() if value is not None})
     if not follows(settings):
         run(settings, host=host, port=port, service=service, log_format=log_format, opens_page=open_page)
+
+
+keys = typer.Typer(help="Create, list and revoke API keys of the service.", no_args_is_help=True)
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir", help="Keep keys and collections in this folder.", show_default="RAG_POSFIX_SERVICE_DATA_DIR"
+    ),
+]
+
+
+@keys.command("create")
+def create(
+    tenant: Annotated[str, typer.Argument(help="Name its tenant: a-z, 0-9, - and _.")],
+    name: Annotated[str, typer.Option("--name", help="Describe the key in free text.")] = "",
+    scopes: Annotated[
+        str, typer.Option("--scopes", help="Allow read, write and admin, comma-separated.")
+    ] = "read,write",
+    requests_per_minute: Annotated[
+        int | None,
+        typer.Option("--requests-per-minute", min=1, help="Limit the requests per minute.", show_default="none"),
+    ] = None,
+    max_concurrent: Annotated[
+        int | None, typer.Option("--max-concurrent", min=1, help="Limit concurrent requests.", show_default="none")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a key and print it, once: only its hash is stored."""
+    key, secret = _store(data_dir).create(
+        tenant,
+        name=name,
+        scopes=[scope.strip() for scope in scopes.split(",") if scope.strip()],
+        requests_per_minute=requests_per_minute,
+        max_concurrent=max_concurrent,
+    )
+
+    def show(_: dict[str, Any]) -> None:
+        err().print(
+            f"key {key.id} of tenant {key.tenant} may {', '.join(key.scopes)}; it is not shown again:",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        typer.echo(secret)
+
+    emit({**key.to_dict(), "key": secret}, as_json, show)
+
+
+@keys.command("list")
+def list_keys(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """List all keys, with revoked ones and without secrets."""
+    entries = list(_store(data_dir).table().keys.values())
+
+    def show(_: dict[str, Any]) -> None:
+        rows = table("id", "tenant", "name", "scopes", "requests/min", "at once", "created", "revoked")
+        for key in entries:
+            limits = ["-" if limit is None else str(limit) for limit in (key.requests_per_minute, key.max_concurrent)]
+            days = _day(key.created_at), _day(key.revoked_at)
+            rows.add_row(key.id, key.tenant, key.name, ", ".join(key.scopes), *limits, *days)
+        out().print(rows, markup=False)
+
+    emit({"keys": [key.to_dict() for key in entries]}, as_json, show)
+
+
+@keys.command("revoke")
+def revoke(
+    key_id: Annotated[str, typer.Argument(help="Revoke the key with this id.")],
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Revoke a key for ever; running services reject it."""
+    key = _store(data_dir).revoke(key_id)
+    emit(key.to_dict(), as_json, lambda _: say(f"revoked key {key.id} of tenant {key.tenant}"))
+
+
+def _store(data_dir: Path | None) -> KeyStore:
+    try:
+        from rag_posfix_api.keys.store import KeyStore
+    except ImportError as error:
+        raise missing_extra(error.name or "fastapi", "server") from error
+    return KeyStore(service_settings_from(data_dir=data_dir).data_dir)
+
+
+def _day(seconds: int | None) -> str:
+    return "-" if seconds is None else time.strftime("%Y-%m-%d", time.gmtime(seconds))

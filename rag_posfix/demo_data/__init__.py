@@ -43,12 +43,7 @@ class DemoQuestion:
 
 
 def load_passages() -> list[Document]:
-    """Return the passages of the demo corpus.
-
-    Returns:
-        One document for each passage, in the order of the file. ``id`` is the passage's id, ``page_content`` its
-        text, and ``metadata`` holds its ``title``.
-    """
+    """Return the passages of the demo corpus in the order of the file: id, text, and ``title`` in the metadata."""
     from langchain_core.documents import Document
 
     return [
@@ -73,8 +68,5 @@ def load_questions() -> tuple[DemoQuestion, ...]:
 
 
 def _rows(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the JSON-lines file ``name`` in this package."""
-    text = files(__name__).joinpath(name).read_text(encoding="utf-8")
-    for line in text.splitlines():
-        if line:
-            yield json.loads(line)
+    lines = files(__name__).joinpath(name).read_text(encoding="utf-8").splitlines()
+    return (json.loads(line) for line in lines if line)

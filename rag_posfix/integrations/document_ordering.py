@@ -14,12 +14,13 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.assembly.documents import checked_document, distinct_indices, ranked_indices
 from rag_posfix.assembly.orders import OrderFacts, apply_order, create_order
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import RankedDocument, arerank_indexed, rerank_indexed
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, missing_extra
 
 
 class FrameworkDocument(NamedTuple):
-    """The fields of a framework's document."""
+    """The fields of a document of a framework."""
 
     id: str
     text: str
@@ -29,12 +30,7 @@ class FrameworkDocument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OrderedDocument:
-    """A document of the result.
-
-    Attributes:
-        index: Its index in the given list.
-        score: The reranker's score; without a reranker, its own score.
-    """
+    """A document of the result: its index in the given list, and the score of the reranker or its former score."""
 
     index: int
     score: float | None
@@ -59,25 +55,14 @@ class DocumentOrderer:
     distinct: bool = True
 
     def run(self, documents: Sequence[FrameworkDocument], query: str | None = None) -> list[OrderedDocument]:
-        """Return the documents in order.
-
-        Args:
-            query: The question; required with a reranker.
-
-        Raises:
-            ConfigError: a document or the order is malformed, or the question is missing.
-        """
+        """Return the documents in order; the question ``query`` is required with a reranker."""
         converted = self._converted(documents, query)
         if self.reranker is None:
-            return self._ordered([RankedDocument(index, one) for index, one in enumerate(converted)])
+            return self._ordered([RankedDocument(index, document) for index, document in enumerate(converted)])
         return self._ordered(rerank_indexed(self.reranker, query or "", converted))
 
     async def arun(self, documents: Sequence[FrameworkDocument], query: str | None = None) -> list[OrderedDocument]:
-        """Do what ``run`` does with the reranker's asynchronous method.
-
-        Args:
-            query: The question; required with a reranker.
-        """
+        """Do what ``run`` does with the reranker's asynchronous method."""
         if self.reranker is None:
             return self.run(documents, query)
         return self._ordered(await arerank_indexed(self.reranker, query or "", self._converted(documents, query)))
@@ -88,10 +73,10 @@ class DocumentOrderer:
         return [_converted(document) for document in documents]
 
     def _ordered(self, ranked: Sequence[RankedDocument]) -> list[OrderedDocument]:
-        given = sorted(ranked, key=lambda one: one.index)  # ties and missing scores keep the given order
-        documents = [one.document for one in given]
-        found = _ordered_indices(documents, self.order, self.k, self.seed, self.distinct)
-        return [OrderedDocument(given[i].index, documents[i].metadata.get("relevance_score")) for i in found]
+        entries = sorted(ranked, key=lambda entry: entry.index)  # ties and missing scores keep the given order
+        documents = [entry.document for entry in entries]
+        indices = _ordered_indices(documents, self.order, self.k, self.seed, self.distinct)
+        return [OrderedDocument(entries[i].index, documents[i].metadata.get("relevance_score")) for i in indices]
 
 
 def ordered_documents(
@@ -99,12 +84,8 @@ def ordered_documents(
 ) -> list[Document]:
     """Return the ``k`` best documents, not copied, in the order called ``order``.
 
-    The best are those with the highest ``metadata["relevance_score"]``; the first ones if none has a score.
-
-    Args:
-        order: A name in ``ORDERS``, or ``name:parameter=value``.
-        k: Number of documents to return, all if None.
-        distinct: Whether to leave out documents without text, and all but the best of those with the same text.
+    The best are those with the highest ``metadata["relevance_score"]``; the first ones if none has a score. The
+    parameters are the fields of ``DocumentOrderer``.
 
     Raises:
         ConfigError: the order is unknown, or a document is malformed (no Document, no text, a score that is no finite
@@ -114,14 +95,7 @@ def ordered_documents(
 
 
 def checked_count(name: str, count: object, *, optional: bool = True) -> None:
-    """Raise for a number of documents below 1.
-
-    Args:
-        optional: Whether None is allowed.
-
-    Raises:
-        ConfigError: it is no integer >= 1.
-    """
+    """Raise for a number of documents that is no integer >= 1, nor None if that is allowed."""
     if count is None and optional:
         return
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -129,29 +103,25 @@ def checked_count(name: str, count: object, *, optional: bool = True) -> None:
 
 
 def checked_order(order: str) -> str:
-    """Return ``order`` if it is the name of an order with valid parameters.
-
-    Args:
-        order: A name in ``ORDERS``, or ``name:parameter=value``.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Return ``order`` if it is ``name`` or ``name:parameter=value`` of an order with valid parameters, or raise."""
     create_order(order)
     return order
+
+
+def checked_method(spec: MethodSpec) -> MethodSpec:
+    """Return ``spec`` if it names a mitigation with valid parameters, or raise, before a model is loaded."""
+    try:
+        from rag_posfix.mitigations import MITIGATIONS  # torch
+    except ImportError as error:
+        raise missing_extra(error.name or "torch", "local") from error
+    MITIGATIONS.check(spec)
+    return spec
 
 
 def create_reranker(
     reranker: str | BaseDocumentCompressor | None, embedding_model: str, model: str
 ) -> BaseDocumentCompressor | None:
-    """Return a reranker that is given as an object or by name; this loads its models.
-
-    Args:
-        reranker: A reranker; a name (``rag-posfix methods``), or ``name:parameter=value``; or None.
-
-    Raises:
-        ConfigError: no reranker has this name or these parameters.
-    """
+    """Return a reranker that is given as an object, as ``name`` or as ``name:parameter=value``; loads its models."""
     if not isinstance(reranker, str):
         return reranker
     from rag_posfix.pipeline.build import build_reranker_models
@@ -182,5 +152,5 @@ def _converted(document: FrameworkDocument) -> Document:
         kind = "no text" if document.text is None else f"{type(document.text).__name__}, must be text"
         raise ConfigError(f"document {document.id!r} has {kind}; convert it or leave it out")
     metadata = {"title": document.title, "relevance_score": document.score}
-    known = {name: value for name, value in metadata.items() if value is not None}
-    return Document(page_content=document.text, metadata=known, id=document.id or None)
+    metadata = {name: value for name, value in metadata.items() if value is not None}
+    return Document(page_content=document.text, metadata=metadata, id=document.id or None)

@@ -85,7 +85,7 @@ class PosfixRanker:
             ConfigError: a document without text, a score that is no finite number, or a missing question.
         """
         orderer = self._orderer(top_k)
-        return _output(documents, orderer.run([_fields(one) for one in documents], query))
+        return _output(documents, orderer.run([_fields(document) for document in documents], query))
 
     @component.output_types(documents=list[Document])
     async def run_async(
@@ -98,7 +98,7 @@ class PosfixRanker:
             top_k: Number of documents to keep, in place of the component's.
         """
         orderer = self._orderer(top_k)
-        return _output(documents, await orderer.arun([_fields(one) for one in documents], query))
+        return _output(documents, await orderer.arun([_fields(document) for document in documents], query))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the component as a dictionary.
@@ -137,4 +137,4 @@ def _fields(document: Document) -> FrameworkDocument:
 
 
 def _output(documents: list[Document], ordered: list[OrderedDocument]) -> dict[str, list[Document]]:
-    return {"documents": [replace(documents[one.index], score=one.score) for one in ordered]}
+    return {"documents": [replace(documents[entry.index], score=entry.score) for entry in ordered]}

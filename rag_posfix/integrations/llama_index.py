@@ -74,14 +74,14 @@ class PosfixNodePostprocessor(BaseNodePostprocessor):
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         self._send_start(nodes, query_bundle)
-        ordered = self._orderer().run([_fields(one) for one in nodes], _question(query_bundle))
+        ordered = self._orderer().run([_fields(node) for node in nodes], _question(query_bundle))
         return self._send_end(nodes, ordered)
 
     async def _apostprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         self._send_start(nodes, query_bundle)
-        ordered = await self._orderer().arun([_fields(one) for one in nodes], _question(query_bundle))
+        ordered = await self._orderer().arun([_fields(node) for node in nodes], _question(query_bundle))
         return self._send_end(nodes, ordered)
 
     def _orderer(self) -> DocumentOrderer:
@@ -102,7 +102,7 @@ class PosfixNodePostprocessor(BaseNodePostprocessor):
 
     def _send_end(self, nodes: list[NodeWithScore], ordered: list[OrderedDocument]) -> list[NodeWithScore]:
         """Send the end event with the ordered nodes, and return them."""
-        result = [NodeWithScore(node=nodes[one.index].node, score=one.score) for one in ordered]
+        result = [NodeWithScore(node=nodes[entry.index].node, score=entry.score) for entry in ordered]
         _send(ReRankEndEvent(nodes=result))
         return result
 

@@ -99,6 +99,7 @@ def build_pipeline(
     generator: Generator | None = None,
     deferred: bool = False,
     tracer: QuestionTracer | None = None,
+    methods: Methods | None = None,
 ) -> Pipeline:
     """Return a pipeline with the model, embeddings, index, reranker and caches of ``settings``.
 
@@ -113,6 +114,7 @@ def build_pipeline(
         deferred: Load the model when the first answer is generated, so that a cached answer needs none. Ignored for a
             model on several devices.
         tracer: Traces every question, for example ``rag_posfix.telemetry.build.question_tracer()``.
+        methods: What ``resolve_methods(settings)`` returned; it is called here if None.
 
     Raises:
         ConfigError: the model or a setting is wrong, or both an index and a retriever are given.
@@ -121,7 +123,8 @@ def build_pipeline(
             ``none``.
     """
     chosen = settings or Settings()
-    methods = resolve_methods(chosen, loads_model=generator is None)  # before the model, as the indexes below
+    if methods is None:
+        methods = resolve_methods(chosen, loads_model=generator is None)  # before the model, as the indexes below
     order_parameters = _order_parameters(chosen)
     budget = PassageBudget(chosen.passage_tokens, chosen.passage_shrink, chosen.overflow)
     embeddings = build_embeddings(chosen)
@@ -136,8 +139,10 @@ def build_pipeline(
         )
         cleanup.callback(reranker.close)
 
+        served = methods.reranker
+
         def choose_reranker(spec: MethodSpec) -> GuardedReranker:
-            if spec == methods.reranker:
+            if spec == served:
                 return reranker
             _check_loads_no_model(spec)
             return GuardedReranker(reranker=build_reranker(spec, models), health=reranker.health)

@@ -53,6 +53,24 @@ def test_help_shows_what_every_option_is_without_a_value():
     assert silent == []
 
 
+def test_help_starts_with_at_most_sixty_characters():
+    """Of commands and of options; those of probes and training are the docstrings of their classes."""
+
+    def commands_of(command, path=()):
+        yield path, command
+        for name, part in getattr(command, "commands", {}).items():
+            yield from commands_of(part, (*path, name))
+
+    texts = {}
+    for path, command in commands_of(typer.main.get_command(app)):
+        if path[:1] != ("probe",) or path == ("probe",):
+            texts[path] = (command.help or "").split("\n\n")[0]
+        if path[:1] not in (("probe",), ("train",)):
+            texts |= {(*path, parameter.name): getattr(parameter, "help", "") for parameter in command.params}
+    assert len(texts) > 150
+    assert {path: text for path, text in texts.items() if not text or len(text) > 60} == {}
+
+
 @pytest.mark.parametrize(
     ("name", "first_line"),
     [

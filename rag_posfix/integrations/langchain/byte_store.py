@@ -43,11 +43,7 @@ class RagPosfixStore(BaseStore[str, bytes]):
         self._ttl = ttl_seconds
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the value of each key, or None.
-
-        Args:
-            keys: The keys, in any number and order.
-        """
+        """Return the value of each key, or None."""
         blobs = self._cache.get_many(dict.fromkeys(keys))
         return [blobs[key].data if key in blobs else None for key in keys]
 
@@ -67,11 +63,7 @@ class RagPosfixStore(BaseStore[str, bytes]):
         self._cache.delete_tags([_tag(key) for key in keys])
 
     def yield_keys(self, *, prefix: str | None = None) -> Iterator[str]:
-        """Yield the keys that start with ``prefix``, sorted.
-
-        Args:
-            prefix: All keys if None.
-        """
+        """Yield the keys that start with ``prefix``, sorted; all keys if None."""
         yield from self._cache.keys(prefix or "")
 
 

@@ -22,9 +22,8 @@ from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.generation.remote.address import is_remote, parse_remote
-from rag_posfix.integrations.document_ordering import checked_order
+from rag_posfix.integrations.document_ordering import checked_method, checked_order
 from rag_posfix.integrations.langchain.content_blocks import read_conversation
-from rag_posfix.integrations.method_choice import checked_method
 from rag_posfix.registry import check_names
 
 __all__ = ["RagPosfixChatModel"]
@@ -144,8 +143,7 @@ class RagPosfixChatModel(BaseChatModel):
     def _load(self) -> Generator:
         with self._lock:
             if self._loaded is None:
-                given = self.generator
-                self._loaded = self._build() if given is None else given
+                self._loaded = self._build() if self.generator is None else self.generator
             loaded: Generator = self._loaded
             return loaded
 
@@ -153,22 +151,22 @@ class RagPosfixChatModel(BaseChatModel):
         from rag_posfix.pipeline.build import build_generator
         from rag_posfix.settings import RemoteSettings, Settings
 
-        given: dict[str, Any] = {}
+        remote: dict[str, Any] = {}
         if self.api_key is not None:
-            given["api_key"] = self.api_key
+            remote["api_key"] = self.api_key
         if "max_retries" in self.model_fields_set:
-            given["retries"] = self.max_retries
-        return build_generator(Settings(model=self.model_name, remote=RemoteSettings(**given)), self.passage_bytes)
+            remote["retries"] = self.max_retries
+        return build_generator(Settings(model=self.model_name, remote=RemoteSettings(**remote)), self.passage_bytes)
 
     def _stops(self, stop: Sequence[str] | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*(self.stop or ()), *(stop or ())]))
 
     def _choice(self, options: Mapping[str, Any]) -> MitigationChoice:
         """Return the mitigation of a call. Parameters of the object belong to the object's mitigation."""
-        own = {} if "mitigation" in options else self.mitigation_parameters
+        parameters = {} if "mitigation" in options else self.mitigation_parameters
         parsed = parse_method(options.get("mitigation", self.mitigation), "mitigation", "experts=5")
         return MitigationChoice(
-            parsed.name, {**parsed.parameters, **(options.get("mitigation_parameters", own) or {})}
+            parsed.name, {**parsed.parameters, **(options.get("mitigation_parameters", parameters) or {})}
         )
 
     def _warn_once(self, choice: MitigationChoice) -> None:
@@ -227,12 +225,14 @@ class RagPosfixChatModel(BaseChatModel):
                 message = piece if message is None else message + piece
         if message is None:
             raise GenerationError("the stream ended without an answer; please report this")
-        whole = AIMessage(
+        answer = AIMessage(
             content=message.content,
             response_metadata=message.response_metadata,
             usage_metadata=message.usage_metadata,
         )
-        return ChatResult(generations=[ChatGeneration(message=whole, generation_info=dict(message.response_metadata))])
+        return ChatResult(
+            generations=[ChatGeneration(message=answer, generation_info=dict(message.response_metadata))]
+        )
 
     def _stream(
         self,
@@ -251,7 +251,7 @@ class RagPosfixChatModel(BaseChatModel):
             else:
                 message = AIMessageChunk(
                     content=piece.text,
-                    usage_metadata=_usage(piece.generation),
+                    usage_metadata=usage_metadata(piece.generation),
                     response_metadata=self._metadata(generator, assembled, request, piece.generation),
                     chunk_position="last",
                 )
@@ -270,21 +270,22 @@ class RagPosfixChatModel(BaseChatModel):
             "finish_reason": generation.finish_reason,
             "mitigation": request.mitigation.name,
             "documents": [
-                {"id": identity, "position": place, "attention": share}
-                for place, (identity, share) in enumerate(zip(assembled.ids, attention, strict=True))
+                {"id": identity, "position": position, "attention": share}
+                for position, (identity, share) in enumerate(zip(assembled.ids, attention, strict=True))
             ],
         }
 
 
-def _checked_documents(given: object) -> Sequence[Document]:
-    if given is None:
+def _checked_documents(value: object) -> Sequence[Document]:
+    if value is None:
         return ()
-    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
-        raise ConfigError(f"documents is {type(given).__name__}; give a list of langchain_core Documents")
-    return given
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+        raise ConfigError(f"documents is {type(value).__name__}; give a list of langchain_core Documents")
+    return value
 
 
-def _usage(generation: Generation) -> UsageMetadata:
+def usage_metadata(generation: Generation) -> UsageMetadata:
+    """Return the token counts of an answer for langchain."""
     usage = generation.usage
     return UsageMetadata(
         input_tokens=usage.prompt_tokens,

@@ -1,34 +1,44 @@
-"""Converts documents to content blocks of a message, and messages to question, documents and history."""
+"""Reads inputs of langchain chains: content blocks, messages, text, dicts, questions; writes documents as blocks."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.prompt_values import PromptValue
 
+from rag_posfix.contracts.answer import Question
 from rag_posfix.errors import ConfigError
 
-__all__ = ["Conversation", "document_block", "read_conversation"]
+__all__ = ["document_block"]
 
-_ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
+_ROLE_OF_CLASS: tuple[tuple[type[BaseMessage], str], ...] = (
     (HumanMessage, "user"),
     (AIMessage, "assistant"),
     (SystemMessage, "system"),
 )
 
 
+RAGInput: TypeAlias = str | dict[str, Any] | Question | PromptValue | BaseMessage | Sequence[BaseMessage]
+"""The question; or ``{"question", "documents", "history", ...}``, the fields of ``Question``; or messages."""
+
+_FIELDS = ("documents", "history", "mitigation", "order", "seed", "k", "sampling", "tenant", "use_cache")
+_OTHER_NAMES = {"input": "question", "context": "documents", "chat_history": "history"}
+_ROLES = {"human": "user", "ai": "assistant", "system": "system"}
+_HOW = (
+    'give the question as text, as {"question": text, "documents": [...]}, as messages, or as a Question; a retriever '
+    'is joined by {"context": retriever, "question": RunnablePassthrough()} | rag, or PosfixRAG(retriever=retriever)'
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation that ends with a question of the user.
-
-    Attributes:
-        question: The text of the human messages at the end of the conversation.
-        documents: The documents in these messages.
-        history: The messages before them, as ``{"role", "content"}``.
-    """
+    """The text of the human messages at the end, the documents in these, and the messages before them."""
 
     question: str
     documents: tuple[Document, ...]
@@ -57,9 +67,6 @@ def read_conversation(messages: Sequence[BaseMessage]) -> Conversation:
     ``{"type": "document", "document": {"data": {"text": ...}}}`` and Anthropic's ``{"type": "document", "source":
     {"type": "text", "data": ...}}``. Documents in earlier messages become part of the history's text.
 
-    Args:
-        messages: The messages; the last one is a human message.
-
     Raises:
         ConfigError: there is no message, the last one is not human, or a block is malformed.
     """
@@ -75,9 +82,9 @@ def read_conversation(messages: Sequence[BaseMessage]) -> Conversation:
     texts: list[str] = []
     documents: list[Document] = []
     for message in messages[last:]:
-        text, found = _read(message)
+        text, blocks = _read(message)
         texts.append(text)
-        documents.extend(found)
+        documents.extend(blocks)
     return Conversation(
         question="\n\n".join(text for text in texts if text),
         documents=tuple(documents),
@@ -86,7 +93,7 @@ def read_conversation(messages: Sequence[BaseMessage]) -> Conversation:
 
 
 def _as_history(message: BaseMessage) -> dict[str, str]:
-    role = next((role for kind, role in _ROLES if isinstance(message, kind)), None)
+    role = next((role for kind, role in _ROLE_OF_CLASS if isinstance(message, kind)), None)
     if role is None:
         raise ConfigError(f"a {type(message).__name__} cannot be read; use system, human and AI messages")
     text, documents = _read(message)
@@ -135,3 +142,101 @@ def _document(block: Mapping[str, Any]) -> Document:
         metadata["title"] = title
     identity = block.get("id", fields.get("id"))
     return Document(page_content=text, metadata=metadata, id=None if identity is None else str(identity))
+
+
+def question_fields(value: RAGInput) -> dict[str, Any]:
+    """Return the fields of a question in the input of a chain: ``text`` and those of ``Question`` that are there.
+
+    A dict may use the names of langchain's chains: ``input`` for the question, ``context`` for the documents,
+    ``chat_history`` for the history. Documents may be ``Document`` objects or texts; one text is one passage.
+
+    Raises:
+        ConfigError: there is no question, or a field is unknown, given twice, or of a wrong type.
+    """
+    if isinstance(value, str):
+        return {"text": value}
+    if isinstance(value, Question):
+        return {"text": value.text, **{name: getattr(value, name) for name in _FIELDS}}
+    messages = _messages(value)
+    if messages is not None:
+        conversation = read_conversation(messages)
+        documents = {"documents": list(conversation.documents)} if conversation.documents else {}
+        return {"text": conversation.question, "history": list(conversation.history), **documents}
+    if not isinstance(value, dict):
+        raise ConfigError(f"PosfixRAG was asked with {_input_kind(value)}; {_HOW}")
+    return _from_dict(_renamed(value))
+
+
+def joined_input(chunks: Sequence[RAGInput]) -> RAGInput:
+    """Return the sum of the chunks of a streamed input."""
+    if not chunks:
+        raise ConfigError("PosfixRAG was asked nothing; give a question")
+    total: Any = functools.reduce(operator.add, chunks)
+    joined: RAGInput = total
+    return joined
+
+
+def _from_dict(value: Mapping[str, Any]) -> dict[str, Any]:
+    question = value.get("question")
+    if isinstance(question, BaseMessage):
+        question = question.text
+    if not isinstance(question, str):
+        raise ConfigError(f"PosfixRAG was asked with {_input_kind(value)}; {_HOW}")
+    unknown = sorted(set(value) - {"question", *_FIELDS})
+    if unknown:
+        others = ", ".join(f"{other} for {name}" for other, name in _OTHER_NAMES.items())
+        raise ConfigError(
+            f"PosfixRAG was asked with {unknown[0]!r}; a question may hold question, {', '.join(_FIELDS)} ({others})"
+        )
+    fields = {name: value[name] for name in _FIELDS if name in value}
+    if fields.get("documents") is not None:
+        fields["documents"] = _as_documents(fields["documents"])
+    if "history" in fields:
+        fields["history"] = [_history_message(message) for message in fields["history"] or ()]
+    return {"text": question, **fields}
+
+
+def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dict under our names; the names of langchain's chains are other names of the same fields."""
+    renamed: dict[str, Any] = {}
+    for name, value in fields.items():
+        field = _OTHER_NAMES.get(name, name)
+        if field in renamed:
+            raise ConfigError(f"PosfixRAG was asked with {field!r} under two names; leave out {name!r} or the other")
+        renamed[field] = value
+    return renamed
+
+
+def _as_documents(value: Any) -> list[Any]:
+    """Return documents; a text is one document. Assembly says which entry is neither."""
+    if isinstance(value, str):
+        value = [value] if value.strip() else []
+    if not isinstance(value, Sequence):
+        raise ConfigError(f"documents is {type(value).__name__}; give a list of Documents or texts")
+    return [Document(page_content=entry) if isinstance(entry, str) else entry for entry in value]
+
+
+def _messages(value: object) -> Sequence[BaseMessage] | None:
+    """Return the messages if ``value`` is a message, a list of them or a formatted chat prompt."""
+    if isinstance(value, PromptValue):
+        return value.to_messages()
+    if isinstance(value, BaseMessage):
+        return [value]
+    if isinstance(value, list | tuple) and value and all(isinstance(entry, BaseMessage) for entry in value):
+        return value
+    return None
+
+
+def _history_message(message: Any) -> Any:
+    """Return a langchain message as ``{"role", "content"}``; any other object unchanged."""
+    if not isinstance(message, BaseMessage):
+        return message
+    return {"role": _ROLES.get(message.type, message.type), "content": message.text}
+
+
+def _input_kind(value: object) -> str:
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(map(repr, value)) or 'nothing'} without a question"
+    if isinstance(value, list) and value and all(isinstance(entry, Document) for entry in value):
+        return f"{len(value)} documents and no question"
+    return type(value).__name__

@@ -17,9 +17,9 @@ from rag_posfix.assembly.orders import ORDERS
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError
-from rag_posfix.integrations.langchain.rag_input import RAGInput, joined_input, question_fields
+from rag_posfix.integrations.document_ordering import checked_method
+from rag_posfix.integrations.langchain.content_blocks import RAGInput, joined_input, question_fields
 from rag_posfix.integrations.langchain.trace import TracedStages
-from rag_posfix.integrations.method_choice import checked_method
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.retrieval.base import as_retriever
 
@@ -125,32 +125,17 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         return self._call_with_config(self._ask, input, config, **kwargs)
 
     async def ainvoke(self, input: RAGInput, config: RunnableConfig | None = None, **kwargs: Any) -> Any:
-        """Do what ``invoke`` does in another thread, without blocking the event loop.
-
-        Args:
-            config: Callbacks, tags, configurable values.
-            **kwargs: As for ``invoke``.
-        """
+        """Do what ``invoke`` does in another thread, without blocking the event loop."""
         return await self._acall_with_config(self._aask, input, config, **kwargs)
 
     def stream(self, input: RAGInput, config: RunnableConfig | None = None, **kwargs: Any) -> Iterator[Any]:
-        """Yield the answer in chunks. Closing the iterator stops the computation.
-
-        Args:
-            config: Callbacks, tags, configurable values.
-            **kwargs: As for ``invoke``.
-        """
+        """Yield the answer in chunks. Closing the iterator stops the computation."""
         yield from self.transform(iter([input]), config, **kwargs)
 
     async def astream(
         self, input: RAGInput, config: RunnableConfig | None = None, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        """Do what ``stream`` does; each step runs in another thread.
-
-        Args:
-            config: Callbacks, tags, configurable values.
-            **kwargs: As for ``invoke``.
-        """
+        """Do what ``stream`` does; each step runs in another thread."""
 
         async def only() -> AsyncIterator[RAGInput]:
             yield input
@@ -162,23 +147,13 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
     def transform(
         self, input: Iterator[RAGInput], config: RunnableConfig | None = None, **kwargs: Any
     ) -> Iterator[Any]:
-        """Do what ``stream`` does for a question that is streamed; it is asked when it is complete.
-
-        Args:
-            config: Callbacks, tags, configurable values.
-            **kwargs: As for ``invoke``.
-        """
+        """Do what ``stream`` does for a question that is streamed; it is asked when it is complete."""
         yield from self._transform_stream_with_config(input, self._stream_chunks, config, **kwargs)
 
     async def atransform(
         self, input: AsyncIterator[RAGInput], config: RunnableConfig | None = None, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        """Do what ``transform`` does; each step runs in another thread.
-
-        Args:
-            config: Callbacks, tags, configurable values.
-            **kwargs: As for ``invoke``.
-        """
+        """Do what ``transform`` does; each step runs in another thread."""
         stream = self._atransform_stream_with_config(input, self._astream_chunks, config, **kwargs)
         async with _closing(stream) as chunks:
             async for chunk in chunks:
@@ -237,24 +212,24 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         if unknown:
             raise ConfigError(f"PosfixRAG takes no argument {unknown[0]!r}; it takes {', '.join(_CONFIGURABLE)}")
         configured = config.get("configurable") or {}
-        own = {"k": self.k, "order": self.order, "mitigation": self.mitigation}
+        attributes = {"k": self.k, "order": self.order, "mitigation": self.mitigation}
         fields = question_fields(asked)
-        for source in (bound, configured, own):
+        for source in (bound, configured, attributes):
             for name in _CONFIGURABLE:
                 if fields.get(name) in (None, "") and source.get(name) is not None:
                     fields[name] = source[name]
         mitigation = fields.get("mitigation")
         if isinstance(mitigation, str):
             fields["mitigation"] = _method(mitigation)
-        given = fields.get("documents") is not None
-        if not given and self.pipeline.retriever is None and not self.answer_from_memory:
+        has_documents = fields.get("documents") is not None
+        if not has_documents and self.pipeline.retriever is None and not self.answer_from_memory:
             raise ConfigError(
                 "there are neither documents nor an index, so the answer would come from the model's memory; give "
                 '{"question": ..., "documents": [...]}, PosfixRAG(retriever=...) or build_pipeline(index=...), or set '
                 "answer_from_memory=True"
             )
-        kept = given or self.retriever is not None
-        if kept and not fields.get("order") and self.pipeline.defaults.order == Defaults().order:
+        keeps_order = has_documents or self.retriever is not None
+        if keeps_order and not fields.get("order") and self.pipeline.defaults.order == Defaults().order:
             fields["order"] = "original"
         return Question(**fields)
 
@@ -297,7 +272,5 @@ def _warn_without_passages(answer: Answer) -> None:
 
 
 def _addable(chunk: AnswerChunk) -> AddableDict:
-    rest: dict[str, Any] = {}
-    if isinstance(chunk.answer, Answer):
-        rest = {name: value for name, value in chunk.answer.to_dict().items() if name != "answer"}
-    return AddableDict(answer=chunk.text, **rest)
+    fields = {} if chunk.answer is None else chunk.answer.to_dict()
+    return AddableDict(fields | {"answer": chunk.text})

@@ -65,23 +65,22 @@ class PosfixRetriever(BaseRetriever):
         Args:
             k: Maximum number of documents.
         """
-        found = self.base_retriever.invoke(clean_text(question))
-        kept = _compress(self.compressors, found, question)
-        return ordered_documents(kept, "relevance", k=k, distinct=self.distinct)
+        hits = _compress(self.compressors, self.base_retriever.invoke(clean_text(question)), question)
+        return ordered_documents(hits, "relevance", k=k, distinct=self.distinct)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
         callbacks = run_manager.get_child()
-        found = self.base_retriever.invoke(query, RunnableConfig(callbacks=callbacks), **kwargs)
-        return self._ordered(_compress(self.compressors, found, query, callbacks), k)
+        hits = self.base_retriever.invoke(query, RunnableConfig(callbacks=callbacks), **kwargs)
+        return self._ordered(_compress(self.compressors, hits, query, callbacks), k)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
         callbacks = run_manager.get_child()
-        found = await self.base_retriever.ainvoke(query, RunnableConfig(callbacks=callbacks), **kwargs)
-        return self._ordered(await _acompress(self.compressors, found, query, callbacks), k)
+        hits = await self.base_retriever.ainvoke(query, RunnableConfig(callbacks=callbacks), **kwargs)
+        return self._ordered(await _acompress(self.compressors, hits, query, callbacks), k)
 
     def _ordered(self, documents: list[Document], k: int | None) -> list[Document]:
         checked_count("k", k)
@@ -93,22 +92,22 @@ def _compress(
     steps: Sequence[DocumentStep], documents: Sequence[Document], query: str, callbacks: Any = None
 ) -> list[Document]:
     """Return the documents after all steps, each a child run of ``callbacks``."""
-    kept = list(documents)
+    remaining = list(documents)
     for step in steps:
-        if kept:
-            kept = _as_run(step, query).invoke(kept, {"callbacks": callbacks})
-    return kept
+        if remaining:
+            remaining = _as_run(step, query).invoke(remaining, {"callbacks": callbacks})
+    return remaining
 
 
 async def _acompress(
     steps: Sequence[DocumentStep], documents: Sequence[Document], query: str, callbacks: Any = None
 ) -> list[Document]:
     """Do what ``_compress`` does with the steps' asynchronous methods."""
-    kept = list(documents)
+    remaining = list(documents)
     for step in steps:
-        if kept:
-            kept = await _as_run(step, query).ainvoke(kept, {"callbacks": callbacks})
-    return kept
+        if remaining:
+            remaining = await _as_run(step, query).ainvoke(remaining, {"callbacks": callbacks})
+    return remaining
 
 
 def _as_run(step: DocumentStep, query: str) -> RunnableLambda[list[Document], list[Document]]:

@@ -9,10 +9,10 @@ from typing import Any
 from langchain_core.callbacks import CallbackManager
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, LLMResult
 
 from rag_posfix.contracts.request import Generation
+from rag_posfix.integrations.langchain.chat_model import usage_metadata
 from rag_posfix.pipeline.tracing import Stage
 
 
@@ -20,23 +20,15 @@ class TracedStages:
     """Reports the stages of a pipeline to callbacks. Implements ``pipeline.tracing.StageWatcher``.
 
     The generator is reported as a chat model whose input is the question, without the passages.
-
-    Args:
-        callbacks: Callback manager of the parent run.
-        model_name: Name of the generator's model, for callbacks that count tokens by model.
     """
 
     def __init__(self, callbacks: CallbackManager, model_name: str) -> None:
         self._callbacks = callbacks
-        self._model_name = model_name
+        self._model_name = model_name  # for callbacks that count tokens by model
 
     @contextmanager
     def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
-        """Return a context manager for the time of a stage; an exception in it is reported as the stage's failure.
-
-        Args:
-            name: ``retriever``, ``reranker`` or ``generator``.
-        """
+        """Return a context manager for ``retriever``, ``reranker`` or ``generator``; an exception is reported."""
         if name == "generator":
             run: _ChatModelRun | _RetrieverRun | _ChainRun = _ChatModelRun(self._callbacks, given, self._model_name)
         elif name == "retriever":
@@ -117,14 +109,8 @@ class _ChatModelRun:
 
 
 def _message(generation: Generation, model_name: str) -> AIMessage:
-    usage = generation.usage
     return AIMessage(
         content=generation.text,
         response_metadata={"model_name": model_name, "finish_reason": generation.finish_reason},
-        usage_metadata=UsageMetadata(
-            input_tokens=usage.prompt_tokens,
-            output_tokens=usage.completion_tokens,
-            total_tokens=usage.prompt_tokens + usage.completion_tokens,
-            input_token_details=InputTokenDetails(cache_read=usage.cached_tokens),
-        ),
+        usage_metadata=usage_metadata(generation),
     )

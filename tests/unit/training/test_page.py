@@ -38,7 +38,7 @@ def test_each_file_of_the_tutorial_is_made_by_a_command_before_it():
     made = set()
     for words in COMMANDS:
         for option, value in itertools.pairwise(words):
-            if option in ("--data", "--against", "--adapter"):
+            if option in ("--data", "--decontaminate", "--adapter"):
                 assert value.split("/")[0] in made, value
         made |= {value for option, value in itertools.pairwise(words) if option == "--out"}
     assert {"unseen", "samples", "in2"} <= made
