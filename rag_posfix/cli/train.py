@@ -31,6 +31,19 @@ if TYPE_CHECKING:
 
 SEGMENT_WORDS = 300
 
+Pairs = Annotated[
+    list[str] | None,
+    typer.Option("--pairs", help="Read pairs from this file, or demo; may be repeated.", show_default="none"),
+]
+Texts = Annotated[
+    str | None,
+    typer.Option(
+        "--texts",
+        help="Put pairs among these: a file, folder, index or demo.",
+        show_default="segments of the same source",
+    ),
+]
+
 app = typer.Typer(help="Make training data, and fine-tune models with it.", no_args_is_help=True)
 
 
@@ -40,10 +53,7 @@ app = typer.Typer(help="Make training data, and fine-tune models with it.", no_a
 def data(
     output: Annotated[Path, out_option("Write samples.jsonl and its statistics here.")],
     *,
-    pairs: Annotated[
-        list[str] | None,
-        typer.Option("--pairs", help="Read pairs from this file, or demo; may be repeated.", show_default="none"),
-    ] = None,
+    pairs: Pairs = None,
     templates: Annotated[
         str | None,
         typer.Option("--templates", help="Generate pairs: key_value, function, database.", show_default="none"),
@@ -52,14 +62,7 @@ def data(
         str | None,
         typer.Option("--teacher", help="Let openai:NAME@URL write pairs about --texts.", show_default="none"),
     ] = None,
-    texts: Annotated[
-        str | None,
-        typer.Option(
-            "--texts",
-            help="Put pairs among these: a file, folder, index or demo.",
-            show_default="segments of the same source",
-        ),
-    ] = None,
+    texts: Texts = None,
     decontaminate: Annotated[
         list[Path] | None,
         typer.Option("--decontaminate", help="Leave out content of this file; may be repeated.", show_default="none"),
