@@ -46,7 +46,7 @@ class TestCitations:
         assert {citation.origin for citation in answer.citations} == {"quote"}
 
     def test_tracing_can_be_turned_off(self):
-        _, answer = self.asked([BREAD, ROME], defaults=Defaults(traced=False))
+        _, answer = self.asked([BREAD, ROME], defaults=Defaults(attribution=False))
         assert {citation.origin for citation in answer.citations} == {"quote"}
 
     def test_a_hit_cites_the_ids_of_the_new_question(self):
