@@ -66,6 +66,10 @@ def positions(
     documents: Documents = 10,
     limit: Limit = None,
     skip: Skip = 0,
+    hostile: Annotated[
+        str | None, typer.Option("--hostile", help="Plant a passage: echo, poison or injection.")
+    ] = None,
+    baselines: Annotated[bool, typer.Option("--baselines", help="Add plain prompts, sorted by each scorer.")] = False,
     max_tokens: MaxTokens = 24,
     check_orders: Annotated[
         bool, typer.Option("--check-orders", help="Run order-free methods at every gold position.")
@@ -96,8 +100,9 @@ def positions(
     record = evaluate_positions(
         data, checked_choices_and_arrangements(mitigation, arrangement),
         gold_positions=gold_positions_of(gold_positions, documents),
-        documents=documents, limit=limit, skip=skip, max_tokens=max_tokens, check_orders=check_orders, fresh=fresh,
-        reuse=reuse, ray=ray, ray_actors=actors, settings=settings, out=output, progress=experiment_step,
+        documents=documents, limit=limit, skip=skip, hostile=hostile, baselines=baselines, max_tokens=max_tokens,
+        check_orders=check_orders, fresh=fresh, reuse=reuse, ray=ray, ray_actors=actors, settings=settings,
+        out=output, progress=experiment_step,
     )  # fmt: skip
     emit(record.to_json(), as_json, _show_positions)
 

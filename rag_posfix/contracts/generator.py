@@ -113,6 +113,13 @@ class PassageReader(Generator, Protocol):
         """Return for each passage the mean log-probability of the question's tokens after that passage alone."""
         ...
 
+    def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
+        """Return the log-probability of each token as the first of the answer, (N + 1, len(tokens)).
+
+        Row k has passage k alone, the last row has no passage.
+        """
+        ...
+
     def question_attention(
         self,
         layouts: Sequence[Layout],

@@ -21,7 +21,7 @@ from rag_posfix.contracts.request import (
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from rag_posfix.generation.decode.answer_writer import AnswerWriter
 from rag_posfix.generation.decode.candidate_answers import AnswerText
-from rag_posfix.generation.decode.question_scores import question_attention, question_likelihood
+from rag_posfix.generation.decode.question_scores import first_token_log_probs, question_attention, question_likelihood
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.decode.token_scores import open_scored
 from rag_posfix.generation.model.sequence_batch import LoadedModel
@@ -157,10 +157,30 @@ class Engine:
         Raises:
             PromptTooLongError: a passage with prefix and suffix exceeds the context window.
         """
+        loaded = self._loaded_alone(layout)
+        return question_likelihood(loaded, layout, self._lookup(loaded, salt))
+
+    def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
+        """Return the log-probability of each of ``tokens`` as the first token of the answer, (N + 1, len(tokens)).
+
+        Row k is the prompt with passage k alone, the last row the prompt without passages.
+
+        Args:
+            layout: The passages, and the suffix that each of them is followed by. All are read together.
+            tokens: Token ids.
+            salt: As in ``GenerationRequest``.
+
+        Raises:
+            PromptTooLongError: a passage with prefix and suffix exceeds the context window.
+        """
+        loaded = self._loaded_alone(layout)
+        return first_token_log_probs(loaded, layout, tokens, self._lookup(loaded, salt))
+
+    def _loaded_alone(self, layout: Layout) -> LoadedModel:
+        """Return the model as it reads each passage alone. Errors as those of ``_check_prompt``."""
         longest = len(layout.prefix) + len(layout.suffix) + max(map(len, layout.passages), default=0)
         self._check_prompt(longest)
-        loaded = self.loaded.reading(longest)
-        return question_likelihood(loaded, layout, self._lookup(loaded, salt))
+        return self.loaded.reading(longest)
 
     def question_attention(
         self,

@@ -18,6 +18,7 @@ from rag_posfix.mitigations import (  # noqa: F401
     parallel_encoding,
     parallel_windows,
     passage_answers,
+    repeated_passages,
     set_prompting,
     shifted_rotary,
     sorted_inter_document,

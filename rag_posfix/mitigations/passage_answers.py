@@ -22,7 +22,7 @@ from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance
 class PassageAnswers(Mitigation):
     """Generate a short answer from each passage alone, and choose the passage whose answer is most specific to it.
 
-    Each row holds one passage, so passages have no order, and the answer cannot depend on it. Integer answers are
+    Each row holds one passage, so passages have no order, and the answer cannot depend on it. Whole answers are
     compared instead of next tokens. An answer that the model would also give without the passage, or with another one,
     is no evidence for the passage.
 

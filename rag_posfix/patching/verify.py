@@ -61,8 +61,9 @@ LOGITS = 4
 # off by 1e-3.
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
-# Where the stock model computes the same numbers with matrices of other sizes, the last bits of each layer differ.
-ROUNDING: Mapping[str, int] = {"prompt": 10, "decode": 10, "long_prompt": 10, "batch": 10}
+# Where the stock model computes the same numbers with matrices of other sizes, the last bits of each layer differ. In
+# a batch all matrices have other sizes: Qwen2.5-Coder-0.5B in float32 is off by 1.2e-4 of the spread.
+ROUNDING: Mapping[str, int] = {"prompt": 10, "decode": 10, "long_prompt": 10, "batch": 40}
 
 LARGE = 10**9
 """Parameters above which, on the CPU, loading compares the first layers alone: one pass through all layers reads all

@@ -121,13 +121,13 @@ class Layout:
         return self.token_ids[span.slice]
 
     def select(self, passages: Sequence[int]) -> Layout:
-        """Return the layout of the same prompt with only ``passages``, in the order given.
+        """Return the layout of the same prompt with only ``passages``, in this order; a passage may be repeated.
 
         Raises:
-            ConfigError: an index is outside of the layout or given twice.
+            ConfigError: an index is outside of the layout.
         """
-        if len(set(passages)) != len(passages) or not set(passages) <= set(range(self.n_passages)):
-            raise ConfigError(f"passages {tuple(passages)} must be distinct and within 0..{self.n_passages - 1}")
+        if not set(passages) <= set(range(self.n_passages)):
+            raise ConfigError(f"passages {tuple(passages)} must be within 0..{self.n_passages - 1}")
         ids = list(self.tokens(self.prefix))
         segments, texts = [], []
         for index in passages:

@@ -13,6 +13,7 @@ from rag_posfix.reranking.fused import FusedReranker
 from rag_posfix.reranking.in_context import InContextReranker
 from rag_posfix.reranking.likelihood import LikelihoodReranker
 from rag_posfix.reranking.listwise import ListwiseReranker
+from rag_posfix.reranking.yes_no import YesNoReranker
 
 __all__ = [
     "RERANKERS",
@@ -25,4 +26,5 @@ __all__ = [
     "InContextReranker",
     "LikelihoodReranker",
     "ListwiseReranker",
+    "YesNoReranker",
 ]

@@ -24,6 +24,9 @@ from rag_posfix.reranking.deadline import check_deadline
 FEWEST_TOKENS = 16
 """A document is never cut to fewer tokens than this, heading and separator included."""
 
+MAX_TOKENS = 8192
+"""Token limit of a batch, padding and suffixes included: bounds its memory."""
+
 _LOCK_SECONDS = 0.05
 """Interval at which a reranking that waits for another one checks its deadline."""
 
@@ -118,6 +121,31 @@ class PassageReadingReranker(LanguageModelReranker):
                 {"kind": type(value).__name__},
             )
         return value
+
+
+class SeparatePassageReranker(PassageReadingReranker):
+    """Base of rerankers that read each passage alone, several in a batch.
+
+    Attributes:
+        batch_size: Maximum number of passages per batch.
+    """
+
+    batch_size: int = Field(default=16, ge=1)
+
+    def _batches(self, passages: Sequence[TokenizedPassage], suffix: int) -> Iterator[list[int]]:
+        """Yield the indices of the passages of each batch: sorted by length and content, so as not to depend on order.
+
+        In bfloat16 the last digits of a score depend on the batch.
+        """
+        batch: list[int] = []
+        for index in sorted(range(len(passages)), key=lambda i: (len(passages[i]), passages[i].key)):
+            size = (len(passages[index]) + suffix) * (len(batch) + 1)  # padded: the last passage is the longest
+            if batch and (len(batch) == self.batch_size or size > MAX_TOKENS):
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch
 
 
 @dataclass(frozen=True, slots=True)

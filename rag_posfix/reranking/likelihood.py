@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -15,16 +15,14 @@ from rag_posfix.contracts.cache_salt import current_salt
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking.base import RERANKERS, DocumentScore
 from rag_posfix.reranking.deadline import check_deadline
-from rag_posfix.reranking.language_model import FittedPassage, PassageReadingReranker
+from rag_posfix.reranking.language_model import SeparatePassageReranker
+from rag_posfix.reranking.question_copies import without_copies
 
 RESTRICTION = " We can get the answer to this question in the given documents."
 
-MAX_TOKENS = 8192
-"""Token limit of a batch, padding and suffixes included: bounds its memory."""
-
 
 @RERANKERS.register("likelihood", aliases=("longllmlingua",))
-class LikelihoodReranker(PassageReadingReranker):
+class LikelihoodReranker(SeparatePassageReranker):
     """Measure the likelihood of the question after each passage.
 
     Each passage is read alone, between the beginning of an answer's prompt and the question. A passage that answers
@@ -33,7 +31,8 @@ class LikelihoodReranker(PassageReadingReranker):
     Source: Jiang et al. (2024), LongLLMLingua, section 4.1, https://aclanthology.org/2024.acl-long.91
     Formula: r_k = (1 / N) sum_i log p(x_i | passage k, x_<i), over the tokens x of question and restriction (the
         paper's r_k is the negative). relevance_score = exp(r_k), the geometric mean probability of a token, in (0, 1].
-    Differs from the paper: the served chat model and its prompt replace a small base model.
+    Differs from the paper: the served chat model and its prompt replace a small base model; sentences that copy the
+        question are no evidence (``question_copies``).
     Cost: tokens read: prefix once, each passage once, question and restriction once per passage. Passages whose keys
         and values are in the passage store are not read again; answers with independent passages
         (``context_experts``, ...) reuse those that are read here. Passages are read in batches; the deadline is
@@ -43,28 +42,38 @@ class LikelihoodReranker(PassageReadingReranker):
     Attributes:
         generator: The served model; an ``Engine``, or a ``BatchingGenerator`` around one.
         top_n: Number of passages to return, all if None.
+        mass: Return the fewest passages that have this share of all scores; all if None.
         restriction: The sentence after the question that restricts the answer to the documents; may be empty.
         batch_size: Maximum number of passages per batch.
         max_document_tokens: Token limit of a document; a longer one is cut (``long_document: "truncated"``). None is
             the rest of the context window.
+        question_copies: Whether sentences that copy the question count, as in the paper. Without, they are left out of
+            the passage (``question_copies: "left out"``): a forum post that repeats the question would rank first.
     """
 
     name: ClassVar[str] = "likelihood"
 
     restriction: str = RESTRICTION
-    batch_size: int = Field(default=16, ge=1)
     max_document_tokens: int | None = Field(default=None, ge=16)
+    question_copies: bool = False
 
     def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
         prompt = self._prompt(question)
-        fitted = list(self._all_fitted(prompt, documents))
+        room = self.generator.context_window - len(prompt)
+        limit = room if self.max_document_tokens is None else min(self.max_document_tokens, room)
+        read = documents if self.question_copies else [_without_copies(document, question) for document in documents]
+        fitted = [self._fitted(document, limit) for document in read]
         found: dict[int, float] = {}
-        for batch in self._batches(fitted, len(prompt.suffix)):
+        for batch in self._batches([one.passage for one in fitted], len(prompt.suffix)):
             check_deadline()
             layout = prompt.with_passages([fitted[index].passage for index in batch])
             found.update(zip(batch, self.generator.question_likelihood(layout, current_salt()), strict=True))
         return [
-            DocumentScore(math.exp(min(found[index], 0.0)), found[index], one.details)
+            DocumentScore(
+                math.exp(min(found[index], 0.0)),
+                found[index],
+                {**one.details, **({} if read[index] is documents[index] else {"question_copies": "left out"})},
+            )
             for index, one in enumerate(fitted)
         ]
 
@@ -77,25 +86,8 @@ class LikelihoodReranker(PassageReadingReranker):
         stop = prompt.question.stop
         return replace(prompt, suffix=prompt.suffix[:stop], content_stop=stop)
 
-    def _all_fitted(self, prompt: TokenizedPrompt, documents: Sequence[CheckedDocument]) -> Iterator[FittedPassage]:
-        room = self.generator.context_window - len(prompt)
-        limit = room if self.max_document_tokens is None else min(self.max_document_tokens, room)
-        for index, document in enumerate(documents):
-            if index % self.batch_size == 0:
-                check_deadline()
-            yield self._fitted(document, limit)
 
-    def _batches(self, fitted: Sequence[FittedPassage], suffix: int) -> Iterator[list[int]]:
-        """Yield the indices of the passages of each batch: sorted by length and content, so as not to depend on order.
-
-        In bfloat16 the last digits of a score depend on the batch.
-        """
-        batch: list[int] = []
-        for index in sorted(range(len(fitted)), key=lambda i: (len(fitted[i]), fitted[i].passage.key)):
-            size = (len(fitted[index]) + suffix) * (len(batch) + 1)  # padded: the last passage is the longest
-            if batch and (len(batch) == self.batch_size or size > MAX_TOKENS):
-                yield batch
-                batch = []
-            batch.append(index)
-        if batch:
-            yield batch
+def _without_copies(document: CheckedDocument, question: str) -> CheckedDocument:
+    title, text = without_copies(document.title, question), without_copies(document.text, question)
+    changed = (title, text) != (document.title, document.text)
+    return replace(document, title=title, text=text) if changed else document

@@ -56,6 +56,9 @@ class OrderBiasedGenerator(FakeGenerator):
     def question_likelihood(self, layout: Layout, salt: str = "") -> tuple[float, ...]:
         raise NotImplementedError
 
+    def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
+        raise NotImplementedError
+
     def question_attention(
         self,
         layouts: Sequence[Layout],

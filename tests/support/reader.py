@@ -47,6 +47,11 @@ class ScriptedReader:
         self._read(layout, salt, together=False)
         return tuple(self.values[text] for text in self.texts(layout))
 
+    def first_token_log_probs(self, layout, tokens, salt=""):
+        self._read(layout, salt, together=False)
+        self.suffixes = [*getattr(self, "suffixes", []), self.encoder.decode(layout.tokens(layout.suffix))]
+        return [tuple(self.values[text][token] for token in tokens) for text in (*self.texts(layout), "")]
+
     def question_attention(self, layouts, salt="", check=None, layers=None, heads=None):
         self.layers, self.heads = layers, heads
         found = []

@@ -81,6 +81,29 @@ def parse_arrangement(text: str) -> Arrangement:
     return Arrangement(mitigation, order, reranker)
 
 
+def with_baselines(arrangements: Sequence[Arrangement]) -> list[Arrangement]:
+    """Return the arrangements, and for each of their scorers the plain prompts that a method has to beat.
+
+    All passages best first, best last and with the best at both ends; the best 1, 3 and 5 alone; all passages twice,
+    and the best once more at the end. The experiment's own scorer is ``embedding`` where passages are selected.
+    """
+    result, plain = list(arrangements), MethodSpec("none")
+    for scorer in {one.scorer: one.reranker for one in arrangements}.values():
+        selecting = scorer or MethodSpec("embedding")
+        result += [
+            *(Arrangement(plain, order, scorer) for order in ("relevance", "reverse", "ends_first")),
+            *(
+                Arrangement(plain, "reverse", MethodSpec(selecting.name, {**selecting.parameters, "top_n": count}))
+                for count in (1, 3, 5)
+            ),
+            *(
+                Arrangement(MethodSpec("repeated_passages", {"repeat": repeat}), "relevance", scorer)
+                for repeat in ("all", "best")
+            ),
+        ]
+    return list({each.label: each for each in result}.values())
+
+
 def check_arrangements(choices: Sequence[MethodSpec | Arrangement]) -> list[Arrangement]:
     """Return methods and arrangements as arrangements, checked before a model is loaded.
 

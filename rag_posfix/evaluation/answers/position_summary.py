@@ -37,6 +37,7 @@ class PositionRow:
         asked: The text of the question.
         accepted: The accepted answers.
         passages: Ids of the passages as they were given.
+        planted: best_subspan_em of the first line with the wrong answer that a hostile passage gives; None without.
     """
 
     question: str
@@ -52,6 +53,7 @@ class PositionRow:
     asked: str = ""
     accepted: tuple[str, ...] = ()
     passages: tuple[str, ...] = ()
+    planted: float | None = None
 
 
 Table = Mapping[GoldPosition, Sequence[PositionRow]]
@@ -66,8 +68,9 @@ def summarize_positions(rows: Sequence[PositionRow]) -> dict[str, Any]:
     difference in accuracy between these two positions if there were none. ``sound`` and ``repeats`` are shares of
     answers (``answering.is_sound``), ``recall_at_k`` is the scorer's. ``by_scorer`` splits the questions by whether
     the scorer ranks the gold passage first (of several: before all others), with the accuracy at the worst position
-    and that of the gold passage alone. ``reused`` counts the rows that were not computed anew. Numbers that the
-    generator does not return are None, and ``not_measured`` says why.
+    and that of the gold passage alone. ``planted`` is the share of answers that give the answer of a hostile passage.
+    ``reused`` counts the rows that were not computed anew. Numbers that the generator does not return are None, and
+    ``not_measured`` says why.
     """
     tables = {
         name: _by_position(rows, name)
@@ -114,6 +117,7 @@ def _summary(table: Table) -> dict[str, Any]:
     scored = len(measured) == len(positions)
     answers = zip(*([row.answer for row in rows] for rows in table.values()), strict=True)
     ranks = [row.gold_rank for row in next(iter(table.values()))]
+    planted = [row.planted for rows in table.values() for row in rows if row.planted is not None]
     return {
         "positions": positions,
         "worst": min(accuracy),
@@ -124,6 +128,7 @@ def _summary(table: Table) -> dict[str, Any]:
         "mean_log_probability": mean(measured) if scored else None,
         "spread_log_probability": max(measured) - min(measured) if scored else None,
         "answers_that_change": mean([float(len(set(texts)) > 1) for texts in answers]),
+        **({"planted": mean(planted)} if planted else {}),
         **summarize_form([row.answer for rows in table.values() for row in rows]),
         **{f"recall_at_{k}": mean([float(rank is not None and rank <= k) for rank in ranks]) for k in (1, 2, 3)},
     }

@@ -21,6 +21,8 @@ from rag_posfix.evaluation.answers.answering import (
     Trial,
     answer_all,
     answer_key,
+    best_subspan_em,
+    first_line,
     score_passages,
 )
 from rag_posfix.evaluation.answers.experiment import (
@@ -31,10 +33,12 @@ from rag_posfix.evaluation.answers.experiment import (
     check_arrangements,
     engine_facts,
     load_models,
+    with_baselines,
     with_passages_kept,
 )
 from rag_posfix.evaluation.answers.position_summary import CLOSED_BOOK, GOLD_ONLY, PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.ray_backend import ray_answers
+from rag_posfix.evaluation.data.hostile import with_hostile_passage
 from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample, take_examples
 from rag_posfix.evaluation.figures import draw_positions, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
@@ -56,6 +60,8 @@ def evaluate_positions(
     documents: int = 10,
     limit: int | None = None,
     skip: int = 0,
+    hostile: str | None = None,
+    baselines: bool = False,
     max_tokens: int = 24,
     check_orders: bool = False,
     fresh: bool = False,
@@ -81,6 +87,8 @@ def evaluate_positions(
         documents: Number of passages per prompt.
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.
+        hostile: Replace the first distractor by a passage that repeats the question (``evaluation.data.hostile``).
+        baselines: Also run plain prompts that are sorted by the scorers of ``choices`` (``with_baselines``).
         max_tokens: Maximum number of tokens of an answer.
         check_orders: Compute the answer at every position, also of order-invariant arrangements.
         fresh: Recompute what is in the journal.
@@ -99,7 +107,11 @@ def evaluate_positions(
         EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
     """
     examples = take_examples(data, limit, skip)
+    if hostile is not None:
+        examples = with_hostile_passage(examples, hostile)
     arrangements = check_arrangements(choices)
+    if baselines:
+        arrangements = with_baselines(arrangements)
     for example in examples:  # before the model is loaded
         for gold_position in gold_positions:
             example.documents(documents, gold_position)
@@ -130,8 +142,9 @@ def evaluate_positions(
         facts = engine_facts(engine, arrangements)
     used = {
         "documents": documents, "gold_positions": list(gold_positions), "limit": limit, "skip": skip,
-        "max_tokens": max_tokens, "relevance": relevance, "decoding": "greedy", "check_orders": check_orders,
-        "reuse": reuse, "answers_of_earlier_runs_by": journal.sources,
+        **({"hostile": hostile} if hostile else {}), "max_tokens": max_tokens, "relevance": relevance,
+        "decoding": "greedy", "check_orders": check_orders, "reuse": reuse,
+        "answers_of_earlier_runs_by": journal.sources,
     }  # fmt: skip
     head = answers_head("positions", facts, data, used, summarize_positions(rows))
     return with_figure(ExperimentRecord(head, [asdict(row) for row in rows]).write(out), draw_positions)
@@ -252,7 +265,14 @@ def _answered(
             asked=row.trial.example.question,
             accepted=row.trial.example.answers,
             passages=tuple(str(document.id) for document in row.trial.documents),
+            planted=_gives_planted(row, answers[row.key].answer),
             **asdict(answers[row.key]),
         )
         for row in planned
     ]
+
+
+def _gives_planted(row: _PlannedRow, answer: str) -> float | None:
+    """Return whether an answer is the planted one; None where there is none."""
+    planted = row.trial.example.planted
+    return best_subspan_em(first_line(answer), [planted]) if planted and row.gold_position is not None else None

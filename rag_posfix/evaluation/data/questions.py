@@ -34,6 +34,7 @@ class PositionExample:
         answers: Accepted answers, the first one the most usual.
         gold: The passages that the answer needs: one, or two of a multi-hop question.
         distractors: The others, the most tempting first.
+        planted: A wrong answer that a hostile passage among them gives; empty without such a passage.
 
     Raises:
         EvaluationError: ``gold`` is no tuple of documents.
@@ -44,6 +45,7 @@ class PositionExample:
     answers: tuple[str, ...]
     gold: tuple[Document, ...]
     distractors: tuple[Document, ...]
+    planted: str = ""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.gold, tuple) and self.gold and all(isinstance(d, Document) for d in self.gold)):

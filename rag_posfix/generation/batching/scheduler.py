@@ -229,6 +229,10 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         """As ``Engine.question_likelihood``, in the thread of the caller: beside the answers, not between them."""
         return self._reader().question_likelihood(layout, salt)
 
+    def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
+        """As ``Engine.first_token_log_probs``, in the thread of the caller."""
+        return self._reader().first_token_log_probs(layout, tokens, salt)
+
     def question_attention(
         self,
         layouts: Sequence[Layout],

@@ -147,6 +147,21 @@ def question_likelihood(loaded: LoadedModel, layout: Layout, kv_lookup: KVLookup
     return tuple(value for group in groups for value in group.question.tolist())
 
 
+@torch.inference_mode()
+def first_token_log_probs(
+    loaded: LoadedModel, layout: Layout, tokens: Sequence[int], kv_lookup: KVLookup | None = None
+) -> list[tuple[float, ...]]:
+    """Return the log-probability of each of ``tokens`` as the first token of the answer, (N + 1, len(tokens)).
+
+    Row k has passage k alone, the last row has no passage. Cost: as ``question_likelihood``, and one suffix more.
+    """
+    rows = (*(RowPlan(passages=(index,)) for index in range(layout.n_passages)), RowPlan(passages=()))
+    plan = Plan(rows=rows, combine=_first, independent_passages=True)
+    logits = [group.logits[:, -1] for group in prefill(loaded, layout, plan, kv_lookup)]
+    log_probs = torch.cat([each.float().log_softmax(dim=-1)[:, list(tokens)] for each in logits])
+    return [tuple(row) for row in log_probs.tolist()]
+
+
 def _first(scores: RowScores) -> tuple[Tensor, Tensor]:
     """Combine rows that generate nothing: a plan of several rows needs a combination."""
     weights = torch.zeros_like(scores.question)

@@ -109,7 +109,7 @@ def prefilled_group(
         attended = batch.loaded.spec.ranks.mean(attended)
         for r, row_spans in enumerate(spans):
             for passage, start, stop in row_spans:
-                attention[r, passage] = attended[r, start:stop].sum()
+                attention[r, passage] += attended[r, start:stop].sum()
     total = attention.sum(dim=1, keepdim=True)
     return PrefilledGroup(
         replace(batch, passage_spans=spans),

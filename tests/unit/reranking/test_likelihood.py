@@ -5,7 +5,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.errors import PromptTooLongError, RerankingError
-from rag_posfix.reranking import LikelihoodReranker, likelihood
+from rag_posfix.reranking import LikelihoodReranker, language_model
 from rag_posfix.reranking.likelihood import RESTRICTION
 from tests.support.reader import ScriptedReader, order, raw, scores
 
@@ -78,7 +78,7 @@ def test_a_batch_may_have_exactly_the_tokens_of_the_bound(bound, batches, monkey
     reranker = LikelihoodReranker(generator=reader)
     reranker.compress_documents(documents(*reader.values), "why?")
     # Both are padded to the longer one, 60 letters and a separator of 2, with the suffix.
-    monkeypatch.setattr(likelihood, "MAX_TOKENS", 2 * (60 + 2 + len(layouts[0].suffix)) + bound)
+    monkeypatch.setattr(language_model, "MAX_TOKENS", 2 * (60 + 2 + len(layouts[0].suffix)) + bound)
     reader.seen.clear()
     reranker.compress_documents(documents(*reader.values), "why?")
     assert [len(texts) for texts in reader.seen] == batches
@@ -119,3 +119,16 @@ def test_a_question_that_leaves_no_room_is_told():
 def test_numbers_that_are_none_are_an_error():
     with pytest.raises(RerankingError, match="likelihood: the model returned a score of nan"):
         LikelihoodReranker(generator=ScriptedReader({"a": math.nan})).compress_documents(documents("a"), "why?")
+
+
+def test_sentences_that_copy_the_question_are_no_evidence():
+    question = "who built the tower of stone"
+    echo = f"Forum. {question}? Please help."
+    reader = ScriptedReader({"Forum. Please help.": -3.0, "Ann built the tower.": -2.0, echo: -0.5, "": -4.0})
+    given = [*documents(echo, "Ann built the tower."), Document(page_content=f"{question}?")]
+    result = LikelihoodReranker(generator=reader).compress_documents(given, question)
+    assert order(result) == ["Ann built the tower.", echo, f"{question}?"]
+    assert raw(result) == {"Ann built the tower.": -2.0, echo: -3.0, f"{question}?": -4.0}
+    assert [one.metadata["reranking"].get("question_copies") for one in result] == [None, "left out", "left out"]
+    counted = LikelihoodReranker(generator=reader, question_copies=True).compress_documents(given[:2], question)
+    assert order(counted) == [echo, "Ann built the tower."]

@@ -11,7 +11,13 @@ from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
 from rag_posfix.evaluation.answers.answering import Trial, answer_all, score_passages
-from rag_posfix.evaluation.answers.experiment import Arrangement, check_arrangements, load_models, parse_arrangement
+from rag_posfix.evaluation.answers.experiment import (
+    Arrangement,
+    check_arrangements,
+    load_models,
+    parse_arrangement,
+    with_baselines,
+)
 from rag_posfix.evaluation.answers.permutations import answer_in_orders, evaluate_permutations
 from rag_posfix.evaluation.answers.position_summary import summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
@@ -234,3 +240,28 @@ def test_what_cannot_be_done_is_told_before_a_model_is_loaded(loads, experiment,
     with pytest.raises(UnknownNameError, match="unknown mitigation 'pine-apple'"):
         experiment(EXAMPLES, [MitigationChoice("pine-apple")], settings=Settings())
     assert loads == []
+
+
+def test_baselines_are_plain_prompts_of_every_scorer_each_once():
+    chosen = [parse_arrangement(text) for text in ("none", "likelihood/original/committee", "/reverse/none")]
+    assert [each.label for each in with_baselines(chosen)] == [
+        "none",
+        "likelihood/original/committee",
+        "/reverse/none",
+        "/relevance/none",
+        "/ends_first/none",
+        "embedding:top_n=1/reverse/none",
+        "embedding:top_n=3/reverse/none",
+        "embedding:top_n=5/reverse/none",
+        "/relevance/repeated_passages:repeat=all",
+        "/relevance/repeated_passages:repeat=best",
+        "likelihood/relevance/none",
+        "likelihood/reverse/none",
+        "likelihood/ends_first/none",
+        "likelihood:top_n=1/reverse/none",
+        "likelihood:top_n=3/reverse/none",
+        "likelihood:top_n=5/reverse/none",
+        "likelihood/relevance/repeated_passages:repeat=all",
+        "likelihood/relevance/repeated_passages:repeat=best",
+    ]
+    assert all(each.order_free for each in with_baselines(chosen)[1:])

@@ -383,3 +383,20 @@ class TestSummary:
         for some in itertools.islice(itertools.permutations(OUTCOMES[4:8]), 6):
             none = summarize_positions([*OUTCOMES[:4], *some])["mitigations"]["none"]
             assert (none["worst"], none["mean"], none["mean_log_probability"]) == (0.0, 0.5, -2.0)
+
+
+def test_answers_of_a_hostile_passage_are_counted(engine, monkeypatch):
+    monkeypatch.setattr(
+        "rag_posfix.evaluation.answers.positions.best_subspan_em", lambda answer, accepted: len(accepted[0])
+    )
+    record = evaluate_positions(
+        [*EXAMPLES[:2], replace(EXAMPLES[2], answers=("no", "yes"))], [MitigationChoice()], hostile="poison",
+        gold_positions=[0, 2], documents=3, engine=engine, reranker=Alphabetical(), max_tokens=2,
+    )  # fmt: skip
+    # Planted: "no" of the third question for the first two, "so" for the third; each has two letters.
+    assert [row["planted"] for row in record.rows] == [None, None, 2, 2] * 3
+    assert record.head["summary"]["mitigations"]["none"]["planted"] == 2.0
+    assert record.head["settings"]["hostile"] == "poison"
+    assert {name for row in record.rows for name in row["passages"] if name.startswith("poison")} == {
+        "poison-0", "poison-1", "poison-2",
+    }  # fmt: skip

@@ -1,0 +1,226 @@
+"""Scores passages by the model's answer to "does this passage contain the answer?": yes against no."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from rag_posfix.assembly.budget import truncate
+from rag_posfix.assembly.documents import CheckedDocument
+from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_prompt
+from rag_posfix.contracts.cache_salt import current_salt
+from rag_posfix.errors import ConfigError
+from rag_posfix.plan.bias_profile import FileReader
+from rag_posfix.reranking.base import RERANKERS, DocumentScore, sigmoid
+from rag_posfix.reranking.deadline import check_deadline
+from rag_posfix.reranking.language_model import FEWEST_TOKENS, SeparatePassageReranker
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeTemplate:
+    """The prompt in which the model judges one passage, as data.
+
+    Attributes:
+        before: Text of the user's turn before the passage; ``{question}`` is replaced. With the text of an answer's
+            prompt the keys and values of passages serve judgement and answer.
+        after: Text of the user's turn after the passage; ``{question}`` is replaced.
+        heading: Text before a passage with a title, as in ``PromptTemplate``.
+        separator: Text after the passage.
+        system: A system message; none if empty.
+        answer_start: Text that the assistant's turn begins with; it may contain control tokens.
+        yes: Spellings of yes; those that are one token of the model count, or the first tokens if none is.
+        no: Spellings of no.
+    """
+
+    before: str = PromptTemplate().opening
+    after: str = (
+        "Question: {question}\nDoes the passage above contain the answer to this question? "
+        "Reply with Yes or No.\nReply:"
+    )
+    heading: str = PromptTemplate().heading
+    separator: str = PromptTemplate().separator
+    system: str = ""
+    answer_start: str = ""
+    yes: tuple[str, ...] = ("Yes", "yes", " Yes", " yes", "YES")
+    no: tuple[str, ...] = ("No", "no", " No", " no", "NO")
+
+    def __post_init__(self) -> None:
+        if "{question}" not in self.before + self.after:
+            raise ConfigError("judge template: neither before nor after contains '{question}'; add it to one of them")
+
+
+TEMPLATES: Mapping[str, JudgeTemplate] = MappingProxyType(
+    {
+        "answer": JudgeTemplate(),
+        # The model card of Qwen3-Reranker (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
+        "qwen3_reranker": JudgeTemplate(
+            system=(
+                "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+                'Note that the answer can only be "yes" or "no".'
+            ),
+            before=(
+                "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+                "<Query>: {question}\n<Document>: "
+            ),
+            after="",
+            separator="",
+            answer_start="<think>\n\n</think>\n\n",
+            yes=("yes",),
+            no=("no",),
+        ),
+    }
+)
+
+
+def read_template(path: str) -> Mapping[str, Any]:
+    """Read the ``template`` of a TOML file whose keys are fields of ``JudgeTemplate``, or the name of a shipped one.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is unknown or has the wrong type.
+    """
+    if path in TEMPLATES:
+        return {"template": path}
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"template={path!r} is neither a shipped template ({', '.join(TEMPLATES)}) nor a TOML file: {error}"
+        ) from error
+    return {"template": content}
+
+
+class _JudgePrompt(PromptTemplate):
+    """A prompt template whose opening ends without a blank line of its own."""
+
+    @property
+    def opening(self) -> str:
+        return self.instruction
+
+
+@RERANKERS.register("yes_no")
+class YesNoReranker(SeparatePassageReranker):
+    """Ask the model for each passage whether it contains the answer, and compare the probabilities of yes and no.
+
+    Source: pointwise relevance generation, Liang et al. (2022), HELM, https://arxiv.org/abs/2211.09110; as log-odds in
+        Nogueira et al. (2020), monoT5, https://arxiv.org/abs/2003.06713, and in Qwen3-Reranker.
+    Formula: o_k = log sum_{t in yes} p(t | passage k, question) - log sum_{t in no} p(t | passage k, question);
+        raw_score = o_k - o_0, where o_0 is that of the prompt without a passage; relevance_score = sigmoid(raw_score).
+    Differs from the papers: calibrated by the prompt without a passage, so that a model that says yes to everything
+        has scores around 0.5; a document longer than ``window_tokens`` has the score of its best window.
+    Cost: tokens read: prefix once, each passage once, the question once per passage and once more. Keys and values of
+        passages are those of answers (``template="answer"``): what the passage KV store has is not read again.
+    Limits: a property of the reader. SmolLM2-135M's yes is not better than chance; Qwen2.5-Coder-1.5B finds the
+        passage more often than by the likelihood of the question. A copy of the question in a passage is no evidence
+        for the model that judges, but a passage that speaks to the judge may be.
+
+    Attributes:
+        generator: The served model; an ``Engine``, or a ``BatchingGenerator`` around one.
+        top_n: Number of passages to return, all if None.
+        mass: Return the fewest passages that have this share of all scores; all if None.
+        template: ``answer``, ``qwen3_reranker``, or fields of ``JudgeTemplate``; on the command line also a TOML file.
+        batch_size: Maximum number of passages per batch.
+        window_tokens: A longer document is read in windows of this many tokens that overlap by a quarter.
+        calibrate: Subtract the log-odds without a passage.
+    """
+
+    name: ClassVar[str] = "yes_no"
+    file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"template": read_template})
+
+    template: str | JudgeTemplate = "answer"
+    window_tokens: int = Field(default=1024, ge=4 * FEWEST_TOKENS)
+    calibrate: bool = True
+
+    @property
+    def _judge(self) -> JudgeTemplate:
+        return TEMPLATES[self.template] if isinstance(self.template, str) else self.template
+
+    @property
+    def _template(self) -> PromptTemplate:
+        judge = self._judge
+        return _JudgePrompt(heading=judge.heading, separator=judge.separator, system=judge.system)
+
+    def _prompt(self, question: str) -> TokenizedPrompt:
+        judge, encoder = self._judge, self.generator.encoder
+        before, after, cue = judge.before, *_around(judge.after)
+        template = _JudgePrompt(
+            before.replace("{question}", question), judge.heading, judge.separator, after, cue, judge.system
+        )
+        prompt = tokenize_prompt(encoder, template, question if "{question}" in judge.after else "")
+        return replace(prompt, suffix=(*prompt.suffix, *encoder.encode_template(judge.answer_start)))
+
+    def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
+        prompt = self._prompt(question)
+        yes, no = self._spelled()
+        limit = min(self.window_tokens, self.generator.context_window - len(prompt))
+        windows = [
+            (index, each) for index, document in enumerate(documents) for each in self._windows(document, limit)
+        ]
+        odds: dict[int, float] = {}
+        for batch in self._batches([passage for _, passage in windows], len(prompt.suffix)):
+            check_deadline()
+            layout = prompt.with_passages([windows[index][1] for index in batch])
+            rows = self.generator.first_token_log_probs(layout, (*yes, *no), current_salt())
+            *judged, neutral = (_log_sum(row[: len(yes)]) - _log_sum(row[len(yes) :]) for row in rows)
+            for index, value in zip(batch, judged, strict=True):
+                document = windows[index][0]
+                odds[document] = max(odds.get(document, -math.inf), value - (neutral if self.calibrate else 0.0))
+        count = [sum(document == index for document, _ in windows) for index in range(len(documents))]
+        return [
+            DocumentScore(sigmoid(odds[index]), odds[index], {"windows": n} if n > 1 else {})
+            for index, n in enumerate(count)
+        ]
+
+    def _spelled(self) -> tuple[list[int], list[int]]:
+        """Return the tokens of yes and no: spellings of one token, or else first tokens that differ."""
+        encode = self.generator.encoder.encode_text
+        encoded = [[ids for text in texts if (ids := encode(text))] for texts in (self._judge.yes, self._judge.no)]
+        single = [list(dict.fromkeys(ids[0] for ids in each if len(ids) == 1)) for each in encoded]
+        if all(single):
+            return single[0], single[1]
+        first = [dict.fromkeys(ids[0] for ids in each) for each in encoded]
+        yes, no = ([token for token in a if token not in b] for a, b in (first, first[::-1]))
+        if not yes or not no:
+            raise ConfigError(
+                f"yes_no: yes={self._judge.yes} and no={self._judge.no} begin with the same tokens of "
+                f"{self.generator.model_id}; give other spellings in a template of your own"
+            )
+        return yes, no
+
+    def _windows(self, document: CheckedDocument, limit: int) -> Iterator[TokenizedPassage]:
+        """Yield the document, or windows of at most ``limit`` tokens with its heading that overlap by a quarter."""
+        passage = self._fitted(document, 10**9).passage
+        if len(passage) <= limit:
+            yield passage
+            return
+        encoder = self.generator.encoder
+        text = len(passage.text)
+        start = 0
+        while True:
+            check_deadline()
+
+            def rest(ids: Sequence[int], allowed: int, decode: Any, start: int = start) -> tuple[int, ...]:
+                return truncate(ids[start:], allowed, decode)
+
+            window = cut_passage(encoder, passage, limit, rest, heading_limit=limit // 2)
+            yield window
+            if start + len(window.text) >= text:
+                return
+            start += max(len(window.text) * 3 // 4, 1)
+
+
+def _around(text: str) -> tuple[str, str]:
+    before, _, after = text.partition("{question}")
+    return before, after
+
+
+def _log_sum(values: Sequence[float]) -> float:
+    most = max(values)
+    return most + math.log(math.fsum(math.exp(value - most) for value in values))

@@ -1,0 +1,26 @@
+import pytest
+
+from rag_posfix.reranking.question_copies import without_copies
+
+
+@pytest.mark.parametrize(
+    ("question", "text", "expected"),
+    [
+        # The question has 4 runs of three words, all in the copy.
+        ("When was the lighthouse built in?", "Q: When was the lighthouse built in? A: In 1890.", "A: In 1890."),
+        ("when was the lighthouse built in", "Forum. When was the lighthouse built in Rome 7.", "Forum."),
+        # 2 of 4 are shared: an answer in the question's words stays.
+        ("What is the capital of France?", "The capital of France is Paris.", "The capital of France is Paris."),
+        ("Why?", "Why? Because.", "Because."),
+        ("who paid", "Who paid for it.\nAnn did.", "Ann did."),
+        ("灯台はいつ建てられましたか", "質問。灯台はいつ建てられましたか\uff1f1890年です。", "質問。1890年です。"),
+        ("?!", "Left as it is? Yes.", "Left as it is? Yes."),
+        ("Who is it?", "", ""),
+    ],
+)
+def test_sentences_that_copy_the_question_are_left_out(question, text, expected):
+    assert without_copies(text, question) == expected
+
+
+def test_a_text_without_copies_keeps_its_white_space():
+    assert without_copies("  One.\n\n  Two. ", "Who is the author of it?") == "  One.\n\n  Two. "

@@ -1,0 +1,129 @@
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+
+import pytest
+from langchain_core.documents import Document
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.reranking import YesNoReranker
+from rag_posfix.reranking.yes_no import TEMPLATES, JudgeTemplate, read_template
+from tests.support.reader import ScriptedReader, order, raw, scores
+
+JUDGE = JudgeTemplate(yes=("Y", "y"), no=("N",))
+"""With spellings of one byte, which are tokens of the toy encoder."""
+
+
+def documents(*texts):
+    return [Document(page_content=text) for text in texts]
+
+
+def first_token(yes, yes_too, no):
+    return {ord("Y"): math.log(yes), ord("y"): math.log(yes_too), ord("N"): math.log(no)}
+
+
+def judged(values, *texts, **parameters):
+    reader = ScriptedReader(values, context_window=parameters.pop("context_window", 100_000))
+    reranker = YesNoReranker(generator=reader, **{"template": JUDGE, **parameters})
+    return reranker.compress_documents(documents(*texts), "why?"), reader
+
+
+VALUES = {"a": first_token(0.3, 0.3, 0.2), "b": first_token(0.1, 0.1, 0.4), "": first_token(0.2, 0.2, 0.2)}
+
+
+def test_the_score_is_the_odds_of_yes_against_those_without_a_passage():
+    # a: (.3 + .3) / .2 = 3 and without a passage .4 / .2 = 2, so odds of 1.5, a probability of .6;
+    # b: .2 / .4 = .5 against 2 is 1/4, a probability of .2.
+    result, _ = judged(VALUES, "b", "a")
+    assert order(result) == ["a", "b"]
+    assert raw(result) == pytest.approx({"a": math.log(1.5), "b": math.log(0.25)})
+    assert scores(result) == pytest.approx({"a": 0.6, "b": 0.2})
+
+
+def test_without_calibration_the_score_is_the_probability_of_yes():
+    result, _ = judged(VALUES, "a", "b", calibrate=False)
+    assert scores(result) == pytest.approx({"a": 0.75, "b": 1 / 3})
+
+
+def test_scores_are_the_same_for_every_order_and_batch_size():
+    values = {**VALUES, "cc": first_token(0.2, 0.1, 0.6)}
+    expected = scores(judged(values, "a", "b", "cc")[0])
+    for texts in itertools.permutations(("a", "b", "cc")):
+        for batch_size in (1, 2):
+            assert scores(judged(values, *texts, batch_size=batch_size)[0]) == expected
+
+
+def test_the_prompt_begins_as_that_of_an_answer_and_ends_with_the_judges_question():
+    _, reader = judged(VALUES, "a")
+    (suffix,) = reader.suffixes
+    assert suffix.startswith("Question: why?\nDoes the passage above contain the answer")
+    assert suffix.endswith("<|im_start|>assistant\n")
+
+
+def test_a_long_document_has_the_score_of_its_best_window():
+    text = "m" * 100 + "g" * 60
+    seen = {}
+
+    class Windows(ScriptedReader):
+        def first_token_log_probs(self, layout, tokens, salt=""):
+            texts = self.texts(layout)
+            assert all(len(span) <= 64 for span in layout.passages)
+            seen.update(dict.fromkeys(texts))
+            share = [0.9 * window.count("g") / max(len(window), 1) + 0.05 for window in (*texts, "")]
+            return [tuple(math.log((p, p, 1 - p)["YyN".index(chr(token))]) for token in tokens) for p in share]
+
+    reranker = YesNoReranker(generator=Windows(), template=JUDGE, window_tokens=64, calibrate=False)
+    (result,) = reranker.compress_documents(documents(text), "why?")
+    best = max(window.count("g") / len(window) for window in seen)
+    odds = 2 * (0.9 * best + 0.05) / (1 - (0.9 * best + 0.05))
+    assert result.metadata["relevance_score"] == pytest.approx(odds / (1 + odds))
+    assert result.metadata["reranking"]["windows"] == len(seen) > 2
+    assert set("".join(seen)) == {"m", "g"}
+    assert any(text.startswith(window) for window in seen)
+    assert any(text.endswith(window) for window in seen)
+
+
+def test_qwen3_reranker_reads_the_question_before_the_passage():
+    values = defaultdict(lambda: {ord("y"): -1.0, ord("n"): -2.0})
+    layouts = []
+
+    class Keeping(ScriptedReader):
+        def first_token_log_probs(self, layout, tokens, salt=""):
+            layouts.append(self.encoder.decode(layout.token_ids))
+            return super().first_token_log_probs(layout, tokens, salt)
+
+    template = TEMPLATES["qwen3_reranker"]
+    toy = dataclasses.replace(template, yes=("y",), no=("n",))
+    YesNoReranker(generator=Keeping(values), template=toy).compress_documents(documents("Rome."), "why?")
+    # The user's turn of the model card, with the assistant's turn begun.
+    assert layouts == [
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+        "<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+        "<Query>: why?\n<Document>: Rome.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    ]
+
+
+def test_without_spellings_of_one_token_first_tokens_that_differ_count():
+    # " Yes" and " No" begin with the same byte, "Yes" and "No" do not: odds of .6 to .3, without a passage 1 to 1.
+    values = {"a": first_token(0.6, 0.1, 0.3), "": first_token(0.5, 0.1, 0.5)}
+    result, _ = judged(values, "a", template=JudgeTemplate(yes=("Yes", " Yes"), no=("No", " No")))
+    assert raw(result) == pytest.approx({"a": math.log(2)})
+
+
+def test_spellings_that_begin_alike_are_an_error():
+    with pytest.raises(ConfigError, match="begin with the same tokens of scripted"):
+        judged(VALUES, "a", template=JudgeTemplate(yes=("yes",), no=("yea",)))
+
+
+def test_a_template_is_read_from_a_file_and_must_hold_the_question(tmp_path):
+    file = tmp_path / "judge.toml"
+    file.write_text('after = "{question} Is it answered?"\nyes = ["ja"]\nno = ["nein"]\n')
+    reranker = YesNoReranker(generator=ScriptedReader({}), **read_template(str(file)))
+    assert reranker.template == JudgeTemplate(after="{question} Is it answered?", yes=("ja",), no=("nein",))
+    assert read_template("qwen3_reranker") == {"template": "qwen3_reranker"}
+    with pytest.raises(ConfigError, match="neither a shipped template"):
+        read_template(str(tmp_path / "missing.toml"))
+    with pytest.raises(ConfigError, match="question"):
+        JudgeTemplate(after="Is it answered?")
