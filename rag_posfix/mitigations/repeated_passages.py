@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.plan.layout import Layout
@@ -35,9 +35,7 @@ class RepeatedPassages(Mitigation):
         repeat: ``all`` or ``best``.
     """
 
-    name: ClassVar[str] = "repeated_passages"
-    paper: ClassVar[str] = "Leviathan et al. (2025), Prompt Repetition, https://arxiv.org/abs/2512.14982"
-    deviations: ClassVar[tuple[str, ...]] = ("Passages are repeated, not the question or the whole prompt.",)
+    name = "repeated_passages"
 
     repeat: Literal["all", "best"] = "all"
 
