@@ -39,7 +39,7 @@ class RagPosfixCache(BaseCache):
     """
 
     def __init__(self, cache: TieredAnswerCache | None = None) -> None:
-        self._cache = TieredAnswerCache([MemoryTier(max_entries=1024)]) if cache is None else cache
+        self._cache = TieredAnswerCache([MemoryTier(64 * 1024**2, max_entries=1024)]) if cache is None else cache
 
     def lookup(self, prompt: str, llm_string: str) -> list[Generation] | None:
         """Return the generations of the model ``llm_string`` for ``prompt``, or None."""

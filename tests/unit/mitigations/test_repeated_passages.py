@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rag_posfix.caching.kv.memory import MemoryPassages
 from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
@@ -57,7 +57,7 @@ def test_of_equally_relevant_passages_the_first_by_content_is_repeated_whatever_
 
 
 def test_a_warm_prompt_gives_the_bits_of_a_cold_one():
-    engine = tiny_engine().with_passages(PassageStore([MemoryPassages(2**24)]))
+    engine = tiny_engine().with_passages(PassageStore([MemoryTier(2**24)]))
     choice = MitigationChoice("repeated_passages")
     layout = toy_layout((7, 4, 9))
     cold = engine.next_log_probs(layout, choice)
