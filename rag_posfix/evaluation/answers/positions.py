@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -107,15 +108,12 @@ def evaluate_positions(
         EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
     """
     examples = take_examples(data, limit, skip)
-    if hostile is not None:
-        examples = with_hostile_passage(examples, hostile)
+    examples = with_hostile_passage(examples, hostile) if hostile else examples
     arrangements = check_arrangements(choices)
-    if baselines:
-        arrangements = with_baselines(arrangements)
-    for example in examples:  # before the model is loaded
-        for gold_position in gold_positions:
-            example.documents(documents, gold_position)
-    journal_file = None if out is None else out / JOURNAL
+    arrangements = with_baselines(arrangements) if baselines else arrangements
+    for example, gold_position in itertools.product(examples, gold_positions):  # before the model is loaded
+        example.documents(documents, gold_position)
+    journal_file = out and out / JOURNAL
     answer = partial(
         answer_at_positions, choices=arrangements, gold_positions=gold_positions, n_documents=documents,
         max_new_tokens=max_tokens, check_orders=check_orders,
@@ -124,8 +122,7 @@ def evaluate_positions(
         if engine is not None or reranker is not None:
             raise ConfigError("ray=True loads models in other processes; give settings instead of engine and reranker")
         journal = AnswerJournal(journal_file, fresh=fresh)
-        kept_bytes = REUSE_BYTES if reuse else 0
-        with ray_answers(settings or Settings(), arrangements, ray_actors, kept_bytes) as workers:
+        with ray_answers(settings or Settings(), arrangements, ray_actors, REUSE_BYTES if reuse else 0) as workers:
             facts, relevance = workers.facts()
             with progress("answering") as report:
                 rows = workers.rows(examples, answer, journal, report)
