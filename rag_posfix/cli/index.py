@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import typer
 
 from rag_posfix.cli.options import AsJson, checked_choice, load_engine, with_settings
 from rag_posfix.cli.output import emit, progress_bar, progress_bars, say, status
-from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.errors import ConfigError, RagPosfixError, RetrievalError
 from rag_posfix.folders import PASSAGES_FOLDER
 from rag_posfix.settings import Settings
 
@@ -166,8 +167,9 @@ def _check_store(settings: Settings) -> None:
 
 @contextmanager
 def _disk_on(settings: Settings) -> Iterator[None]:
-    """Create the folder of the disk tier, which turns the tier on by default; remove the folder if it stays empty."""
+    """Create the folder of the disk tier, which turns the tier on by default; remove a new folder after an error."""
     folder = settings.cache_dir / PASSAGES_FOLDER
+    is_new = not folder.exists()
     if settings.passages.disk_bytes is None and settings.passages.redis_url is None:
         try:
             settings.cache_dir.mkdir(parents=True, exist_ok=True)
@@ -179,6 +181,10 @@ def _disk_on(settings: Settings) -> Iterator[None]:
             ) from error
     try:
         yield
+    except RagPosfixError:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     finally:
         with suppress(OSError):
             folder.rmdir()  # fails if the folder is not empty
