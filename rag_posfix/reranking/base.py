@@ -26,11 +26,11 @@ ROUNDING = 1e-6
 
 
 def sigmoid(value: float) -> float:
-    """Return 1 / (1 + exp(-value)), without overflow. NaN stays NaN."""
-    if value >= 0:
-        return 1.0 / (1.0 + math.exp(-value))
-    exponential = math.exp(value)
-    return exponential / (1.0 + exponential)
+    """Return 1 / (1 + exp(-value)), without overflow. NaN stays NaN.
+
+    In this form it never decreases, not even in the last digit; exp(value) / (1 + exp(value)) does.
+    """
+    return 0.0 if value < -700 else 1.0 / (1.0 + math.exp(-value))
 
 
 def sigmoid_of_z_scores(raw: Sequence[float]) -> list[float]:

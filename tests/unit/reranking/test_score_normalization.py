@@ -66,3 +66,11 @@ def test_normalized_scores_keep_the_order_and_stay_in_range(raw, normalize):
 def test_negative_scores_keep_their_order(raw):
     ascending = sorted(zip(raw, sigmoid_of_z_scores(raw), strict=True))
     assert [score for _, score in ascending] == sorted(score for _, score in ascending)
+
+
+def test_sigmoid_never_decreases():
+    values = sorted(
+        {sign * step * 2.0**-52 + base for base in (-3.7, -0.9) for step in range(400) for sign in (1, -1)}
+    )
+    scores = [sigmoid(value) for value in values]
+    assert scores == sorted(scores)
