@@ -48,7 +48,7 @@ def table() -> str:
 
 def _short(paper: str) -> str:
     """Return the paper as a link: what stands before the address, linked to it."""
-    found = re.search(r"https?://\S+", paper)
+    found = re.search(r"https?://\S+[\w/]", paper)
     return f"[{paper[: found.start()].rstrip(', ')}]({found.group()})" if found else "-"
 
 
