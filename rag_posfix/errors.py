@@ -24,7 +24,27 @@ A message says what is wrong, the value, what is allowed and what to do, on one 
 
 from __future__ import annotations
 
-__all__ = ["RagPosfixError"]
+__all__ = [
+    "CacheError",
+    "ConfigError",
+    "EvaluationError",
+    "GenerationCancelled",
+    "GenerationError",
+    "IndexBusyError",
+    "NotTextError",
+    "OverloadedError",
+    "PlanConflictError",
+    "PromptTooLongError",
+    "RagPosfixError",
+    "RerankingError",
+    "RerankingTimeoutError",
+    "RetrievalError",
+    "UnknownNameError",
+    "UnsupportedModelError",
+    "UpstreamError",
+    "UpstreamTimeoutError",
+    "missing_extra",
+]
 
 
 class RagPosfixError(Exception):

@@ -67,7 +67,7 @@ def positions(
     limit: Limit = None,
     skip: Skip = 0,
     hostile: Annotated[
-        str | None, typer.Option("--hostile", help="Plant a passage: echo, poison or injection.")
+        str | None, typer.Option("--hostile", show_default="none", help="Plant a passage: echo, poison or injection.")
     ] = None,
     baselines: Annotated[bool, typer.Option("--baselines", help="Add plain prompts, sorted by each scorer.")] = False,
     max_tokens: MaxTokens = 24,

@@ -37,7 +37,6 @@ class AttentionSortingReranker(PassageReadingReranker, WindowedReranker):
     Attributes:
         generator: The served model; an ``Engine``, or a ``BatchingGenerator`` around one.
         top_n: Number of passages to return, all if None.
-        mass: Return the fewest passages that have this share of all scores; all if None.
         window: Maximum number of passages in one prompt; later candidates keep their order, with score 0.
         stride: Reads all candidates in overlapping windows from the last to the first.
         max_document_tokens: Token limit of a document; a longer one is cut (``long_document: "truncated"``).

@@ -112,15 +112,12 @@ class ScoringReranker(BaseDocumentCompressor):
 
     Attributes:
         top_n: Number of passages to return, all if None.
-        mass: Return the fewest passages whose scores sum to this share of all scores, at most ``top_n``: few
-            where one passage is clearly the best, more where several may be.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
     name: ClassVar[str]
 
     top_n: int | None = Field(default=None, ge=1)
-    mass: float | None = Field(default=None, gt=0, le=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -173,21 +170,7 @@ class ScoringReranker(BaseDocumentCompressor):
         by_key = {document.key: score for document, score in zip(distinct.documents, scores, strict=True)}
         each = [by_key.get(key, DocumentScore(0.0)) for key in distinct.keys]
         details = [_details(self.name, one) for one in each]
-        values = [one.score for one in each]
-        ranked = ranked_copies(documents, values, details=details)
-        # Of equal scores the first by content are kept, so that the selection does not depend on the given order.
-        order = sorted(range(len(values)), key=lambda index: -values[index])
-        by_content = sorted(order, key=lambda index: (-values[index], distinct.keys[index]))
-        selected = set(by_content[: self._count(values)])
-        return [document for index, document in zip(order, ranked, strict=True) if index in selected]
-
-    def _count(self, scores: Sequence[float]) -> int:
-        """Return the number of documents to return."""
-        count, limit = len(scores), self.top_n or len(scores)
-        if self.mass is not None:
-            best, wanted = sorted(scores, reverse=True), self.mass * math.fsum(scores)
-            count = next((n for n in range(1, count) if math.fsum(best[:n]) >= wanted), count)
-        return min(count, limit)
+        return ranked_copies(documents, [one.score for one in each], self.top_n, details)
 
 
 def distinct_documents(documents: Sequence[Document]) -> DistinctDocuments:

@@ -69,7 +69,6 @@ class CrossEncoderReranker(ScoringReranker):
     Attributes:
         model: A model id, a folder, a ``CrossEncoder``, or a langchain ``BaseCrossEncoder``. Loaded on first use.
         top_n: Number of passages to return, all if None.
-        mass: Return the fewest passages that have this share of all scores; all if None.
         batch_size: Pairs per forward pass.
         max_length: Token limit of a pair; None is the model's own limit.
         long_documents: ``chunk`` or ``truncate``.

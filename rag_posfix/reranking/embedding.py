@@ -35,7 +35,6 @@ class EmbeddingReranker(ScoringReranker):
     Attributes:
         embeddings: Any langchain embedding model; its vectors need not have length one.
         top_n: Number of passages to return, all if None.
-        mass: Return the fewest passages that have this share of all scores; all if None.
     """
 
     name: ClassVar[str] = "embedding"

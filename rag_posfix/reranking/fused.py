@@ -56,7 +56,6 @@ class FusedReranker(ScoringReranker):
         embeddings: For scorers that need an embedding model.
         generator: For scorers that need the served model.
         top_n: Number of passages to return, all if None.
-        mass: Return the fewest passages that have this share of all scores; all if None.
         scorers: Two or more rerankers by name, with parameters as ``name:parameter=value``. In text,
             ``likelihood+embedding`` is short for ``fused:scorers=["likelihood","embedding"]``.
         weights: Weight of each scorer, all 1 if None.

@@ -42,7 +42,6 @@ class LikelihoodReranker(SeparatePassageReranker):
     Attributes:
         generator: The served model; an ``Engine``, or a ``BatchingGenerator`` around one.
         top_n: Number of passages to return, all if None.
-        mass: Return the fewest passages that have this share of all scores; all if None.
         restriction: The sentence after the question that restricts the answer to the documents; may be empty.
         batch_size: Maximum number of passages per batch.
         max_document_tokens: Token limit of a document; a longer one is cut (``long_document: "truncated"``). None is

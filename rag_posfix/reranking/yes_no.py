@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from langchain_core.documents import Document
 from pydantic import Field
 
 from rag_posfix.assembly.budget import truncate
@@ -19,7 +20,7 @@ from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, 
 from rag_posfix.contracts.cache_salt import current_salt
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.bias_profile import FileReader
-from rag_posfix.reranking.base import RERANKERS, DocumentScore, sigmoid
+from rag_posfix.reranking.base import RERANKERS, DistinctDocuments, DocumentScore, sigmoid
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import FEWEST_TOKENS, SeparatePassageReranker
 
@@ -124,11 +125,11 @@ class YesNoReranker(SeparatePassageReranker):
     Attributes:
         generator: The served model; an ``Engine``, or a ``BatchingGenerator`` around one.
         top_n: Number of passages to return, all if None.
-        mass: Return the fewest passages that have this share of all scores; all if None.
         template: ``answer``, ``qwen3_reranker``, or fields of ``JudgeTemplate``; on the command line also a TOML file.
         batch_size: Maximum number of passages per batch.
         window_tokens: A longer document is read in windows of this many tokens that overlap by a quarter.
         calibrate: Subtract the log-odds without a passage.
+        mass: Return the fewest of these passages whose scores sum to this share of all their scores; all if None.
     """
 
     name: ClassVar[str] = "yes_no"
@@ -137,6 +138,7 @@ class YesNoReranker(SeparatePassageReranker):
     template: str | JudgeTemplate = "answer"
     window_tokens: int = Field(default=1024, ge=4 * FEWEST_TOKENS)
     calibrate: bool = True
+    mass: float | None = Field(default=None, gt=0, le=1)
 
     @property
     def _judge(self) -> JudgeTemplate:
@@ -177,6 +179,16 @@ class YesNoReranker(SeparatePassageReranker):
             DocumentScore(sigmoid(odds[index]), odds[index], {"windows": n} if n > 1 else {})
             for index, n in enumerate(count)
         ]
+
+    def _ranked(
+        self, documents: Sequence[Document], distinct: DistinctDocuments, scores: Sequence[DocumentScore]
+    ) -> list[Document]:
+        ranked = super()._ranked(documents, distinct, scores)
+        if self.mass is None:
+            return ranked
+        best = [float(document.metadata["relevance_score"]) for document in ranked]
+        wanted = self.mass * math.fsum(best)
+        return ranked[: next((n for n in range(1, len(best)) if math.fsum(best[:n]) >= wanted), len(best))]
 
     def _spelled(self) -> tuple[list[int], list[int]]:
         """Return the tokens of yes and no: spellings of one token, or else first tokens that differ."""

@@ -25,6 +25,7 @@ BOUNDS = {
     "multi_base": (963, 0, 6, 409),
     "parallel_encoding": (1072, 0, 8, 290),
     "parallel_windows": (964, 0, 8, 203),
+    "repeated_passages": (333, 0, 2, 203),
     "passage_answers": (9467, 25, 14, 210),
     "set_prompting": (964, 0, 8, 203),
     "shifted_rotary": (295, 0, 2, 209),

@@ -108,8 +108,12 @@ def prefilled_group(
     if attended is not None:
         attended = batch.loaded.spec.ranks.mean(attended)
         for r, row_spans in enumerate(spans):
+            sums: dict[int, Tensor] = {}
             for passage, start, stop in row_spans:
-                attention[r, passage] += attended[r, start:stop].sum()
+                mass = attended[r, start:stop].sum()
+                sums[passage] = mass if passage not in sums else sums[passage] + mass  # a row may repeat a passage
+            for passage, mass in sums.items():
+                attention[r, passage] = mass
     total = attention.sum(dim=1, keepdim=True)
     return PrefilledGroup(
         replace(batch, passage_spans=spans),

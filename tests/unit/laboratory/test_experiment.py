@@ -121,7 +121,7 @@ def test_lab_run_prints_the_summary_as_json_and_as_a_table(tmp_path, capsysbinar
     code, printed, _ = call(*command, tmp_path, *OPTIONS.split())
     assert code == 0
     assert "longer: 6 pairs" in printed
-    assert "error by place, from the first pair" in printed
+    assert "error by position, from the first pair" in printed
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
 import copy
-import itertools
 import math
 
 import pytest
@@ -83,27 +82,3 @@ def test_copies_are_ranked_cut_and_described():
 def test_scores_out_of_range_or_missing_are_an_error(scores):
     with pytest.raises(RerankingError, match="score"):
         ranked_copies(documents("x"), scores)
-
-
-@pytest.mark.parametrize(
-    ("mass", "top_n", "expected"),
-    [
-        (0.5, None, ["a"]),  # .5 of 1
-        (0.51, None, ["a", "b"]),  # .8
-        (0.9, None, ["a", "b", "c"]),  # .95
-        (0.9, 2, ["a", "b"]),
-        (1.0, None, ["a", "b", "c", "d"]),
-    ],
-)
-def test_mass_returns_the_fewest_documents_whose_scores_sum_to_that_share(mass, top_n, expected):
-    scores = {"d": 0.05, "b": 0.3, "a": 0.5, "c": 0.15}
-    reranker = ByTable(scores={text: DocumentScore(score) for text, score in scores.items()}, mass=mass, top_n=top_n)
-    assert [document.page_content for document in reranker.compress_documents(documents(*scores), "why?")] == expected
-
-
-def test_of_equal_scores_the_same_documents_are_kept_for_every_order():
-    kept = set()
-    for texts in itertools.permutations("abc"):
-        reranker = ByTable(scores={text: DocumentScore(0.5) for text in texts}, top_n=2)
-        kept.add(frozenset(one.page_content for one in reranker.compress_documents(documents(*texts), "why?")))
-    assert len(kept) == 1

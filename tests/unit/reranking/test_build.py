@@ -22,7 +22,7 @@ def test_models_are_loaded_only_for_rerankers_that_use_them():
 
 
 def test_models_are_no_parameters():
-    assert tuple(RERANKERS.parameters("embedding")) == ("top_n", "mass")
+    assert tuple(RERANKERS.parameters("embedding")) == ("top_n",)
     with pytest.raises(ConfigError, match="has no parameter 'embeddings'"):
         build_reranker(MethodSpec("embedding", {"embeddings": EMBEDDINGS}), MODELS)
 

@@ -46,6 +46,23 @@ def test_without_calibration_the_score_is_the_probability_of_yes():
     assert scores(result) == pytest.approx({"a": 0.75, "b": 1 / 3})
 
 
+@pytest.mark.parametrize(
+    ("mass", "top_n", "expected"),
+    [
+        (0.6, None, ["a"]),  # .6 of .6 + .2 + .1 is .67
+        (0.7, None, ["a", "b"]),  # .89
+        (0.9, None, ["a", "b", "c"]),
+        (0.9, 2, ["a", "b"]),
+        (0.7, 2, ["a"]),  # .6 of .8 is .75
+    ],
+)
+def test_mass_returns_the_fewest_passages_whose_scores_sum_to_that_share(mass, top_n, expected):
+    # c: odds of 2 / 9 against 2 without a passage, 1 / 9, a probability of .1.
+    values = {**VALUES, "c": first_token(0.05, 0.05, 0.45)}
+    result, _ = judged(values, "c", "b", "a", mass=mass, top_n=top_n)
+    assert order(result) == expected
+
+
 def test_scores_are_the_same_for_every_order_and_batch_size():
     values = {**VALUES, "cc": first_token(0.2, 0.1, 0.6)}
     expected = scores(judged(values, "a", "b", "cc")[0])

@@ -67,7 +67,7 @@ def test_warm_answers_are_cold_answers(loaded, name):
     assert torch.equal(first(engine, asked), said)
     assert cold.usage.cached_tokens == 0
     again = 4 if name == "blended" else 0  # 15 % of 26 tokens are read again
-    reuses = name in [*APART, *LEADING, "blended", "canonical_rotations", "committee"]
+    reuses = name in [*APART, *LEADING, "blended", "canonical_rotations", "committee", "repeated_passages"]
     assert warm.usage.cached_tokens == (layout.suffix.start - again if reuses else 0)
 
 
