@@ -19,7 +19,7 @@ from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import AttentionInput, AttentionOverride, CalibrationPass, Plan, RowPlan
 
 EQUAL = 1e-5
-"""Differences below this share of what is measured are rounding."""
+"""Differences below this share of the measured attention are rounding."""
 ROWS = 64
 """Queries at a time whose attention is materialised."""
 
@@ -64,7 +64,7 @@ class RedistributedAttention(AttentionOverride):
     Attributes:
         last: Index of the prompt's last token.
         passages: The tokens of all passages.
-        segments: (P,) the passage of each of them.
+        segments: (P,) the passage of each of these tokens.
         share: (N,) the share of each passage in the new attention; sums to 1.
         strength: 0 leaves the attention as it is, 1 replaces it.
         layers: The layers that do so; None: all.
@@ -88,27 +88,27 @@ class RedistributedAttention(AttentionOverride):
         return cls(len(layout.token_ids) - 1, passages, segments, share / share.sum(), strength, layers)
 
     def on(self, device: torch.device) -> RedistributedAttention:
-        """Return the same with its tensors on a device."""
+        """Return a copy with its tensors on a device."""
         return replace(self, segments=self.segments.to(device), share=self.share.to(device))
 
     def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the last token's attention averaged over heads; None if none is calibrated."""
+        """Return the output, and the last token's attention averaged over heads; None if no token is calibrated."""
         n_query = inputs.query.shape[2]
         before = min(max(self.last - inputs.start, 0), n_query)  # tokens of the prompt, but for the last
         outs = [inputs.standard_attention()[:, :, :before]] if before else []
-        newest = None
-        for at in range(before, n_query, ROWS):
-            probabilities = self._rows(inputs, at, min(at + ROWS, n_query))
+        last_attention = None
+        for start in range(before, n_query, ROWS):
+            probabilities = self._rows(inputs, start, min(start + ROWS, n_query))
             outs.append(weigh(probabilities, inputs.value))
-            newest = probabilities[:, :, -1].mean(dim=1)
-        return torch.cat(outs, dim=2), newest
+            last_attention = probabilities[:, :, -1].mean(dim=1)
+        return torch.cat(outs, dim=2), last_attention
 
-    def _rows(self, inputs: AttentionInput, at: int, stop: int) -> Tensor:
-        """Return the calibrated attention of queries ``at``..``stop`` - 1 of this pass, (B, Hq, stop - at, Tk)."""
-        logits = scores(inputs.query[:, :, at:stop], inputs.key, inputs.scaling)
+    def _rows(self, inputs: AttentionInput, start: int, stop: int) -> Tensor:
+        """Return calibrated attention of the pass's queries ``start``..``stop`` - 1, (B, Hq, stop - start, Tk)."""
+        logits = scores(inputs.query[:, :, start:stop], inputs.key, inputs.scaling)
         device = logits.device
-        if stop - at > 1 or inputs.start + stop < inputs.key.shape[2]:
-            rows = torch.arange(inputs.start + at, inputs.start + stop, device=device)[:, None]
+        if stop - start > 1 or inputs.start + stop < inputs.key.shape[2]:
+            rows = torch.arange(inputs.start + start, inputs.start + stop, device=device)[:, None]
             logits = logits.masked_fill(torch.arange(inputs.key.shape[2], device=device) > rows, float("-inf"))
         probabilities = logits.softmax(dim=-1)
         probabilities[..., self.passages] = redistribute(
@@ -173,12 +173,12 @@ class CalibratedAttention(Mitigation):
         dummies = [] if self.profile else [with_dummy(layout, slot) for slot in range(layout.n_passages)]
 
         def decide(measured: Tensor) -> Plan:
-            found = measured[0]
+            attention = measured[0]
             if self.profile:
-                bias = torch.tensor(scaled(self.profile, found.tolist()), dtype=torch.float32)
+                bias = torch.tensor(scaled(self.profile, attention.tolist()), dtype=torch.float32)
             else:
                 bias = measured[1:].diagonal()
-            alpha = passage_weights(found, bias, self.temperature)
+            alpha = passage_weights(attention, bias, self.temperature)
             layers = range(model.n_layers // 2, model.n_layers)
             return Plan(rows=(RowPlan(attend=RedistributedAttention.of(layout, layers, alpha, self.strength)),))
 

@@ -54,7 +54,7 @@ class CanonicalRotations(Mitigation):
         last = layout.ranked()[: self.rows]
         if not last:
             return Plan()
-        orders = [(*ascending[place + 1 :], *ascending[: place + 1]) for place in map(ascending.index, last)]
+        orders = [(*ascending[position + 1 :], *ascending[: position + 1]) for position in map(ascending.index, last)]
         rows = tuple(RowPlan(passages=order, reusable=layout.select(order).boundaries) for order in orders)
         relevance_on = per_device(self.relevance_weight * log_relevance(layout, last))
 

@@ -35,7 +35,7 @@ def jensen_shannon(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return KL(p || q) in nats; a token that p excludes counts nothing."""
+    """Return KL(p || q) in nats; tokens with p = 0 contribute 0."""
     p = log_p.exp()
     return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=-1)
 
@@ -94,7 +94,7 @@ class ContextExperts(Mitigation):
     name = "context_experts"
     order_invariant = True
     renamed = MappingProxyType({"hold": "answer_weight", "relevance=given": "score"})
-    uses_last_prompt_token = True  # what an expert said of the answer counts, of the prompt it does not
+    uses_last_prompt_token = True  # tokens of the answer change the experts' weights, tokens of the prompt do not
 
     contrast: Annotated[float | Literal["divergence"], Number(0, 2)] = 0.0
     relevance_weight: Annotated[float, Number(0, 20)] = 5.0
@@ -117,7 +117,7 @@ class ContextExperts(Mitigation):
         )
 
     def _chosen(self, layout: Layout) -> tuple[int, ...]:
-        """Return the passages that get an expert, in canonical order, whatever order they came in."""
+        """Return the passages that get an expert, in canonical order."""
         order = layout.canonical_order()
         if self.experts is None or self.experts >= len(order):
             return order

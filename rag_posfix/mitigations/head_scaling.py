@@ -46,7 +46,7 @@ def divisors(awareness: Tensor, low: float, high: float) -> Tensor:
     if n_heads == 1:
         return torch.full((1,), (low + high) / 2, device=awareness.device)
     order = torch.argsort(awareness, descending=True, stable=True)  # order[i] = the i-th most aware head
-    rank = torch.argsort(order)  # rank[h] = the place of head h
+    rank = torch.argsort(order)  # rank[h] = the position of head h in it
     return low + rank.float() * ((high - low) / (n_heads - 1))
 
 

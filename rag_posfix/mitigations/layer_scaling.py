@@ -17,15 +17,15 @@ from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
 
-def bezier(points: Sequence[float], at: float) -> float:
-    """Return the height of a Bezier curve with these control heights at ``at``, 0 to 1, by de Casteljau's steps.
+def bezier(points: Sequence[float], t: float) -> float:
+    """Return the height of a Bezier curve with these control heights at ``t``, 0 to 1, by de Casteljau's steps.
 
     Formula: s(t) = sum_i C(n, i) (1 - t)^(n - i) t^i P_i. Repeated interpolation gives the same number, and exactly P
         where all heights are P.
     """
     heights = list(points)
     while len(heights) > 1:
-        heights = [left + at * (right - left) for left, right in pairwise(heights)]
+        heights = [left + t * (right - left) for left, right in pairwise(heights)]
     return heights[0]
 
 

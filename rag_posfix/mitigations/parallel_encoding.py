@@ -19,7 +19,7 @@ from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Plan, RowPla
 
 
 class TwoGroupAttention(AttentionOverride):
-    """Attention of question and answer to two groups of keys, passages and the rest, merged by log-sum-exp.
+    """Attention of question and answer to two groups of keys, passages and all other tokens, merged by log-sum-exp.
 
     Formula: (o_C, l_C) = attention over the passages with scores / T; (o_O, l_O) = over prefix, question and answer;
         (w_C, w_O) = softmax(S l_C, l_O); o = w_C o_C + w_O o_O.
@@ -38,7 +38,7 @@ class TwoGroupAttention(AttentionOverride):
         late = inputs.query[:, :, skipped:]
         outs = [inputs.standard_attention()[:, :, :skipped]] if skipped else []
         outs.append(self._two_groups(inputs, late))
-        return torch.cat(outs, dim=2), self._newest(inputs) if inputs.needs_weights else None
+        return torch.cat(outs, dim=2), self._last_attention(inputs) if inputs.needs_weights else None
 
     def _two_groups(self, inputs: AttentionInput, query: Tensor) -> Tensor:
         key, value, scaling = inputs.key, inputs.value, inputs.scaling
@@ -49,7 +49,7 @@ class TwoGroupAttention(AttentionOverride):
         out, lse = attend_with_lse(query, key[:, :, passages], value[:, :, passages], scaling / self._temperature)
         return merge([(out, self._scale * lse), other])[0]
 
-    def _newest(self, inputs: AttentionInput) -> Tensor:
+    def _last_attention(self, inputs: AttentionInput) -> Tensor:
         """Return the attention of the last token, (B, Tk)."""
         scores = last_row(inputs.query, inputs.key, inputs.scaling)
         groups = torch.full((scores.shape[-1],), False, device=scores.device)
@@ -104,10 +104,10 @@ class ParallelEncoding(Mitigation):
             return Plan()
         order = layout.canonical_order()
         row = layout.select(order)
-        alone = windows_of(row, None)
+        windows = windows_of(row, None)
         attend = TwoGroupAttention(row.passages[0].start, row.suffix.start, self.temperature, self.scale)
-        mask = windows_mask(row, alone)
+        mask = windows_mask(row, windows)
         return Plan(
-            rows=(RowPlan(passages=order, positions=window_positions(row, alone), mask=mask, attend=attend),),
+            rows=(RowPlan(passages=order, positions=window_positions(row, windows), mask=mask, attend=attend),),
             independent_passages=True,
         )

@@ -92,12 +92,12 @@ class PassageAnswers(Mitigation):
             share = log_probs.diagonal() - log_probs.logsumexp(dim=1)
             scores = self.relevance_weight * relevance(candidates.question[:-1]) + self.share_weight * share  # (N,)
             silent = [not tokens for tokens in candidates.tokens[:-1]]
-            if any(silent) and not all(silent):  # saying nothing is no answer
+            if any(silent) and not all(silent):  # an empty answer counts as none
                 scores = scores.masked_fill(torch.tensor(silent, device=log_probs.device), float("-inf"))
             weights = scores.softmax(dim=0)
             if self.pool == "chosen":  # indices stay on the device: reading them would wait for it
-                together = (candidates.same[:-1, :-1] * weights).sum(dim=1)
-                best = candidates.same.index_select(0, together.argmax(dim=0, keepdim=True))[0, :-1]
+                answer_weights = (candidates.same[:-1, :-1] * weights).sum(dim=1)
+                best = candidates.same.index_select(0, answer_weights.argmax(dim=0, keepdim=True))[0, :-1]
                 selected_row = weights.masked_fill(~best, -1.0).argmax(dim=0, keepdim=True)
                 weights = torch.zeros_like(weights).index_fill(0, selected_row, 1.0)
             return torch.cat((weights, weights.new_zeros(1)))
@@ -106,7 +106,7 @@ class PassageAnswers(Mitigation):
 
 
 def _posterior(scores: RowScores) -> tuple[Tensor, Tensor]:
-    """Mix the rows, each weighted by what it started with and by how well it predicted the answer so far."""
-    start = torch.ones_like(scores.answer) if scores.weights is None else scores.weights
-    weights = (start.log() + scores.answer).log_softmax(dim=0)  # (R,)
+    """Mix the rows, each weighted by its initial weight and its likelihood of the answer so far."""
+    initial = torch.ones_like(scores.answer) if scores.weights is None else scores.weights
+    weights = (initial.log() + scores.answer).log_softmax(dim=0)  # (R,)
     return mixture(scores.log_probs, weights), weights.exp()

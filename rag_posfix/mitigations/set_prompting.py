@@ -40,8 +40,8 @@ class SetPrompting(Mitigation):
         """Return one row whose passages share their start and do not attend to each other."""
         order = layout.canonical_order()
         row = layout.select(order)
-        alone = windows_of(row, None)
+        windows = windows_of(row, None)
         return Plan(
-            rows=(RowPlan(passages=order, positions=window_positions(row, alone), mask=windows_mask(row, alone)),),
+            rows=(RowPlan(passages=order, positions=window_positions(row, windows), mask=windows_mask(row, windows)),),
             independent_passages=True,
         )

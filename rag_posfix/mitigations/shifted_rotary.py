@@ -33,26 +33,26 @@ def attend_band(
         returns: (B, Hq, Tq, D) and the log-sum-exp (B, Hq, Tq).
     """
     blocks = []
-    at, last = start, start + query.shape[2]
-    while at < last:
-        stop = min(last, width if at < width else at + width - 1)
-        block = query[:, :, at - start : stop - start]
-        if at < width:  # what is before these queries is within reach of all
-            blocks.append(attend_segments(block, key, value, scaling, at, [(0, at)]))
+    first, end = start, start + query.shape[2]
+    while first < end:
+        stop = min(end, width if first < width else first + width - 1)
+        block = query[:, :, first - start : stop - start]
+        if first < width:  # all earlier keys are within reach of all these queries
+            blocks.append(attend_segments(block, key, value, scaling, first, [(0, first)]))
         else:
-            first, common = at - width + 1, stop - width + 1  # the first query's first key; that of the last query
-            front = slice(first, common)
+            common = stop - width + 1  # first key of the last query
+            front = slice(first - width + 1, common)  # from the first key of the first query
             out, lse = attend_with_lse(
-                block.flip(2), key[:, :, front].flip(2), value[:, :, front].flip(2), scaling, causal=stop - at > 1
+                block.flip(2), key[:, :, front].flip(2), value[:, :, front].flip(2), scaling, causal=stop - first > 1
             )
-            rest = attend_segments(block, key, value, scaling, at, [(common, at)])
-            blocks.append(merge([(out.flip(2), lse.flip(2)), rest]))
-        at = stop
+            near = attend_segments(block, key, value, scaling, first, [(common, first)])
+            blocks.append(merge([(out.flip(2), lse.flip(2)), near]))
+        first = stop
     return torch.cat([out for out, _ in blocks], dim=2), torch.cat([lse for _, lse in blocks], dim=2)
 
 
 class _ShiftedFar(AttentionOverride):
-    """Two pieces: near keys from the query's own position, far keys from a position that is nearer to them."""
+    """Two segments: near keys from the query's own position, far keys from a position that is nearer to them."""
 
     def __init__(self, threshold: int, window: int) -> None:
         self.threshold = threshold
@@ -63,7 +63,7 @@ class _ShiftedFar(AttentionOverride):
         if n_key <= self.threshold and n_query in (1, n_key):
             return inputs.standard_attention(), None
         near = inputs.query
-        before = max(self.threshold - inputs.start, 0)  # queries that nothing is far from
+        before = max(self.threshold - inputs.start, 0)  # queries without far keys
         if before >= n_query:
             return self._near(near, inputs)[0], None
         nearer = inputs.positions.new_full((1, 1), float(self.window - self.threshold))
@@ -74,8 +74,8 @@ class _ShiftedFar(AttentionOverride):
             far, inputs.key[:, :, :n_far], inputs.value[:, :, :n_far], inputs.scaling, causal=far.shape[2] > 1
         )
         both, _ = merge([(out[:, :, before:], lse[:, :, before:]), beyond])
-        newest = self._newest(near, far, inputs) if inputs.needs_weights else None
-        return torch.cat((out[:, :, :before], both), dim=2), newest
+        last_attention = self._last_attention(near, far, inputs) if inputs.needs_weights else None
+        return torch.cat((out[:, :, :before], both), dim=2), last_attention
 
     def _near(self, query: Tensor, inputs: AttentionInput) -> tuple[Tensor, Tensor]:
         if query.shape[2] == 1:
@@ -83,13 +83,13 @@ class _ShiftedFar(AttentionOverride):
             return attend_with_lse(query, inputs.key[:, :, near], inputs.value[:, :, near], inputs.scaling)
         return attend_band(query, inputs.key, inputs.value, inputs.scaling, inputs.start, self.threshold)
 
-    def _newest(self, near: Tensor, far: Tensor, inputs: AttentionInput) -> Tensor:
+    def _last_attention(self, near: Tensor, far: Tensor, inputs: AttentionInput) -> Tensor:
         n_far = inputs.key.shape[2] - self.threshold
-        pieces = (
+        segments = (
             last_row(far, inputs.key[:, :, :n_far], inputs.scaling),
             last_row(near, inputs.key[:, :, n_far:], inputs.scaling),
         )
-        return torch.cat(pieces, dim=-1).softmax(dim=-1).mean(dim=(1, 2))
+        return torch.cat(segments, dim=-1).softmax(dim=-1).mean(dim=(1, 2))
 
 
 @MITIGATIONS.register("shifted_rotary", aliases=("string",))

@@ -25,10 +25,10 @@ class CircularAttention(AttentionOverride):
     """Attention of each passage to all others in a circular arrangement that ends with the passage itself.
 
     Formula: let the passages have the positions P..E-1 and let passage i be tokens a..b-1 of them. In its arrangement
-        the passages after it come first, then those before it, then itself. So the distance to those before it, and to
-        itself, is that of the prompt; those after it are E - P further back than in the prompt, and the prefix is E -
-        b further back. Hence three segments of keys: P..g as they are, b..E-1 rotated back by E - P, the prefix
-        rotated back by E - b. Only keys are rotated, by a constant each: they have the fewest heads.
+        the passages after it come first, then those before it, then itself. So the distance to the passages before
+        it, and to itself, is the same as in the prompt; the passages after it are E - P further back, and the prefix
+        E - b. Hence three segments of keys: P..g as they are, b..E-1 rotated back by E - P, the prefix rotated back by
+        E - b. Only keys are rotated, by a constant each: they have the fewest heads.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -39,10 +39,10 @@ class CircularAttention(AttentionOverride):
         self.standard_from = self._end
 
     def on(self, device: torch.device) -> CircularAttention:
-        """Return the same with its tensors on a device."""
-        placed = copy.copy(self)
-        placed._ends = self._ends.to(device)
-        return placed
+        """Return a copy with its tensors on a device."""
+        moved = copy.copy(self)
+        moved._ends = self._ends.to(device)
+        return moved
 
     def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Prefix and passages arrive in one pass, with the suffix or without it; key positions are 0, 1, 2, ..."""
@@ -71,25 +71,25 @@ class CircularAttention(AttentionOverride):
         doubled = torch.cat((buffer, torch.stack((back, value)), torch.stack((key, value))), dim=3)
         keys, values = doubled.unbind()
 
-        def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        def segments() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for span, prefix in zip(self._passages, prefixes, strict=True):
                 seen = slice(span.stop - first, span.stop - first + end)  # prefix, those after, those before, itself
-                doubled[..., seen.start : seen.start + first, :] = prefix  # no later passage sees what stood there
+                doubled[..., seen.start : seen.start + first, :] = prefix  # no later passage attends to these keys
                 yield inputs.query[:, :, span.slice], keys[:, :, seen], values[:, :, seen]
 
-        return attend_causal_each(parts(), inputs.scaling)
+        return attend_causal_each(segments(), inputs.scaling)
 
     def visible(self, n_tokens: int) -> Tensor | None:
-        """Return which token sees which: passages all of each other, themselves causally."""
-        at = torch.arange(n_tokens)
-        seen = at[:, None] >= at[None, :]
+        """Return the attention mask: each passage attends to all other passages, and causally to itself."""
+        positions = torch.arange(n_tokens)
+        seen = positions[:, None] >= positions[None, :]
         for span in self._passages:
             seen[span.slice, span.stop : self._end] = True
         return seen
 
 
 def rotated(inputs: AttentionInput, key: Tensor, distances: Tensor) -> Tensor:
-    """Return rotated keys as if they stood each distance later. Shapes: (1, Hkv, T, D), (n,) -> (n, Hkv, T, D)."""
+    """Return the keys rotated by each distance to later positions. Shapes: (1, Hkv, T, D), (n,) -> (n, Hkv, T, D)."""
     return add_rotation(key.expand(len(distances), -1, -1, -1), inputs.rotate.phases(distances[:, None]))
 
 
@@ -143,7 +143,7 @@ class SortedInterDocument(Mitigation):
         if len(order) < 2:
             return Plan()
         sorted_layout = layout.select(order)
-        # Passages attend to each other: what they became can be used where all of them come together again.
+        # Passages attend to each other, so cached keys and values serve only prompts with all of them.
         reusable = (sorted_layout.suffix.start,)
         row = RowPlan(passages=order, attend=CircularAttention(sorted_layout), reusable=reusable)
         if self.routing is None:
@@ -164,7 +164,7 @@ class SortedInterDocument(Mitigation):
         return tuple(sorted(smallest_last, key=lambda i: relevance[i]))
 
     def _route(self, scores: RowScores) -> tuple[Tensor, Tensor]:
-        """Return what the more confident of (unmodified, sorted) says; the decision is that of the first token."""
+        """Return the scores of the more confident row, unmodified or sorted; the first token decides."""
         original, sorted_row = scores.confidence.exp().tolist()
         selected_row = 0 if original + (self.routing or 0.0) > sorted_row else 1
         weights = torch.zeros_like(scores.confidence)

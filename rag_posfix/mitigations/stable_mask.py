@@ -24,19 +24,19 @@ class _PseudoScores(AttentionOverride):
     def __init__(self, gamma: float, n_tokens: int) -> None:
         self.gamma = gamma
         self.n_tokens = n_tokens
-        self.standard_from = n_tokens - 1  # nothing is left above the diagonal
+        self.standard_from = n_tokens - 1  # no key above the diagonal remains
 
     def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
         n_query, n_key = inputs.query.shape[2], inputs.key.shape[2]
         out, lse = attend_with_lse(inputs.query, inputs.key, inputs.value, inputs.scaling, causal=n_query > 1)
         pseudo = pseudo_log_mass(torch.arange(inputs.start, n_key, device=lse.device), self.n_tokens, self.gamma)
-        kept = (lse - pseudo).sigmoid()  # Z / (Z + exp(pseudo)), (B, Hq, Tq)
-        out = (out * kept[..., None]).to(out.dtype)
+        retained = (lse - pseudo).sigmoid()  # Z / (Z + exp(pseudo)), (B, Hq, Tq)
+        out = (out * retained[..., None]).to(out.dtype)
         if not inputs.needs_weights or n_key >= self.n_tokens:
             return out, None
-        newest = last_row(inputs.query, inputs.key, inputs.scaling).softmax(dim=-1) * kept[:, :, -1:, None]
-        newest = newest.mean(dim=(1, 2))  # (B, Tk)
-        return out, newest / newest.sum(dim=-1, keepdim=True)
+        attention = last_row(inputs.query, inputs.key, inputs.scaling).softmax(dim=-1) * retained[:, :, -1:, None]
+        attention = attention.mean(dim=(1, 2))  # (B, Tk)
+        return out, attention / attention.sum(dim=-1, keepdim=True)
 
 
 @MITIGATIONS.register("stable_mask", aliases=("stablemask",))

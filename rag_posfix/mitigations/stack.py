@@ -18,74 +18,74 @@ from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
 EITHER = ("independent_passages", "score_question")
-"""Fields of a plan that hold if one of the two says so."""
+"""Fields of a plan that are true if either plan sets them."""
 
 CLASHES = (
-    # An attention of its own computes neither another method's mask nor its scaled channel.
+    # A method's own attention applies neither another method's mask nor its scaled channel.
     ("attend", "mask"),
     ("attend", "hidden_scale"),
-    # Positions are those of the passages' places: other passages, other places.
+    # Positions belong to the passages of a row; a row of other passages needs other positions.
     ("passages", "positions"),
 )
 
 
 def compose(plans: Sequence[tuple[str, Plan]]) -> Plan:
-    """Return the plan that does what all of ``plans`` do; names are those of the methods, for the error.
+    """Return one plan with the changes of all ``plans``, each with the name of its method for the error.
 
-    A plan with several rows gives each of them what the others ask of their one row.
+    Each row of a plan with several rows gets the changes of the single rows of the other plans.
 
     Raises:
-        PlanConflictError: two methods set the same field, or fields that cannot be told apart in one attention.
+        PlanConflictError: two methods set the same field, or fields that one attention cannot combine.
     """
-    (names, result), *rest = plans
-    for name, plan in rest:
-        result = _two(names, result, name, plan)
+    (names, result), *remaining = plans
+    for name, plan in remaining:
+        result = _merge_plans(names, result, name, plan)
         names = f"{names} + {name}"
     return result
 
 
-def _two(left: str, first: Plan, right: str, second: Plan) -> Plan:
+def _merge_plans(left: str, first: Plan, right: str, second: Plan) -> Plan:
     if len(first.rows) > 1 and len(second.rows) > 1:
         raise _conflict(left, right, "rows", "both read several rows")
     changes: dict[str, Any] = {
-        "rows": tuple(_row(left, a, right, b) for a in first.rows for b in second.rows),
+        "rows": tuple(_merge_rows(left, a, right, b) for a in first.rows for b in second.rows),
     }
     for field in dataclasses.fields(Plan):
         a, b = getattr(first, field.name), getattr(second, field.name)
         if field.name in EITHER:
             changes[field.name] = a or b
         elif field.name != "rows":
-            changes[field.name] = _one(left, a, right, b, field.name)
-    for alone, other, owner, beside in ((first, second, left, right), (second, first, right, left)):
-        if alone.calibration is not None and any(_changes(row) for row in other.rows):
-            raise _conflict(owner, beside, "calibration", "what is run is decided after it, by one method alone")
-        if alone.blend is not None and any(_changes(row) for row in other.rows):
-            raise _conflict(owner, beside, "blend", "it puts together what the unmodified model reads")
-        if alone.independent_passages and any(row.attend is not None for row in other.rows):
-            raise _conflict(owner, beside, "attend", "passages that are read alone cannot attend in another way")
+            changes[field.name] = _merge_field(left, a, right, b, field.name)
+    for plan, other, name, other_name in ((first, second, left, right), (second, first, right, left)):
+        if plan.calibration is not None and any(_changes(row) for row in other.rows):
+            raise _conflict(name, other_name, "calibration", "it decides the rows, and another method changes them")
+        if plan.blend is not None and any(_changes(row) for row in other.rows):
+            raise _conflict(name, other_name, "blend", "it builds the KV cache of the unmodified model")
+        if plan.independent_passages and any(row.attend is not None for row in other.rows):
+            raise _conflict(name, other_name, "attend", "passages that are read alone cannot attend in another way")
     return Plan(**changes)
 
 
 _EDITS = tuple(field.name for field in dataclasses.fields(RowPlan) if field.name != "reusable")
-"""What a row does differently. What one method alone could use again, it cannot beside another."""
+"""Fields that change a row. ``reusable`` is not merged: a prefix that one method may reuse is invalid with another."""
 
 
-def _row(left: str, first: RowPlan, right: str, second: RowPlan) -> RowPlan:
-    for one, two in CLASHES:
-        for a, b in ((one, two), (two, one)):
+def _merge_rows(left: str, first: RowPlan, right: str, second: RowPlan) -> RowPlan:
+    for field, other in CLASHES:
+        for a, b in ((field, other), (other, field)):
             if getattr(first, a) is not None and getattr(second, b) is not None:
                 raise _conflict(left, right, a if a == b else f"{a} and {b}", "one computes without the other")
-    return RowPlan(**{n: _one(left, getattr(first, n), right, getattr(second, n), n) for n in _EDITS})
+    return RowPlan(**{n: _merge_field(left, getattr(first, n), right, getattr(second, n), n) for n in _EDITS})
 
 
-def _one(left: str, a: Any, right: str, b: Any, field: str) -> Any:
+def _merge_field(left: str, a: Any, right: str, b: Any, field: str) -> Any:
     if a is not None and b is not None:
         raise _conflict(left, right, field, "both set it")
     return b if a is None else a
 
 
 def _changes(row: RowPlan) -> bool:
-    """Return whether a row differs from reading the prompt unmodified."""
+    """Return whether a row differs from the unmodified row."""
     return any(getattr(row, name) is not None for name in _EDITS)
 
 
@@ -132,24 +132,24 @@ class Stack(Mitigation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.methods
-        if isinstance(given, str) or not isinstance(given, list | tuple) or not 1 <= len(given) <= MAX_METHODS:
+        methods = self.methods
+        if isinstance(methods, str) or not isinstance(methods, list | tuple) or not 1 <= len(methods) <= MAX_METHODS:
             raise ConfigError(
-                f"stack: methods={shown(given)} must be a list of 1 to {MAX_METHODS} methods, for example "
+                f"stack: methods={shown(methods)} must be a list of 1 to {MAX_METHODS} methods, for example "
                 'methods=["head_scaling","sorted_inter_document"]'
             )
-        object.__setattr__(self, "methods", tuple(_canonical(method) for method in given))
+        object.__setattr__(self, "methods", tuple(_canonical_json(method) for method in methods))
         for text in self.methods:
-            _made(text)
+            _create_method(text)
 
     @property
     def is_order_invariant(self) -> bool:
         """Whether any of the methods is order-free: it sorts the passages for the others."""
-        return any(method.is_order_invariant for method in map(_made, self.methods))
+        return any(method.is_order_invariant for method in map(_create_method, self.methods))
 
     def needs(self) -> frozenset[Capability]:
         """Return the capabilities that any of the methods needs."""
-        return frozenset().union(*(method.needs() for method in map(_made, self.methods)))
+        return frozenset().union(*(method.needs() for method in map(_create_method, self.methods)))
 
     def _recorded_parameters(self) -> dict[str, Any]:
         methods = [json.loads(text) for text in self.methods]
@@ -162,20 +162,20 @@ class Stack(Mitigation):
         Raises:
             PlanConflictError: two methods change the same field.
         """
-        return compose([(method.name, method.plan(layout, model)) for method in map(_made, self.methods)])
+        return compose([(method.name, method.plan(layout, model)) for method in map(_create_method, self.methods)])
 
 
-def _made(text: str) -> Mitigation:
+def _create_method(text: str) -> Mitigation:
     """Return a method of the stack from its canonical JSON."""
     parameters = dict(json.loads(text))
     return create(parameters.pop("name"), parameters)
 
 
-def _canonical(given: Any) -> str:
+def _canonical_json(method: Any) -> str:
     """Return a method of the stack as canonical JSON: frozen, comparable, and part of the fingerprint."""
-    fields = _fields(given)
+    fields = _parse_fields(method)
     if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
-        raise ConfigError(f'stack: {shown(given)} must be a name, or {{"name": ..., parameter: value}}')
+        raise ConfigError(f'stack: {shown(method)} must be a name, or {{"name": ..., parameter: value}}')
     name, parameters = MITIGATIONS.expand(
         MethodSpec(fields["name"], {key: value for key, value in fields.items() if key != "name"})
     )
@@ -185,18 +185,18 @@ def _canonical(given: Any) -> str:
         return json.dumps({"name": name, **parameters}, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"stack: {shown(given)} holds values that JSON does not have; give numbers, text, lists"
+            f"stack: {shown(method)} holds values that JSON does not have; give numbers, text, lists"
         ) from error
 
 
-def _fields(given: Any) -> Any:
-    """Return a method as a mapping; it may be given as a name, as a mapping, or as the JSON text of one."""
-    if not isinstance(given, str):
-        return given
-    if not given.startswith("{"):
-        return {"name": given}
-    split_outside(given, ":")  # bounds length and depth
+def _parse_fields(method: Any) -> Any:
+    """Return a method as a mapping, from its name, a mapping, or the JSON text of a mapping."""
+    if not isinstance(method, str):
+        return method
+    if not method.startswith("{"):
+        return {"name": method}
+    split_outside(method, ":")  # bounds length and depth
     try:
-        return json.loads(given)
+        return json.loads(method)
     except ValueError as error:
-        raise ConfigError(f'stack: {shown(given)} is no JSON; write {{"name": ..., "parameter": value}}') from error
+        raise ConfigError(f'stack: {shown(method)} is no JSON; write {{"name": ..., "parameter": value}}') from error
