@@ -1,9 +1,11 @@
 """Assembly: documents in, an ordered and tokenised prompt with an exact layout out."""
 
+from typing import TYPE_CHECKING
+
 from rag_posfix.assembly.assembler import Assembled, Assembler
 from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.documents import Dropped
-from rag_posfix.assembly.orders import ORDERS, Order, OrderFacts
+from rag_posfix.assembly.orders import ORDERS, Order, OrderInputs
 from rag_posfix.assembly.orders.cache_aware import RecentPrompts
 from rag_posfix.assembly.prompt import PromptTemplate, merge_messages
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
@@ -14,7 +16,7 @@ __all__ = [
     "Assembler",
     "Dropped",
     "Order",
-    "OrderFacts",
+    "OrderInputs",
     "PassageBudget",
     "PromptTemplate",
     "RecentPrompts",
@@ -22,3 +24,6 @@ __all__ = [
     "tokenize_passage",
     "tokenize_prompt",
 ]
+
+if not TYPE_CHECKING:
+    from rag_posfix.assembly.orders.base import __getattr__ as __getattr__  # OrderFacts, until 1.0

@@ -16,7 +16,7 @@ from rag_posfix.assembly.documents import (
     distinct_indices,
     ranked_indices,
 )
-from rag_posfix.assembly.orders import OrderFacts, apply_order, create_order
+from rag_posfix.assembly.orders import OrderInputs, apply_order, create_order
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import (
     TokenizedPassage,
@@ -34,16 +34,16 @@ from rag_posfix.text import clean_text
 __all__ = ["MOST_CHARACTERS", "Assembled", "Assembler"]
 
 MOST_CHARACTERS = 64
-"""Characters of a token, on average over a prompt, that are never reached: words have 4 or 5, code fewer.
+"""Upper bound of the characters per token, on average over a prompt: words have 4 or 5, code fewer.
 
-Text of more than so many characters for each token of the context window is too long, and is not tokenised to find out
-by how much: tokenising 8 MB takes seconds.
+Text with more characters per token of the context window is rejected without tokenising it: tokenising 8 MB takes
+seconds.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A prompt, the documents in it, and those that were left out.
+    """A prompt, the documents in it, and the documents that were left out.
 
     Attributes:
         layout: The tokenised prompt.
@@ -139,18 +139,21 @@ class Assembler:
         candidates = [checked[index] for index in distinct]
         has_passages = bool(candidates)
         prompt = tokenize_prompt(self.encoder, self.template, question, history=history, has_passages=has_passages)
-        room = self._room(prompt, max_new_tokens)
-        passages, truncated = self._fill(candidates, room if budget_tokens is None else min(budget_tokens, room))
-        kept = sorted(passages)
-        facts = OrderFacts(
-            relevance=tuple(candidates[index].relevance for index in kept),
+        free_tokens = self._count_free_tokens(prompt, max_new_tokens)
+        budget = free_tokens if budget_tokens is None else min(budget_tokens, free_tokens)
+        passages, truncated = self._fill(candidates, budget)
+        selected = sorted(passages)
+        inputs = OrderInputs(
+            relevance=tuple(candidates[index].relevance for index in selected),
             seed=seed,
-            keys=tuple(candidates[index].key for index in kept),
+            keys=tuple(candidates[index].key for index in selected),
             recent=tuple(tuple(keys) for keys in recent),
             order_free=order_free,
         )
-        ordered = [kept[i] for i in apply_order(chosen_order, facts)]
-        over_budget = (Dropped(one.id, "budget") for index, one in enumerate(candidates) if index not in passages)
+        ordered = [selected[i] for i in apply_order(chosen_order, inputs)]
+        over_budget = (
+            Dropped(candidate.id, "budget") for index, candidate in enumerate(candidates) if index not in passages
+        )
         return Assembled(
             layout=prompt.with_passages([passages[index] for index in ordered]),
             documents=tuple(_copy(candidates[index].document) for index in ordered),
@@ -161,22 +164,22 @@ class Assembler:
         )
 
     def _check_characters(self, question: str, history: Sequence[ChatMessage]) -> None:
-        given = len(question) + sum(len(content) for m in history if isinstance(content := m.get("content"), str))
-        if given > MOST_CHARACTERS * self.context_window:
+        length = len(question) + sum(len(content) for m in history if isinstance(content := m.get("content"), str))
+        if length > MOST_CHARACTERS * self.context_window:
             raise PromptTooLongError(
-                f"question and history have {given} characters, which do not fit into the context window of "
+                f"question and history have {length} characters, which do not fit into the context window of "
                 f"{self.context_window} tokens; shorten the question or the conversation"
             )
 
-    def _room(self, prompt: TokenizedPrompt, max_new_tokens: int) -> int:
+    def _count_free_tokens(self, prompt: TokenizedPrompt, max_new_tokens: int) -> int:
         """Return the number of tokens that the context window leaves for passages."""
-        room = self.context_window - len(prompt) - max_new_tokens
-        if room < 0:
+        free_tokens = self.context_window - len(prompt) - max_new_tokens
+        if free_tokens < 0:
             raise PromptTooLongError(
                 f"question, history and template take {len(prompt)} tokens and max_new_tokens={max_new_tokens} more, "
                 f"but the context window has {self.context_window}; shorten the question or lower max_new_tokens"
             )
-        return room
+        return free_tokens
 
     def _fill(
         self, candidates: Sequence[CheckedDocument], budget: int
@@ -203,25 +206,25 @@ class Assembler:
         smallest = max(len(self.encoder.encode_text(self.template.separator)), 1)
         limit = rules.limits(len(ranked), budget)
         selection = select_passages(sizes(), budget, smallest, limit=limit, overflow=rules.overflow, cut=cut)
-        if selection.refused is not None:
-            rank, allowed = selection.refused
+        if selection.too_long is not None:
+            rank, allowed = selection.too_long
             raise PromptTooLongError(
                 f"document {candidates[ranked[rank]].id!r} takes {len(tokenized[rank])} tokens and may take "
                 f"{allowed}; raise the budget, use fewer or shorter documents, or set overflow to drop or truncate"
             )
-        kept = {ranked[rank]: tokenized[rank] for rank in selection.kept}
-        return kept, tuple(ranked[rank] for rank in selection.cut)
+        passages = {ranked[rank]: tokenized[rank] for rank in selection.selected}
+        return passages, tuple(ranked[rank] for rank in selection.cut)
 
     def _tokenize(self, document: CheckedDocument) -> TokenizedPassage:
-        most = MOST_CHARACTERS * self.context_window
+        max_characters = MOST_CHARACTERS * self.context_window
         passage = tokenize_passage(
             self.encoder,
             self.template,
-            document.text[:most],
-            title=document.title[:most],
+            document.text[:max_characters],
+            title=document.title[:max_characters],
             relevance=document.relevance,
         )
-        return passage if len(document.text) <= most else replace(passage, key=document.key)
+        return passage if len(document.text) <= max_characters else replace(passage, key=document.key)
 
     def _cut(self, passage: TokenizedPassage, budget: int, *, required: bool) -> TokenizedPassage | None:
         """Return the passage cut to ``budget`` tokens; None if too few are left for it and it is not required."""

@@ -14,7 +14,7 @@ FEWEST_TOKENS = 4
 """A passage is never cut to fewer text tokens than this."""
 
 _BACKTRACK = 16
-"""Upper bound of the tokens of one character in a byte-level vocabulary: a character boundary is at most so far."""
+"""Upper bound of the tokens of one character in a byte-level vocabulary, and so of the distance to a boundary."""
 
 
 _SENTENCE_END = re.compile(
@@ -83,14 +83,14 @@ class Selection:
     """The passages that a budget keeps, by relevance rank; 0 is the most relevant passage.
 
     Attributes:
-        kept: Ranks of the kept passages, ascending.
-        cut: Ranks of kept passages that were cut.
-        refused: With ``overflow="error"``, the first rank that is too long, and its limit; else None.
+        selected: Ranks of the selected passages, ascending.
+        cut: Ranks of selected passages that were cut.
+        too_long: With ``overflow="error"``, the first rank that is too long, and its limit; else None.
     """
 
-    kept: tuple[int, ...]
+    selected: tuple[int, ...]
     cut: tuple[int, ...] = ()
-    refused: tuple[int, int] | None = None
+    too_long: tuple[int, int] | None = None
 
 
 def select_passages(
@@ -115,27 +115,27 @@ def select_passages(
         overflow: What happens to a passage that does not fit.
         cut: Cuts the passage of a rank to at most the given number of tokens and returns its new size; 0 if it cannot.
     """
-    kept: list[int] = []
+    selected: list[int] = []
     shortened: list[int] = []
     left = budget
     for rank, size in enumerate(sizes):
         allowed = left if limit is None else min(left, limit(rank))
         if size <= allowed:
-            kept.append(rank)
+            selected.append(rank)
             left -= size
         elif overflow == "error":
-            return Selection(tuple(kept), refused=(rank, allowed))
+            return Selection(tuple(selected), too_long=(rank, allowed))
         elif overflow == "truncate" or rank == 0:
-            now = cut(rank, allowed)
-            if now:
-                kept.append(rank)
+            new_size = cut(rank, allowed)
+            if new_size:
+                selected.append(rank)
                 shortened.append(rank)
-            left -= now
-            if allowed == left + now:  # it was cut to the rest of the budget
+            left -= new_size
+            if allowed == left + new_size:  # the passage was cut to the remaining budget
                 break
         if left < smallest:
             break
-    return Selection(tuple(kept), tuple(shortened))
+    return Selection(tuple(selected), tuple(shortened))
 
 
 def truncate_at_sentence(
@@ -154,22 +154,22 @@ def truncate_at_sentence(
         return cut
     text = decode(cut)
     beyond = decode(token_ids[: len(cut) + _BACKTRACK])  # distinguishes "3." at a sentence's end from "3.5"
-    for found in reversed(list(_SENTENCE_END.finditer(beyond))):
-        if found.end() > len(text):
+    for match in reversed(list(_SENTENCE_END.finditer(beyond))):
+        if match.end() > len(text):
             continue
-        low = _fewest(cut, found.end(), decode)
-        if low >= FEWEST_TOKENS and decode(cut[:low]).rstrip() == text[: found.end()]:
+        low = _count_min_tokens(cut, match.end(), decode)
+        if low >= FEWEST_TOKENS and decode(cut[:low]).rstrip() == text[: match.end()]:
             return cut[:low]
     return cut
 
 
-def _fewest(token_ids: Sequence[int], length: int, decode: Callable[[Sequence[int]], str]) -> int:
+def _count_min_tokens(token_ids: Sequence[int], length: int, decode: Callable[[Sequence[int]], str]) -> int:
     """Return the smallest number of tokens whose text has at least ``length`` complete characters."""
     low, high = 0, len(token_ids)
     while low < high:
         middle = (low + high) // 2
-        whole = len(decode(token_ids[:middle]).rstrip("\ufffd"))  # without an incomplete character
-        low, high = (low, middle) if whole >= length else (middle + 1, high)
+        n_complete = len(decode(token_ids[:middle]).rstrip("\ufffd"))  # without an incomplete character
+        low, high = (low, middle) if n_complete >= length else (middle + 1, high)
     return low
 
 

@@ -61,9 +61,9 @@ def content_key(document: Document) -> str:
 
 def document_id(document: Document) -> str:
     """Return the id of a document in prompts and answers: its own, ``metadata["id"]``, or a hash of its text."""
-    for given in (document.id, document.metadata.get("id")):
-        if given is not None and str(given):
-            return clean_text(str(given))
+    for value in (document.id, document.metadata.get("id")):
+        if value is not None and str(value):
+            return clean_text(str(value))
     return content_hash(document.page_content)
 
 
@@ -128,7 +128,7 @@ def distinct_indices(documents: Sequence[CheckedDocument]) -> tuple[tuple[int, .
     best: dict[str, int] = {}
     for index in ranked_indices(documents):
         best.setdefault(documents[index].text_key, index)
-    kept: list[int] = []
+    distinct: list[int] = []
     dropped: list[Dropped] = []
     for index, document in enumerate(documents):
         if not document.text.strip():
@@ -136,5 +136,5 @@ def distinct_indices(documents: Sequence[CheckedDocument]) -> tuple[tuple[int, .
         elif best[document.text_key] != index:
             dropped.append(Dropped(document.id, "duplicate"))
         else:
-            kept.append(index)
-    return tuple(kept), tuple(dropped)
+            distinct.append(index)
+    return tuple(distinct), tuple(dropped)

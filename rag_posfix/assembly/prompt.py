@@ -74,7 +74,7 @@ def merge_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     system: list[str] = []
     turns: list[tuple[str, list[str]]] = []
     for index, message in enumerate(messages):
-        role, content = _checked(message, index)
+        role, content = _check_message(message, index)
         if role == "system":
             system.append(content)
         elif turns and turns[-1][0] == role:
@@ -86,7 +86,7 @@ def merge_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     return tuple({"role": role, "content": BLANK_LINE.join(contents)} for role, contents in turns)
 
 
-def _checked(message: ChatMessage, index: int) -> tuple[str, str]:
+def _check_message(message: ChatMessage, index: int) -> tuple[str, str]:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise ConfigError(f"message {index}: role {role!r} is not supported; use one of {', '.join(ROLES)}")

@@ -1,9 +1,9 @@
-"""Tokenises a chat prompt as the model's own tokenizer would, with the token span of every part.
+"""Tokenises a chat prompt as the model's own tokenizer would, with the token span of every segment.
 
 The chat template is rendered with placeholders instead of message contents. Text of the template is encoded with
 control tokens, contents without, so no content can add a turn. The text before the passages, each passage and the
 text after them are encoded whole, each between constant text: the tokens of a passage depend on the passage alone, and
-are those of the joined text wherever its tokens have borders around the passage. A blank line nearly always makes one.
+equal the joined text's tokens wherever a token ends on either side of the passage. A blank line nearly always does so.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ RELEVANCE_FLOOR = 0.01
 _PLACEHOLDER = re.compile("(\x1f?)\ue000([0-9]+)\ue001(\x1f?)")
 
 _CONTEXTS = ("\n", "x", "0")
-"""What a segment is encoded behind where the separator merges with its first character; at most one of them does."""
+"""Contexts before a segment where the separator merges with its first character; at most one of them does."""
 
 _FOLLOWER = "x"
-"""Stands for the text behind a segment: GPT-2's pre-tokeniser splits a blank line only before a word."""
+"""Placeholder for the text after a segment: GPT-2's pre-tokeniser splits a blank line only before a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +83,29 @@ class TokenizedPrompt:
     def with_passages(self, passages: Sequence[TokenizedPassage]) -> Layout:
         """Return the layout of the prompt with ``passages`` in this order."""
         ids = list(self.prefix)
-        segments: list[Span] = []
+        passage_spans: list[Span] = []
         texts: list[Span] = []
         for passage in passages:
             start = len(ids)
             ids += passage.token_ids
-            segments.append(Span(start, len(ids)))
+            passage_spans.append(Span(start, len(ids)))
             texts.append(Span(start + passage.text.start, start + passage.text.stop))
-        at = len(ids)
+        suffix_start = len(ids)
         ids += self.suffix
         return Layout(
             token_ids=tuple(ids),
             prefix=Span(0, len(self.prefix)),
-            passages=tuple(segments),
+            passages=tuple(passage_spans),
             texts=tuple(texts),
-            suffix=Span(at, len(ids)),
-            question=Span(at + self.question.start, at + self.question.stop),
+            suffix=Span(suffix_start, len(ids)),
+            question=Span(suffix_start + self.question.start, suffix_start + self.question.stop),
             keys=tuple(passage.key for passage in passages),
-            relevance=_clipped([passage.relevance for passage in passages]),
-            turns=(*self.earlier, Turn("user", Span(self.content_start, at + self.content_stop))),
+            relevance=_clip_relevance([passage.relevance for passage in passages]),
+            turns=(*self.earlier, Turn("user", Span(self.content_start, suffix_start + self.content_stop))),
         )
 
 
-def _clipped(scores: Sequence[float | None]) -> tuple[float, ...] | None:
+def _clip_relevance(scores: Sequence[float | None]) -> tuple[float, ...] | None:
     if all(score is None for score in scores):
         return None
     return tuple(RELEVANCE_FLOOR if score is None else min(max(score, RELEVANCE_FLOOR), 1.0) for score in scores)
@@ -123,8 +123,8 @@ def _encode_passage(
     encoder: TokenEncoder, written: tuple[str, str, str], key: str, relevance: float | None
 ) -> TokenizedPassage:
     heading, text, separator = written
-    parts = ["", heading, "", text, "", separator, ""]
-    ids, spans = _encode_between(encoder, parts, separator or BLANK_LINE, _FOLLOWER if separator else "")
+    segments = ["", heading, "", text, "", separator, ""]
+    ids, spans = _encode_between(encoder, segments, separator or BLANK_LINE, _FOLLOWER if separator else "")
     return TokenizedPassage(tuple(ids), spans[3], written, key, relevance)
 
 
@@ -166,21 +166,21 @@ def cut_passage(
 
 
 def _encode_between(
-    encoder: TokenEncoder, parts: Sequence[str], before: str = "", after: str = ""
+    encoder: TokenEncoder, segments: Sequence[str], before: str = "", after: str = ""
 ) -> tuple[list[int], list[Span]]:
-    """Return the tokens and spans of ``parts`` between ``before`` and ``after``, which are not returned.
+    """Return the tokens and spans of ``segments`` between ``before`` and ``after``, which are not returned.
 
-    A context that shares a token with the parts is replaced, or left out if all do.
+    A context that shares a token with the segments is replaced, or left out if all do.
     """
     ids: list[int] = []
     spans: list[Span] = []
     for context in dict.fromkeys((before, *_CONTEXTS, "")) if before else ("",):
-        ids, spans = encoder.encode_parts(["", context, *parts, after, ""])
+        ids, spans = encoder.encode_parts(["", context, *segments, after, ""])
         if spans[1].stop == spans[2].start:
             break
     start, inner, end = spans[2].start if before else 0, spans[2:-2], spans[-2].start
     if after and inner[-1].stop != end:
-        return _encode_between(encoder, parts, before)
+        return _encode_between(encoder, segments, before)
     return ids[start:end], [Span(span.start - start, span.stop - start) for span in inner]
 
 
@@ -192,7 +192,7 @@ def tokenize_prompt(
     history: Sequence[ChatMessage] = (),
     has_passages: bool = True,
 ) -> TokenizedPrompt:
-    """Render the chat template and tokenise all parts of the prompt except its passages.
+    """Render the chat template and tokenise the prompt except its passages.
 
     Cost: linear in the characters and in the number of messages.
 
@@ -215,20 +215,20 @@ def tokenize_prompt(
     if not has_passages:
         lead, question = _trimmed((lead, question), *trims)
         ids, spans = encoder.encode_parts([*before, lead, "", question, *after])
-        asked = spans[len(before) + 2]
+        question_span = spans[len(before) + 2]
         return TokenizedPrompt(
-            prefix=tuple(ids[: asked.start]),
-            suffix=tuple(ids[asked.start :]),
-            question=Span(0, len(asked)),
+            prefix=tuple(ids[: question_span.start]),
+            suffix=tuple(ids[question_span.start :]),
+            question=Span(0, len(question_span)),
             earlier=_turns(earlier, order, spans),
             content_start=spans[len(before)].start,
-            content_stop=len(asked),
+            content_stop=len(question_span),
         )
     lead, opening = _trimmed((lead, template.opening), trims[0], False)
     ends = _trimmed((template.question_prefix, question, template.answer_cue), False, trims[1])
     prefix, spans = _encode_between(encoder, [*before, lead, "", opening, ""], after=_FOLLOWER)
-    parts = ["", ends[0], "", ends[1], "", ends[2], *after]
-    suffix, end_spans = _encode_between(encoder, parts, before=template.separator or BLANK_LINE)
+    segments = ["", ends[0], "", ends[1], "", ends[2], *after]
+    suffix, end_spans = _encode_between(encoder, segments, before=template.separator or BLANK_LINE)
     return TokenizedPrompt(
         prefix=tuple(prefix),
         suffix=tuple(suffix),
@@ -254,7 +254,7 @@ def _trimmed(texts: Sequence[str], left: bool, right: bool) -> list[str]:
 
 
 def _turns(earlier: Sequence[ChatMessage], order: Sequence[int], spans: Sequence[Span]) -> tuple[Turn, ...]:
-    """Return the turns of the messages ``order``, whose contents are the first parts that are not of the template."""
+    """Return the turns of the messages ``order``, from the spans of template text and contents in turn."""
     contents = dict(zip(order, spans[1::2], strict=False))
     return tuple(Turn(earlier[number]["role"], contents[number]) for number in sorted(contents))
 
@@ -262,31 +262,31 @@ def _turns(earlier: Sequence[ChatMessage], order: Sequence[int], spans: Sequence
 def _render(
     encoder: TokenEncoder, earlier: Sequence[ChatMessage]
 ) -> tuple[list[str], list[str], list[int], tuple[bool, bool]]:
-    """Return the parts before and after the content of the user's turn that follows ``earlier``.
+    """Return the segments before and after the content of the user's turn that follows ``earlier``.
 
     Also return the indices of the messages before it, in the template's order, and whether the template trims the
     content on the left and on the right.
     """
     roles = [message["role"] for message in earlier] + ["user"]
     placeholders = [{"role": role, "content": f"\x1f\ue000{index}\ue001\x1f"} for index, role in enumerate(roles)]
-    pieces = _PLACEHOLDER.split(encoder.render_chat(placeholders, open_answer=True))
-    order = [int(piece) for piece in pieces[2::4]]
+    chunks = _PLACEHOLDER.split(encoder.render_chat(placeholders, open_answer=True))
+    order = [int(number) for number in chunks[2::4]]
     counts = Counter(order)
     for index, role in enumerate(roles):
         if counts[index] != 1:
             raise ConfigError(
                 f"the chat template wrote message {index} ({role}) {counts[index]} times, must be once; "
-                f"it was given the roles {_shown(roles)}: leave that message out or use another chat template"
+                f"it was given the roles {_format_roles(roles)}: leave that message out or use another chat template"
             )
     check_cancelled()
-    trims = [(not left, not right) for left, right in zip(pieces[1::4], pieces[3::4], strict=True)]
+    trims = [(not left, not right) for left, right in zip(chunks[1::4], chunks[3::4], strict=True)]
     contents = [*(message["content"] for message in earlier), ""]
-    parts = [pieces[0]]
-    for number, trim, text in zip(order, trims, pieces[4::4], strict=True):
-        parts += [*_trimmed([contents[number]], *trim), text]
+    segments = [chunks[0]]
+    for number, trim, text in zip(order, trims, chunks[4::4], strict=True):
+        segments += [*_trimmed([contents[number]], *trim), text]
     last = order.index(len(earlier))
-    return parts[: 2 * last + 1], parts[2 * last + 2 :], order[:last], trims[last]
+    return segments[: 2 * last + 1], segments[2 * last + 2 :], order[:last], trims[last]
 
 
-def _shown(roles: Sequence[str]) -> str:
+def _format_roles(roles: Sequence[str]) -> str:
     return ", ".join(roles) if len(roles) <= 20 else f"{', '.join(roles[:20])}, ... ({len(roles)} messages)"

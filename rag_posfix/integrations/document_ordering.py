@@ -13,7 +13,7 @@ from typing import NamedTuple
 from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.assembly.documents import checked_document, distinct_indices, ranked_indices
-from rag_posfix.assembly.orders import OrderFacts, apply_order, create_order
+from rag_posfix.assembly.orders import OrderInputs, apply_order, create_order
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import RankedDocument, arerank_indexed, rerank_indexed
 from rag_posfix.errors import ConfigError, missing_extra
@@ -139,7 +139,7 @@ def _ordered_indices(documents: Sequence[Document], order: str, k: int | None, s
     candidates = distinct_indices(checked)[0] if distinct else tuple(range(len(checked)))
     ranking = ranked_indices([checked[index] for index in candidates])
     best = sorted(candidates[i] for i in ranking[:k])
-    facts = OrderFacts(
+    facts = OrderInputs(
         relevance=tuple(checked[index].relevance for index in best),
         seed=seed,
         keys=tuple(checked[index].key for index in best),

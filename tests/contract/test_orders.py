@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.assembly.orders import ORDERS, OrderFacts, apply_order
+from rag_posfix.assembly.orders import ORDERS, OrderInputs, apply_order
 from tests.support.toy_encoder import ToyEncoder
 
 BUILT_IN = {"cache_aware", "ends_first", "original", "profile", "random", "relevance", "reverse"}
@@ -30,9 +30,9 @@ def test_the_built_in_orders_are_registered():
 
 @given(scores, st.integers(), st.sampled_from(ORDERS.names()))
 def test_every_order_is_a_deterministic_permutation(relevance, seed, name):
-    first = apply_order(example(name), OrderFacts(tuple(relevance), seed))
+    first = apply_order(example(name), OrderInputs(tuple(relevance), seed))
     assert sorted(first) == list(range(len(relevance)))
-    assert apply_order(example(name), OrderFacts(tuple(relevance), seed)) == first
+    assert apply_order(example(name), OrderInputs(tuple(relevance), seed)) == first
 
 
 @pytest.mark.parametrize("name", ORDERS.names())
@@ -41,7 +41,7 @@ def test_every_order_orders_a_prompt(name):
     documents = [Document(page_content=f"text {i}", metadata={"relevance_score": 1 - i / 10}) for i in range(5)]
     assembled = assembler.assemble("Why?", documents, order=name, seed=3)
     keys = assembler_keys(assembler, documents)
-    expected = apply_order(example(name), OrderFacts(tuple(1 - i / 10 for i in range(5)), 3, keys))
+    expected = apply_order(example(name), OrderInputs(tuple(1 - i / 10 for i in range(5)), 3, keys))
     assert [document.page_content for document in assembled.documents] == [f"text {i}" for i in expected]
     assert assembled.order == name
 
@@ -67,8 +67,8 @@ def test_an_order_by_content_gives_one_prompt_for_every_order_of_the_documents(n
     scored = {"a": 0.5, "b": 0.5, "c": 0.9, "d": None, "e": None}  # equal scores, and none at all
     prompts = set()
     for keys in itertools.permutations(scored):
-        facts = OrderFacts(tuple(scored[key] for key in keys), keys=keys)
-        prompts.add("".join(keys[index] for index in apply_order(example(name), facts)))
+        inputs = OrderInputs(tuple(scored[key] for key in keys), keys=keys)
+        prompts.add("".join(keys[index] for index in apply_order(example(name), inputs)))
     assert len(prompts) == 1
 
 

@@ -1,10 +1,12 @@
 """Orders of the passages in the prompt: one idea per file, each registers itself."""
 
+from typing import TYPE_CHECKING
+
 from rag_posfix.assembly.orders import by_relevance, cache_aware, profile
 from rag_posfix.assembly.orders.base import (
     ORDERS,
     Order,
-    OrderFacts,
+    OrderInputs,
     apply_order,
     best_first,
     create_order,
@@ -15,7 +17,7 @@ from rag_posfix.assembly.orders.base import (
 __all__ = [
     "ORDERS",
     "Order",
-    "OrderFacts",
+    "OrderInputs",
     "apply_order",
     "best_first",
     "by_relevance",
@@ -25,3 +27,6 @@ __all__ = [
     "profile",
     "ranks",
 ]
+
+if not TYPE_CHECKING:
+    from rag_posfix.assembly.orders.base import __getattr__ as __getattr__  # OrderFacts, until 1.0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError
@@ -15,7 +16,7 @@ from rag_posfix.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
-class OrderFacts:
+class OrderInputs:
     """The input of an order. An order that needs more input adds a field with a default.
 
     Attributes:
@@ -33,6 +34,16 @@ class OrderFacts:
     keys: tuple[str, ...] = ()
     recent: tuple[tuple[str, ...], ...] = ()
     order_free: bool = False
+
+
+if not TYPE_CHECKING:  # type checkers would take any name for one of this module
+
+    def __getattr__(name: str) -> type[OrderInputs]:
+        """Return ``OrderInputs`` by its former name ``OrderFacts``, with a ``DeprecationWarning``; until 1.0."""
+        if name != "OrderFacts":
+            raise AttributeError(f"the module has no attribute {name!r}", name=name)
+        warnings.warn("OrderFacts is now OrderInputs; the old name works until 1.0", DeprecationWarning, stacklevel=2)
+        return OrderInputs
 
 
 class Order(ABC):
@@ -57,7 +68,7 @@ class Order(ABC):
         check_parameters(self, f"order {self.name!r}")
 
     @abstractmethod
-    def __call__(self, facts: OrderFacts) -> Sequence[int]:
+    def __call__(self, inputs: OrderInputs) -> Sequence[int]:
         """Return a permutation: entry ``i`` is the index of the document at position ``i``."""
 
 
@@ -87,8 +98,8 @@ def _descending(score: float | None) -> tuple[bool, float]:
 def ranks(relevance: Sequence[float | None], keys: Sequence[str] = ()) -> tuple[int, ...]:
     """Return the rank of each document, 0 for the most relevant."""
     rank = [0] * len(relevance)
-    for place, index in enumerate(best_first(relevance, keys)):
-        rank[index] = place
+    for position, index in enumerate(best_first(relevance, keys)):
+        rank[index] = position
     return tuple(rank)
 
 
@@ -106,18 +117,18 @@ def create_order(order: str, defaults: Mapping[str, Mapping[str, Any]] | None = 
     spec = parse_method(order, "order", "slots=[0.4,0.2,0.4]")
     if not spec.parameters:
         spec = MethodSpec(spec.name, (defaults or {}).get(ORDERS.resolve(spec.name), {}))
-    made: Order = ORDERS.create(spec)
-    return made
+    instance: Order = ORDERS.create(spec)
+    return instance
 
 
-def apply_order(order: Order, facts: OrderFacts) -> tuple[int, ...]:
+def apply_order(order: Order, inputs: OrderInputs) -> tuple[int, ...]:
     """Return the permutation of an order, after checking that it is one.
 
     Raises:
         ConfigError: the order did not return a permutation.
     """
-    indices = tuple(order(facts))
-    count = len(facts.relevance)
+    indices = tuple(order(inputs))
+    count = len(inputs.relevance)
     if sorted(indices) != list(range(count)):
         raise ConfigError(
             f"order {order.name!r} returned {len(indices)} indices that are no permutation of {count} documents; "
@@ -133,4 +144,4 @@ def permute(order: str, relevance: Sequence[float | None], seed: int = 0) -> tup
         UnknownNameError: no order has this name.
         ConfigError: a parameter is wrong, or the order did not return a permutation.
     """
-    return apply_order(create_order(order), OrderFacts(tuple(relevance), seed))
+    return apply_order(create_order(order), OrderInputs(tuple(relevance), seed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first
+from rag_posfix.assembly.orders.base import ORDERS, Order, OrderInputs, best_first
 
 
 @ORDERS.register("relevance")
@@ -16,8 +16,8 @@ class Relevance(Order):
     name = "relevance"
     by_content = True
 
-    def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        return best_first(facts.relevance, facts.keys)
+    def __call__(self, inputs: OrderInputs) -> tuple[int, ...]:
+        return best_first(inputs.relevance, inputs.keys)
 
 
 @ORDERS.register("reverse")
@@ -28,8 +28,8 @@ class Reverse(Order):
     name = "reverse"
     by_content = True
 
-    def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        return best_first(facts.relevance, facts.keys)[::-1]
+    def __call__(self, inputs: OrderInputs) -> tuple[int, ...]:
+        return best_first(inputs.relevance, inputs.keys)[::-1]
 
 
 @ORDERS.register("ends_first")
@@ -44,8 +44,8 @@ class EndsFirst(Order):
     name = "ends_first"
     by_content = True
 
-    def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        ranked = best_first(facts.relevance, facts.keys)
+    def __call__(self, inputs: OrderInputs) -> tuple[int, ...]:
+        ranked = best_first(inputs.relevance, inputs.keys)
         return ranked[0::2] + ranked[1::2][::-1]
 
 
@@ -56,8 +56,8 @@ class Original(Order):
 
     name = "original"
 
-    def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        return tuple(range(len(facts.relevance)))
+    def __call__(self, inputs: OrderInputs) -> tuple[int, ...]:
+        return tuple(range(len(inputs.relevance)))
 
 
 @ORDERS.register("random")
@@ -67,8 +67,8 @@ class Random(Order):
 
     name = "random"
 
-    def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
+    def __call__(self, inputs: OrderInputs) -> tuple[int, ...]:
         # Python guarantees reproducible sequences for Random.random(), not for shuffle().
-        generator = random.Random(facts.seed)
-        draws = [generator.random() for _ in facts.relevance]
+        generator = random.Random(inputs.seed)
+        draws = [generator.random() for _ in inputs.relevance]
         return tuple(sorted(range(len(draws)), key=draws.__getitem__))

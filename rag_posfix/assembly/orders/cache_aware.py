@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first, ranks
+from rag_posfix.assembly.orders.base import ORDERS, Order, OrderInputs, best_first, ranks
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Number
 
@@ -43,19 +43,19 @@ class CacheAware(Order):
 
     bound: Annotated[float, Number(0, 1)] = 0.25
 
-    def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        ranked = best_first(facts.relevance, facts.keys)
-        if len(facts.keys) != len(ranked):
+    def __call__(self, inputs: OrderInputs) -> tuple[int, ...]:
+        ranked = best_first(inputs.relevance, inputs.keys)
+        if len(inputs.keys) != len(ranked):
             return ranked
-        rest = tuple(sorted(ranked, key=lambda i: facts.keys[i])) if facts.order_free else ranked
-        rank = ranks(facts.relevance, facts.keys)
-        best, best_order = (0, 0.0), rest
-        for prefix in _shared_prefixes(facts):
+        default_order = tuple(sorted(ranked, key=lambda i: inputs.keys[i])) if inputs.order_free else ranked
+        rank = ranks(inputs.relevance, inputs.keys)
+        best, best_order = (0, 0.0), default_order
+        for prefix in _shared_prefixes(inputs):
             if len(prefix) < best[0] or not prefix:
                 continue
             in_prefix = set(prefix)
-            order = (*prefix, *(index for index in rest if index not in in_prefix))
-            loss = 0.0 if facts.order_free else displacement(order, rank)
+            order = (*prefix, *(index for index in default_order if index not in in_prefix))
+            loss = 0.0 if inputs.order_free else displacement(order, rank)
             if loss <= self.bound and (-len(prefix), loss) < (-best[0], best[1]):
                 best, best_order = (len(prefix), loss), order
         return best_order
@@ -67,13 +67,13 @@ def displacement(order: Sequence[int], rank: Sequence[int]) -> float:
     Formula: Spearman's footrule divided by its maximum, sum_i |position_i - rank_i| / floor(n^2 / 2).
     """
     largest = len(order) ** 2 // 2
-    return sum(abs(place - rank[index]) for place, index in enumerate(order)) / largest if largest else 0.0
+    return sum(abs(position - rank[index]) for position, index in enumerate(order)) / largest if largest else 0.0
 
 
-def _shared_prefixes(facts: OrderFacts) -> Iterator[tuple[int, ...]]:
+def _shared_prefixes(inputs: OrderInputs) -> Iterator[tuple[int, ...]]:
     """Yield the prefixes of recent prompts whose documents are all given, as indices; of each prompt longest first."""
-    index_of = {key: index for index, key in enumerate(facts.keys)}
-    for prompt in dict.fromkeys(facts.recent):
+    index_of = {key: index for index, key in enumerate(inputs.keys)}
+    for prompt in dict.fromkeys(inputs.recent):
         shared: list[int] = []
         for key in prompt:
             if key not in index_of or index_of[key] in shared:
@@ -133,8 +133,8 @@ class RecentPrompts:
 
     def drop(self, keys: Sequence[str]) -> None:
         """Drop every prompt with one of these passages."""
-        gone = set(keys)
+        removed = set(keys)
         with self._lock:
             for prompts in self._scopes.values():
-                for prompt in [prompt for prompt in prompts if gone.intersection(prompt)]:
+                for prompt in [prompt for prompt in prompts if removed.intersection(prompt)]:
                     del prompts[prompt]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
 
-from rag_posfix.assembly.orders.base import ORDERS, Order, OrderFacts, best_first
+from rag_posfix.assembly.orders.base import ORDERS, Order, OrderInputs, best_first
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import NumberList
 from rag_posfix.plan.bias_profile import bias_profile_from, stretched
@@ -52,8 +52,8 @@ class Profile(Order):
             )
         Order.__post_init__(self)
 
-    def __call__(self, facts: OrderFacts) -> tuple[int, ...]:
-        ranked = best_first(facts.relevance, facts.keys)
+    def __call__(self, inputs: OrderInputs) -> tuple[int, ...]:
+        ranked = best_first(inputs.relevance, inputs.keys)
         values = stretched(self.slots, len(ranked))
         best_slots = sorted(range(len(values)), key=lambda slot: -values[slot])
         document_in = dict(zip(best_slots, ranked, strict=True))

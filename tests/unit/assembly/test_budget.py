@@ -57,8 +57,8 @@ def test_kept_passages_fit_and_no_skipped_one_would_have(sizes, budget):
         return
     left = budget
     for rank, size in enumerate(sizes):
-        assert (rank in selection.kept) == (size <= left)
-        left -= size if rank in selection.kept else 0
+        assert (rank in selection.selected) == (size <= left)
+        left -= size if rank in selection.selected else 0
     assert left >= 0
 
 
@@ -150,7 +150,7 @@ class TestOverflow:
         assert found == Selection((0, 2))
 
     def test_an_error_names_the_first_that_is_too_long(self):
-        assert select_passages([3, 9, 2], 10, overflow="error") == Selection((0,), refused=(1, 7))
+        assert select_passages([3, 9, 2], 10, overflow="error") == Selection((0,), too_long=(1, 7))
         assert select_passages([3, 4, 2], 10, overflow="error") == Selection((0, 1, 2))
 
 

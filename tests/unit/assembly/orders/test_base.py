@@ -1,10 +1,11 @@
+import importlib
 import itertools
 
 import pytest
 
 from rag_posfix.assembly.orders import (
     Order,
-    OrderFacts,
+    OrderInputs,
     apply_order,
     best_first,
     create_order,
@@ -46,7 +47,7 @@ def test_an_order_by_scores_puts_equal_ones_by_content(order, expected):
     made = create_order(order)
     for some in itertools.permutations([(0.5, "b"), (0.9, "d"), (0.5, "a"), (0.5, "c")]):
         scores, keys = zip(*some, strict=True)
-        assert "".join(keys[i] for i in apply_order(made, OrderFacts(scores, keys=keys))) == expected
+        assert "".join(keys[i] for i in apply_order(made, OrderInputs(scores, keys=keys))) == expected
 
 
 def test_without_scores_or_without_contents_the_given_order_stays():
@@ -67,7 +68,18 @@ def test_an_order_that_is_no_permutation_is_refused():
             return (0, 0)
 
     with pytest.raises(ConfigError, match="order 'broken' returned 2 indices"):
-        apply_order(Broken(), OrderFacts((None, None)))
+        apply_order(Broken(), OrderInputs((None, None)))
+
+
+@pytest.mark.parametrize(
+    "module", ["rag_posfix.assembly", "rag_posfix.assembly.orders", "rag_posfix.assembly.orders.base"]
+)
+def test_the_former_name_of_the_inputs_works_with_a_warning(module):
+    with pytest.warns(DeprecationWarning, match="OrderFacts is now OrderInputs") as caught:
+        assert importlib.import_module(module).OrderFacts is OrderInputs
+    assert caught[0].filename == __file__
+    with pytest.raises(AttributeError, match="no attribute 'OrderFact'"):
+        _ = importlib.import_module(module).OrderFact
 
 
 def test_parameters_of_an_order_are_checked_and_suggested():

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.assembly.orders import OrderFacts, best_first
+from rag_posfix.assembly.orders import OrderInputs, best_first
 from rag_posfix.assembly.orders.cache_aware import CacheAware, displacement
 from rag_posfix.errors import ConfigError
 
@@ -10,7 +10,7 @@ FIVE = (0.9, 0.8, 0.7, 0.6, 0.5)
 
 
 def facts(relevance=FIVE, keys="abcde", recent=(), order_free=False):
-    return OrderFacts(
+    return OrderInputs(
         tuple(relevance), keys=tuple(keys), recent=tuple(tuple(one) for one in recent), order_free=order_free
     )
 
@@ -27,7 +27,7 @@ def test_displacement_is_the_share_of_the_largest_footrule():
 
 def test_without_recent_prompts_it_is_best_first():
     assert CacheAware()(facts((0.1, 0.9, 0.5), "abc")) == (1, 2, 0)
-    assert CacheAware()(OrderFacts((0.1, 0.9, 0.5))) == (1, 2, 0)
+    assert CacheAware()(OrderInputs((0.1, 0.9, 0.5))) == (1, 2, 0)
 
 
 def test_the_longest_shared_beginning_within_the_bound_is_taken():

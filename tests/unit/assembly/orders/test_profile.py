@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.assembly.orders import OrderFacts, permute
+from rag_posfix.assembly.orders import OrderInputs, permute
 from rag_posfix.assembly.orders.profile import Profile
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.bias_profile import stretched
@@ -51,7 +51,7 @@ def test_no_other_order_gives_more_relevance_to_well_read_slots(profile, relevan
     """By the rearrangement inequality the sum of value times relevance is the largest when both are sorted alike."""
     slots = stretched(profile, len(relevance))
     placed = Profile(slots=profile)
-    order = placed(OrderFacts(tuple(relevance)))
+    order = placed(OrderInputs(tuple(relevance)))
     reached = sum(value * relevance[index] for value, index in zip(slots, order, strict=True))
     best = sum(a * b for a, b in zip(sorted(slots), sorted(relevance), strict=True))
     assert reached == pytest.approx(best)
