@@ -46,8 +46,7 @@ def sigmoid_of_z_scores(raw: Sequence[float]) -> list[float]:
 def z_scores(raw: Sequence[float]) -> list[float]:
     """Return (s_k - mean(s)) / std(s) of each score, with the population standard deviation.
 
-    All are 0 if the scores are equal up to the rounding of float32: otherwise rounding would become a difference of
-    the size of any other.
+    All are 0 if the scores are equal up to the rounding of float32: otherwise rounding would count as a difference.
     """
     if not raw:
         return []
@@ -59,7 +58,7 @@ def z_scores(raw: Sequence[float]) -> list[float]:
 
 
 def sum_normalized(raw: Sequence[float]) -> list[float]:
-    """Return each score divided by the sum of the list; equal parts if all are 0. For scores of 0 and above.
+    """Return each score divided by the sum of the list; equal shares if all are 0. For scores of 0 and above.
 
     Formula: s_k / sum(s).
     """
@@ -162,15 +161,15 @@ class ScoringReranker(BaseDocumentCompressor):
     def _ranked(
         self, documents: Sequence[Document], distinct: DistinctDocuments, scores: Sequence[DocumentScore]
     ) -> list[Document]:
-        for one in scores:
-            if one.raw is not None and not math.isfinite(one.raw):
+        for score in scores:
+            if score.raw is not None and not math.isfinite(score.raw):
                 raise RerankingError(
-                    f"{self.name}: the model returned a score of {one.raw}; check its weights and dtype"
+                    f"{self.name}: the model returned a score of {score.raw}; check its weights and dtype"
                 )
         by_key = {document.key: score for document, score in zip(distinct.documents, scores, strict=True)}
-        each = [by_key.get(key, DocumentScore(0.0)) for key in distinct.keys]
-        details = [_details(self.name, one) for one in each]
-        return ranked_copies(documents, [one.score for one in each], self.top_n, details)
+        all_scores = [by_key.get(key, DocumentScore(0.0)) for key in distinct.keys]
+        details = [_describe_score(self.name, score) for score in all_scores]
+        return ranked_copies(documents, [score.score for score in all_scores], self.top_n, details)
 
 
 def distinct_documents(documents: Sequence[Document]) -> DistinctDocuments:
@@ -180,9 +179,12 @@ def distinct_documents(documents: Sequence[Document]) -> DistinctDocuments:
     has already is not read.
 
     Raises:
-        ConfigError: one is no Document, or its content is no string.
+        ConfigError: a document is no Document, or its content is no string.
     """
-    checked = [checked_document(_without_none(one), i, with_relevance=False) for i, one in enumerate(documents)]
+    checked = [
+        checked_document(_replace_none(document), index, with_relevance=False)
+        for index, document in enumerate(documents)
+    ]
     distinct: dict[str, CheckedDocument] = {}
     for document in checked:
         if document.text.strip():
@@ -199,7 +201,7 @@ def ranked_copies(
     """Return copies with ``metadata["relevance_score"]``, best first; equal scores keep the given order.
 
     Raises:
-        RerankingError: scores are missing, or one is not a number in [0, 1].
+        RerankingError: scores are missing, or a score is not a number in [0, 1].
     """
     if len(scores) != len(documents):
         raise RerankingError(f"{len(scores)} scores for {len(documents)} documents; need one score per document")
@@ -220,12 +222,12 @@ def _scored_copy(document: Document, score: float, details: Mapping[str, Any] | 
     return document.model_copy(update={"metadata": metadata})
 
 
-def _details(name: str, one: DocumentScore) -> dict[str, Any]:
-    unread = {"read": False} if one.raw is None else {}
-    return {"reranker": name, "raw_score": one.raw, **unread, **one.details}
+def _describe_score(name: str, score: DocumentScore) -> dict[str, Any]:
+    unread = {"read": False} if score.raw is None else {}
+    return {"reranker": name, "raw_score": score.raw, **unread, **score.details}
 
 
-def _without_none(document: Document) -> Document:
+def _replace_none(document: Document) -> Document:
     if not isinstance(document, Document) or (document.page_content is not None and document.metadata is not None):
         return document
     changes = {"page_content": document.page_content or "", "metadata": document.metadata or {}}

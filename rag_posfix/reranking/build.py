@@ -35,10 +35,10 @@ def build_reranker(spec: MethodSpec, models: RerankerModels) -> BaseDocumentComp
         UnknownNameError: no reranker has this name.
         ConfigError: an unknown parameter, or a value outside of its range.
     """
-    made: BaseDocumentCompressor = RERANKERS.create(
+    reranker: BaseDocumentCompressor = RERANKERS.create(
         spec, {"embeddings": models.embeddings, "generator": models.generator}
     )
-    return made
+    return reranker
 
 
 def parse_reranker(text: str) -> MethodSpec:

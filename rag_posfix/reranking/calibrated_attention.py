@@ -1,4 +1,4 @@
-"""Scores passages by the attention of the prompt's last token minus that to a dummy passage in the same place."""
+"""Scores passages by the last token's attention to them minus its attention to a dummy passage in the same slot."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CalibratedAttentionReranker(PassageReadingReranker, WindowedReranker):
 
     @field_validator("profile", mode="before")
     @classmethod
-    def _usable(cls, value: Any) -> tuple[float, ...] | None:
+    def _check_profile(cls, value: Any) -> tuple[float, ...] | None:
         if value is None:
             return None
         try:
@@ -69,11 +69,11 @@ class CalibratedAttentionReranker(PassageReadingReranker, WindowedReranker):
     def _raw_scores(self, prompts: Sequence[TokenizedPrompt], passages: Sequence[TokenizedPassage]) -> Sequence[float]:
         layout = prompts[0].with_passages(passages)
         dummies = [] if self.profile else [with_dummy(layout, slot) for slot in range(len(passages))]
-        measured, *others = self.generator.passage_attention([layout, *dummies], current_salt(), check_deadline)
+        measured, *baselines = self.generator.passage_attention([layout, *dummies], current_salt(), check_deadline)
         if self.profile:
             bias: Sequence[float] = scaled(self.profile, measured)
         else:
-            bias = [other[slot] for slot, other in enumerate(others)]
+            bias = [attention[slot] for slot, attention in enumerate(baselines)]
         return [value - expected for value, expected in zip(measured, bias, strict=True)]
 
     def _normalized(self, raw: Sequence[float]) -> Sequence[float]:

@@ -34,7 +34,7 @@ class ChunkedText:
     """A passage, split to fit the window of a cross-encoder.
 
     Attributes:
-        chunks: The text, or consecutive parts of it.
+        chunks: The text, or consecutive segments of it.
         truncated: Whether the text is one chunk that exceeds the window, so that the model cuts its end.
     """
 
@@ -107,15 +107,16 @@ class CrossEncoderReranker(ScoringReranker):
 
     def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
         # Sorted by length and content: the last digits of a score depend on its batch, so batches must not vary.
-        ordered = sorted(documents, key=lambda one: (len(one.text), one.key))
-        texts = {one.key: titled_text(one.title, one.text) for one in ordered}
+        ordered = sorted(documents, key=lambda document: (len(document.text), document.key))
+        texts = {document.key: titled_text(document.title, document.text) for document in ordered}
         predict, logits = self._predictor()
         split = {key: self._split(question, text) for key, text in texts.items()}
-        raw = iter(self._raw_scores(predict, [(question, chunk) for one in split.values() for chunk in one.chunks]))
-        best = {key: max(itertools.islice(raw, len(one.chunks))) for key, one in split.items()}
+        pairs = [(question, chunk) for chunked in split.values() for chunk in chunked.chunks]
+        raw = iter(self._raw_scores(predict, pairs))
+        best = {key: max(itertools.islice(raw, len(chunked.chunks))) for key, chunked in split.items()}
         return [
             DocumentScore(sigmoid(value) if logits else value, value, split[key].details)
-            for key, value in ((one.key, best[one.key]) for one in documents)
+            for key, value in ((document.key, best[document.key]) for document in documents)
         ]
 
     def _raw_scores(
@@ -143,8 +144,8 @@ class CrossEncoderReranker(ScoringReranker):
 
     def _window(self, model: Any) -> int | None:
         """Return the token limit of a pair; None if it is not known."""
-        own = getattr(model, "max_seq_length", None)
-        limits = [limit for limit in (own, self.max_length) if limit is not None]
+        model_limit = getattr(model, "max_seq_length", None)
+        limits = [limit for limit in (model_limit, self.max_length) if limit is not None]
         return min(limits, default=None)
 
     def _predictor(self) -> tuple[Callable[[list[tuple[str, str]]], Sequence[float]], bool]:
@@ -160,8 +161,8 @@ class CrossEncoderReranker(ScoringReranker):
         options: dict[str, Any] = {"batch_size": self.batch_size, "show_progress_bar": False}
         if self.max_length is not None:
             options["processing_kwargs"] = {"text": {"max_length": self._window(model), "truncation": True}}
-        own = type(getattr(model, "activation_fn", None)).__name__
-        logits = self.activation == "sigmoid" or (self.activation == "auto" and own != "Sigmoid")
+        activation = type(getattr(model, "activation_fn", None)).__name__
+        logits = self.activation == "sigmoid" or (self.activation == "auto" and activation != "Sigmoid")
         return functools.partial(model.predict, **options), logits
 
     def _model(self) -> Any:
@@ -193,33 +194,34 @@ def split_into_chunks(tokenizer: Any, question: str, text: str, window: int | No
     its tokens in the text, the passage is one chunk.
 
     Raises:
-        RerankingError: the question leaves no room.
+        RerankingError: the question leaves fewer than ``FEWEST_TOKENS`` tokens for the passage.
     """
     if window is None:
         return ChunkedText((text,))
     n_question = len(tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
-    room = window - n_question - tokenizer.num_special_tokens_to_add(pair=True)
-    if room < FEWEST_TOKENS:
+    free_tokens = window - n_question - tokenizer.num_special_tokens_to_add(pair=True)
+    if free_tokens < FEWEST_TOKENS:
         raise RerankingError(
-            f"the question takes {n_question} tokens, and the cross-encoder's window of {window} has {max(room, 0)} "
-            f"left for a passage; at least {FEWEST_TOKENS} are needed: shorten the question or raise max_length"
+            f"the question takes {n_question} tokens, and the cross-encoder's window of {window} has "
+            f"{max(free_tokens, 0)} left for a passage; at least {FEWEST_TOKENS} are needed: shorten the question or "
+            "raise max_length"
         )
     has_offsets = bool(getattr(tokenizer, "is_fast", False))
     tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=has_offsets, verbose=False)
     n_tokens = len(tokens["input_ids"])
-    if n_tokens <= room:
+    if n_tokens <= free_tokens:
         return ChunkedText((text,))
     if not chunk or not has_offsets:
         return ChunkedText((text,), truncated=True)
     starts = [int(start) for start, _ in tokens["offset_mapping"]]
-    return ChunkedText(tuple(one for one in _chunks(text, starts, room) if one.strip()))
+    return ChunkedText(tuple(segment for segment in _split_text(text, starts, free_tokens) if segment.strip()))
 
 
-def _chunks(text: str, starts: Sequence[int], room: int) -> Iterator[str]:
-    """Yield consecutive parts of a text of at most ``room`` tokens; ``starts`` are the offsets of its tokens."""
+def _split_text(text: str, starts: Sequence[int], limit: int) -> Iterator[str]:
+    """Yield consecutive segments of a text of at most ``limit`` tokens; ``starts`` are the offsets of its tokens."""
     token, start = 0, 0
-    while token + room < len(starts):
-        stop = starts[token + room]
+    while token + limit < len(starts):
+        stop = starts[token + limit]
         space = max(text.rfind(" ", start + 1, stop), text.rfind("\n", start + 1, stop))
         stop = space + 1 if space > 0 else max(stop, start + 1)
         yield text[start:stop]

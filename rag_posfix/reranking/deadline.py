@@ -1,4 +1,4 @@
-"""Deadlines of rerankings, and the reranker that keeps the given order when another one fails or is late.
+"""Deadlines of rerankings, and the reranker that keeps the given order when another reranker fails or is late.
 
 A thread cannot be stopped from outside. A reranker that computes in steps calls ``check_deadline`` before each of
 them, so that it releases the model within one step after its deadline or its cancellation. Deadlines are passed
@@ -82,8 +82,8 @@ def check_deadline() -> None:
     Raises:
         RerankingTimeoutError: it was cancelled, or its time is over.
     """
-    for one in _DEADLINES.get():
-        one.check()
+    for active in _DEADLINES.get():
+        active.check()
 
 
 async def run_in_thread(function: Callable[[], T]) -> T:
@@ -176,7 +176,7 @@ class GuardedReranker(BaseDocumentCompressor):
         except ConfigError:
             raise
         except Exception as error:
-            return self._in_given_order(documents, error)
+            return self._report_failure(documents, error)
         self.health.count_success(self.name)
         return ranked
 
@@ -191,16 +191,16 @@ class GuardedReranker(BaseDocumentCompressor):
         except ConfigError:
             raise
         except Exception as error:
-            return self._in_given_order(documents, error)
+            return self._report_failure(documents, error)
         self.health.count_success(self.name)
         return ranked
 
-    def _in_given_order(self, documents: Sequence[Document], error: Exception) -> list[Document]:
-        """Count and report the failure, and return copies. The error's text is left out: it may quote documents."""
+    def _report_failure(self, documents: Sequence[Document], error: Exception) -> list[Document]:
+        """Report the failure; return copies in the given order. Leave out the error's text: it may hold documents."""
         late = isinstance(error, TimeoutError | RerankingTimeoutError)
         self.health.count_failure(self.name, error, "timeout" if late else "error")
         problem = f"took longer than {self.deadline_seconds or 0:g} s" if late else f"failed ({type(error).__name__})"
         message = f"reranker {self.name} {problem}; the documents keep their order"
         _log.warning("%s", message)
         warn(message)
-        return [one.model_copy(update={"metadata": dict(one.metadata or {})}) for one in documents]
+        return [document.model_copy(update={"metadata": dict(document.metadata or {})}) for document in documents]

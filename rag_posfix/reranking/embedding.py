@@ -76,12 +76,12 @@ def _scores(
     if len(vectors) != len(texts):
         raise RerankingError(f"the embedding model returned {len(vectors)} vectors for {len(texts)} texts")
     cosines = {text: _cosine(query, vector) for text, vector in zip(texts, vectors, strict=True)}
-    each = (cosines[_text(document)] for document in documents)
-    return [DocumentScore(min(max(cosine, 0.0), 1.0), cosine) for cosine in each]
+    ordered = (cosines[_text(document)] for document in documents)
+    return [DocumentScore(min(max(cosine, 0.0), 1.0), cosine) for cosine in ordered]
 
 
 def _cosine(query: list[float], vector: list[float]) -> float:
-    """Return the cosine of two vectors, rounded; 0 if one of them is zero."""
+    """Return the cosine of two vectors, rounded; 0 if a vector is zero."""
     if len(query) != len(vector):
         raise RerankingError(f"question and passage have vectors of dimension {len(query)} and {len(vector)}")
     length = math.hypot(*query) * math.hypot(*vector)

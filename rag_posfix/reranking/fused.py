@@ -18,11 +18,11 @@ from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker,
 from rag_posfix.reranking.deadline import check_deadline
 
 SCORE_FLOOR = 1e-3
-"""The logarithm of a score is that of at least this."""
+"""Lower scores are raised to this before their logarithm is taken."""
 
 
-def _known(scorers: tuple[str, ...]) -> tuple[str, ...]:
-    """Check the names and parameters of the scorers: before a model is loaded."""
+def _check_scorers(scorers: tuple[str, ...]) -> tuple[str, ...]:
+    """Check the names and parameters of the scorers before a model is loaded."""
     for text in scorers:
         try:
             spec = parse_method(text, "reranker", "top_n=5")
@@ -66,7 +66,7 @@ class FusedReranker(ScoringReranker):
 
     embeddings: Embeddings
     generator: Generator
-    scorers: Annotated[tuple[str, ...], AfterValidator(_known), Field(min_length=2, max_length=8)] = (
+    scorers: Annotated[tuple[str, ...], AfterValidator(_check_scorers), Field(min_length=2, max_length=8)] = (
         "likelihood",
         "embedding",
     )
@@ -86,14 +86,14 @@ class FusedReranker(ScoringReranker):
         return self
 
     def _member(self, text: str) -> ScoringReranker:
-        parts = {"embeddings": lambda: self.embeddings, "generator": lambda: self.generator}
+        models = {"embeddings": lambda: self.embeddings, "generator": lambda: self.generator}
         try:
-            made = RERANKERS.create(parse_method(text, "reranker", "top_n=5"), parts)
+            reranker = RERANKERS.create(parse_method(text, "reranker", "top_n=5"), models)
         except RagPosfixError as error:
             raise PydanticCustomError("scorers", "{message}", {"message": str(error)}) from error
-        if not isinstance(made, ScoringReranker):
+        if not isinstance(reranker, ScoringReranker):
             raise PydanticCustomError("scorers", "{text} gives no scores that can be added", {"text": text})
-        return made
+        return reranker
 
     def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
         total = [0.0] * len(documents)
@@ -114,9 +114,7 @@ class FusedReranker(ScoringReranker):
 
     def _normalized(self, scores: Sequence[DocumentScore]) -> list[float]:
         if self.normalization == "log":
-            return [math.log(max(one.score, SCORE_FLOOR)) for one in scores]
-        read = [one.raw for one in scores if one.raw is not None]
-        standard = iter(z_scores(read))
-        found = [None if one.raw is None else next(standard) for one in scores]
-        lowest = min((value for value in found if value is not None), default=0.0)
-        return [lowest if value is None else value for value in found]
+            return [math.log(max(score.score, SCORE_FLOOR)) for score in scores]
+        standardized = z_scores([score.raw for score in scores if score.raw is not None])
+        lowest, values = min(standardized, default=0.0), iter(standardized)
+        return [lowest if score.raw is None else next(values) for score in scores]

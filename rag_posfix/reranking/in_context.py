@@ -1,4 +1,4 @@
-"""Scores passages by the attention of the question's tokens to them minus that of a content-free question."""
+"""Scores passages by the attention of the question's tokens to them minus a content-free question's attention."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class InContextReranker(PassageReadingReranker, WindowedReranker):
             layouts, current_salt(), check_deadline, self.layers, self.heads
         )
         scores = []
-        for passage, without, measured in zip(passages, baseline, attention, strict=True):
-            calibrated = [one - other for one, other in zip(measured, without, strict=True)]
+        for passage, content_free, measured in zip(passages, baseline, attention, strict=True):
+            calibrated = [value - bias for value, bias in zip(measured, content_free, strict=True)]
             scores.append(calibrated_score(calibrated[: passage.text.stop], self.normalize))
         return scores
 
@@ -106,8 +106,8 @@ def calibrated_score(tokens: Sequence[float], normalize: bool = False) -> float:
     threshold = -math.inf
     if len(tokens) > 1:
         mean = math.fsum(tokens) / len(tokens)
-        deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in tokens) / (len(tokens) - 1))
+        deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in tokens) / (len(tokens) - 1))
         threshold = mean - 2 * deviation
-    kept = [one for one in tokens if not one < threshold]  # keeps NaN, which is reported later
-    total = math.fsum(kept)
-    return total / max(len(kept), 1) if normalize else total
+    retained = [value for value in tokens if not value < threshold]  # keeps NaN, which is reported later
+    total = math.fsum(retained)
+    return total / max(len(retained), 1) if normalize else total

@@ -88,7 +88,7 @@ class LanguageModelReranker(ScoringReranker):
         return self._truncated(FittedPassage(passage), limit)
 
     def _truncated(self, fitted: FittedPassage, limit: int) -> FittedPassage:
-        """Return a passage of at most ``limit`` tokens. The content key stays that of the complete document."""
+        """Return a passage of at most ``limit`` tokens. It keeps the content key of the complete document."""
         if len(fitted) <= limit:
             return fitted
         if limit < FEWEST_TOKENS:
@@ -210,7 +210,7 @@ class WindowedReranker(LanguageModelReranker):
         """Return the passages with labels, such as numbers; unchanged by default."""
         return passages
 
-    def _passage_room(self, prompts: Sequence[TokenizedPrompt], count: int) -> int:
+    def _max_passage_tokens(self, prompts: Sequence[TokenizedPrompt], count: int) -> int:
         """Return the number of tokens that all passages of a window may have together."""
         return self.generator.context_window - max(len(prompt) for prompt in prompts)
 
@@ -218,18 +218,18 @@ class WindowedReranker(LanguageModelReranker):
         if self.stride is None or len(documents) <= self.window:
             read = self._read(question, documents[: self.window])
             unread = [DocumentScore(0.0)] * (len(documents) - len(read))
-            scores = self._normalized([one.raw for one in read])
-            return [*(_scored(one, score) for one, score in zip(read, scores, strict=True)), *unread]
+            scores = self._normalized([window_score.raw for window_score in read])
+            return [*(_document_score(*pair) for pair in zip(read, scores, strict=True)), *unread]
         ranking = list(range(len(documents)))
-        found: dict[int, _WindowScore] = {}
+        window_scores: dict[int, _WindowScore] = {}
         for start, stop in self._windows(len(documents), self.stride):
             window = ranking[start:stop]
             read = self._read(question, [documents[index] for index in window])
-            found.update(zip(window, read, strict=True))
-            ranking[start:stop] = sorted(window, key=lambda index: -found[index].raw)
+            window_scores.update(zip(window, read, strict=True))
+            ranking[start:stop] = sorted(window, key=lambda index: -window_scores[index].raw)
         n = len(documents)
         rank_of = {index: rank for rank, index in enumerate(ranking)}
-        return [_scored(found[index], (n - rank_of[index]) / n) for index in range(n)]
+        return [_document_score(window_scores[index], (n - rank_of[index]) / n) for index in range(n)]
 
     def _windows(self, count: int, stride: int) -> Iterator[tuple[int, int]]:
         """Yield start and end (exclusive) of each window, from the last to the first."""
@@ -243,34 +243,34 @@ class WindowedReranker(LanguageModelReranker):
         """Read one window; return the scores in the order of ``documents``."""
         check_deadline()
         prompts = self._prompts(question, len(documents))
-        fitted = self._fitted_together(documents, self._passage_room(prompts, len(documents)))
+        fitted = self._fitted_together(documents, self._max_passage_tokens(prompts, len(documents)))
         order = list(range(len(documents)))
         if self.order == "canonical":
             order.sort(key=lambda index: documents[index].key)
         passages = self._labelled([fitted[index].passage for index in order])
         raw = dict(zip(order, self._raw_scores(prompts, passages), strict=True))
-        return [_WindowScore(raw[index], one) for index, one in enumerate(fitted)]
+        return [_WindowScore(raw[index], passage) for index, passage in enumerate(fitted)]
 
-    def _fitted_together(self, documents: Sequence[CheckedDocument], room: int) -> list[FittedPassage]:
+    def _fitted_together(self, documents: Sequence[CheckedDocument], budget: int) -> list[FittedPassage]:
         fitted = [self._fitted(document, self.max_document_tokens) for document in documents]
-        limit = common_length_limit([len(one) for one in fitted], room)
-        return [self._truncated(one, limit) for one in fitted]
+        limit = common_length_limit([len(passage) for passage in fitted], budget)
+        return [self._truncated(passage, limit) for passage in fitted]
 
 
-def common_length_limit(sizes: Sequence[int], room: int) -> int:
-    """Return the largest common limit at which all sizes together do not exceed ``room``: only the longest are cut.
+def common_length_limit(sizes: Sequence[int], budget: int) -> int:
+    """Return the largest common limit at which all sizes together do not exceed ``budget``: only the longest are cut.
 
-    Formula: the largest m with sum_k min(size_k, m) <= room.
+    Formula: the largest m with sum_k min(size_k, m) <= budget.
     """
-    left = room
+    left = budget
     ascending = sorted(sizes)
     for done, size in enumerate(ascending):
-        equal_part = left // (len(ascending) - done)
-        if size > equal_part:
-            return equal_part
+        equal_share = left // (len(ascending) - done)
+        if size > equal_share:
+            return equal_share
         left -= size
     return max(sizes, default=0)
 
 
-def _scored(one: _WindowScore, score: float) -> DocumentScore:
-    return DocumentScore(score, one.raw, one.fitted.details)
+def _document_score(window_score: _WindowScore, score: float) -> DocumentScore:
+    return DocumentScore(score, window_score.raw, window_score.fitted.details)

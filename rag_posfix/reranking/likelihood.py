@@ -58,22 +58,23 @@ class LikelihoodReranker(SeparatePassageReranker):
 
     def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
         prompt = self._prompt(question)
-        room = self.generator.context_window - len(prompt)
-        limit = room if self.max_document_tokens is None else min(self.max_document_tokens, room)
+        free_tokens = self.generator.context_window - len(prompt)
+        limit = free_tokens if self.max_document_tokens is None else min(self.max_document_tokens, free_tokens)
         read = documents if self.question_copies else [_without_copies(document, question) for document in documents]
         fitted = [self._fitted(document, limit) for document in read]
-        found: dict[int, float] = {}
-        for batch in self._batches([one.passage for one in fitted], len(prompt.suffix)):
+        likelihoods: dict[int, float] = {}
+        for batch in self._batches([item.passage for item in fitted], len(prompt.suffix)):
             check_deadline()
             layout = prompt.with_passages([fitted[index].passage for index in batch])
-            found.update(zip(batch, self.generator.question_likelihood(layout, current_salt()), strict=True))
+            values = self.generator.question_likelihood(layout, current_salt())
+            likelihoods.update(zip(batch, values, strict=True))
         return [
             DocumentScore(
-                math.exp(min(found[index], 0.0)),
-                found[index],
-                {**one.details, **({} if read[index] is documents[index] else {"question_copies": "left out"})},
+                math.exp(min(likelihoods[index], 0.0)),
+                likelihoods[index],
+                {**passage.details, **({} if read[index] is documents[index] else {"question_copies": "left out"})},
             )
-            for index, one in enumerate(fitted)
+            for index, passage in enumerate(fitted)
         ]
 
     def _prompt(self, question: str) -> TokenizedPrompt:

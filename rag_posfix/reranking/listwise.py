@@ -18,7 +18,7 @@ from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import WindowedReranker
 
 SLACK_TOKENS = 8
-"""Tokens that are allowed for an answer beyond those of a complete ranking."""
+"""Tokens that are allowed for an answer in addition to a complete ranking."""
 
 
 @RERANKERS.register("listwise", aliases=("rankgpt",))
@@ -75,9 +75,9 @@ class ListwiseReranker(WindowedReranker):
         complete = " > ".join(f"[{number}]" for number in range(1, count + 1))
         return len(self.generator.encoder.encode_text(complete)) + SLACK_TOKENS
 
-    def _passage_room(self, prompts: Sequence[TokenizedPrompt], count: int) -> int:
+    def _max_passage_tokens(self, prompts: Sequence[TokenizedPrompt], count: int) -> int:
         labels = count * len(self.generator.encoder.encode_text(f"[{count}] "))
-        return super()._passage_room(prompts, count) - labels - self._answer_tokens(count)
+        return super()._max_passage_tokens(prompts, count) - labels - self._answer_tokens(count)
 
     def _raw_scores(self, prompts: Sequence[TokenizedPrompt], passages: Sequence[TokenizedPassage]) -> Sequence[float]:
         n = len(passages)

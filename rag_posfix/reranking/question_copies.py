@@ -26,15 +26,15 @@ def without_copies(text: str, question: str) -> str:
     wanted = _ngrams(words, size)
     if not wanted:
         return text
-    kept, dropped, start = [], False, 0
+    retained, dropped, start = [], False, 0
     for end in [*(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]:
         sentence = text[start:end]
         if len(wanted & _ngrams(_words(sentence), size)) > COPIED_SHARE * len(wanted):
             dropped = True
         else:
-            kept.append(sentence)
+            retained.append(sentence)
         start = end
-    return "".join(kept).strip() if dropped else text
+    return "".join(retained).strip() if dropped else text
 
 
 def _words(text: str) -> list[str]:

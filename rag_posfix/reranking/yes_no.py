@@ -151,7 +151,7 @@ class YesNoReranker(SeparatePassageReranker):
 
     def _prompt(self, question: str) -> TokenizedPrompt:
         judge, encoder = self._judge, self.generator.encoder
-        before, after, cue = judge.before, *_around(judge.after)
+        before, after, cue = judge.before, *_split_at_question(judge.after)
         template = _JudgePrompt(
             before.replace("{question}", question), judge.heading, judge.separator, after, cue, judge.system
         )
@@ -160,10 +160,10 @@ class YesNoReranker(SeparatePassageReranker):
 
     def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
         prompt = self._prompt(question)
-        yes, no = self._spelled()
+        yes, no = self._answer_tokens()
         limit = min(self.window_tokens, self.generator.context_window - len(prompt))
         windows = [
-            (index, each) for index, document in enumerate(documents) for each in self._windows(document, limit)
+            (index, window) for index, document in enumerate(documents) for window in self._windows(document, limit)
         ]
         odds: dict[int, float] = {}
         for batch in self._batches([passage for _, passage in windows], len(prompt.suffix)):
@@ -190,7 +190,7 @@ class YesNoReranker(SeparatePassageReranker):
         wanted = self.mass * math.fsum(best)
         return ranked[: next((n for n in range(1, len(best)) if math.fsum(best[:n]) >= wanted), len(best))]
 
-    def _spelled(self) -> tuple[list[int], list[int]]:
+    def _answer_tokens(self) -> tuple[list[int], list[int]]:
         """Return the tokens of yes and no: spellings of one token, or else first tokens that differ."""
         encode = self.generator.encoder.encode_text
         encoded = [[ids for text in texts if (ids := encode(text))] for texts in (self._judge.yes, self._judge.no)]
@@ -218,21 +218,21 @@ class YesNoReranker(SeparatePassageReranker):
         while True:
             check_deadline()
 
-            def rest(ids: Sequence[int], allowed: int, decode: Any, start: int = start) -> tuple[int, ...]:
+            def shorten(ids: Sequence[int], allowed: int, decode: Any, start: int = start) -> tuple[int, ...]:
                 return truncate(ids[start:], allowed, decode)
 
-            window = cut_passage(encoder, passage, limit, rest, heading_limit=limit // 2)
+            window = cut_passage(encoder, passage, limit, shorten, heading_limit=limit // 2)
             yield window
             if start + len(window.text) >= text:
                 return
             start += max(len(window.text) * 3 // 4, 1)
 
 
-def _around(text: str) -> tuple[str, str]:
+def _split_at_question(text: str) -> tuple[str, str]:
     before, _, after = text.partition("{question}")
     return before, after
 
 
 def _log_sum(values: Sequence[float]) -> float:
-    most = max(values)
-    return most + math.log(math.fsum(math.exp(value - most) for value in values))
+    largest = max(values)
+    return largest + math.log(math.fsum(math.exp(value - largest) for value in values))
