@@ -105,7 +105,7 @@ def _described(update: IndexUpdate, settings: Settings) -> dict[str, Any]:
     """Drop cached answers and passages of removed documents, and return the numbers of the update."""
     from rag_posfix.pipeline.build import invalidate_stored
 
-    answers, passages = invalidate_stored(update.gone, settings)
+    answers, passages = invalidate_stored(update.removed_documents, settings)
     invalidated = {"answers": answers, "passages": passages}
     return {
         "passages": update.manifest.count,

@@ -106,10 +106,10 @@ class RunnableRetriever:
         result: Any = runnable.invoke(question, k=k) if takes_k else runnable.invoke(question)
         kind = type(result).__name__
         if isinstance(result, list | tuple):
-            others = [item for item in result if not isinstance(item, Document)]
-            if not others:
+            invalid_items = [item for item in result if not isinstance(item, Document)]
+            if not invalid_items:
                 return list(result[:k])
-            kind = f"a list with {type(others[0]).__name__} in it"
+            kind = f"a list with {type(invalid_items[0]).__name__} in it"
         raise RetrievalError(
             f"the retriever {type(runnable).__name__} returned {kind}; it must return a list of langchain_core "
             "Documents for a question"

@@ -1,7 +1,7 @@
 """Embeddings with sentence-transformers, loaded on first use. Knows nothing of documents or indexes.
 
-``embedding_identity`` names a model by its weights, the same on every machine, so that an index can refuse to be
-searched with another model than it was built with.
+``embedding_identity`` names a model by its weights, the same on every machine, so that an index rejects searches with
+another model than it was built with.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A langchain vector store on faiss: search by cosine, saved as a folder.
 
 The result of an exact search does not depend on the order in which documents were added. In a graph (see
-``index.vector_index``) the documents that are found may depend on it; their scores do not.
+``index.vector_index``) the returned documents may depend on it; their scores do not.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class FaissVectorStore(VectorStore):
         self._delete_listeners.append(listener)
 
     def add_documents(self, documents: list[Document], *, ids: list[str] | None = None, **kwargs: Any) -> list[str]:
-        """Add documents, replacing those whose id is stored, and return their ids.
+        """Add documents, replacing stored documents with the same ids, and return their ids.
 
         Args:
             documents: The documents. The last of several with the same id is kept.
-            ids: Ids in place of those of the documents; None for a document keeps its own.
+            ids: Ids in place of the documents' ids; None for a document keeps its own.
             **kwargs: Accepted for langchain's indexing helpers (``batch_size``) and not used.
 
         Raises:

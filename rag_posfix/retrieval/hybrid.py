@@ -103,7 +103,7 @@ def _scores(documents: Sequence[Document]) -> dict[str, float]:
 
 
 def _merged(document_id: str, results: Sequence[Sequence[Document]], score: float) -> Document:
-    """Return the document with this id, with the metadata of all copies; that of the first copy takes precedence."""
+    """Return the document with this id, with the metadata of all copies; the first copy takes precedence."""
     copies = [document for documents in results for document in documents if stored_id(document) == document_id]
     metadata: dict[str, Any] = {}
     for document in reversed(copies):

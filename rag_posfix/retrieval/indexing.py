@@ -34,9 +34,9 @@ class IndexUpdate:
 
     Attributes:
         changed: Number of passages with another text or other metadata.
-        unchanged: Number of unchanged passages, those of other paths included.
+        unchanged: Number of unchanged passages, passages of other paths included.
         embedded: Number of texts that were embedded.
-        gone: Documents that are not in the index any more, former versions of passages with another text included.
+        removed_documents: Documents that are not in the index any more, former versions of changed texts included.
         continued: Number of texts whose vectors an unfinished update had computed.
         skipped: Files that gave no document of their own.
     """
@@ -47,19 +47,19 @@ class IndexUpdate:
     unchanged: int
     removed: int
     embedded: int
-    gone: tuple[Document, ...]
+    removed_documents: tuple[Document, ...]
     continued: int = 0
     skipped: tuple[SkippedFile, ...] = ()
 
 
 @dataclass(slots=True)
 class _Changes:
-    """The changes that an update makes to a store; the numbers are those of ``IndexUpdate``."""
+    """The changes that an update makes to a store, with the numbers of ``IndexUpdate``."""
 
     put: dict[str, IndexEntry] = field(default_factory=dict)  # texts whose vectors are needed, by id
     replace: list[IndexEntry] = field(default_factory=list)  # other metadata or files: vectors stay
     remove: list[str] = field(default_factory=list)
-    gone: list[Document] = field(default_factory=list)  # what put and remove take out of the index
+    removed_documents: list[Document] = field(default_factory=list)  # by put and remove
     added: int = 0
     changed: int = 0
     unchanged: int = 0
@@ -111,7 +111,7 @@ def update_index(
     Args:
         paths: Files and folders, as for ``read_documents``.
         folder: New, empty, or an existing index.
-        embeddings: The embedding model; that of an existing index.
+        embeddings: The embedding model; for an existing index, the model that it was built with.
         rebuild: Replace an existing index, which may be damaged or of another model, without reusing its vectors or
             keeping its other passages.
         reading: Called with (files read, files to read).
@@ -173,7 +173,7 @@ def _update(
         unchanged=changes.unchanged,
         removed=len(changes.remove) + len(replaced.keys() - changes.put.keys()),
         embedded=embedded,
-        gone=(*changes.gone, *invalid),
+        removed_documents=(*changes.removed_documents, *invalid),
         continued=continued,
         skipped=read.skipped,
     )
@@ -182,7 +182,7 @@ def _update(
 def _compare(
     old: dict[str, IndexEntry], new: dict[str, IndexEntry], sources: Sequence[Path], unreadable: set[str]
 ) -> _Changes:
-    """Return the changes from ``old`` to the documents read from ``sources`` and those of ``old`` from elsewhere."""
+    """Return the changes from ``old`` to the documents of ``sources``; documents of ``old`` from other files stay."""
     changes = _Changes()
     roots = [os.path.abspath(source) for source in sources]
     unread = {os.path.abspath(file) for file in unreadable}
@@ -212,7 +212,7 @@ def _compare(
         changed = before.document != after.document
         if not same_text:
             changes.put[name] = after
-            changes.gone.append(before.document)
+            changes.removed_documents.append(before.document)
         elif changed or before.files != after.files:
             changes.replace.append(after)
         changes.changed += changed
@@ -223,7 +223,7 @@ def _compare(
         other_files = remaining_files(entry)
         if entry.files and not other_files:
             changes.remove.append(name)
-            changes.gone.append(entry.document)
+            changes.removed_documents.append(entry.document)
             continue
         if other_files != entry.files:
             changes.replace.append(IndexEntry(entry.document, other_files))

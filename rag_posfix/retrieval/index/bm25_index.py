@@ -69,7 +69,7 @@ class BM25Index:
         self.k1, self.b = k1, b
         self._count = count
         self._scorer = _new_scorer(k1, b)
-        # bm25s has no constructor for term scores that are known; its own loading sets these attributes, too.
+        # bm25s has no constructor for computed term scores; its own loading sets these attributes, too.
         self._scorer.scores = {"data": term_scores, "indices": texts, "indptr": starts, "num_docs": count}
         self._scorer.nonoccurrence_array = None
 
@@ -110,7 +110,7 @@ class BM25Index:
             return np.zeros(self._count, dtype=np.float32)
         try:
             scores: NDArray[np.float32] = self._scorer.get_scores_from_ids(rows)
-        except (IndexError, ValueError) as error:  # of memory-mapped statistics, not all is checked when they are read
+        except (IndexError, ValueError) as error:  # memory-mapped statistics are not checked in full when read
             raise RetrievalError("the word statistics of the index are damaged; build the index again") from error
         return scores
 

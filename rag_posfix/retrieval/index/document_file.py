@@ -1,4 +1,4 @@
-"""Documents in one SQLite file: a row with a checksum for each, and facts about all; changed in transactions."""
+"""Documents in one SQLite file: a row with a checksum per document, and facts about all; changed in transactions."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class DocumentFile:
             scratch.replace(path)
             flush(path.parent)
         finally:
-            for left in path.parent.glob(".*.partial*"):  # also what killed writers left
-                left.unlink(missing_ok=True)
+            for leftover in path.parent.glob(".*.partial*"):  # also files of killed writers
+                leftover.unlink(missing_ok=True)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -169,7 +169,7 @@ class DocumentFile:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Turn the errors of SQLite into those of this package."""
+        """Turn errors of SQLite into errors of this package."""
         try:
             yield
         except sqlite3.Error as error:

@@ -90,7 +90,7 @@ class EmbeddedTexts:
         self._connection = connection
 
     def get(self, texts: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-        """Return the vectors of those of ``texts`` that have one; all of the same dimension."""
+        """Return the stored vectors of ``texts``, all of the same dimension; texts without a vector are left out."""
         import numpy as np
 
         texts_by_key = {_key(text): text for text in texts}

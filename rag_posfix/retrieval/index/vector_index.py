@@ -272,7 +272,7 @@ class DocumentVectors:
         The table owns the entries from then on; ``rows`` has a vector of length one for each.
 
         Raises:
-            RetrievalError: the vectors are of another dimension than those before.
+            RetrievalError: the vectors are of another dimension than the stored vectors.
         """
         import numpy as np
 
@@ -314,7 +314,7 @@ class DocumentVectors:
         """Return the ``k`` nearest documents, not copied, with their cosine, best first and ties by id.
 
         Raises:
-            RetrievalError: the question's vector is of another dimension than those of the documents.
+            RetrievalError: the question's vector is of another dimension than the documents' vectors.
         """
         with self.lock:
             if not len(self.table):

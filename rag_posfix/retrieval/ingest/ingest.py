@@ -35,7 +35,7 @@ SkippedKind: TypeAlias = Literal["unsupported", "empty", "binary", "duplicate", 
 
 @dataclass(frozen=True, slots=True)
 class SkippedFile:
-    """A file, by its path as it was found, that gave no document of its own, and the reason on one line."""
+    """A file that gave no document of its own, by its path, and the reason on one line."""
 
     file: str
     kind: SkippedKind
@@ -204,7 +204,7 @@ def _walk(folder: Path, skip: Callable[[SkippedFile], None], strict: bool) -> It
 
 
 def _add_file(file: Path, size: PassageSize | None, documents: dict[str, _ReadDocument]) -> SkippedFile | None:
-    """Add the documents of a file, all or none; return why the file has none of its own, if so."""
+    """Add all documents of a file, or none; return the reason if the file has no document of its own."""
     name, suffix = clean_text(str(file)), file.name.lower()
     if suffix.endswith(JSON_LINES_SUFFIXES):
         records = read_json_lines(file)
@@ -291,7 +291,7 @@ def split_passages(text: str, size: PassageSize | None = None) -> list[CharSpan]
 
 
 def _split(text: str, span: CharSpan, size: PassageSize, level: int) -> Iterator[CharSpan]:
-    """Yield consecutive parts of ``span`` that fit, as large as the breaks allow."""
+    """Yield consecutive segments of ``span`` that fit, as large as the breaks allow."""
     start, end = span.start, span.end
     while start < end and text[start].isspace():
         start += 1

@@ -32,8 +32,7 @@ class FileText:
 
     Attributes:
         text: Plain text and Markdown unchanged; the extracted text of HTML, PDF and Word files.
-        title: The title of an HTML page, else empty. The title of a PDF file is often that of a template, so it is not
-            used.
+        title: The title of an HTML page, else empty. The title of a PDF file is often a template's, so it is not used.
         pages: The offset in ``text`` at which each page of a PDF file begins.
     """
 
@@ -187,7 +186,7 @@ _SPACES = re.compile(r"[^\S\xa0]+|\xa0+")
 def decode_html(data: bytes) -> tuple[str, str | None]:
     """Return the decoded text of an HTML file, and a description of the decoding problem, or None.
 
-    The encoding is that of a byte order mark, else the ``charset`` declared in the first 1024 bytes, else UTF-8.
+    The encoding is given by a byte order mark, else by the ``charset`` declared in the first 1024 bytes, else UTF-8.
     Undecodable bytes are replaced.
     """
     for mark, encoding in (

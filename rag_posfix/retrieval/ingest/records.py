@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
 TABLE_SUFFIXES = (".csv",)
 
-# Of several fields or columns, the first that is there: our own names, those of BEIR, and other common ones.
+# The first field or column of these that exists counts: our names, BEIR's names, and other common names.
 _ID_FIELDS = ("id", "_id")
 _TEXT_FIELDS = ("text", "page_content", "contents")
 

@@ -80,7 +80,7 @@ def test_a_first_time_everything_is_added_and_a_second_time_nothing_is_done(corp
     embeddings.texts.clear()
     second = update_index([corpus], tmp_path / "index", embeddings)
     assert counts(second) == (0, 0, 4, 0, 0)
-    assert (second.gone, second.manifest) == ((), first.manifest)
+    assert (second.removed_documents, second.manifest) == ((), first.manifest)
     assert embeddings.texts == []
     assert sorted(path.name for path in (tmp_path / "index").iterdir()) == names
 
@@ -98,7 +98,7 @@ def test_only_what_is_new_is_embedded_and_what_is_gone_is_told(corpus, embedding
     assert sorted(embeddings.texts) == ["T\nccd", "ddd"]
     assert seen == [(2, 2)]
     assert counts(update) == (1, 1, 2, 1, 2)
-    assert sorted(document.page_content for document in update.gone) == ["abc abd", "ccc"]
+    assert sorted(document.page_content for document in update.removed_documents) == ["abc abd", "ccc"]
     build_index([corpus], tmp_path / "fresh", embeddings)
     assert everything(tmp_path / "index") == everything(tmp_path / "fresh")
 
@@ -128,7 +128,7 @@ def test_a_passage_in_two_files_stays_until_both_are_gone(corpus, embeddings, tm
     update_index([corpus], tmp_path / "index", embeddings)
     (corpus / "a.txt").unlink()
     update = update_index([corpus], tmp_path / "index", embeddings)
-    assert (update.removed, update.embedded, update.gone) == (0, 0, ())
+    assert (update.removed, update.embedded, update.removed_documents) == (0, 0, ())
     build_index([corpus], tmp_path / "fresh", embeddings)
     assert everything(tmp_path / "index") == everything(tmp_path / "fresh"), "with copy.txt as the source"
     (corpus / "copy.txt").unlink()
@@ -151,7 +151,7 @@ def test_new_metadata_of_an_old_text_is_kept_without_embedding(corpus, embedding
     )
     update = update_index([corpus], tmp_path / "index", embeddings)
     assert counts(update) == (0, 1, 3, 0, 0)
-    assert update.gone == ()
+    assert update.removed_documents == ()
     found = FaissVectorStore.load(tmp_path / "index", embeddings).similarity_search("ccc", 9, filter={"year": 1})
     assert [document.id for document in found] == ["one"]
 
@@ -197,7 +197,7 @@ def test_another_model_is_refused_and_a_rebuild_takes_it(corpus, embeddings, tmp
     (corpus / "a.txt").write_text("abe")
     update = update_index([corpus], tmp_path / "index", LetterEmbeddings("new:26"), rebuild=True)
     assert counts(update) == (4, 0, 0, 1, 4)
-    assert [document.page_content for document in update.gone] == ["abc abd"]
+    assert [document.page_content for document in update.removed_documents] == ["abc abd"]
 
 
 def test_a_rebuild_does_not_mind_a_damaged_index(corpus, embeddings, tmp_path):
