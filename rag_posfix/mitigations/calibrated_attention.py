@@ -42,7 +42,7 @@ def passage_weights(measured: Tensor, bias: Tensor, temperature: float) -> Tenso
 def redistribute(probabilities: Tensor, segments: Tensor, share: Tensor, strength: float) -> Tensor:
     """Return attention with the same total on all passages, redistributed over the passages by ``share``.
 
-    A passage without any attention in a head stays without. Tokens of a passage keep their proportions.
+    A passage without any attention in a head stays without attention. Tokens of a passage keep their proportions.
 
     Shapes:
         probabilities: (..., S) float32 of the passages' tokens. segments: (S,) passage of each token.

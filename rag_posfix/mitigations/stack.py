@@ -144,7 +144,7 @@ class Stack(Mitigation):
 
     @property
     def is_order_invariant(self) -> bool:
-        """Whether any of the methods is order-free: it sorts the passages for the others."""
+        """Whether any of the methods is order-invariant: it sorts the passages for the other methods."""
         return any(method.is_order_invariant for method in map(_create_method, self.methods))
 
     def needs(self) -> frozenset[Capability]:
