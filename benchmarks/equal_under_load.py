@@ -71,18 +71,18 @@ def compare_loads(
     with httpx2.Client(base_url=url, timeout=600) as client:
         for method in methods:
             fields = {"model": "default", "max_tokens": new_tokens, "temperature": 0, "logprobs": True}
-            asked = [{**body, **fields, "posfix": {"mitigation": method}} for body in bodies]
-            alone = [ask(client, body) for body in asked]
+            requests = [{**body, **fields, "posfix": {"mitigation": method}} for body in bodies]
+            alone = [ask(client, body) for body in requests]
             for count in together:
                 if count > 1 and MITIGATIONS.get(method).order_invariant:
-                    asked = [_shuffled(body, f"{count} {number}") for number, body in enumerate(asked)]
+                    requests = [_shuffled(body, f"{count} {number}") for number, body in enumerate(requests)]
                 with ThreadPoolExecutor(count) as pool:
-                    answers = list(pool.map(lambda body: ask(client, body), asked))
+                    answers = list(pool.map(lambda body: ask(client, body), requests))
                 pairs = list(zip(answers, alone, strict=True))
                 yield {
                     "method": method,
                     "together": count,
-                    "questions": len(asked),
+                    "questions": len(requests),
                     "different_answers": sum(answer[0] != expected[0] for answer, expected in pairs),
                     "different_scores": sum(answer[1] != expected[1] for answer, expected in pairs),
                 }

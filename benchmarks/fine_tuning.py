@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--questions", type=int, default=40, help="for the evaluation")
     parser.add_argument("--model", default="smollm2")
     chosen = parser.parse_args(arguments)
-    made = chosen.out / "samples"
-    make_data(chosen, made)
-    tuned = {name: train(name, chosen, made) for name in OBJECTIVES}
+    samples = chosen.out / "samples"
+    make_data(chosen, samples)
+    tuned = {name: train(name, chosen, samples) for name in OBJECTIVES}
     models: dict[str, Path | None] = {"before": None, **tuned}
     data = {"litm": chosen.out / "unseen.jsonl", "key_value": chosen.out / "key-value" / "samples.jsonl"}
     records = {
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "samples": chosen.samples, "questions": chosen.questions, "commands": "benchmarks/fine_tuning.py",
         },
         "summary": {
-            "models": {name: shown(tasks) for name, tasks in records.items()},
+            "models": {name: position_curves(tasks) for name, tasks in records.items()},
             "gains": {name: gained(records["before"], records[name]) for name in OBJECTIVES},
             "perplexity": forgotten,
             "trainings": {name: training(chosen.out / name) for name in OBJECTIVES},
@@ -82,7 +82,7 @@ def command(*words: object) -> None:
     subprocess.run([Path(sys.executable).with_name("rag-posfix"), *map(str, words)], check=True)
 
 
-def make_data(chosen: argparse.Namespace, made: Path) -> None:
+def make_data(chosen: argparse.Namespace, samples: Path) -> None:
     """Make the samples to train on, and those of key-value retrieval to evaluate on."""
     near, far, unseen = (chosen.out / f"{name}.jsonl" for name in ("near", "far", "unseen"))
     copy_rows(chosen.litm, near, 0, TRAINED)
@@ -91,7 +91,7 @@ def make_data(chosen: argparse.Namespace, made: Path) -> None:
     command(
         "train", "data", "--pairs", near, "--pairs", far, "--own-distractors", "--templates", "key_value",
         "--multi", 0, "--decontaminate", unseen, "--samples", chosen.samples, "--min-tokens", 150, "--max-tokens", 450,
-        "--model", chosen.model, "--out", made,
+        "--model", chosen.model, "--out", samples,
     )  # fmt: skip
     command(
         "train", "data", "--templates", "key_value", "--multi", 0, "--seed", 1, "--samples", chosen.questions,
@@ -108,11 +108,11 @@ def copy_rows(source: Path, target: Path, start: int, stop: int | None) -> None:
     target.write_text("".join(rows), "utf-8")
 
 
-def train(objective: str, chosen: argparse.Namespace, made: Path) -> Path:
+def train(objective: str, chosen: argparse.Namespace, samples: Path) -> Path:
     """Train with an objective; return the folder of the adapter."""
     held_out, batch = 16, 4
     command(
-        "-v", "train", objective, "--data", made / "samples.jsonl", "--batch", batch, "--held-out", held_out,
+        "-v", "train", objective, "--data", samples / "samples.jsonl", "--batch", batch, "--held-out", held_out,
         "--steps", (chosen.samples - held_out) // batch, "--evaluate-every", 38, "--learning-rate", 2e-4,
         "--model", chosen.model, "--out", chosen.out / objective,
     )  # fmt: skip
@@ -200,7 +200,7 @@ def last_record(folder: Path, kind: str) -> Path:
     return max(folder.glob(f"{kind}-*.json"))
 
 
-def shown(records: Mapping[str, Path]) -> dict[str, Any]:
+def position_curves(records: Mapping[str, Path]) -> dict[str, Any]:
     """Return the curves of each method by position, by task."""
     summaries = {task: read_head(path)["summary"] for task, path in records.items()}
     return {

@@ -108,7 +108,7 @@ def rerank(seconds: float) -> dict[str, Any]:
 
 
 def streams(count: int = 50) -> dict[str, Any]:
-    def one(number: int) -> bool:
+    def is_complete(number: int) -> bool:
         connection = Connection(url, timeout=120)
         status, answer = connection.post(CHAT, body_of(number, stream=True, cache=False))
         connection.close()
@@ -117,7 +117,7 @@ def streams(count: int = 50) -> dict[str, Any]:
     with Host() as host, ThreadPoolExecutor(count) as pool:
         url = host.serve(limits={"max_queue": count})
         started = time.perf_counter()
-        complete = sum(pool.map(one, range(count)))
+        complete = sum(pool.map(is_complete, range(count)))
         return {"streams": count, "complete": complete, "seconds": round(time.perf_counter() - started, 2)}
 
 
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "added": added,
         "keys": lambda: keys(chosen.seconds),
     }
-    summary: dict[str, Any] = {part: measured[part]() for part in chosen.part or PARTS}
+    summary: dict[str, Any] = {name: measured[name]() for name in chosen.part or PARTS}
     print(json.dumps(summary, indent=2))
     if chosen.out is not None:
         load["after"] = os.getloadavg()

@@ -32,7 +32,7 @@ def first_answer(heads: Sequence[Head]) -> Iterator[Row]:
 def service_load(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per load: what was asked for, and what was measured."""
     summary = heads[0]["summary"]
-    cached, rerank, streams, added = (summary[part] for part in ("cached", "rerank", "streams", "added"))
+    cached, rerank, streams, added = (summary[load] for load in ("cached", "rerank", "streams", "added"))
     yield ["load", "limit", "measured"]
     yield [
         f"cached answers, {cached['rate']:.0f} requests/s, {cached['requests']} requests",
@@ -90,13 +90,13 @@ def clients(heads: Sequence[Head]) -> Iterator[Row]:
 def device_calls(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row for the stock model and each method: calls, how many times the stock model's, and waits."""
     methods = heads[0]["summary"]["methods"]
-    yield ["method", *(f"{part}: {text}" for part in ("prompt", "token") for text in ("calls", "reads + uploads"))]
+    yield ["method", *(f"{phase}: {text}" for phase in ("prompt", "token") for text in ("calls", "reads + uploads"))]
     for name, counts in methods.items():
         cells = ["the stock model" if name == "stock" else f"`{name}`"]
-        for part in ("prompt", "step"):
-            ratio = counts[part]["calls"] / methods["stock"][part]["calls"]
-            reads = f"{counts[part]['reads']} + {counts[part]['uploads']}"
-            cells += [f"{counts[part]['calls']:,} ({ratio:.1f}x)", reads]
+        for phase in ("prompt", "step"):
+            ratio = counts[phase]["calls"] / methods["stock"][phase]["calls"]
+            reads = f"{counts[phase]['reads']} + {counts[phase]['uploads']}"
+            cells += [f"{counts[phase]['calls']:,} ({ratio:.1f}x)", reads]
         yield cells
 
 

@@ -88,7 +88,9 @@ def positions(heads: Sequence[Head], columns: Sequence[str]) -> Iterator[Row]:
     gold = list(next(iter(methods.values()))["positions"])
     yield ["method", *(f"gold at {position}" for position in gold), *columns]
     for name, result in methods.items():
-        cells = [scores(one["log_probability"], one["accuracy"]) for one in result["positions"].values()]
+        cells = [
+            scores(measured["log_probability"], measured["accuracy"]) for measured in result["positions"].values()
+        ]
         if len(set(cells)) == 1 and result["answers_that_change"] == 0:
             cells = [cells[0], *["same"] * (len(cells) - 1)]
         yield [label(name), *cells, *(POSITION_COLUMNS[column](result) for column in columns)]
@@ -127,12 +129,12 @@ def bounds(heads: Sequence[Head]) -> Iterator[Row]:
     first = "scorer finds the gold passage"
     yield ["method", first, "accuracy there (gold alone)", "accuracy elsewhere (gold alone)", "in all (gold alone)"]
     alone = heads[0]["summary"]["gold_only"]["accuracy"]
-    for name, one in methods_of(heads).items():
-        if one["answers_that_change"]:
+    for name, result in methods_of(heads).items():
+        if result["answers_that_change"]:
             continue
-        first, later = one["by_scorer"]["gold_first"], one["by_scorer"]["gold_later"]
-        cells = [short(f"{part['accuracy']:.2f} ({part['gold_only_accuracy']:.2f})") for part in (first, later)]
-        yield [label(name), percent(first["share"]), *cells, short(f"{one['worst']:.2f} ({alone:.2f})")]
+        first, later = result["by_scorer"]["gold_first"], result["by_scorer"]["gold_later"]
+        cells = [short(f"{group['accuracy']:.2f} ({group['gold_only_accuracy']:.2f})") for group in (first, later)]
+        yield [label(name), percent(first["share"]), *cells, short(f"{result['worst']:.2f} ({alone:.2f})")]
 
 
 def floor_and_ceiling(heads: Sequence[Head]) -> str:
@@ -166,8 +168,8 @@ def demo(heads: Sequence[Head]) -> Iterator[Row]:
     yield ["method", *where.values(), "answers that change"]
     for name, result in methods.items():
         cells = (result["positions"][position] for position in where)
-        right = [f"{one['right']} of {count} ({one['log_probability']:.2f})" for one in cells]
-        yield [label(name), *right, f"{result['answers_that_change']} of {count}"]
+        correct = [f"{cell['right']} of {count} ({cell['log_probability']:.2f})" for cell in cells]
+        yield [label(name), *correct, f"{result['answers_that_change']} of {count}"]
 
 
 def rules(heads: Sequence[Head]) -> Iterator[Row]:
@@ -175,9 +177,9 @@ def rules(heads: Sequence[Head]) -> Iterator[Row]:
     sets = heads[0]["summary"]
 
     def cell(result: Mapping[str, float], mixed: bool = True) -> str:
-        right, believed = result["accuracy_chosen"], result["believes_gold"]
+        correct, believed = result["accuracy_chosen"], result["believes_gold"]
         mixture = f"{result['log_probability_mixture']:.2f}" if mixed else "-"
-        shares = ", ".join("1.0" if share == 1 else short(f"{share:.2f}") for share in (right, believed))
+        shares = ", ".join("1.0" if share == 1 else short(f"{share:.2f}") for share in (correct, believed))
         return f"{shares}; {result['log_probability_chosen']:.2f}, {mixture}"
 
     yield ["rule", *(SETS.get(name, name) for name in sets)]
@@ -227,8 +229,8 @@ def rerank_positions(heads: Sequence[Head]) -> Iterator[Row]:
     gold = list(next(iter(rerankers.values()))["places"])
     yield ["reranker", *(f"recall@{cut}, gold at {' / '.join(gold)}" for cut in CUTS), "rankings that change", *WORK]
     for name, result in rerankers.items():
-        places = [result["places"][position] for position in gold]
-        recalls = [" / ".join(short(f"{place[f'recall@{cut}']:.3f}") for place in places) for cut in CUTS]
+        measured = [result["places"][position] for position in gold]
+        recalls = [" / ".join(short(f"{position[f'recall@{cut}']:.3f}") for position in measured) for cut in CUTS]
         yield [label(name), *recalls, percent(result["rankings_that_change"]), *work(result)]
 
 
@@ -266,8 +268,8 @@ def llama_cpp(heads: Sequence[Head]) -> Iterator[Row]:
     for threads, engines in heads[0]["summary"].items():
         for name, result in engines.items():
             times = [seconds_cell(result[f"ttft_{time}_s"]) for time in ("cold", "again", "reordered")]
-            shown = name if name in ("llama.cpp", "transformers") else label(name)
-            yield [threads, shown, *times, f"{result['decode_tokens_per_s']:.1f}"]
+            display_name = name if name in ("llama.cpp", "transformers") else label(name)
+            yield [threads, display_name, *times, f"{result['decode_tokens_per_s']:.1f}"]
 
 
 def seconds_cell(seconds: float) -> str:
@@ -286,10 +288,13 @@ def vector_search(heads: Sequence[Head]) -> Iterator[Row]:
         "filter: a half": "with a filter that half pass",
     }
     yield ["", *LOADS.values()]
-    yield ["load", *(short(f"{one['load_s']:.1f} s, {one['load_memory_bytes'] / 1e9:.2f} GB") for one in result)]
+    yield [
+        "load",
+        *(short(f"{measured['load_s']:.1f} s, {measured['load_memory_bytes'] / 1e9:.2f} GB") for measured in result),
+    ]
     for key, text in searches.items():
-        yield [text, *(f"{one[key]['p50_ms']:.1f} ms ({one[key]['p95_ms']:.1f})" for one in result)]
-    yield ["recall of the ten nearest", *(short(f"{one['recall_at_10']:.3f}") for one in result)]
+        yield [text, *(f"{measured[key]['p50_ms']:.1f} ms ({measured[key]['p95_ms']:.1f})" for measured in result)]
+    yield ["recall of the ten nearest", *(short(f"{measured['recall_at_10']:.3f}") for measured in result)]
 
 
 def nothing_relevant(heads: Sequence[Head]) -> Iterator[Row]:

@@ -47,7 +47,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def parts(host: Host, chosen: argparse.Namespace, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+def measurements(host: Host, chosen: argparse.Namespace, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return what measures each row, by its name."""
     return {
         **{f"Redis {name}": partial(redis_fault, host, name, chosen.seconds) for name in FAULTS},
@@ -64,7 +64,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     """Return the rows as a table of Markdown."""
     lines = ["| fault | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, row in rows.items():
-        lines.append("| " + " | ".join([name, *(_shown(row.get(column)) for column in COLUMNS)]) + " |")
+        lines.append("| " + " | ".join([name, *(_cell(row.get(column)) for column in COLUMNS)]) + " |")
     if "memory" in rows:
         memory = rows["memory"]
         lines.append(
@@ -74,7 +74,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
     return "" if value is None else str(len(value)) if isinstance(value, list) else str(value)
 
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         host = Host()
-        measured = parts(host, chosen, Path(folder))
+        measured = measurements(host, chosen, Path(folder))
         unknown = set(chosen.only or ()) - set(measured)
         if unknown:
             raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are: {', '.join(measured)}")

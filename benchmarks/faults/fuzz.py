@@ -77,15 +77,15 @@ class Maker:
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
         needed = set(schema.get("required", ()))
-        made = {}
+        result = {}
         for name, field in schema.get("properties", {}).items():
             if name in needed or self._chance.random() < (0.3 if depth < 4 else 0.05):
-                made[name] = self.value(field, depth + 1)
+                result[name] = self.value(field, depth + 1)
         if self._chance.random() < self._wrong:
-            made[self._chance.choice(STRINGS)] = self._anything(depth)
-        if made and self._chance.random() < self._wrong:
-            made.pop(self._chance.choice(list(made)))
-        return made
+            result[self._chance.choice(STRINGS)] = self._anything(depth)
+        if result and self._chance.random() < self._wrong:
+            result.pop(self._chance.choice(list(result)))
+        return result
 
     def _anything(self, depth: int) -> Any:
         choices: tuple[Any, ...] = (None, True, self._chance.choice(STRINGS), self._chance.choice(NUMBERS))
@@ -145,7 +145,7 @@ def _request(chance: random.Random, maker: Maker, route: Route) -> tuple[bytes, 
     """Return the bytes of a request and the statuses that it may be answered with."""
     method, path, allowed = route.method, route.path, route.statuses
     name = chance.choice(("default", "other", "a%2Fb", "%00", "x" * 300))
-    path = "/".join(name if part.startswith("{") else part for part in path.split("/"))
+    path = "/".join(name if segment.startswith("{") else segment for segment in path.split("/"))
     if chance.random() < 0.02:
         method, allowed = chance.choice(("DELETE", "PUT", "PATCH", "OPTIONS")), allowed | OF_OTHER_PATHS
     if chance.random() < 0.02:

@@ -41,7 +41,7 @@ def asks(rows: Mapping[str, Sequence[Row]], scale: Scale) -> list[Ask]:
     judged = [row for row in rows.get("exactness", ()) if "passed" in row or "failed" in row]
 
     def first_token(method: str, name: str) -> float | None:
-        return _value(first, {"model": scale.model.name, "size": scale.asked.label, "method": method}, name)
+        return _value(first, {"model": scale.model.name, "size": scale.ask_size.label, "method": method}, name)
 
     def requests(count: int) -> float | None:
         return _value(rows.get("batches", ()), {"method": "none", "requests": count}, "tokens_per_s")
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for ask in judged:
         verdict = "not measured" if ask.passed is None else "passed" if ask.passed else "NOT PASSED"
         print(f"{verdict:14}{_number(ask.value):>10}  {ask.text}")
-    return int(any("failed" in row or row.get("passed") is False for part in rows.values() for row in part))
+    return int(any("failed" in row or row.get("passed") is False for part_rows in rows.values() for row in part_rows))
 
 
 def _number(value: float | None) -> str:

@@ -193,7 +193,7 @@ def _commit() -> str | None:
     return answer.stdout.strip() or None
 
 
-def now(device: torch.device) -> float:
+def synchronized_time(device: torch.device) -> float:
     """Return the time when the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -205,9 +205,9 @@ def seconds(action: Callable[[], object], device: torch.device, repeats: int) ->
     action()
     times = []
     for _ in range(repeats):
-        started = now(device)
+        started = synchronized_time(device)
         action()
-        times.append(now(device) - started)
+        times.append(synchronized_time(device) - started)
     return statistics.median(times)
 
 
@@ -236,26 +236,26 @@ class Reading:
 def read_stock(model: Any, layout: Layout, new_tokens: int) -> Reading:
     """Time a model of transformers: its own attention, its own cache and a plain greedy loop."""
     device: torch.device = model.device
-    started = now(device)
+    started = synchronized_time(device)
     ids = torch.tensor([layout.token_ids], device=device)
     output = model(ids, use_cache=True, logits_to_keep=1)
     token = int(output.logits[0, -1].argmax())
-    first = now(device)
+    first = synchronized_time(device)
     for _ in range(new_tokens):
         step = torch.tensor([[token]], device=device)
         output = model(step, past_key_values=output.past_key_values, use_cache=True)
         token = int(output.logits[0, -1].argmax())
-    return Reading(first - started, new_tokens / (now(device) - first))
+    return Reading(first - started, new_tokens / (synchronized_time(device) - first))
 
 
 def read_method(engine: Engine, layout: Layout, choice: MitigationChoice, new_tokens: int) -> Reading:
     """Time a method through the engine's public calls, with the same greedy loop."""
     device = engine.loaded.device
-    started = now(device)
+    started = synchronized_time(device)
     session = engine.open(layout, choice, new_tokens + 1)
     token = int(session.next_log_probs().argmax())
-    first = now(device)
+    first = synchronized_time(device)
     for _ in range(new_tokens):
         session.advance(token)
         token = int(session.next_log_probs().argmax())
-    return Reading(first - started, new_tokens / (now(device) - first))
+    return Reading(first - started, new_tokens / (synchronized_time(device) - first))

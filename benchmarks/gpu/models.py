@@ -87,7 +87,7 @@ class Scale:
         exact: Small models of the part on exactness.
         methods: All that are measured, those that the asks are about first; None is every registered one.
         cells: Models and prompts of the part on first tokens, the most important first.
-        asked: The prompt that the asks are about, in the first model.
+        ask_size: The prompt of the asks, in the first model.
         several: The prompt of requests that decode together.
         batches: Numbers of requests that decode together.
         repeats: Readings of each number; their median is kept.
@@ -99,7 +99,7 @@ class Scale:
     exact: tuple[Model, ...]
     methods: tuple[str, ...] | None
     cells: tuple[tuple[Model, Size], ...]
-    asked: Size
+    ask_size: Size
     several: Size
     batches: tuple[int, ...]
     repeats: int
@@ -138,7 +138,7 @@ REAL = Scale(
         *((_SMOL, size) for size in (Size(10, 150), Size(5, 150), _LARGE)),
         *((_QWEN, size) for size in _OTHERS),
     ),
-    asked=_LARGE,
+    ask_size=_LARGE,
     several=_MIDDLE,
     batches=(1, 8, 32),
     repeats=2,
@@ -153,7 +153,7 @@ TINY = Scale(
         (Model("tiny-llama", "Llama", _TINY), Size(3, 12)),
         (Model("tiny-qwen3", "Qwen3", {**_TINY, "head_dim": 16}), Size(2, 8)),
     ),
-    asked=Size(3, 12),
+    ask_size=Size(3, 12),
     several=Size(2, 8),
     batches=(1, 3),
     repeats=1,

@@ -19,11 +19,11 @@ from benchmarks.gpu.bench import (
     Reading,
     Row,
     choice,
-    now,
     peak_bytes,
     read_method,
     read_stock,
     seconds,
+    synchronized_time,
 )
 from benchmarks.gpu.exactness import idle_is_identical
 from benchmarks.gpu.models import Model, Size, random_layout
@@ -70,12 +70,12 @@ def first_token_cells(bench: Bench) -> Iterator[Cell]:
             yield Cell({**labels, "method": name}, partial(_method, bench, model, size, name))
 
 
-def _opened(bench: Bench, model: Model, size: Size) -> tuple[Engine, Layout]:
+def _engine_and_layout(bench: Bench, model: Model, size: Size) -> tuple[Engine, Layout]:
     return bench.engine(model), random_layout(model.config["vocab_size"], size.lengths)
 
 
 def _stock(bench: Bench, model: Model, size: Size, implementation: str | None) -> Row:
-    engine, layout = _opened(bench, model, size)
+    engine, layout = _engine_and_layout(bench, model, size)
     stock = stock_copy(engine.loaded.model, engine.loaded.spec)
     if implementation is not None:
         stock.set_attn_implementation(implementation)
@@ -92,7 +92,7 @@ def _stock(bench: Bench, model: Model, size: Size, implementation: str | None) -
 
 def _idle(bench: Bench, model: Model, size: Size) -> Row:
     """Time the model with the idle attention hook, in turns with the stock model."""
-    engine, layout = _opened(bench, model, size)
+    engine, layout = _engine_and_layout(bench, model, size)
     loaded = engine.loaded
     read_stock(loaded.model, layout, MEMORY_TOKENS)
     row, _ = _against_stock(bench, engine, layout, lambda n: read_stock(loaded.model, layout, n))
@@ -101,7 +101,7 @@ def _idle(bench: Bench, model: Model, size: Size) -> Row:
 
 def _method(bench: Bench, model: Model, size: Size, name: str) -> Row:
     """Time a method cold, in turns with the stock model, and warm, from keys and values on the device."""
-    engine, layout = _opened(bench, model, size)
+    engine, layout = _engine_and_layout(bench, model, size)
     chosen = choice(name)
     read_method(engine, layout, chosen, MEMORY_TOKENS)
     extra = peak_bytes(lambda: read_method(engine, layout, chosen, MEMORY_TOKENS), bench.device)
@@ -163,8 +163,8 @@ def store_cells(bench: Bench) -> Iterator[Cell]:
             labels = {"what": "copy", "memory": name, "direction": direction}
             yield Cell(labels, partial(_bus, bench, name == "pinned", direction == "to device"))
     yield Cell({"what": "copy", "memory": "device", "direction": "on device"}, partial(_on_device, bench))
-    for place in ("device", "pinned host", "host", "disk"):
-        yield Cell({"what": "store", "place": place, "method": STORE_METHOD}, partial(_store, bench, place))
+    for memory in ("device", "pinned host", "host", "disk"):
+        yield Cell({"what": "store", "place": memory, "method": STORE_METHOD}, partial(_store, bench, memory))
 
 
 def _bus(bench: Bench, pinned: bool, to_device: bool) -> Row:
@@ -187,12 +187,12 @@ def _copy_rate(bench: Bench, n_bytes: int, action: Callable[[], object]) -> Row:
     return {"bytes": n_bytes, "copy_s": taken, "bytes_per_s": n_bytes / taken}
 
 
-def _store(bench: Bench, place: str) -> Row:
+def _store(bench: Bench, memory: str) -> Row:
     """Time how long a store takes to bring prefix and passages to the device, and the first token after it."""
-    engine, layout = _opened(bench, bench.scale.model, bench.scale.asked)
+    engine, layout = _engine_and_layout(bench, bench.scale.model, bench.scale.ask_size)
     chosen = choice(STORE_METHOD)
     with TemporaryDirectory(prefix="rag-posfix-gpu-") as folder:
-        store = _made_store(bench, place, Path(folder))
+        store = _open_store(bench, memory, Path(folder))
         warm_engine = engine.with_passages(store)
         lookup = KVLookup(store, engine.fingerprint, engine.describe(chosen).fingerprint)
         rows = [resolve(row, layout, engine.loaded.device) for row in warm_engine.plan(layout, chosen, 1).rows]
@@ -218,12 +218,12 @@ def _store(bench: Bench, place: str) -> Row:
     }  # fmt: skip
 
 
-def _made_store(bench: Bench, place: str, folder: Path) -> PassageStore:
-    if place == "disk":
+def _open_store(bench: Bench, memory: str, folder: Path) -> PassageStore:
+    if memory == "disk":
         disk = DiskTier(folder, KVCodec(), max_bytes=STORE_BYTES)
         return PassageStore([disk], device=bench.device, queue_bytes=STORE_BYTES)
-    tier = PinnedPassages if place == "pinned host" else MemoryTier
-    return PassageStore([tier(STORE_BYTES)], device=bench.device if place == "device" else "cpu")
+    tier = PinnedPassages if memory == "pinned host" else MemoryTier
+    return PassageStore([tier(STORE_BYTES)], device=bench.device if memory == "device" else "cpu")
 
 
 def batch_cells(bench: Bench) -> Iterator[Cell]:
@@ -236,7 +236,7 @@ def batch_cells(bench: Bench) -> Iterator[Cell]:
 
 def _together(bench: Bench, method: str, count: int) -> Row:
     """Time the decode steps of equal requests that share them."""
-    engine, layout = _opened(bench, bench.scale.model, bench.scale.several)
+    engine, layout = _engine_and_layout(bench, bench.scale.model, bench.scale.several)
     steps = 2 * bench.scale.new_tokens
     sessions = [engine.open(layout, choice(method), steps + 4) for _ in range(count)]
     samplers = [Sampler(Sampling())] * count
@@ -247,10 +247,10 @@ def _together(bench: Bench, method: str, count: int) -> Row:
 
     for _ in range(2):
         step()
-    started = now(bench.device)
+    started = synchronized_time(bench.device)
     for _ in range(steps):
         step()
-    taken = now(bench.device) - started
+    taken = synchronized_time(bench.device) - started
     return {"step_s": taken / steps, "tokens_per_s": count * steps / taken}
 
 
@@ -258,17 +258,17 @@ def profile_cells(bench: Bench) -> Iterator[Cell]:
     """Yield the cells of part 5: decode steps of every method, then the prompt."""
     for phase, profile in (("decode", _decode), ("prefill", _prefill)):
         for method in PROFILE_METHODS:
-            labels = {"model": bench.scale.model.name, "size": bench.scale.asked.label, "method": method}
+            labels = {"model": bench.scale.model.name, "size": bench.scale.ask_size.label, "method": method}
             yield Cell({**labels, "phase": phase}, partial(profile, bench, method))
 
 
 def _prefill(bench: Bench, method: str) -> Row:
-    engine, layout = _opened(bench, bench.scale.model, bench.scale.asked)
+    engine, layout = _engine_and_layout(bench, bench.scale.model, bench.scale.ask_size)
     return _profiled(bench, engine.loaded.model, lambda: engine.open(layout, choice(method)).next_log_probs(), 1)
 
 
 def _decode(bench: Bench, method: str) -> Row:
-    engine, layout = _opened(bench, bench.scale.model, bench.scale.asked)
+    engine, layout = _engine_and_layout(bench, bench.scale.model, bench.scale.ask_size)
     steps = bench.scale.new_tokens
     session = engine.open(layout, choice(method), 16 * steps)
 

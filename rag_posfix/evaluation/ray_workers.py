@@ -66,14 +66,14 @@ class RayWorkers:
         """Return a reference to ``value``, which is copied to the cluster once, for several calls."""
         return self._ray.put(value)
 
-    def kept(self, method: str, *arguments: Any) -> Any:
+    def call_for_reference(self, method: str, *arguments: Any) -> Any:
         """Call a method once; return a reference to the result, which stays on the cluster.
 
         A failure is raised by what uses the reference.
         """
         return next(self._finished(method, [arguments]))[1]
 
-    def one(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
         """Call a method once and return the result."""
         return next(self.each(method, [arguments]))[1]
 

@@ -27,48 +27,48 @@ COUNTERS = {"sentences": "sentence end", "paragraphs": "paragraph end"}
 """What a head may count, and the kind of word whose gates are then open."""
 
 
-class Counted(Positions):
+class RecordingCope(Positions):
     """The contextual positions of a decoder, which keep the gates and the attention probabilities of each layer.
 
     Attributes:
         gates, weights: By layer, (B, H, T, T).
     """
 
-    def __init__(self, own: CopePositions) -> None:
+    def __init__(self, positions: CopePositions) -> None:
         super().__init__()
-        self.own = own
+        self.positions = positions
         self.gates: dict[int, Tensor] = {}
         self.weights: dict[int, Tensor] = {}
 
     def embed(self, states: Tensor, start: int) -> Tensor:
         """Return what the encoding makes of embeddings."""
-        return self.own.embed(states, start)
+        return self.positions.embed(states, start)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return attention as it is; with the identity as values it is the probabilities."""
         unit = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:2], -1, -1)
-        self.gates[layer] = self.own.gates(query, key)
-        self.weights[layer] = self.own.attend(layer, query, key, unit)
+        self.gates[layer] = self.positions.gates(query, key)
+        self.weights[layer] = self.positions.attend(layer, query, key, unit)
         return self.weights[layer] @ value
 
 
 @torch.inference_mode()
-def counted(decoder: Decoder, ids: Tensor) -> Counted:
+def record_cope(decoder: Decoder, ids: Tensor) -> RecordingCope:
     """Return gates and attention probabilities of every layer while a decoder reads a text.
 
     Args:
         decoder: A decoder with the encoding ``cope`` or one that derives from it.
         ids: (1, T).
     """
-    own = decoder.positions
-    if not isinstance(own, CopePositions):
+    positions = decoder.positions
+    if not isinstance(positions, CopePositions):
         raise ConfigError(
             f"the decoder has the encoding {decoder.encoding.label}, which has no gates; give one that was trained "
             "with cope or cope_rope"
         )
-    found = Counted(own)
-    decoder.eval()(ids.to(decoder.embedding.device), positions=found)
-    return found
+    recording = RecordingCope(positions)
+    decoder.eval()(ids.to(decoder.embedding.device), positions=recording)
+    return recording
 
 
 def gates_by_kind(decoder: Decoder, texts: int, words: int, seed: int = 0, people: int = len(NAMES)) -> Tensor:
@@ -78,7 +78,7 @@ def gates_by_kind(decoder: Decoder, texts: int, words: int, seed: int = 0, peopl
         0 if no text has such words.
 
     Args:
-        decoder: As for ``counted``.
+        decoder: As for ``record_cope``.
         people: Of the texts, as in ``sentences``.
 
     Shapes:
@@ -92,7 +92,7 @@ def gates_by_kind(decoder: Decoder, texts: int, words: int, seed: int = 0, peopl
         ids = torch.tensor(_text(random.Random(seed + number), words, people))
         is_kind = (kinds[ids][:, None] == torch.arange(n_kinds)).double()  # (T, K)
         counts += is_kind.T @ seen @ is_kind
-        for layer, gates in counted(decoder, ids[None]).gates.items():
+        for layer, gates in record_cope(decoder, ids[None]).gates.items():
             sums[layer] += is_kind.T @ (gates[0].double().cpu() * seen) @ is_kind
     return sums / counts.clamp(min=1)
 
@@ -124,12 +124,12 @@ def map_contextual_positions(
     people = Language(people=people).people  # refuses numbers that the task refuses
     with progress("reading texts"):
         gates = gates_by_kind(decoder, texts, words, seed, people)
-    shown = _shown(seed, people)
+    token_ids = _figure_text(seed, people)
     summary = {
         "kinds": list(KINDS),
         "gates": gates.tolist(),
-        "counters": {name: _counter(decoder, gates, kind, shown) for name, kind in COUNTERS.items()},
-        "text": [WORDS[one] for one in shown],
+        "counters": {name: _counter(decoder, gates, kind, token_ids) for name, kind in COUNTERS.items()},
+        "text": [WORDS[token_id] for token_id in token_ids],
     }
     head = {
         "kind": "lab-maps",
@@ -147,20 +147,20 @@ def above_others(gates: Tensor, kind: str) -> Tensor:
     Shapes:
         gates: (..., len(KINDS)). returns: (...).
     """
-    place = list(KINDS).index(kind)
-    others = gates.clone()
-    others[..., place] = -1
-    return gates[..., place] - others.amax(dim=-1)
+    index = list(KINDS).index(kind)
+    other_gates = gates.clone()
+    other_gates[..., index] = -1
+    return gates[..., index] - other_gates.amax(dim=-1)
 
 
-def _counter(decoder: Decoder, gates: Tensor, kind: str, shown: list[int]) -> dict[str, Any]:
+def _counter(decoder: Decoder, gates: Tensor, kind: str, token_ids: list[int]) -> dict[str, Any]:
     """Return the head and kind of query that count a kind best, with positions and attention on the shown text."""
     above = above_others(gates, kind)  # (L, H, K)
-    layer, head, query = (int(one) for one in torch.unravel_index(above.argmax(), above.shape))
+    layer, head, query = (int(index) for index in torch.unravel_index(above.argmax(), above.shape))
     gate = float(gates[layer, head, query, list(KINDS).index(kind)])
     difference = float(above[layer, head, query])
-    found = counted(decoder, torch.tensor([shown]))
-    positions = contextual_positions(found.gates[layer], decoder.encoding.parameters["p_max"])
+    recording = record_cope(decoder, torch.tensor([token_ids]))
+    positions = contextual_positions(recording.gates[layer], decoder.encoding.parameters["p_max"])
     return {
         "layer": layer,
         "head": head,
@@ -169,7 +169,7 @@ def _counter(decoder: Decoder, gates: Tensor, kind: str, shown: list[int]) -> di
         "largest_other_gate": gate - difference,
         "difference": difference,
         "positions_of_last": positions[0, head, -1].tolist(),
-        "attention": found.weights[layer][0, head].tolist(),
+        "attention": recording.weights[layer][0, head].tolist(),
     }
 
 
@@ -183,21 +183,21 @@ def draw_maps(head: Mapping[str, Any]) -> Figure:
     n_heads = gates.shape[1]
     names = [f"layer {index // n_heads}, head {index % n_heads}" for index in range(gates.shape[0] * n_heads)]
     for axes, kind in zip(counters, COUNTERS.values(), strict=True):
-        shown = axes.imshow(
+        image = axes.imshow(
             above_others(gates, kind).flatten(0, 1).numpy(), aspect="auto", vmin=0, vmax=1, cmap="viridis"
         )
-        figure.colorbar(shown, ax=axes, shrink=0.85)
+        figure.colorbar(image, ax=axes, shrink=0.85)
         axes.set_xticks(range(len(summary["kinds"])), summary["kinds"], rotation=30, ha="right", fontsize=7)
         axes.set_yticks(range(len(names)), names, fontsize=7)
         axes.set_xlabel("kind of the query")
         axes.set_title(f"gate on a {kind} less the largest on another kind of word", fontsize=10, loc="left")
-    for axes, (name, one) in zip(maps, summary["counters"].items(), strict=True):
-        axes.imshow(one["attention"], aspect="auto", cmap="Greys", vmax=0.3)
-        for place, word in enumerate(summary["text"]):
+    for axes, (name, counter) in zip(maps, summary["counters"].items(), strict=True):
+        axes.imshow(counter["attention"], aspect="auto", cmap="Greys", vmax=0.3)
+        for position, word in enumerate(summary["text"]):
             if word in KINDS[COUNTERS[name]]:
-                axes.axvline(place, color=OTHER_COLORS[0], linewidth=0.8)
-                axes.axhline(place, color=OTHER_COLORS[0], linewidth=0.8)
-        title = f"counter of {name}: layer {one['layer']}, head {one['head']}, queries: {one['query']}"
+                axes.axvline(position, color=OTHER_COLORS[0], linewidth=0.8)
+                axes.axhline(position, color=OTHER_COLORS[0], linewidth=0.8)
+        title = f"counter of {name}: layer {counter['layer']}, head {counter['head']}, queries: {counter['query']}"
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("key")
         axes.set_ylabel("query")
@@ -206,14 +206,14 @@ def draw_maps(head: Mapping[str, Any]) -> Figure:
 
 def _kinds() -> Tensor:
     """Return the number of the kind of each word."""
-    return torch.tensor([next(place for place, words in enumerate(KINDS.values()) if word in words) for word in WORDS])
+    return torch.tensor([next(index for index, words in enumerate(KINDS.values()) if word in words) for word in WORDS])
 
 
 def _text(draw: random.Random, words: int, people: int) -> list[int]:
-    return list(islice((one for sentence in sentences(draw, people) for one in numbered(sentence)), words))
+    return list(islice((token_id for sentence in sentences(draw, people) for token_id in numbered(sentence)), words))
 
 
-def _shown(seed: int, people: int) -> list[int]:
+def _figure_text(seed: int, people: int) -> list[int]:
     """Return the text of the figure: two paragraphs."""
     text = islice(sentences(random.Random(seed), people), SHOWN_SENTENCES)
-    return [one for sentence in text for one in numbered(sentence)]
+    return [token_id for sentence in text for token_id in numbered(sentence)]

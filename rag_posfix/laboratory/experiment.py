@@ -36,16 +36,16 @@ def draw_laboratory(head: Mapping[str, Any]) -> Figure:
     if summary["by_place"]:
         return _draw_by_place(summary)
     figure, axes = new_axes((7.2, 3.8))
-    found = summary["encodings"]
+    results = summary["encodings"]
     if summary["metric"] == "perplexity":
-        for number, (label, one) in enumerate(found.items()):
-            _band(axes, label, number, list(one["splits"].values()))
+        for number, (label, result) in enumerate(results.items()):
+            _band(axes, label, number, list(result["splits"].values()))
         axes.set_xticks(range(len(summary["splits"])), list(summary["splits"].values()))
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
     else:
-        _bars(axes, found, summary["splits"])
+        _bars(axes, results, summary["splits"])
     axes.set_ylabel("error in %" if summary["metric"] == "error" else "perplexity")
     axes.set_title(_title(summary), fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=8)
@@ -57,8 +57,8 @@ def _draw_by_place(summary: Mapping[str, Any]) -> Figure:
     splits = summary["splits"]
     figure, row = new_row(len(splits), (9.6, 4.2), share_y=True)
     for axes, (split, text) in zip(row, splits.items(), strict=True):
-        for number, (label, one) in enumerate(summary["encodings"].items()):
-            _band(axes, label, number, one["splits"][split]["by_place"])
+        for number, (label, result) in enumerate(summary["encodings"].items()):
+            _band(axes, label, number, result["splits"][split]["by_place"])
         axes.set_title(f"{split}: {text}", fontsize=10, loc="left")
         axes.set_xlabel("place of the pair that is asked for, from 0")
     row[0].set_ylabel("error in %")
@@ -76,18 +76,18 @@ def _title(summary: Mapping[str, Any]) -> str:
 
 def _band(axes: Any, label: str, number: int, spreads: list[Mapping[str, float]]) -> None:
     """Draw means as a line, and the spread over seeds as a band."""
-    at, colour = range(len(spreads)), _colour(number)
-    axes.plot(at, [one["mean"] for one in spreads], marker="o", markersize=4, color=colour, label=label)
-    low, high = ([one[key] for one in spreads] for key in ("low", "high"))
-    axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
+    positions, colour = range(len(spreads)), _colour(number)
+    axes.plot(positions, [spread["mean"] for spread in spreads], marker="o", markersize=4, color=colour, label=label)
+    low, high = ([spread[key] for spread in spreads] for key in ("low", "high"))
+    axes.fill_between(positions, low, high, color=colour, alpha=0.18, linewidth=0)
 
 
-def _bars(axes: Any, found: Mapping[str, Any], splits: Mapping[str, str]) -> None:
+def _bars(axes: Any, results: Mapping[str, Any], splits: Mapping[str, str]) -> None:
     """Draw a group of bars for each split, one bar per encoding."""
-    width = 0.8 / len(found)
-    for number, (label, one) in enumerate(found.items()):
-        spreads = [one["splits"][split] for split in splits]
-        centres = [place + (number - (len(found) - 1) / 2) * width for place in range(len(splits))]
+    width = 0.8 / len(results)
+    for number, (label, result) in enumerate(results.items()):
+        spreads = [result["splits"][split] for split in splits]
+        centres = [index + (number - (len(results) - 1) / 2) * width for index in range(len(splits))]
         means = [spread["mean"] for spread in spreads]
         whiskers = [
             [mean - spread["low"] for mean, spread in zip(means, spreads, strict=True)],
@@ -127,20 +127,22 @@ def run_laboratory(
         The record: one row per encoding, seed and split, and one per evaluation during training.
     """
     chosen = settings or TrainingSettings()
-    found_device = _device(device)
+    torch_device = _device(device)
     runs = [RunConfig(task, encoding, chosen, seed) for encoding in encodings for seed in range(seeds)]
-    _check(task, encodings, seeds, runs, found_device)
+    _check(task, encodings, seeds, runs, torch_device)
     finished: list[tuple[RunConfig, FinishedRun]] = []
     for number, config in enumerate(runs):
         with progress(f"{config.encoding.label}, seed {config.seed} ({number + 1} of {len(runs)})") as report:
-            finished.append((config, train(config, found_device, RunFiles(_folder(out, config)), report)))
+            finished.append((config, train(config, torch_device, RunFiles(_folder(out, config)), report)))
     head = {
         "kind": "lab",
         **environment(),
-        "device": str(found_device),
+        "device": str(torch_device),
         "threads": torch.get_num_threads(),
         "task": {"name": task.name, "parameters": task.parameters},
-        "encodings": {one.label: {"name": one.name, "parameters": one.parameters} for one in encodings},
+        "encodings": {
+            encoding.label: {"name": encoding.name, "parameters": encoding.parameters} for encoding in encodings
+        },
         "settings": {name: getattr(chosen, name) for name in parameters_of(TrainingSettings)} | {"seeds": seeds},
         "summary": _summary(task, encodings, seeds, finished),
     }
@@ -152,7 +154,7 @@ def _check(
     task: Task, encodings: Sequence[Encoding], seeds: int, runs: Sequence[RunConfig], device: torch.device
 ) -> None:
     """Check the choice, and that every encoding can read every split, before anything is trained."""
-    labels = [one.label for one in encodings]
+    labels = [encoding.label for encoding in encodings]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice or not labels or seeds < 1:
         what = f"{twice[0]!r} is named twice" if twice else f"{len(labels)} encodings and {seeds} seeds"
@@ -208,10 +210,10 @@ def _rows(config: RunConfig, run: FinishedRun) -> Iterator[dict[str, Any]]:
 def _summary(
     task: Task, encodings: Sequence[Encoding], seeds: int, finished: Sequence[tuple[RunConfig, FinishedRun]]
 ) -> dict[str, Any]:
-    found = {}
+    summaries = {}
     for encoding in encodings:
-        runs = [run for one, run in finished if one.encoding == encoding]
-        found[encoding.label] = {
+        runs = [run for config, run in finished if config.encoding == encoding]
+        summaries[encoding.label] = {
             "parameters": runs[0].parameters,
             "steps": [run.snapshot.step for run in runs],
             "seconds": [round(run.snapshot.seconds, 1) for run in runs],
@@ -223,16 +225,16 @@ def _summary(
         "by_place": task.measured_by_place,
         "splits": dict(task.splits),
         "seeds": seeds,
-        "encodings": found,
+        "encodings": summaries,
     }
 
 
 def _spread_of(measured: Sequence[Measured]) -> dict[str, Any]:
     """Return mean, lowest and highest value over seeds, and the same of each place."""
-    places = zip(*(one.by_place for one in measured), strict=True)
-    spread: dict[str, Any] = _spread([one.value for one in measured])
-    token_error = _spread([one.token_error for one in measured])
-    return {**spread, "token_error": token_error["mean"], "by_place": [_spread(values) for values in places]}
+    values_by_place = zip(*(result.by_place for result in measured), strict=True)
+    spread: dict[str, Any] = _spread([result.value for result in measured])
+    token_error = _spread([result.token_error for result in measured])
+    return {**spread, "token_error": token_error["mean"], "by_place": [_spread(values) for values in values_by_place]}
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:

@@ -75,14 +75,14 @@ class TrainingSettings:
         return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
 
 
-def digest_of(*parts: Any) -> str:
+def digest_of(*values: Any) -> str:
     """Return a digest of values that JSON can hold."""
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def generator_for(*parts: Any) -> torch.Generator:
+def generator_for(*values: Any) -> torch.Generator:
     """Return a generator that these values seed: nothing that was drawn before matters, so a run can be resumed."""
-    return torch.Generator().manual_seed(int(digest_of(*parts), 16) >> 1)
+    return torch.Generator().manual_seed(int(digest_of(*values), 16) >> 1)
 
 
 TOKENS_AT_ONCE = 1 << 13
@@ -106,9 +106,9 @@ class Measured:
     by_place: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> Measured:
+    def of(cls, payload: dict[str, Any]) -> Measured:
         """Return the measure that ``dataclasses.asdict`` made a mapping of."""
-        return cls(found["value"], found["token_error"], found["loss"], tuple(found["by_place"]))
+        return cls(payload["value"], payload["token_error"], payload["loss"], tuple(payload["by_place"]))
 
 
 @torch.inference_mode()
@@ -120,20 +120,20 @@ def measure(decoder: Decoder, task: Task, split: str, examples: int, device: tor
     """
     training = decoder.training
     decoder.eval()
-    losses, wrong, tokens, places = [], [], [], []
+    losses, wrong, tokens, positions = [], [], [], []
     for batch in _batches(task, split, examples):
-        found = _measure_batch(decoder, batch.to(device))
-        losses.append(found[0])
-        wrong.append(found[1])
-        tokens.append(found[2])
+        counts = _measure_batch(decoder, batch.to(device))
+        losses.append(counts[0])
+        wrong.append(counts[1])
+        tokens.append(counts[2])
         if batch.places is not None:
-            places.append(batch.places)
+            positions.append(batch.places)
     decoder.train(training)
     n_tokens, n_wrong, n_scored = torch.cat(losses).double(), torch.cat(wrong), torch.cat(tokens)
     loss = float(n_tokens.sum() / n_scored.sum())
     failed = (n_wrong > 0).double()
     value = math.exp(loss) if task.metric == "perplexity" else 100 * float(failed.mean())
-    by_place = _by_place(failed, torch.cat(places)) if task.measured_by_place else ()
+    by_place = _by_place(failed, torch.cat(positions)) if task.measured_by_place else ()
     return Measured(value, 100 * float(n_wrong.sum() / n_scored.sum()), loss, by_place)
 
 
@@ -144,8 +144,8 @@ def _batches(task: Task, split: str, examples: int) -> Iterator[Batch]:
     size = max(1, TOKENS_AT_ONCE // everything.ids.shape[1])
     for first in range(0, examples, size):
         rows = slice(first, first + size)
-        places = None if everything.places is None else everything.places[rows]
-        yield Batch(everything.ids[rows], everything.targets[rows], everything.scored[rows], places)
+        positions = None if everything.places is None else everything.places[rows]
+        yield Batch(everything.ids[rows], everything.targets[rows], everything.scored[rows], positions)
 
 
 def _measure_batch(decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,8 +158,8 @@ def _measure_batch(decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor, Tens
     return counts[0].cpu(), counts[1].cpu(), counts[2].cpu()
 
 
-def _by_place(failed: Tensor, places: Tensor) -> tuple[float, ...]:
+def _by_place(failed: Tensor, positions: Tensor) -> tuple[float, ...]:
     """Return the error of the examples of each place in percent; of a place without examples the mean of all."""
     mean = float(failed.mean())
-    groups = [failed[places == place] for place in range(int(places.max()) + 1)]
+    groups = [failed[positions == position] for position in range(int(positions.max()) + 1)]
     return tuple(100 * (float(group.mean()) if group.numel() else mean) for group in groups)

@@ -46,16 +46,16 @@ class Snapshot:
             {
                 "step": self.step,
                 "seconds": self.seconds,
-                "history": [[step, asdict(one)] for step, one in self.history],
+                "history": [[step, asdict(result)] for step, result in self.history],
             }
         )
 
     @classmethod
     def read(cls, text: str) -> Snapshot:
         """Return the snapshot that ``text`` wrote."""
-        found: dict[str, Any] = json.loads(text)
-        history = tuple((step, Measured.of(one)) for step, one in found["history"])
-        return cls(found["step"], found["seconds"], history)
+        payload: dict[str, Any] = json.loads(text)
+        history = tuple((step, Measured.of(result)) for step, result in payload["history"])
+        return cls(payload["step"], payload["seconds"], history)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,9 +88,9 @@ class RunFiles:
         if self.folder is None:
             return None
         try:
-            found = json.loads((self.folder / RESULT).read_text("utf-8"))
-            splits = {name: Measured.of(one) for name, one in found["splits"].items()}
-            return FinishedRun(Snapshot.read(json.dumps(found["snapshot"])), splits, found["parameters"])
+            payload = json.loads((self.folder / RESULT).read_text("utf-8"))
+            splits = {name: Measured.of(result) for name, result in payload["splits"].items()}
+            return FinishedRun(Snapshot.read(json.dumps(payload["snapshot"])), splits, payload["parameters"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -102,12 +102,12 @@ class RunFiles:
         if self.folder is None:
             return
         decoder.save(self.folder)
-        found = {
+        payload = {
             "parameters": run.parameters,
-            "splits": {name: asdict(one) for name, one in run.splits.items()},
+            "splits": {name: asdict(result) for name, result in run.splits.items()},
             "snapshot": json.loads(run.snapshot.text()),
         }
-        self._write(RESULT, json.dumps(found, indent=2).encode() + b"\n")
+        self._write(RESULT, json.dumps(payload, indent=2).encode() + b"\n")
         (self.folder / CHECKPOINT).unlink(missing_ok=True)
 
     def keep(self, decoder: Decoder, optimizer: torch.optim.Optimizer, snapshot: Snapshot) -> None:
@@ -130,9 +130,9 @@ class RunFiles:
 
         path = self.folder / CHECKPOINT
         try:
-            with safe_open(path, framework="pt") as opened:
-                snapshot = Snapshot.read((opened.metadata() or {})["run"])
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            with safe_open(path, framework="pt") as file:
+                snapshot = Snapshot.read((file.metadata() or {})["run"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             _put(tensors, decoder, optimizer)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             _log.warning("%s cannot be used (%s); the run starts again", path, error)

@@ -56,13 +56,13 @@ def train(
         return earlier
     decoder = new_decoder(config, device).train()
     optimizer = torch.optim.Adam(decoder.parameters(), lr=settings.learning_rate)
-    now = files.resume(decoder, optimizer)
-    while now.step < settings.steps and not _is_enough(now, settings, task):
-        now = _train_interval(config, decoder, optimizer, now, device, report)
-        files.keep(decoder, optimizer, now)
-        _log.info("%s, step %d: %.2f", config.encoding.label, now.step, now.history[-1][1].value)
+    snapshot = files.resume(decoder, optimizer)
+    while snapshot.step < settings.steps and not _is_enough(snapshot, settings, task):
+        snapshot = _train_interval(config, decoder, optimizer, snapshot, device, report)
+        files.keep(decoder, optimizer, snapshot)
+        _log.info("%s, step %d: %.2f", config.encoding.label, snapshot.step, snapshot.history[-1][1].value)
     splits = {split: measure(decoder, task, split, settings.examples, device) for split in task.splits}
-    run = FinishedRun(now, splits, sum(one.numel() for one in decoder.parameters()))
+    run = FinishedRun(snapshot, splits, sum(parameter.numel() for parameter in decoder.parameters()))
     files.finish(decoder, run)
     report(settings.steps, settings.steps)
     return run
@@ -72,21 +72,21 @@ def _train_interval(
     config: RunConfig,
     decoder: Decoder,
     optimizer: torch.optim.Optimizer,
-    now: Snapshot,
+    snapshot: Snapshot,
     device: torch.device,
     report: Callable[[int, int], None],
 ) -> Snapshot:
     """Train up to the next evaluation, evaluate, and return where the run is."""
     began, settings = time.perf_counter(), config.settings
-    stop = min(settings.steps, now.step + settings.evaluate_every)
-    for step in range(now.step, stop):
+    stop = min(settings.steps, snapshot.step + settings.evaluate_every)
+    for step in range(snapshot.step, stop):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate(step)
         _train_step(config, decoder, optimizer, step, device)
         report(step + 1, settings.steps)
-    found = measure(decoder, config.task, TRAINED, settings.examples, device)
-    seconds = now.seconds + time.perf_counter() - began
-    return replace(now, step=stop, seconds=seconds, history=(*now.history, (stop, found)))
+    result = measure(decoder, config.task, TRAINED, settings.examples, device)
+    seconds = snapshot.seconds + time.perf_counter() - began
+    return replace(snapshot, step=stop, seconds=seconds, history=(*snapshot.history, (stop, result)))
 
 
 def _train_step(
@@ -106,9 +106,9 @@ def _train_step(
     optimizer.step()
 
 
-def _is_enough(now: Snapshot, settings: TrainingSettings, task: Task) -> bool:
+def _is_enough(snapshot: Snapshot, settings: TrainingSettings, task: Task) -> bool:
     """Return whether training may stop early: no error, or no better perplexity, for ``patience`` evaluations."""
-    values = [one.value for _, one in now.history]
+    values = [result.value for _, result in snapshot.history]
     if not settings.patience or len(values) <= settings.patience:
         return bool(settings.patience) and task.metric == "error" and values == [0.0] * settings.patience
     last = values[-settings.patience :]

@@ -27,7 +27,7 @@ th { text-align: left; background: #f4f4f4; } .source { color: #555; font-size: 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ProbedModel:
+class ProbeSummary:
     """What all probes found of a model.
 
     Attributes:
@@ -43,7 +43,7 @@ class ProbedModel:
 
 def run_probes(
     subject: Subject, probes: Sequence[Probe], out: Path, progress: Progress = silent
-) -> tuple[ProbedModel, Path]:
+) -> tuple[ProbeSummary, Path]:
     """Run probes on one model, and write their records, their figures and a page to a folder.
 
     A probe that cannot measure this model is left out, and the page says why.
@@ -60,26 +60,26 @@ def run_probes(
             records[probe.name] = probe.run(subject, out=out, progress=progress)
         except UnsupportedModelError as error:
             refused[probe.name] = str(error)
-    found = ProbedModel(subject.facts(), records, refused)
+    summary = ProbeSummary(subject.facts(), records, refused)
     path = out / PAGE
     try:
-        write_whole(path, [probe_page(found, probes).encode()])
+        write_whole(path, [probe_page(summary, probes).encode()])
     except OSError as error:
         raise EvaluationError(f"cannot write {path}: {error.strerror}; choose another --out") from error
-    return found, path
+    return summary, path
 
 
-def probe_page(found: ProbedModel, probes: Sequence[Probe]) -> str:
+def probe_page(summary: ProbeSummary, probes: Sequence[Probe]) -> str:
     """Return an HTML page about a model that loads nothing from elsewhere: style and figures are inside.
 
     Args:
         probes: The probes that ran, for their texts and tables.
     """
-    name = escape(str(found.facts["model"]))
+    name = escape(str(summary.facts["model"]))
     facts = "".join(
-        f"<tr><th>{escape(str(key))}</th><td>{escape(str(value))}</td></tr>" for key, value in found.facts.items()
+        f"<tr><th>{escape(str(key))}</th><td>{escape(str(value))}</td></tr>" for key, value in summary.facts.items()
     )
-    parts = [
+    html = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">",
@@ -87,35 +87,35 @@ def probe_page(found: ProbedModel, probes: Sequence[Probe]) -> str:
         f"<style>{STYLE}</style></head><body><h1>Probes of {name}</h1><table>{facts}</table>",
     ]
     for probe in probes:
-        if probe.name in found.records:
-            parts += _section(probe, found.records[probe.name])
+        if probe.name in summary.records:
+            html += _section(probe, summary.records[probe.name])
         else:
-            parts.append(f"<h2>{escape(probe.name)}</h2><p>Not measured: {escape(found.refused[probe.name])}</p>")
-    return "\n".join([*parts, "</body></html>", ""])
+            html.append(f"<h2>{escape(probe.name)}</h2><p>Not measured: {escape(summary.refused[probe.name])}</p>")
+    return "\n".join([*html, "</body></html>", ""])
 
 
 def _section(probe: Probe, record: ExperimentRecord) -> list[str]:
     text = inspect.getdoc(type(probe)) or ""
-    intro, _, rest = text.partition("\nSource:")
-    formula = rest.partition("\nFormula:")[2].partition("\nDiffers")[0].partition("\nArgs")[0]
-    parts = [f"<h2>{escape(probe.name)}</h2>"]
-    parts += [f"<p>{escape(one)}</p>" for one in intro.strip().split("\n\n")]
-    parts.append(f'<p class="source">Source: {escape(probe.source)}</p>')
+    intro, _, details = text.partition("\nSource:")
+    formula = details.partition("\nFormula:")[2].partition("\nDiffers")[0].partition("\nArgs")[0]
+    html = [f"<h2>{escape(probe.name)}</h2>"]
+    html += [f"<p>{escape(paragraph)}</p>" for paragraph in intro.strip().split("\n\n")]
+    html.append(f'<p class="source">Source: {escape(probe.source)}</p>')
     if formula.strip():
-        parts.append(f"<pre>{escape(inspect.cleandoc(formula))}</pre>")
+        html.append(f"<pre>{escape(inspect.cleandoc(formula))}</pre>")
     if "png" in record.files:
         encoded = base64.b64encode(record.files["png"].read_bytes()).decode()
-        parts.append(f'<img alt="{escape(probe.name)}" src="data:image/png;base64,{encoded}">')
+        html.append(f'<img alt="{escape(probe.name)}" src="data:image/png;base64,{encoded}">')
     rows = probe.table(record.head)
     if rows:
-        cells = [f"<tr>{''.join(f'<th>{escape(one)}</th>' for one in rows[0])}</tr>"]
-        cells += [f"<tr>{''.join(f'<td>{escape(one)}</td>' for one in row)}</tr>" for row in rows[1:]]
-        parts.append(f"<table>{''.join(cells)}</table>")
+        cells = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in rows[0])}</tr>"]
+        cells += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[1:]]
+        html.append(f"<table>{''.join(cells)}</table>")
     names = {str(path): path.name for path in record.files.values()}
     for line in probe.lines(record):
         for path, name in names.items():
             line = line.replace(path, name)
-        parts.append(f"<p>{escape(line)}</p>")
+        html.append(f"<p>{escape(line)}</p>")
     settings = ", ".join(f"{key}={value}" for key, value in probe.parameters.items())
-    parts.append(f'<p class="source">Settings: {escape(settings)}</p>')
-    return parts
+    html.append(f'<p class="source">Settings: {escape(settings)}</p>')
+    return html

@@ -63,13 +63,13 @@ def scaled_score(
         heads: The heads; None edits all.
     """
 
-    def edit(at: int, scores: Tensor) -> Tensor:
-        if layer is not None and at != layer:
+    def edit(index: int, scores: Tensor) -> Tensor:
+        if layer is not None and index != layer:
             return scores
         chosen = slice(None) if heads is None else list(heads)
         edited = scores.clone()
-        own = edited[:, chosen, -1, key]
-        edited[:, chosen, -1, key] = own + (factor - 1) * own.abs()
+        key_scores = edited[:, chosen, -1, key]
+        edited[:, chosen, -1, key] = key_scores + (factor - 1) * key_scores.abs()
         return edited
 
     return edit
@@ -111,19 +111,22 @@ class AttentionEdit(MeasuredProbe):
     def measure(self, subject: Subject, progress: Progress) -> Found:
         """Read the prompts with each edit; see ``Probe.run``."""
         model = language_model(subject, self.name)
-        found = [
-            choice_of(one, (one.gold + 1) % self.pairs)
-            for one in key_value_prompts(model, self.pairs, self.prompts, self.seed)
+        candidates = [
+            choice_of(prompt, (prompt.gold + 1) % self.pairs)
+            for prompt in key_value_prompts(model, self.pairs, self.prompts, self.seed)
         ]
-        choices = [one for one in found if one is not None]
-        heads, own = _strongest_heads(model, choices)
+        choices = [choice for choice in candidates if choice is not None]
+        heads, preferences = _strongest_heads(model, choices)
         edits: dict[str, tuple[int | None, tuple[int, ...] | None]] = {
             "all layers": (None, None),
             **{f"layer {layer}": (layer, None) for layer in range(model.n_layers)},
             **{f"layer {layer}, head {head}": (layer, (head,)) for layer, head in heads},
         }
         summary: dict[str, Any] = {
-            "unchanged": {"gold_preferred": float((own < 0).double().mean()), "preference": float(own.mean())},
+            "unchanged": {
+                "gold_preferred": float((preferences < 0).double().mean()),
+                "preference": float(preferences.mean()),
+            },
             "edits": {},
         }
         rows = []
@@ -131,34 +134,36 @@ class AttentionEdit(MeasuredProbe):
             for done, (label, (layer, chosen)) in enumerate(edits.items()):
                 after = torch.tensor(
                     [
-                        _preference(model, one, Change(scores=scaled_score(one.other_at, self.factor, layer, chosen)))
-                        for one in choices
+                        _preference(
+                            model, choice, Change(scores=scaled_score(choice.other_at, self.factor, layer, chosen))
+                        )
+                        for choice in choices
                     ]
                 )
-                moved = ((own < 0) & (after > 0)).double().mean()
-                summary["edits"][label] = {"shift": float((after - own).mean()), "moved": float(moved)}
-                rows.append({"edit": label, "before": own.tolist(), "after": after.tolist()})
+                moved = ((preferences < 0) & (after > 0)).double().mean()
+                summary["edits"][label] = {"shift": float((after - preferences).mean()), "moved": float(moved)}
+                rows.append({"edit": label, "before": preferences.tolist(), "after": after.tolist()})
                 report(done + 1, len(edits))
         return Found(summary, rows)
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return the shift by layer, and in the heads that attend most."""
         figure, (left, right) = new_row(2, (11.0, 3.6))
-        found = head["summary"]["edits"]
-        layers = {key: one for key, one in found.items() if key.startswith("layer") and "head" not in key}
-        heads = {key: one for key, one in found.items() if "head" in key}
-        left.bar(range(len(layers)), [one["shift"] for one in layers.values()], color=OTHER_COLORS[1])
+        edits = head["summary"]["edits"]
+        layers = {key: edit for key, edit in edits.items() if key.startswith("layer") and "head" not in key}
+        heads = {key: edit for key, edit in edits.items() if "head" in key}
+        left.bar(range(len(layers)), [edit["shift"] for edit in layers.values()], color=OTHER_COLORS[1])
         left.set_xlabel("layer whose score is edited, all heads")
         left.set_title(f"{head['model']}: shift to the other value (nats)", fontsize=10, loc="left")
-        right.barh(range(len(heads)), [one["shift"] for one in heads.values()], color=OTHER_COLORS[2])
+        right.barh(range(len(heads)), [edit["shift"] for edit in heads.values()], color=OTHER_COLORS[2])
         right.set_yticks(range(len(heads)), list(heads), fontsize=8)
         right.set_title("in one head", fontsize=10, loc="left")
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return the edits with the largest shift."""
-        found = sorted(head["summary"]["edits"].items(), key=lambda one: -abs(one[1]["shift"]))[:12]
-        rows = [(label, f"{one['shift']:+.3f}", f"{one['moved']:.2f}") for label, one in found]
+        edits = sorted(head["summary"]["edits"].items(), key=lambda item: -abs(item[1]["shift"]))[:12]
+        rows = [(label, f"{edit['shift']:+.3f}", f"{edit['moved']:.2f}") for label, edit in edits]
         return [("edited", "shift to the other value (nats)", "share of answers that moved"), *rows]
 
 
@@ -171,12 +176,12 @@ def _preference(model: Subject, choice: Choice, change: Change, watch: Watch | N
 def _strongest_heads(model: Subject, choices: Sequence[Choice]) -> tuple[list[tuple[int, int]], Tensor]:
     """Return the heads that attend most to the value asked for, and the preference of each choice as it is."""
     total = torch.zeros(model.n_layers, model.n_heads)
-    own = []
+    preferences = []
     for choice in choices:
 
-        def add(layer: int, weights: Tensor, at: int = choice.gold_at) -> None:
-            total[layer] += weights[0, :, -1, at].cpu()
+        def add(layer: int, weights: Tensor, position: int = choice.gold_at) -> None:
+            total[layer] += weights[0, :, -1, position].cpu()
 
-        own.append(_preference(model, choice, Change(), Watch(weights=add)))
+        preferences.append(_preference(model, choice, Change(), Watch(weights=add)))
     order = total.flatten().argsort(descending=True)[:HEADS].tolist()
-    return [divmod(index, model.n_heads) for index in order], torch.tensor(own)
+    return [divmod(index, model.n_heads) for index in order], torch.tensor(preferences)

@@ -30,17 +30,17 @@ def slot_masses(
     Shapes:
         returns: (len(prompts), L, H, pairs) float32.
     """
-    found = torch.zeros(len(prompts), model.n_layers, model.n_heads, len(prompts[0].pairs))
+    masses = torch.zeros(len(prompts), model.n_layers, model.n_heads, len(prompts[0].pairs))
     for number, prompt in enumerate(prompts):
 
         def keep(layer: int, weights: Tensor, number: int = number, prompt: KeyValuePrompt = prompt) -> None:
             newest = weights[0, :, -1].cpu()  # (H, T)
-            found[number, layer] = torch.stack([newest[:, span.slice].sum(dim=-1) for span in prompt.pairs], dim=-1)
+            masses[number, layer] = torch.stack([newest[:, span.slice].sum(dim=-1) for span in prompt.pairs], dim=-1)
 
         model.read(prompt.tensor, Watch(weights=keep))
         if progress is not None:
             progress(number + 1, len(prompts))
-    return found
+    return masses
 
 
 @PROBES.register("attention-mass")
@@ -94,7 +94,7 @@ class AttentionMass(MeasuredProbe):
                 "prompts": len(prompts),
                 "tokens": len(prompts[0].ids),
             },
-            [{"gold": prompt.gold, "slots": one.tolist()} for prompt, one in zip(prompts, by_slot, strict=True)],
+            [{"gold": prompt.gold, "slots": slots.tolist()} for prompt, slots in zip(prompts, by_slot, strict=True)],
         )
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
@@ -117,5 +117,7 @@ class AttentionMass(MeasuredProbe):
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per head with the most attention to the gold pair."""
-        rows = [(str(one["layer"]), str(one["head"]), f"{one['mass']:.3f}") for one in head["summary"]["heads"]]
+        rows = [
+            (str(entry["layer"]), str(entry["head"]), f"{entry['mass']:.3f}") for entry in head["summary"]["heads"]
+        ]
         return [("layer", "head", "attention to the gold pair"), *rows]

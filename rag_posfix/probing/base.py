@@ -71,8 +71,10 @@ class Probe(Parametrised, ABC):
 
     def lines(self, record: ExperimentRecord) -> Sequence[str]:
         """Return what is printed under the table: by default the summary's numbers and texts."""
-        found = record.head["summary"]
-        return [f"{key}: {short(value)}" for key, value in found.items() if not isinstance(value, dict | list | tuple)]
+        summary = record.head["summary"]
+        return [
+            f"{key}: {short(value)}" for key, value in summary.items() if not isinstance(value, dict | list | tuple)
+        ]
 
 
 @dataclass(frozen=True)
@@ -85,16 +87,18 @@ class MeasuredProbe(Probe):
 
     def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
         """Measure a model, and write the record and its figure; see ``Probe.run``."""
-        found = self.measure(subject, progress)
+        result = self.measure(subject, progress)
         head = {
             "kind": f"probe-{self.name}",
             **subject.facts(),
-            "settings": {name: str(one) if isinstance(one, Path) else one for name, one in self.parameters.items()},
+            "settings": {
+                name: str(value) if isinstance(value, Path) else value for name, value in self.parameters.items()
+            },
             "source": self.source,
-            "summary": found.summary,
+            "summary": result.summary,
             "environment": environment(),
         }
-        return with_figure(ExperimentRecord(head, found.rows).write(out), self.draw)
+        return with_figure(ExperimentRecord(head, result.rows).write(out), self.draw)
 
 
 PROBES: Registry[type[Probe]] = Registry("probe")
@@ -111,5 +115,5 @@ def draw_map(figure: Figure, axes: Any, values: Sequence[Sequence[float]], **opt
     Args:
         options: Of matplotlib's ``imshow``.
     """
-    shown = axes.imshow(values, aspect="auto", origin="lower", **options)
-    figure.colorbar(shown, ax=axes, shrink=0.85)
+    image = axes.imshow(values, aspect="auto", origin="lower", **options)
+    figure.colorbar(image, ax=axes, shrink=0.85)

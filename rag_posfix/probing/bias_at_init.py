@@ -70,11 +70,11 @@ def shares(curve: Tensor) -> dict[str, float]:
     Shapes:
         curve: (T,), 11 places or more.
     """
-    own = curve[:-1]
-    count = own.shape[0]
+    values = curve[:-1]
+    count = values.shape[0]
     tenth, quarter = max(1, count // PARTS), count // 4
-    parts = {"first": own[:tenth], "middle": own[quarter : count - quarter], "last": own[-tenth:]}
-    return {name: float(part.mean() / own.mean()) for name, part in parts.items()}
+    sections = {"first": values[:tenth], "middle": values[quarter : count - quarter], "last": values[-tenth:]}
+    return {name: float(section.mean() / values.mean()) for name, section in sections.items()}
 
 
 def untrained(subject: Subject, seed: int) -> Any:
@@ -127,8 +127,8 @@ class BiasAtInit(MeasuredProbe):
                 models["untrained"] += self._curves(subject, model, report)
                 del model
         with progress("the model itself") as report:
-            models["trained"] = self._curves(subject, _own(subject), report)
-        curves = {name: torch.stack(found).mean(dim=0) for name, found in models.items()}
+            models["trained"] = self._curves(subject, _torch_module(subject), report)
+        curves = {name: torch.stack(runs).mean(dim=0) for name, runs in models.items()}
         spread = torch.stack(models["untrained"]).std(dim=0)
         return Found(
             {
@@ -159,13 +159,13 @@ class BiasAtInit(MeasuredProbe):
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per model."""
         rows = [
-            (name, *(f"{one[key]:.2f}" for key in ("first", "middle", "last")))
-            for name, one in head["summary"]["shares"].items()
+            (name, *(f"{share[key]:.2f}" for key in ("first", "middle", "last")))
+            for name, share in head["summary"]["shares"].items()
         ]
         return [("model", "first tenth", "middle half", "last tenth, relative to the mean"), *rows]
 
 
-def _own(subject: Subject) -> Any:
+def _torch_module(subject: Subject) -> Any:
     if isinstance(subject, SmallDecoder):
         return subject.decoder
     if isinstance(subject, LanguageModel):

@@ -33,8 +33,8 @@ UNCHANGED, SHIFTED, CROPPED = "unchanged", "position ids shifted", "causal mask 
 
 def shifted_positions(tokens: int, first: int, last: int, shift: int) -> Change:
     """Return the change that moves the position ids of a span: t - ``shift`` for first <= t < last."""
-    at = torch.arange(tokens)
-    return Change(positions=torch.where((at >= first) & (at < last), at - shift, at))
+    positions = torch.arange(tokens)
+    return Change(positions=torch.where((positions >= first) & (positions < last), positions - shift, positions))
 
 
 def cropped_mask(first: int, last: int, shift: int) -> Change:
@@ -47,7 +47,7 @@ def cropped_mask(first: int, last: int, shift: int) -> Change:
     return Change(mask=mask)
 
 
-def implied_shift(own: Tensor, changed: Tensor, first: int, last: int, margin: int) -> float:
+def implied_shift(curve: Tensor, changed: Tensor, first: int, last: int, margin: int) -> float:
     """Return by how many tokens a curve's values in a span have moved along the unchanged curve.
 
     Formula: mean over the span of (changed_t - own_t) / slope, the least-squares slope of the unchanged curve from
@@ -56,11 +56,11 @@ def implied_shift(own: Tensor, changed: Tensor, first: int, last: int, margin: i
     Shapes:
         own, changed: (T,).
     """
-    part = own[max(0, first - margin) : last].double()
-    at = torch.arange(part.shape[0], dtype=torch.float64)
-    centred = at - at.mean()
-    slope = (centred * part).sum() / centred.square().sum()
-    return float((changed[first:last].double() - own[first:last].double()).mean() / slope)
+    window = curve[max(0, first - margin) : last].double()
+    positions = torch.arange(window.shape[0], dtype=torch.float64)
+    centred = positions - positions.mean()
+    slope = (centred * window).sum() / centred.square().sum()
+    return float((changed[first:last].double() - curve[first:last].double()).mean() / slope)
 
 
 @PROBES.register("causal-perturbation")
@@ -122,7 +122,7 @@ class CausalPerturbation(MeasuredProbe):
             with progress(f"random text, {name}") as report:
                 means[name] = self._means(model, self._change(name, self.tokens), report)
         channel, layer = self._channel(model, means[UNCHANGED])
-        curves = {name: one[layer, :, channel] for name, one in means.items()}
+        curves = {name: mean[layer, :, channel] for name, mean in means.items()}
         span = (self.first, self.last, self.shift)
         prompts = key_value_prompts(model, self.pairs, self.pairs, self.seed)[::4]
         retrieval = {}
@@ -130,7 +130,7 @@ class CausalPerturbation(MeasuredProbe):
             with progress(f"retrieval, {name}") as report:
                 losses = retrieval_losses(model, prompts, partial(self._change_of, name), report)
             retrieval[name] = losses.tolist()
-        inside = [self.first <= one.pairs[one.gold].start < self.last for one in prompts]
+        inside = [self.first <= prompt.pairs[prompt.gold].start < self.last for prompt in prompts]
         return Found(
             {
                 "channel": channel,
@@ -138,16 +138,23 @@ class CausalPerturbation(MeasuredProbe):
                 "implied_shift": {
                     name: implied_shift(curves[UNCHANGED], curves[name], *span) for name in (SHIFTED, CROPPED)
                 },
-                "curves": {name: one.tolist() for name, one in curves.items()},
+                "curves": {name: curve.tolist() for name, curve in curves.items()},
                 "retrieval_loss": {
-                    name: {"inside": _mean(losses, inside), "outside": _mean(losses, [not one for one in inside])}
+                    name: {
+                        "inside": _mean(losses, inside),
+                        "outside": _mean(losses, [not is_inside for is_inside in inside]),
+                    }
                     for name, losses in retrieval.items()
                 },
                 "gold_pairs": {"inside": sum(inside), "outside": len(inside) - sum(inside)},
             },
             [
-                {"gold": one.gold, "start": one.pairs[one.gold].start, **{key: retrieval[key][n] for key in retrieval}}
-                for n, one in enumerate(prompts)
+                {
+                    "gold": prompt.gold,
+                    "start": prompt.pairs[prompt.gold].start,
+                    **{key: retrieval[key][n] for key in retrieval},
+                }
+                for n, prompt in enumerate(prompts)
             ],
         )
 
@@ -185,9 +192,9 @@ class CausalPerturbation(MeasuredProbe):
         for number, (name, curve) in enumerate(summary["curves"].items()):
             left.plot(curve, linewidth=0.8, color=OTHER_COLORS[number], label=name)
             losses = summary["retrieval_loss"][name]
-            places = [place + 0.27 * (number - 1) for place in range(2)]
+            positions = [index + 0.27 * (number - 1) for index in range(2)]
             heights = [losses[key] or 0.0 for key in ("inside", "outside")]
-            right.bar(places, heights, 0.25, color=OTHER_COLORS[number], label=name)
+            right.bar(positions, heights, 0.25, color=OTHER_COLORS[number], label=name)
         left.axvspan(settings["first"], settings["last"], color="#999999", alpha=0.2, linewidth=0)
         left.set_xlabel("position")
         title = f"{head['model']}: channel {summary['channel']}, layer {summary['layer']}"
@@ -212,5 +219,5 @@ class CausalPerturbation(MeasuredProbe):
 
 
 def _mean(values: Sequence[float], chosen: Sequence[bool]) -> float | None:
-    kept = [value for value, one in zip(values, chosen, strict=True) if one]
-    return sum(kept) / len(kept) if kept else None
+    selection = [value for value, is_chosen in zip(values, chosen, strict=True) if is_chosen]
+    return sum(selection) / len(selection) if selection else None

@@ -49,17 +49,19 @@ def decompose(states: Iterable[Tensor], skip: int = 0) -> Decomposition:
     """
     total, squares = torch.zeros(()), torch.zeros(())
     contexts = []
-    for one in states:
-        kept = one[:, skip:].double()
-        total, squares = total + kept, squares + kept.square().sum(dim=(1, 2))
-        contexts.append(kept.mean(dim=1))
+    for state in states:
+        tail = state[:, skip:].double()
+        total, squares = total + tail, squares + tail.square().sum(dim=(1, 2))
+        contexts.append(tail.mean(dim=1))
     by_context = torch.stack(contexts, dim=1)  # (L, C, width)
     by_position = total / by_context.shape[1]  # (L, T, width)
     centre = by_context.mean(dim=1, keepdim=True)
     position, context = by_position - centre, by_context - centre
     variance = squares / (position.shape[1] * context.shape[1]) - centre.square().sum(dim=(1, 2))
-    parts = [one.square().sum(dim=-1).mean(dim=-1) / variance.clamp(min=1e-12) for one in (position, context)]
-    return Decomposition(position, context, torch.stack([*parts, 1 - parts[0] - parts[1]]))
+    shares = [
+        component.square().sum(dim=-1).mean(dim=-1) / variance.clamp(min=1e-12) for component in (position, context)
+    ]
+    return Decomposition(position, context, torch.stack([*shares, 1 - shares[0] - shares[1]]))
 
 
 def rank_of(vectors: Tensor, energy: float = ENERGY) -> int:
@@ -79,8 +81,8 @@ def low_frequency_share(vectors: Tensor, frequencies: int = FREQUENCIES) -> floa
         vectors: (T, width).
     """
     count = vectors.shape[0]
-    at = torch.arange(count, dtype=torch.float64)
-    basis = (math.pi / count * (at + 0.5)[None] * at[:, None]).cos()  # (frequency, T)
+    indices = torch.arange(count, dtype=torch.float64)
+    basis = (math.pi / count * (indices + 0.5)[None] * indices[:, None]).cos()  # (frequency, T)
     basis = basis / basis.norm(dim=-1, keepdim=True)
     energy = (basis @ vectors.double()).square().sum(dim=-1)
     return float(energy[:frequencies].sum() / energy.sum().clamp(min=1e-300))
@@ -92,7 +94,7 @@ def mean_cosine(left: Tensor, right: Tensor) -> float:
     Shapes:
         left: (N, width). right: (M, width).
     """
-    units = [one / one.norm(dim=-1, keepdim=True).clamp(min=1e-12) for one in (left, right)]
+    units = [vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12) for vectors in (left, right)]
     return float((units[0] @ units[1].T).abs().mean())
 
 
@@ -140,20 +142,22 @@ class HiddenGeometry(MeasuredProbe):
         check_length(subject, self.tokens, self.skip + 8)
         with progress("reading random text") as report:
             states = states_of(subject, self.contexts, self.tokens, self.seed, report, self.words)
-            found = decompose(states, self.skip)
+            decomposition = decompose(states, self.skip)
         layers = []
         for layer in range(1, subject.n_layers):  # what enters layer 0 are embeddings
-            position, context = found.position[layer], found.context[layer]
+            position, context = decomposition.position[layer], decomposition.context[layer]
             layers.append(
                 {
                     "layer": layer,
-                    **dict(zip(("position", "context", "residual"), found.shares[:, layer].tolist(), strict=True)),
+                    **dict(
+                        zip(("position", "context", "residual"), decomposition.shares[:, layer].tolist(), strict=True)
+                    ),
                     "rank": rank_of(position),
                     "low_frequencies": low_frequency_share(position),
                     "cosine": mean_cosine(position, context),
                 }
             )
-        middle = found.position[subject.n_layers // 2]
+        middle = decomposition.position[subject.n_layers // 2]
         left, values, _ = torch.linalg.svd(middle, full_matrices=False)
         spiral = (left[:, :3] * values[:3]).T
         return Found(
@@ -169,25 +173,25 @@ class HiddenGeometry(MeasuredProbe):
         """Return shares, rank, smoothness and angles by layer, and two main directions of pos over positions."""
         summary = head["summary"]
         figure, (left, middle, right) = new_row(3, (12.0, 3.6))
-        at = [one["layer"] for one in summary["layers"]]
+        layers = [layer["layer"] for layer in summary["layers"]]
         for number, key in enumerate(("position", "context", "low_frequencies", "cosine")):
-            values = [one[key] for one in summary["layers"]]
+            values = [layer[key] for layer in summary["layers"]]
             text = {"low_frequencies": "pos in low frequencies", "cosine": "|cos| of pos and ctx"}
             label = text.get(key, f"share of {key}")
-            left.plot(at, values, color=OTHER_COLORS[number], label=label)
+            left.plot(layers, values, color=OTHER_COLORS[number], label=label)
         left.axhline(summary["cosine_of_random_vectors"], color="#999999", linestyle=":", label="|cos| at random")
         left.set_ylim(0, 1.02)
         left.legend(frameon=False, fontsize=7)
         left.set_title(str(head["model"]), fontsize=10, loc="left")
-        middle.plot(at, [one["rank"] for one in summary["layers"]], color=OTHER_COLORS[1])
+        middle.plot(layers, [layer["rank"] for layer in summary["layers"]], color=OTHER_COLORS[1])
         middle.set_title("rank of pos (95 % of its energy)", fontsize=10, loc="left")
         middle.set_ylim(bottom=0)
         for axes in (left, middle):
             axes.set_xlabel("layer")
         spiral = summary["spiral"]
         first = head["settings"]["skip"]
-        places = range(first, first + len(spiral[0]))
-        drawn = right.scatter(spiral[0], spiral[min(1, len(spiral) - 1)], c=list(places), s=6, cmap="viridis")
+        positions = range(first, first + len(spiral[0]))
+        drawn = right.scatter(spiral[0], spiral[min(1, len(spiral) - 1)], c=list(positions), s=6, cmap="viridis")
         figure.colorbar(drawn, ax=right, label="position")
         right.set_title(f"main directions of pos, layer {summary['spiral_layer']}", fontsize=10, loc="left")
         return figure
@@ -196,7 +200,7 @@ class HiddenGeometry(MeasuredProbe):
         """Return a row per layer."""
         keys = ("position", "context", "residual", "low_frequencies", "cosine")
         rows = [
-            (str(one["layer"]), *(f"{one[key]:.3f}" for key in keys), str(one["rank"]))
-            for one in head["summary"]["layers"]
+            (str(layer["layer"]), *(f"{layer[key]:.3f}" for key in keys), str(layer["rank"]))
+            for layer in head["summary"]["layers"]
         ]
         return [("layer", "position", "context", "residual", "low frequencies", "|cos|", "rank"), *rows]

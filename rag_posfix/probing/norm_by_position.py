@@ -62,20 +62,20 @@ def norm_curves(
     norms = torch.zeros(strings, *shape, dtype=torch.float64)
     sums: dict[int, Tensor] = {}
     squares: dict[int, Tensor] = {}
-    now = [0]
+    string_index = [0]
 
     def attended(layer: int, out: Tensor) -> None:
         flat = out[0].transpose(0, 1).flatten(1).double().cpu()  # (T, H D)
         sums[layer] = sums.get(layer, 0) + flat
         squares[layer] = squares.get(layer, 0) + flat.square()
-        norms[now[0], layer] = flat.norm(dim=-1)
+        norms[string_index[0], layer] = flat.norm(dim=-1)
 
-    def weights(layer: int, found: Tensor) -> None:
-        entropies[layer] += torch.special.entr(found[0].double()).sum(dim=-1).mean(dim=0).cpu() / strings
+    def weights(layer: int, probabilities: Tensor) -> None:
+        entropies[layer] += torch.special.entr(probabilities[0].double()).sum(dim=-1).mean(dim=0).cpu() / strings
 
     watch = Watch(attended=attended, weights=weights if entropy else None)
     for number, ids in enumerate(random_strings(subject, strings, tokens, seed, progress)):
-        now[0] = number
+        string_index[0] = number
         subject.read(ids, watch)
     variance = [
         (squares[layer] - sums[layer].square() / strings).mean(dim=-1) / (strings - 1) for layer in sorted(sums)
@@ -89,9 +89,9 @@ def log_slope(curve: Tensor, skip: int = 4) -> float:
     Shapes:
         curve: (T,), above 0. The first ``skip`` places are left out.
     """
-    at = torch.arange(1, curve.shape[0] + 1, dtype=torch.float64)[skip:].log()
+    log_positions = torch.arange(1, curve.shape[0] + 1, dtype=torch.float64)[skip:].log()
     values = curve.double()[skip:].log()
-    centred = at - at.mean()
+    centred = log_positions - log_positions.mean()
     return float((centred * (values - values.mean())).sum() / centred.square().sum())
 
 
@@ -104,12 +104,12 @@ def resolution(norm: Tensor, spread: Tensor) -> list[int]:
     Shapes:
         norm, spread: (T,).
     """
-    counted, last, found = 1, 0, [1]
-    for place in range(1, norm.shape[0]):
-        if abs(float(norm[place] - norm[last])) >= float(spread[place] + spread[last]):
-            counted, last = counted + 1, place
-        found.append(counted)
-    return found
+    counted, last, counts = 1, 0, [1]
+    for position in range(1, norm.shape[0]):
+        if abs(float(norm[position] - norm[last])) >= float(spread[position] + spread[last]):
+            counted, last = counted + 1, position
+        counts.append(counted)
+    return counts
 
 
 @PROBES.register("norm-by-position")
@@ -148,16 +148,16 @@ class NormByPosition(MeasuredProbe):
     def measure(self, subject: Subject, progress: Progress) -> Found:
         """Measure the model and decoders with random weights; see ``Probe.run``."""
         check_length(subject, self.tokens, 16)
-        found = {}
+        models = {}
         with progress("reading random text") as report:
-            own = norm_curves(subject, self.strings, self.tokens, self.seed, progress=report)
-        found[str(subject.facts()["model"])] = self._told(own)
+            model_curves = norm_curves(subject, self.strings, self.tokens, self.seed, progress=report)
+        models[str(subject.facts()["model"])] = self._summarize(model_curves)
         for label, (encoding, parameters, deviation) in self._decoders().items():
             with progress(f"untrained decoder: {label}") as report:
-                made = random_decoder(encoding, parameters, self.seed, deviation)
-                curves = norm_curves(made, self.strings, self.tokens, self.seed, entropy=True, progress=report)
-            found[f"untrained {label}"] = self._told(curves)
-        return Found({"tokens": self.tokens, "at": self._places(), "models": found})
+                decoder = random_decoder(encoding, parameters, self.seed, deviation)
+                curves = norm_curves(decoder, self.strings, self.tokens, self.seed, entropy=True, progress=report)
+            models[f"untrained {label}"] = self._summarize(curves)
+        return Found({"tokens": self.tokens, "at": self._sampled_positions(), "models": models})
 
     def _decoders(self) -> dict[str, tuple[str, dict[str, Any], float | None]]:
         """Return encoding, parameters and deviation of the weights of the decoders beside the model."""
@@ -169,35 +169,37 @@ class NormByPosition(MeasuredProbe):
             "alibi": ("alibi", {}, None),
         }
 
-    def _places(self) -> list[int]:
-        """Return the positions that are told, from 1, evenly on a logarithmic scale."""
+    def _sampled_positions(self) -> list[int]:
+        """Return the positions of the record, from 1, evenly on a logarithmic scale."""
         count = 24
         return sorted({round(math.exp(math.log(self.tokens) * step / (count - 1))) for step in range(count)})
 
-    def _told(self, curves: NormCurves) -> dict[str, Any]:
-        at = torch.tensor(self._places()) - 1
+    def _summarize(self, curves: NormCurves) -> dict[str, Any]:
+        positions = torch.tensor(self._sampled_positions()) - 1
         apart = resolution(curves.norm[0], curves.spread[0])
         return {
             "slopes": [log_slope(layer) for layer in curves.variance],
-            "variance": [layer[at].tolist() for layer in curves.variance],
-            "resolution": [apart[place] for place in at.tolist()],
-            "entropy": None if curves.entropy is None else curves.entropy[0][at].tolist(),
+            "variance": [layer[positions].tolist() for layer in curves.variance],
+            "resolution": [apart[position] for position in positions.tolist()],
+            "entropy": None if curves.entropy is None else curves.entropy[0][positions].tolist(),
         }
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return the variance, the resolution and the entropy of the first layer by position."""
         summary = head["summary"]
         figure, (left, middle, right) = new_row(3, (12.0, 3.6))
-        at = summary["at"]
-        for number, (label, one) in enumerate(summary["models"].items()):
+        positions = summary["at"]
+        for number, (label, model) in enumerate(summary["models"].items()):
             style = {"color": OTHER_COLORS[number], "label": label}
-            first = one["variance"][0]
-            left.plot(at, [value / first[0] for value in first], **style)
-            middle.plot(at, one["resolution"], **style)
-            if one["entropy"] is not None:
-                right.plot(at, one["entropy"], **style)
-        left.plot(at, [1 / place for place in at], color="#000000", linestyle=":", label="1 / t")
-        right.plot(at, [math.log(place) for place in at], color="#000000", linestyle=":", label="log t (uniform)")
+            first = model["variance"][0]
+            left.plot(positions, [value / first[0] for value in first], **style)
+            middle.plot(positions, model["resolution"], **style)
+            if model["entropy"] is not None:
+                right.plot(positions, model["entropy"], **style)
+        left.plot(positions, [1 / t for t in positions], color="#000000", linestyle=":", label="1 / t")
+        right.plot(
+            positions, [math.log(t) for t in positions], color="#000000", linestyle=":", label="log t (uniform)"
+        )
         titles = (
             "variance of attention's output, first layer",
             "positions that the norm tells apart",
@@ -216,12 +218,12 @@ class NormByPosition(MeasuredProbe):
         rows = [
             (
                 label,
-                f"{one['slopes'][0]:.2f}",
-                f"{one['slopes'][-1]:.2f}",
-                str(one["resolution"][-1]),
-                "" if one["entropy"] is None else f"{one['entropy'][-1]:.2f}",
+                f"{model['slopes'][0]:.2f}",
+                f"{model['slopes'][-1]:.2f}",
+                str(model["resolution"][-1]),
+                "" if model["entropy"] is None else f"{model['entropy'][-1]:.2f}",
             )
-            for label, one in head["summary"]["models"].items()
+            for label, model in head["summary"]["models"].items()
         ]
         return [
             ("model", "slope, first layer", "slope, last layer", "positions told apart", "entropy at the end"),

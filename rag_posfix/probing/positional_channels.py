@@ -83,26 +83,26 @@ def probe_positional_channels(
     model = LanguageModel(engine)
     with progress("reading random text") as report:
         means = mean_hidden_states(model, strings, tokens, seed, report)
-    found = found_channels(model, means, top)
+    channels = found_channels(model, means, top)
     settings_used = {"strings": strings, "tokens": tokens, "seed": seed}
-    record = PositionalChannelsRecord(channel_profile(model, found, found[0].channel, factor, settings_used))
+    record = PositionalChannelsRecord(channel_profile(model, channels, channels[0].channel, factor, settings_used))
     return record.write_profile(out)
 
 
 def found_channels(subject: Subject, means: Tensor, top: int) -> list[PositionalChannel]:
     """Return what ``rank_channels`` finds."""
-    found = rank_channels(means, top)
-    if not found:
+    channels = rank_channels(means, top)
+    if not channels:
         raise UnsupportedModelError(
             f"no hidden channel of {subject.facts()['model']} follows the position in more than a quarter of its "
             "layers; hidden_scaling has nothing to scale there; try more --strings or --tokens"
         )
-    return found
+    return channels
 
 
 def channel_profile(
     subject: Subject,
-    found: Sequence[PositionalChannel],
+    channels: Sequence[PositionalChannel],
     channel: int,
     factor: float,
     settings: Mapping[str, Any],
@@ -115,7 +115,8 @@ def channel_profile(
         "factor": factor,
         "layers": [layers.start, layers.stop - 1],
         "candidates": [
-            {"channel": one.channel, "layers": list(one.layers), "roughness": one.roughness} for one in found
+            {"channel": candidate.channel, "layers": list(candidate.layers), "roughness": candidate.roughness}
+            for candidate in channels
         ],
         "model": facts["model"],
         "model_fingerprint": facts["model_fingerprint"],
@@ -166,17 +167,17 @@ def rank_channels(means: Tensor, top: int = 10) -> list[PositionalChannel]:
         means: (L, T, hidden), as ``mean_hidden_states`` returns them.
     """
     n_layers, n_tokens, hidden_size = means.shape
-    found: list[tuple[Tensor, Tensor]] = [_follows_position(layer[3 * n_tokens // 10 :]) for layer in means[1:]]
-    if not found:
+    fits: list[tuple[Tensor, Tensor]] = [_follows_position(layer[3 * n_tokens // 10 :]) for layer in means[1:]]
+    if not fits:
         return []
-    monotone = torch.stack([one for one, _ in found])  # (L - 1, hidden)
-    roughness = torch.stack([one for _, one in found]).masked_fill(~monotone, torch.inf)
+    monotone = torch.stack([is_monotone for is_monotone, _ in fits])  # (L - 1, hidden)
+    roughness = torch.stack([values for _, values in fits]).masked_fill(~monotone, torch.inf)
     least = roughness.amin(dim=0)
-    kept = [c for c in range(hidden_size) if int(monotone[:, c].sum()) > n_layers / 4]
-    kept.sort(key=lambda c: float(least[c]))  # stable: channels alike stay in their own order
+    channels = [c for c in range(hidden_size) if int(monotone[:, c].sum()) > n_layers / 4]
+    channels.sort(key=lambda c: float(least[c]))  # stable: channels alike stay in their own order
     return [
         PositionalChannel(c, tuple(1 + int(i) for i in monotone[:, c].nonzero()[:, 0]), float(least[c]))
-        for c in kept[:top]
+        for c in channels[:top]
     ]
 
 
@@ -187,10 +188,10 @@ def _follows_position(curves: Tensor) -> tuple[Tensor, Tensor]:
         curves: (T, hidden).
     """
     curves = curves.double()
-    at = torch.linspace(-1, 1, curves.shape[0], dtype=torch.float64)
-    powers = torch.stack([at**power for power in range(4)], dim=1)  # (T, 4)
+    positions = torch.linspace(-1, 1, curves.shape[0], dtype=torch.float64)
+    powers = torch.stack([positions**power for power in range(4)], dim=1)  # (T, 4)
     cubic = torch.linalg.lstsq(powers, curves).solution  # (4, hidden)
-    slope = cubic[1] + 2 * at[:, None] * cubic[2] + 3 * at[:, None] ** 2 * cubic[3]  # (T, hidden)
+    slope = cubic[1] + 2 * positions[:, None] * cubic[2] + 3 * positions[:, None] ** 2 * cubic[3]  # (T, hidden)
     monotone = (slope > 0).all(dim=0) | (slope < 0).all(dim=0)
     spread = curves.std(dim=0)
     even = curves / spread.where(spread > 0, 1.0)

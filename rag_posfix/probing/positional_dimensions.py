@@ -69,7 +69,7 @@ def best_scale(
             return Change(hidden_scale=scale, prompt_length=len(prompt.ids))
 
         losses = retrieval_losses(model, prompts, change)
-        by_position = [float(losses[gold == place].mean()) for place in sorted(set(gold.tolist()))]
+        by_position = [float(losses[gold == position].mean()) for position in sorted(set(gold.tolist()))]
         tried.append({"channel": channel, "factor": factor, "loss": float(losses.mean()), "by_position": by_position})
         if progress is not None:
             progress(len(tried), count)
@@ -77,12 +77,12 @@ def best_scale(
     trial(None, 1.0)
     for channel in channels:
         trial(channel, 0.0)
-    best = min(tried[1:], key=lambda one: float(one["loss"]))["channel"]
+    best = min(tried[1:], key=lambda row: float(row["loss"]))["channel"]
     for factor in factors:
         if factor != 0:
             trial(best, factor)
-    own = [one for one in tried if one["channel"] == best]
-    return best, float(min(own, key=lambda one: float(one["loss"]))["factor"]), tried
+    channel_trials = [row for row in tried if row["channel"] == best]
+    return best, float(min(channel_trials, key=lambda row: float(row["loss"]))["factor"]), tried
 
 
 @PROBES.register("positional-dimensions")
@@ -132,28 +132,30 @@ class PositionalDimensions(Probe):
         self.check()
         with progress("reading random text") as report:
             means = mean_hidden_states(subject, self.strings, self.tokens, self.seed, report)
-        found = found_channels(subject, means, self.top)
-        channel, factor = found[0].channel, self.factor if self.factor is not None else 0.0
+        candidates = found_channels(subject, means, self.top)
+        channel, factor = candidates[0].channel, self.factor if self.factor is not None else 0.0
         tried: list[dict[str, Any]] = []
         if self.factor is None and isinstance(subject, LanguageModel) and _can_scale(subject):
             prompts = key_value_prompts(subject, self.pairs, self.pairs, self.seed)
             with progress("trying channels and factors") as report:
-                channel, factor, tried = best_scale(subject, [one.channel for one in found], prompts, progress=report)
+                channel, factor, tried = best_scale(
+                    subject, [candidate.channel for candidate in candidates], prompts, progress=report
+                )
         settings = {name: value for name, value in self.parameters.items() if name in ("strings", "tokens", "seed")}
-        profile = channel_profile(subject, found, channel, factor, settings)
-        curves = [self._curve(means, one) for one in found]
+        profile = channel_profile(subject, candidates, channel, factor, settings)
+        curves = [self._curve(means, candidate) for candidate in candidates]
         record = PositionalChannelsRecord({**profile, "tried": tried, "curves": curves}).write_profile(out)
         return with_figure(record, self.draw)
 
-    def _curve(self, means: Tensor, found: PositionalChannel) -> dict[str, Any]:
+    def _curve(self, means: Tensor, candidate: PositionalChannel) -> dict[str, Any]:
         """Return a channel's curve in the middle one of its layers, thinned out, and its broken line."""
-        layer = found.layers[len(found.layers) // 2]
+        layer = candidate.layers[len(candidate.layers) // 2]
         step = max(1, self.tokens // PLACES)
-        values = means[layer, self.tokens % step :, found.channel].unfold(0, step, step).mean(dim=-1)
+        values = means[layer, self.tokens % step :, candidate.channel].unfold(0, step, step).mean(dim=-1)
         first = 3 * len(values) // 10  # as where channels are ranked
         pieces = segmented_fit(values[first:])
         return {
-            "channel": found.channel,
+            "channel": candidate.channel,
             "layer": layer,
             "tokens_per_place": step,
             "values": values.tolist(),
@@ -166,37 +168,39 @@ class PositionalDimensions(Probe):
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return the curves of the smoothest channels with their broken lines, and the loss by gold position."""
         figure, (left, right) = new_row(2, (11.0, 3.6))
-        for number, one in enumerate(head["curves"][:CURVES]):
-            step, values = one["tokens_per_place"], one["values"]
+        for number, curve in enumerate(head["curves"][:CURVES]):
+            step, values = curve["tokens_per_place"], curve["values"]
             style = {"color": OTHER_COLORS[number]}
-            label = f"channel {one['channel']}, layer {one['layer']}"
-            left.plot([step * place for place in range(len(values))], values, linewidth=0.8, label=label, **style)
-            for piece in one["segments"]:
-                ends = (piece["first"], piece["last"])
-                line = [piece["intercept"] + piece["slope"] * place for place in ends]
-                left.plot([step * place for place in ends], line, linestyle="--", **style)
+            label = f"channel {curve['channel']}, layer {curve['layer']}"
+            left.plot([step * index for index in range(len(values))], values, linewidth=0.8, label=label, **style)
+            for segment in curve["segments"]:
+                ends = (segment["first"], segment["last"])
+                line = [segment["intercept"] + segment["slope"] * end for end in ends]
+                left.plot([step * end for end in ends], line, linestyle="--", **style)
         left.set_xlabel("position")
         left.set_title(f"{head['model']}: mean over random text", fontsize=10, loc="left")
         left.legend(frameon=False, fontsize=7)
-        shown = [one for one in head["tried"] if one["channel"] in (None, head["channel"])]
-        for number, one in enumerate(shown):
-            label = "unchanged" if one["channel"] is None else f"channel {one['channel']} times {one['factor']:g}"
-            right.plot(one["by_position"], marker="o", markersize=4, color=OTHER_COLORS[number], label=label)
+        trials = [trial for trial in head["tried"] if trial["channel"] in (None, head["channel"])]
+        for number, trial in enumerate(trials):
+            label = (
+                "unchanged" if trial["channel"] is None else f"channel {trial['channel']} times {trial['factor']:g}"
+            )
+            right.plot(trial["by_position"], marker="o", markersize=4, color=OTHER_COLORS[number], label=label)
         right.set_xlabel("place of the gold pair, from 0")
         right.set_title("retrieval loss (nats per token)", fontsize=10, loc="left")
-        if shown:
+        if trials:
             right.legend(frameon=False, fontsize=7)
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per candidate."""
-        losses = {one["channel"]: f"{one['loss']:.3f}" for one in head["tried"] if one["factor"] == 0}
+        losses = {trial["channel"]: f"{trial['loss']:.3f}" for trial in head["tried"] if trial["factor"] == 0}
         rows = [
             (
-                str(one["channel"]), str(len(one["layers"])), f"{one['roughness']:.3g}",
-                losses.get(one["channel"], "not tried"),
+                str(candidate["channel"]), str(len(candidate["layers"])), f"{candidate['roughness']:.3g}",
+                losses.get(candidate["channel"], "not tried"),
             )
-            for one in head["candidates"]
+            for candidate in head["candidates"]
         ]  # fmt: skip
         return [("channel", "layers with a monotonic trend", "roughness", "retrieval loss at factor 0"), *rows]
 
@@ -259,14 +263,14 @@ def segmented_fit(curve: Tensor, penalty: float = 0.01) -> list[Segment]:
 
 def _errors(values: Tensor) -> Tensor:
     """Return the squared error of the best line on each piece, (T, T) by first and last place."""
-    at = torch.arange(values.shape[0], dtype=torch.float64)
+    positions = torch.arange(values.shape[0], dtype=torch.float64)
 
     def between(terms: Tensor) -> Tensor:
         total = torch.cat((terms.new_zeros(1), terms.cumsum(0)))
         return total[None, 1:] - total[:-1, None]  # [first, last]
 
-    n, x, y = between(torch.ones_like(at)), between(at), between(values)
-    xx, xy, yy = between(at * at), between(at * values), between(values * values)
+    n, x, y = between(torch.ones_like(positions)), between(positions), between(values)
+    xx, xy, yy = between(positions * positions), between(positions * values), between(values * values)
     n = n.clamp(min=1)
     spread = xx - x * x / n
     slope = torch.where(spread > 1e-9, (xy - x * y / n) / spread.clamp(min=1e-9), 0.0)
@@ -274,9 +278,9 @@ def _errors(values: Tensor) -> Tensor:
 
 
 def _line(values: Tensor, first: int, last: int) -> Segment:
-    at = torch.arange(first, last + 1, dtype=torch.float64)
-    own = values[first : last + 1]
-    centred = at - at.mean()
+    positions = torch.arange(first, last + 1, dtype=torch.float64)
+    segment = values[first : last + 1]
+    centred = positions - positions.mean()
     spread = float(centred.square().sum())
-    slope = float((centred * own).sum()) / spread if spread else 0.0
-    return first, last, float(own.mean()) - slope * float(at.mean()), slope
+    slope = float((centred * segment).sum()) / spread if spread else 0.0
+    return first, last, float(segment.mean()) - slope * float(positions.mean()), slope

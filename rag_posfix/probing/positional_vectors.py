@@ -33,9 +33,9 @@ def positional_vectors(states: Iterable[Tensor], skip: int = 0) -> tuple[Tensor,
         states: (L, T, width) each, one string or more. returns: (L, T - skip, width) less m_l, and (L,), float64.
     """
     total, squares, count = torch.zeros(()), torch.zeros(()), 0
-    for one in states:
-        kept = one[:, skip:].double()
-        total, squares, count = total + kept, squares + kept.square().sum(dim=(1, 2)), count + 1
+    for state in states:
+        tail = state[:, skip:].double()
+        total, squares, count = total + tail, squares + tail.square().sum(dim=(1, 2)), count + 1
     means = total / count  # (L, T - skip, width)
     centre = means.mean(dim=1, keepdim=True)
     spread = squares / count - means.shape[1] * centre[:, 0].square().sum(dim=-1)
@@ -94,18 +94,18 @@ class PositionalVectors(MeasuredProbe):
             vectors, shares = positional_vectors(states, self.skip)
         alike = similarities(vectors)
         step = max(1, alike.shape[1] // PLACES)
-        near = [float(one.diagonal(1).mean()) for one in alike]
-        far = [float(one.diagonal(one.shape[0] // 2).mean()) for one in alike]
+        near = [float(matrix.diagonal(1).mean()) for matrix in alike]
+        far = [float(matrix.diagonal(matrix.shape[0] // 2).mean()) for matrix in alike]
         formed = next((layer for layer, share in enumerate(shares.tolist()) if share >= FORMED), None)
-        shown = sorted({min(1, subject.n_layers - 1), subject.n_layers // 2, subject.n_layers - 1})
+        layers = sorted({min(1, subject.n_layers - 1), subject.n_layers // 2, subject.n_layers - 1})
         return Found(
             {
                 "share_of_variance": shares.tolist(),
                 "similarity_to_next": near,
                 "similarity_at_half_the_length": far,
                 "first_layer_above_a_tenth": formed,
-                "places": [self.skip + place for place in range(0, alike.shape[1], step)],
-                "similarity": {str(layer): alike[layer, ::step, ::step].tolist() for layer in shown},
+                "places": [self.skip + position for position in range(0, alike.shape[1], step)],
+                "similarity": {str(layer): alike[layer, ::step, ::step].tolist() for layer in layers},
             }
         )
 
@@ -113,7 +113,7 @@ class PositionalVectors(MeasuredProbe):
         """Return the share by layer, and the similarity of positions in three layers."""
         summary = head["summary"]
         maps = summary["similarity"]
-        figure, (first, *others) = new_row(1 + len(maps), (3.6 * (1 + len(maps)), 3.4))
+        figure, (first, *map_axes) = new_row(1 + len(maps), (3.6 * (1 + len(maps)), 3.4))
         first.plot(summary["share_of_variance"], color=OTHER_COLORS[2], label="share of variance")
         first.plot(summary["similarity_to_next"], color=OTHER_COLORS[1], label="similarity, next position")
         first.plot(summary["similarity_at_half_the_length"], color=OTHER_COLORS[3], label="half the length away")
@@ -121,7 +121,7 @@ class PositionalVectors(MeasuredProbe):
         first.set_title(str(head["model"]), fontsize=10, loc="left")
         first.legend(frameon=False, fontsize=7)
         low, high = summary["places"][0], summary["places"][-1]
-        for axes, (layer, values) in zip(others, maps.items(), strict=True):
+        for axes, (layer, values) in zip(map_axes, maps.items(), strict=True):
             draw_map(figure, axes, values, cmap="RdBu_r", vmin=-1, vmax=1, extent=(low, high, low, high))
             axes.set_xlabel("position")
             axes.set_title(f"similarity before layer {layer}", fontsize=10, loc="left")

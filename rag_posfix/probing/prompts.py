@@ -43,8 +43,8 @@ def random_strings(
         if words is None:
             yield torch.randint(0, subject.vocabulary, (1, tokens), generator=generator)
         else:
-            known = torch.randint(0, subject.vocabulary, (words,), generator=generator)
-            yield known[torch.randint(0, words, (1, tokens), generator=generator)]
+            vocabulary = torch.randint(0, subject.vocabulary, (words,), generator=generator)
+            yield vocabulary[torch.randint(0, words, (1, tokens), generator=generator)]
         if progress is not None:
             progress(done + 1, strings)
 
@@ -62,13 +62,13 @@ def states_of(
     Args: as ``random_strings``.
     """
     for ids in random_strings(subject, strings, tokens, seed, progress, words):
-        found = torch.zeros(subject.n_layers, tokens, subject.width)
+        residual = torch.zeros(subject.n_layers, tokens, subject.width)
 
-        def keep(layer: int, states: Tensor, found: Tensor = found) -> None:
-            found[layer] = states[0].float().cpu()
+        def keep(layer: int, states: Tensor, residual: Tensor = residual) -> None:
+            residual[layer] = states[0].float().cpu()
 
         subject.read(ids, Watch(states=keep))
-        yield found
+        yield residual
 
 
 TASK = "Find the value of the key in the data.\n\n"
@@ -117,18 +117,18 @@ def key_value_prompts(model: LanguageModel, pairs: int, count: int, seed: int = 
         pairs: Pairs of a prompt, 2 or more.
     """
     drawn = random.Random(seed)
-    made = []
+    prompts = []
     for number in range(count):
         if number % pairs == 0:
-            known = _pairs(drawn, pairs)
-        made.append(_prompt(model, known, number % pairs))
-        needed = len(made[-1].ids) + len(made[-1].answer)
+            records = _pairs(drawn, pairs)
+        prompts.append(_prompt(model, records, number % pairs))
+        needed = len(prompts[-1].ids) + len(prompts[-1].answer)
         if needed > model.longest:
             raise ConfigError(
                 f"pairs={pairs} make prompts of {needed} tokens, the context of this model has {model.longest}; "
                 "use fewer"
             )
-    return made
+    return prompts
 
 
 def _pairs(drawn: random.Random, count: int) -> list[tuple[str, str]]:
@@ -138,20 +138,20 @@ def _pairs(drawn: random.Random, count: int) -> list[tuple[str, str]]:
     return list(keys.items())
 
 
-def _prompt(model: LanguageModel, known: Sequence[tuple[str, str]], gold: int) -> KeyValuePrompt:
+def _prompt(model: LanguageModel, records: Sequence[tuple[str, str]], gold: int) -> KeyValuePrompt:
     encode = model.engine.encoder.encode_text
     ids = list(model.engine.encoder.encode_prompt(TASK))
     spans, values = [], []
     answer: tuple[int, ...] = ()
-    for place, (key, value) in enumerate(known):
+    for position, (key, value) in enumerate(records):
         start = len(ids)
         ids += encode(f"Key: {key}\nValue:")
-        kept = encode(f" {value}")
-        values.append(Span(len(ids), len(ids) + len(kept)))
-        ids += kept + encode("\n\n")
+        value_ids = encode(f" {value}")
+        values.append(Span(len(ids), len(ids) + len(value_ids)))
+        ids += value_ids + encode("\n\n")
         spans.append(Span(start, len(ids)))
-        answer = tuple(kept) if place == gold else answer
-    ids += encode(f"The value of the key asked for:\nKey: {known[gold][0]}\nValue:")
+        answer = tuple(value_ids) if position == gold else answer
+    ids += encode(f"The value of the key asked for:\nKey: {records[gold][0]}\nValue:")
     return KeyValuePrompt(tuple(ids), tuple(spans), tuple(values), gold, answer)
 
 
@@ -169,11 +169,11 @@ def retrieval_losses(
     Shapes:
         returns: (len(prompts),) float64.
     """
-    found = []
+    losses = []
     for done, prompt in enumerate(prompts):
         changed = Change() if change is None else change(prompt)
         logits = model.read(prompt.with_answer, Watch(), changed, keep=len(prompt.answer))
-        found.append(cross_entropy(logits[0].double().cpu(), torch.tensor(prompt.answer)))
+        losses.append(cross_entropy(logits[0].double().cpu(), torch.tensor(prompt.answer)))
         if progress is not None:
             progress(done + 1, len(prompts))
-    return torch.stack(found)
+    return torch.stack(losses)

@@ -99,8 +99,10 @@ def probe_retrieval_heads(
         "n": len(examples),
         "environment": environment(),
     }
-    found = RetrievalHeadsRecord(record)
-    return found if out is None else replace(found, files={"profile": write_record(out, "retrieval-heads", record)})
+    profile = RetrievalHeadsRecord(record)
+    return (
+        profile if out is None else replace(profile, files={"profile": write_record(out, "retrieval-heads", record)})
+    )
 
 
 @PROBES.register("retrieval-heads")
@@ -143,16 +145,16 @@ class RetrievalHeads(Probe):
     def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
         """Return the record of ``probe_retrieval_heads``, with a figure."""
         engine = language_model(subject, self.name).engine
-        found = probe_retrieval_heads(
+        profile = probe_retrieval_heads(
             self.data, documents=self.documents, limit=self.limit, skip=self.skip, keep=self.heads, seed=self.seed,
             engine=engine, out=out, progress=progress,
         )  # fmt: skip
-        return with_figure(found, self.draw)
+        return with_figure(profile, self.draw)
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return a bar per head."""
         figure, axes = new_axes((7.2, 3.2))
-        names = [f"{layer}.{one}" for layer, one in head["heads"]]
+        names = [f"{layer}.{head_index}" for layer, head_index in head["heads"]]
         axes.bar(range(len(names)), head["gains"], color=OTHER_COLORS[1])
         axes.set_xticks(range(len(names)), names, fontsize=8)
         axes.set_xlabel("layer.head")
@@ -163,8 +165,8 @@ class RetrievalHeads(Probe):
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per head."""
         rows = [
-            (str(layer), str(one), f"{gain:.2f}")
-            for (layer, one), gain in zip(head["heads"], head["gains"], strict=True)
+            (str(layer), str(head_index), f"{gain:.2f}")
+            for (layer, head_index), gain in zip(head["heads"], head["gains"], strict=True)
         ]
         return [("layer", "head", "gain (nDCG@10)"), *rows]
 
@@ -201,15 +203,17 @@ def passage_scores(
         order = list(range(count))
         random.Random(f"{seed}:{example.id}").shuffle(order)
         checked = [checked_document(documents[index], with_relevance=False) for index in order]
-        passages = [tokenize_passage(engine.encoder, template, one.text, title=one.title) for one in checked]
+        passages = [
+            tokenize_passage(engine.encoder, template, document.text, title=document.title) for document in checked
+        ]
         prompts = [tokenize_prompt(engine.encoder, template, query) for query in (CONTENT_FREE, example.question)]
         layouts = [prompt.with_passages(passages) for prompt in prompts]
         loaded = engine.loaded.reading(max(len(layout.token_ids) for layout in layouts))
-        without, asked = question_attention_by_head(loaded, layouts)
+        content_free, question = question_attention_by_head(loaded, layouts)
         spans = [
             slice(span.start, text.stop) for span, text in zip(layouts[0].passages, layouts[0].texts, strict=True)
         ]
-        scores.append(torch.stack([(asked[..., s] - without[..., s]).sum(dim=-1) for s in spans], dim=-1))
+        scores.append(torch.stack([(question[..., s] - content_free[..., s]).sum(dim=-1) for s in spans], dim=-1))
         gold.append(order.index(0))
         if progress is not None:
             progress(done + 1, len(examples))
@@ -246,5 +250,5 @@ def _held_out(scores: Tensor, gold: Tensor, keep: int) -> dict[str, float]:
         heads, _ = best_heads(scores[chosen], gold[chosen], keep)
         together = torch.stack([scores[reported, layer, head] for layer, head in heads]).sum(dim=0)  # (Q, N)
         ranks.append(gold_ranks(together, gold[reported]))
-    found = torch.cat(ranks)
-    return {f"recall_at_{k}": math.fsum((found <= k).tolist()) / len(found) for k in (1, 3)}
+    all_ranks = torch.cat(ranks)
+    return {f"recall_at_{k}": math.fsum((all_ranks <= k).tolist()) / len(all_ranks) for k in (1, 3)}

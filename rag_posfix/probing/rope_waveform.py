@@ -55,13 +55,13 @@ def _of_language_model(subject: LanguageModel, distances: Tensor) -> tuple[Tenso
             "needs such a model"
         )
     ones = torch.ones(1, 1, distances.shape[0], spec.shape.head_dim, device=subject.engine.loaded.device)
-    at = distances.float().to(ones.device)[None]
-    turned = LayerRotation(spec)(ones, at)[0, 0].double().cpu()  # (M, D)
-    rotated = 2 * LayerRotation(spec).phases(at[:, :1]).shape[-1]
+    positions = distances.float().to(ones.device)[None]
+    turned = LayerRotation(spec)(ones, positions)[0, 0].double().cpu()  # (M, D)
+    rotated = 2 * LayerRotation(spec).phases(positions[:, :1]).shape[-1]
     return turned[:, :rotated].sum(dim=-1) / rotated**0.5, rotated, float(rope["rope_theta"])
 
 
-def deepest_troughs(wave: Tensor, most: int = MOST_TROUGHS) -> list[int]:
+def deepest_troughs(wave: Tensor, limit: int = MOST_TROUGHS) -> list[int]:
     """Return the places of the lowest local minima of a waveform, the lowest first.
 
     Shapes:
@@ -69,7 +69,7 @@ def deepest_troughs(wave: Tensor, most: int = MOST_TROUGHS) -> list[int]:
     """
     inner = wave[1:-1]
     minima = ((inner < wave[:-2]) & (inner <= wave[2:])).nonzero()[:, 0] + 1
-    return [int(place) for place in minima[wave[minima].argsort()][:most]]
+    return [int(distance) for distance in minima[wave[minima].argsort()][:limit]]
 
 
 @PROBES.register("rope-waveform")
@@ -112,25 +112,25 @@ class RopeWaveform(MeasuredProbe):
     def measure(self, subject: Subject, progress: Progress) -> Found:
         """Compute the model's waveform and search bases; see ``Probe.run``."""
         distances = torch.arange(self.context)
-        own, channels, base = own_waveform(subject, distances)
+        wave, channels, base = own_waveform(subject, distances)
         closed = waveform(channels, base, distances)
         tried = torch.linspace(1, self.highest, self.candidates).tolist()
         with progress("searching bases"):
             factors = search_factors(channels, base, tried, self.bases, self.context)
-        envelope, depths = own, [trough_depth(own)]
+        envelope, depths = wave, [trough_depth(wave)]
         for factor in factors[1:]:
             envelope = torch.maximum(envelope, waveform(channels, base * factor, distances))
             depths.append(trough_depth(envelope))
         summary = {
             "base": base,
             "rotated_channels": channels,
-            "difference_from_closed_form": float((own - closed).abs().max()),
-            "troughs": [{"distance": place, "value": float(own[place])} for place in deepest_troughs(own)],
+            "difference_from_closed_form": float((wave - closed).abs().max()),
+            "troughs": [{"distance": distance, "value": float(wave[distance])} for distance in deepest_troughs(wave)],
             "factors": list(factors),
             "bases": [base * factor for factor in factors],
             "trough_depth": depths,
         }
-        pairs = zip(own.tolist(), envelope.tolist(), strict=True)
+        pairs = zip(wave.tolist(), envelope.tolist(), strict=True)
         return Found(summary, [{"distance": m, "own": a, "envelope": b} for m, (a, b) in enumerate(pairs)])
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
@@ -144,7 +144,9 @@ class RopeWaveform(MeasuredProbe):
         envelope = torch.stack(waves).amax(dim=0)
         left.plot(distances, envelope, color=OTHER_COLORS[2], linewidth=0.9, label=f"envelope of {len(waves)} bases")
         troughs = summary["troughs"]
-        left.plot([one["distance"] for one in troughs], [one["value"] for one in troughs], "v", color="#b3382c")
+        left.plot(
+            [trough["distance"] for trough in troughs], [trough["value"] for trough in troughs], "v", color="#b3382c"
+        )
         left.set_xlabel("distance in tokens")
         left.set_ylabel("W(m)")
         left.set_title(f"{head['model']}: waveform of RoPE", fontsize=10, loc="left")
@@ -157,9 +159,9 @@ class RopeWaveform(MeasuredProbe):
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per base, in the order of the search."""
-        found = head["summary"]
+        summary = head["summary"]
         rows = [
             (f"{factor:g}", f"{base:g}", f"{depth:.3f}")
-            for factor, base, depth in zip(found["factors"], found["bases"], found["trough_depth"], strict=True)
+            for factor, base, depth in zip(summary["factors"], summary["bases"], summary["trough_depth"], strict=True)
         ]
         return [("factor", "base", "mean of the lowest tenth, with the bases above"), *rows]

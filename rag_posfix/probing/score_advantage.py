@@ -62,20 +62,22 @@ def score_curves(
     counts = torch.zeros(tokens - 1 - FIRST, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     for done in range(strings * len(distances)):
-        place = done % len(distances)
+        index = done % len(distances)
         ids = torch.randint(0, subject.vocabulary - 1, (1, tokens), generator=generator)
         word = torch.randint(0, subject.vocabulary, (1,), generator=generator)
         ids[ids >= word] += 1  # the word is nowhere but where it is put
-        ids[0, -1] = ids[0, -1 - distances[place]] = word[0]
-        at = distances[place] - 1
-        kept = torch.arange(tokens - 1 - FIRST) != at
-        counts += kept
+        ids[0, -1] = ids[0, -1 - distances[index]] = word[0]
+        offset = distances[index] - 1
+        is_other = torch.arange(tokens - 1 - FIRST) != offset
+        counts += is_other
 
-        def add(layer: int, weights: Tensor, place: int = place, at: int = at, kept: Tensor = kept) -> None:
+        def add(
+            layer: int, weights: Tensor, index: int = index, offset: int = offset, is_other: Tensor = is_other
+        ) -> None:
             row = weights[0, :, -1, FIRST:-1].double().cpu().clamp(min=SMALLEST).log().flip(-1)  # distance 1 first
-            row = row - row[:, kept].mean(dim=-1, keepdim=True)
-            target[layer, :, place] += row[:, at] / strings
-            other[layer][:, kept] += row[:, kept]
+            row = row - row[:, is_other].mean(dim=-1, keepdim=True)
+            target[layer, :, index] += row[:, offset] / strings
+            other[layer][:, is_other] += row[:, is_other]
 
         subject.read(ids, Watch(weights=add))
         if progress is not None:
@@ -92,13 +94,13 @@ def crossing(distances: Sequence[int], target: Tensor, nearest: float) -> float:
         target: (len(distances),).
     """
     values: list[float] = target.tolist()
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         if value >= nearest:
             continue
-        if place == 0:
+        if index == 0:
             return float(distances[0] - 1)
-        before, gap = values[place - 1], distances[place] - distances[place - 1]
-        return distances[place - 1] - 1 + gap * (before - nearest) / (before - value)
+        before, gap = values[index - 1], distances[index] - distances[index - 1]
+        return distances[index - 1] - 1 + gap * (before - nearest) / (before - value)
     return math.inf
 
 
@@ -113,14 +115,14 @@ def advantage(distances: Sequence[int], target: Tensor, other: Tensor) -> Advant
     """
     words = (target - other[..., torch.tensor(distances) - 1]).mean(dim=-1)
     near = other[..., : max(distances)]
-    at = torch.arange(near.shape[-1], dtype=torch.float64)
-    centred = at - at.mean()
+    positions = torch.arange(near.shape[-1], dtype=torch.float64)
+    centred = positions - positions.mean()
     steps = -(near * centred).sum(dim=-1) / centred.square().sum()
     beyond = torch.where(steps > 0, words / steps.clamp(min=1e-12), torch.inf)
     predicted = torch.where(words > 0, beyond, 0.0)
     measured = torch.tensor(
         [
-            [crossing(distances, one, float(nearest)) for one, nearest in zip(*layer, strict=True)]
+            [crossing(distances, curve, float(nearest)) for curve, nearest in zip(*layer, strict=True)]
             for layer in zip(target, other[..., 0], strict=True)
         ],
         dtype=torch.float64,
@@ -165,27 +167,27 @@ class ScoreAdvantage(MeasuredProbe):
         check_length(subject, tokens)
         with progress("reading random text") as report:
             target, other = score_curves(subject, distances, self.strings, tokens, self.seed, report)
-        found = advantage(distances, target, other)
+        result = advantage(distances, target, other)
         longest = float(distances[-1] - 1)
         heads: list[dict[str, Any]] = [
             {
                 "layer": layer,
                 "head": head,
-                "D": float(found.words[layer, head]),
-                "d": float(found.steps[layer, head]),
-                "predicted": _finite(float(found.predicted[layer, head])),
-                "measured": _finite(float(found.measured[layer, head])),
+                "D": float(result.words[layer, head]),
+                "d": float(result.steps[layer, head]),
+                "predicted": _finite(float(result.predicted[layer, head])),
+                "measured": _finite(float(result.measured[layer, head])),
             }
             for layer in range(subject.n_layers)
             for head in range(subject.n_heads)
         ]
-        finding = [one for one in heads if one["D"] > 0]
-        within = [one for one in finding if _of(one["measured"]) <= longest]
-        both = [one for one in within if one["predicted"] and one["measured"]]
-        agree = [one for one in finding if (_of(one["predicted"]) <= longest) == (_of(one["measured"]) <= longest)]
+        finding = [row for row in heads if row["D"] > 0]
+        within = [row for row in finding if _of(row["measured"]) <= longest]
+        both = [row for row in within if row["predicted"] and row["measured"]]
+        agree = [row for row in finding if (_of(row["predicted"]) <= longest) == (_of(row["measured"]) <= longest)]
         best = max(range(len(heads)), key=lambda number: float(heads[number]["D"]))
         layer, head = divmod(best, subject.n_heads)
-        ratios = sorted(float(one["measured"]) / float(one["predicted"]) for one in both)
+        ratios = sorted(float(row["measured"]) / float(row["predicted"]) for row in both)
         return Found(
             {
                 "heads_with_advantage": len(finding),
@@ -206,20 +208,22 @@ class ScoreAdvantage(MeasuredProbe):
         """Return the scores of the head with the largest advantage, and predicted against measured crossings."""
         summary = head["summary"]
         figure, (left, right) = new_row(2, (11.0, 3.8))
-        one = summary["example"]
-        left.plot(range(1, 1 + len(one["other"])), one["other"], color=OTHER_COLORS[1], linewidth=0.7, label="others")
-        left.plot(summary["distances"], one["word"], marker="o", color=OTHER_COLORS[2], label="the same word")
-        left.axhline(one["other"][0], color="#999999", linestyle=":", label="nearest distractor")
+        example = summary["example"]
+        left.plot(
+            range(1, 1 + len(example["other"])), example["other"], color=OTHER_COLORS[1], linewidth=0.7, label="others"
+        )
+        left.plot(summary["distances"], example["word"], marker="o", color=OTHER_COLORS[2], label="the same word")
+        left.axhline(example["other"][0], color="#999999", linestyle=":", label="nearest distractor")
         left.set_xscale("log")
         left.set_xlabel("distance in tokens")
         left.set_ylabel("attention score (nats)")
-        left.set_title(f"{head['model']}: layer {one['layer']}, head {one['head']}", fontsize=10, loc="left")
+        left.set_title(f"{head['model']}: layer {example['layer']}, head {example['head']}", fontsize=10, loc="left")
         left.legend(frameon=False, fontsize=8)
-        most = summary["distances"][-1] * 4.0
-        shown = [one for one in summary["by_head"] if one["D"] > 0]
-        pairs = [[min(_of(one[key]), most) + 1 for one in shown] for key in ("predicted", "measured")]
+        limit = summary["distances"][-1] * 4.0
+        heads = [row for row in summary["by_head"] if row["D"] > 0]
+        pairs = [[min(_of(row[key]), limit) + 1 for row in heads] for key in ("predicted", "measured")]
         right.scatter(*pairs, s=10, color=OTHER_COLORS[3])
-        right.plot((1, most), (1, most), color="#999999", linestyle=":")
+        right.plot((1, limit), (1, limit), color="#999999", linestyle=":")
         right.set_xscale("log")
         right.set_yscale("log")
         right.set_xlabel("predicted crossing D / d, tokens")
@@ -229,13 +233,13 @@ class ScoreAdvantage(MeasuredProbe):
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return the heads with the largest advantage."""
-        best = sorted(head["summary"]["by_head"], key=lambda one: -one["D"])[:10]
+        best = sorted(head["summary"]["by_head"], key=lambda row: -row["D"])[:10]
         rows = [
             (
-                str(one["layer"]), str(one["head"]), f"{one['D']:.2f}", f"{one['d']:.4f}",
-                *("none" if one[key] is None else f"{one[key]:.0f}" for key in ("predicted", "measured")),
+                str(row["layer"]), str(row["head"]), f"{row['D']:.2f}", f"{row['d']:.4f}",
+                *("none" if row[key] is None else f"{row[key]:.0f}" for key in ("predicted", "measured")),
             )
-            for one in best
+            for row in best
         ]  # fmt: skip
         return [("layer", "head", "D (nats)", "d (nats per token)", "predicted crossing", "measured"), *rows]
 

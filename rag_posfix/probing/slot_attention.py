@@ -115,11 +115,11 @@ class SlotAttention(Probe):
     def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
         """Return the record of ``probe_slot_attention``, with a figure."""
         engine = language_model(subject, self.name).engine
-        found = probe_slot_attention(
+        record = probe_slot_attention(
             self.data, documents=self.documents, limit=self.limit, skip=self.skip, engine=engine, out=out,
             progress=progress,
         )  # fmt: skip
-        return with_figure(found, self.draw)
+        return with_figure(record, self.draw)
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return a bar per slot."""
@@ -169,7 +169,7 @@ def mean_dummy_attention(
     total = torch.zeros(counts[0])
     for done, layout in enumerate(layouts):
         prompts = [layout, *(with_dummy(layout, slot) for slot in range(counts[0]))]
-        measured, _ = passage_attention(loaded.reading(max(len(one.token_ids) for one in prompts)), prompts)
+        measured, _ = passage_attention(loaded.reading(max(len(prompt.token_ids) for prompt in prompts)), prompts)
         total += measured[1:].diagonal()
         if progress is not None:
             progress(done + 1, len(layouts))

@@ -129,22 +129,22 @@ class WatchedAttention(AttentionOverride):
     layers: range | None = None
     standard_from: int | None = None
 
-    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Return the output (B, Hq, Tq, D), and None: nobody else observes a probe's pass."""
-        n_key, device = given.key.shape[2], given.key.device
+        n_key, device = inputs.key.shape[2], inputs.key.device
         key_at = torch.arange(n_key, device=device)[None, :]
-        query_at = torch.arange(given.start, n_key, device=device)[:, None]
+        query_at = torch.arange(inputs.start, n_key, device=device)[:, None]
         mask = self.change.mask
         seen = key_at <= query_at if mask is None else mask(query_at, key_at)
-        found = scores(given.query, given.key, given.scaling).masked_fill(~seen, float("-inf"))
+        attention_scores = scores(inputs.query, inputs.key, inputs.scaling).masked_fill(~seen, float("-inf"))
         if self.change.scores is not None:
-            found = self.change.scores(given.layer, found)
-        probabilities = found.softmax(dim=-1)
-        attended = weigh(probabilities, given.value)
+            attention_scores = self.change.scores(inputs.layer, attention_scores)
+        probabilities = attention_scores.softmax(dim=-1)
+        attended = weigh(probabilities, inputs.value)
         if self.watch.weights is not None:
-            self.watch.weights(given.layer, probabilities)
+            self.watch.weights(inputs.layer, probabilities)
         if self.watch.attended is not None:
-            self.watch.attended(given.layer, attended)
+            self.watch.attended(inputs.layer, attended)
         return attended, None
 
 
@@ -227,18 +227,20 @@ class SmallDecoder:
 class _Watched(Positions):
     """The positions of a decoder, watched."""
 
-    def __init__(self, own: Positions, watch: Watch) -> None:
+    def __init__(self, positions: Positions, watch: Watch) -> None:
         super().__init__()
-        self.own, self.watch = own, watch
+        self.positions, self.watch = positions, watch
 
     def embed(self, states: Tensor, start: int) -> Tensor:
-        return self.own.embed(states, start)
+        return self.positions.embed(states, start)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        attended = self.own.attend(layer, query, key, value)
+        attended = self.positions.attend(layer, query, key, value)
         if self.watch.weights is not None:
             unit = torch.eye(key.shape[2], dtype=value.dtype, device=value.device)
-            self.watch.weights(layer, self.own.attend(layer, query, key, unit.expand(*key.shape[:2], -1, -1)).float())
+            self.watch.weights(
+                layer, self.positions.attend(layer, query, key, unit.expand(*key.shape[:2], -1, -1)).float()
+            )
         if self.watch.attended is not None:
             self.watch.attended(layer, attended)
         return attended
@@ -298,10 +300,10 @@ class LanguageModel:
 
         Without anything to watch or change in attention the model's own attention runs.
         """
-        at = torch.arange(ids.shape[1]) if change.positions is None else change.positions
-        loaded = self.engine.loaded.reading(int(at.max()) + 1)
+        position_ids = torch.arange(ids.shape[1]) if change.positions is None else change.positions
+        loaded = self.engine.loaded.reading(int(position_ids.max()) + 1)
         ids = ids.to(loaded.device)
-        positions = at.to(loaded.device)[None].expand(ids.shape[0], -1)
+        positions = position_ids.to(loaded.device)[None].expand(ids.shape[0], -1)
         overrides = Overrides(hidden_scale=change.hidden_scale)
         if watch.attention or change.attention:
             self._needs_all_keys()

@@ -75,11 +75,13 @@ def counting_prompts() -> list[CountingPrompt]:
 
 def _pair(first: str, last: str) -> Iterator[CountingPrompt]:
     """Yield a prompt for each word of the first of two sentences."""
-    one, two = (re.findall(r"[a-z]+", text.lower()) for text in (first, last))
-    for word in dict.fromkeys(one):
-        if len(word) > 1 and one.count(word) + two.count(word) <= MOST:
+    first_words, last_words = (re.findall(r"[a-z]+", text.lower()) for text in (first, last))
+    for word in dict.fromkeys(first_words):
+        if len(word) > 1 and first_words.count(word) + last_words.count(word) <= MOST:
             question = f'How many times is the word "{word}" in the last sentence? Answer with a number.'
-            yield CountingPrompt(f"{first} {last}\n\n{question}", word, two.count(word), one.count(word))
+            yield CountingPrompt(
+                f"{first} {last}\n\n{question}", word, last_words.count(word), first_words.count(word)
+            )
 
 
 @PROBES.register("word-counting")
@@ -112,9 +114,9 @@ class WordCounting(MeasuredProbe):
     def measure(self, subject: Subject, progress: Progress) -> Found:
         """Ask every prompt; see ``Probe.run``."""
         model = language_model(subject, self.name)
-        known = counting_prompts()
-        count = min(self.limit, len(known))
-        prompts = [known[place * len(known) // count] for place in range(count)]
+        all_prompts = counting_prompts()
+        count = min(self.limit, len(all_prompts))
+        prompts = [all_prompts[index * len(all_prompts) // count] for index in range(count)]
         rows = []
         with progress("asking") as report:
             for done, prompt in enumerate(prompts):
@@ -157,10 +159,10 @@ class WordCounting(MeasuredProbe):
 def _row(model: LanguageModel, prompt: CountingPrompt) -> dict[str, Any]:
     """Return the answer to a prompt, and what it is the count of."""
     encoder = model.engine.encoder
-    opened = encoder.encode_template(encoder.render_chat([{"role": "user", "content": prompt.text}]))
+    prompt_ids = encoder.encode_template(encoder.render_chat([{"role": "user", "content": prompt.text}]))
     numbers = [encoder.encode_text(f"Answer: {number}") for number in range(MOST + 1)]
     before = numbers[0][:-1]  # a number is one token in every tokenizer that splits digits
-    logits = model.read(torch.tensor([[*opened, *before]]))[0, -1].cpu()
+    logits = model.read(torch.tensor([[*prompt_ids, *before]]))[0, -1].cpu()
     scores = logits.log_softmax(dim=-1)[torch.tensor([ids[-1] for ids in numbers])]
     answer = int(scores.argmax())
     counts = {"right": prompt.last, KINDS[1]: prompt.first + prompt.last, KINDS[2]: prompt.first}

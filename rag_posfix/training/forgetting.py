@@ -32,7 +32,7 @@ def text_losses(engine: Engine, texts: Sequence[str], tokens: int, progress: Pro
 
     Cost: one forward pass per text.
     """
-    found = []
+    losses = []
     with progress("reading texts") as report, torch.no_grad():
         for number, text in enumerate(texts):
             read = engine.encoder.encode_text(text)[:tokens]
@@ -40,9 +40,9 @@ def text_losses(engine: Engine, texts: Sequence[str], tokens: int, progress: Pro
                 prompt = AnsweredPrompt(read[:1], torch.zeros((1, 1)), Overrides(), read[1:])
                 [logits] = forward_with_answers(engine.loaded, [prompt])
                 targets = torch.tensor(read[1:], device=logits.device)
-                found.append(cross_entropy(logits.float(), targets, reduction="none").tolist())
+                losses.append(cross_entropy(logits.float(), targets, reduction="none").tolist())
             report(number + 1, len(texts))
-    return found
+    return losses
 
 
 def compare_perplexity(
@@ -61,24 +61,24 @@ def compare_perplexity(
     if not losses[BASE]:
         raise ConfigError("no text has two tokens; give longer --texts")
     rows = [
-        {"model": name, "text": number, "tokens": len(one), "log_probability": -mean(one)}
+        {"model": name, "text": number, "tokens": len(token_losses), "log_probability": -mean(token_losses)}
         for name, per_text in losses.items()
-        for number, one in enumerate(per_text)
+        for number, token_losses in enumerate(per_text)
     ]
     head = {
         "kind": "perplexity", **environment(), **model_facts(engines[BASE]),
         "settings": {"tokens": tokens, "texts": len(texts), "digest": content_hash(*texts)},
-        "summary": {name: _compared(found, losses[BASE]) for name, found in losses.items()},
+        "summary": {name: _compared(model_losses, losses[BASE]) for name, model_losses in losses.items()},
     }  # fmt: skip
     return ExperimentRecord(head, rows).write(out)
 
 
-def _compared(found: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> dict[str, Any]:
-    values = [one for text in found for one in text]
-    differences = [mean(before) - mean(after) for after, before in zip(found, base, strict=True)]
+def _compared(losses: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> dict[str, Any]:
+    values = [loss for text in losses for loss in text]
+    differences = [mean(before) - mean(after) for after, before in zip(losses, base, strict=True)]
     return {
         "perplexity": math.exp(mean(values)),
-        "texts": len(found),
+        "texts": len(losses),
         "tokens": len(values),
         "difference": mean(differences),
         "difference_ci95": list(difference_interval(differences)),

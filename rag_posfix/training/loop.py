@@ -36,10 +36,10 @@ class TrainingRun:
 
     def sample(self, number: int) -> Sample:
         """Return the sample that comes as the ``number``-th: each turn has all of them, in an order of its own."""
-        turn, at = divmod(number, len(self.samples))
+        turn, index = divmod(number, len(self.samples))
         order = list(range(len(self.samples)))
         drawn("turn", self.settings.seed, turn).shuffle(order)
-        return self.samples[order[at]]
+        return self.samples[order[index]]
 
 
 def train(
@@ -55,40 +55,40 @@ def train(
     optimizer = torch.optim.AdamW(
         list(model.trained().values()), lr=settings.learning_rate, weight_decay=settings.weight_decay
     )
-    now = files.resume(model, optimizer)
-    if not now.history:
-        now = _evaluated(model, run, now, 0.0)
-        files.keep(model, optimizer, now)
-    while now.step < settings.steps and not _is_enough(now, settings):
-        now = _interval(model, run, optimizer, now, report)
-        files.keep(model, optimizer, now)
-    files.restore_best(model, now)
+    state = files.resume(model, optimizer)
+    if not state.history:
+        state = _evaluated(model, run, state, 0.0)
+        files.keep(model, optimizer, state)
+    while state.step < settings.steps and not _is_enough(state, settings):
+        state = _interval(model, run, optimizer, state, report)
+        files.keep(model, optimizer, state)
+    files.restore_best(model, state)
     report(settings.steps, settings.steps)
     model.loaded.model.eval()
-    return now
+    return state
 
 
 def _interval(
     model: TunedModel,
     run: TrainingRun,
     optimizer: torch.optim.Optimizer,
-    now: RunState,
+    state: RunState,
     report: Callable[[int, int], None],
 ) -> RunState:
     """Train up to the next evaluation, evaluate, and return where the run is."""
     began, settings = time.perf_counter(), run.settings
-    stop = min(settings.steps, now.step + settings.evaluate_every)
-    best_place, losses = best_share(now.history[0].curves), []
+    stop = min(settings.steps, state.step + settings.evaluate_every)
+    best_place, losses = best_share(state.history[0].curves), []
     model.loaded.model.train()
-    for step in range(now.step, stop):
+    for step in range(state.step, stop):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate(step)
         losses.append(_step(model, run, optimizer, step, best_place))
         report(step + 1, settings.steps)
     trained = time.perf_counter() - began
-    after = _evaluated(model, run, replace(now, step=stop), sum(losses) / len(losses))
-    seconds = now.seconds + time.perf_counter() - began
-    rate = (stop - now.step) / trained
+    after = _evaluated(model, run, replace(state, step=stop), sum(losses) / len(losses))
+    seconds = state.seconds + time.perf_counter() - began
+    rate = (stop - state.step) / trained
     _log.info(
         "step %d of %d: loss %.3f, worst place %.3f, %.2f steps/s, %.0f s remain",
         stop, settings.steps, after.history[-1].loss, after.history[-1].worst, rate, (settings.steps - stop) / rate,
@@ -128,10 +128,10 @@ def _terms(model: TunedModel, run: TrainingRun, step: int, best_place: float) ->
         yield waiting
 
 
-def _evaluated(model: TunedModel, run: TrainingRun, now: RunState, loss: float) -> RunState:
-    found = measure_places(model, run.prompts, run.objective, run.held_out, run.settings.places)
-    return now.evaluated(found, loss)
+def _evaluated(model: TunedModel, run: TrainingRun, state: RunState, loss: float) -> RunState:
+    curves = measure_places(model, run.prompts, run.objective, run.held_out, run.settings.places)
+    return state.evaluated(curves, loss)
 
 
-def _is_enough(now: RunState, settings: TrainSettings) -> bool:
-    return bool(settings.patience) and now.evaluations_since_best() >= settings.patience
+def _is_enough(state: RunState, settings: TrainSettings) -> bool:
+    return bool(settings.patience) and state.evaluations_since_best() >= settings.patience

@@ -66,26 +66,26 @@ def add_gradients(model: TunedModel, terms: Sequence[LossTerm], divisor: int, mo
     losses = []
     with model.computing():
         said = _said(model, terms, most_tokens)
-        for numbers, logits in read_packed(model.loaded, [one.read for one in terms], most_tokens):
+        for numbers, logits in read_packed(model.loaded, [term.read for term in terms], most_tokens):
             read = [terms[number] for number in numbers]
-            found = [
-                one.loss(own, None if one.taught is None else said[one.taught])
-                for one, own in zip(read, logits, strict=True)
+            term_losses = [
+                term.loss(term_logits, None if term.taught is None else said[term.taught])
+                for term, term_logits in zip(read, logits, strict=True)
             ]
-            torch.autograd.backward([loss / divisor for loss in found])
-            losses += [float(loss.detach()) for loss in found]
+            torch.autograd.backward([loss / divisor for loss in term_losses])
+            losses += [float(loss.detach()) for loss in term_losses]
     return losses
 
 
 def _said(model: TunedModel, terms: Sequence[LossTerm], most_tokens: int) -> dict[AnsweredPrompt, Tensor]:
     """Return the logits of the untrained model for each prompt that it reads."""
-    taught = list(dict.fromkeys(one.taught for one in terms if one.taught is not None))
+    taught = list(dict.fromkeys(term.taught for term in terms if term.taught is not None))
     if not taught:
         return {}
     said: dict[AnsweredPrompt, Tensor] = {}
     with model.untrained() as teacher:
         for numbers, logits in read_packed(teacher, taught, most_tokens):
-            said |= {taught[number]: own for number, own in zip(numbers, logits, strict=True)}
+            said |= {taught[number]: prompt_logits for number, prompt_logits in zip(numbers, logits, strict=True)}
     return said
 
 
@@ -205,10 +205,10 @@ class Distill:
     ) -> Iterator[LossTerm]:
         """Yield the divergence at a drawn place, then the weighted one at the best place."""
         best = place_at(sample, best_place)
-        places = [place for place in range(len(sample.passages) - len(sample.gold) + 1) if place != best]
+        positions = [position for position in range(len(sample.passages) - len(sample.gold) + 1) if position != best]
         at_best = _read(loaded, self.method, prompts.make(sample.moved(best)))
-        if places:
-            elsewhere = _read(loaded, self.method, prompts.make(sample.moved(random.choice(places))))
+        if positions:
+            elsewhere = _read(loaded, self.method, prompts.make(sample.moved(random.choice(positions))))
             yield LossTerm(elsewhere, at_best, temperature=self.temperature)
         if self.anchor:
             yield LossTerm(at_best, at_best, self.anchor, self.temperature)

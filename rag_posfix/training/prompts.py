@@ -48,16 +48,16 @@ class PromptMaker:
     def make(self, sample: Sample) -> TrainingPrompt:
         """Return the prompt of a sample with its passages in their order."""
         answer = (*self._encoder.encode_text(sample.answers[0]), self._end)
-        made = self._assembler.assemble(
+        prompt = self._assembler.assemble(
             sample.question, sample.documents(), order="original", max_new_tokens=len(answer)
         )  # fmt: skip
-        missing = len(sample.passages) - len(made.documents)
+        missing = len(sample.passages) - len(prompt.documents)
         if missing:
             raise ConfigError(
                 f"sample {sample.id}: {missing} of {len(sample.passages)} passages repeat or do not fit into the "
                 f"context window of {self._assembler.context_window} tokens; make data with a lower --max-tokens"
             )
-        return TrainingPrompt(made.layout, answer)
+        return TrainingPrompt(prompt.layout, answer)
 
 
 def end_of_answer(encoder: Tokenizer) -> int:
@@ -128,15 +128,17 @@ def packs(loaded: LoadedModel, prompts: Sequence[AnsweredPrompt], most_tokens: i
             pass (``can_share_pass``); with 0 all are.
     """
     passes: list[list[int]] = []
-    room: list[int] = []
-    for number, one in enumerate(prompts):
-        shares = can_share_pass(loaded, one)
-        at = next((at for at, left in enumerate(room) if shares and one.n_tokens <= left), len(passes))
-        if at == len(passes):
+    free_tokens: list[int] = []
+    for number, prompt in enumerate(prompts):
+        shares = can_share_pass(loaded, prompt)
+        pass_index = next(
+            (index for index, left in enumerate(free_tokens) if shares and prompt.n_tokens <= left), len(passes)
+        )
+        if pass_index == len(passes):
             passes.append([])
-            room.append(most_tokens if shares else 0)
-        passes[at].append(number)
-        room[at] -= one.n_tokens
+            free_tokens.append(most_tokens if shares else 0)
+        passes[pass_index].append(number)
+        free_tokens[pass_index] -= prompt.n_tokens
     return passes
 
 

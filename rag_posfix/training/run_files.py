@@ -26,13 +26,13 @@ Curves = dict[str, tuple[float, ...]]
 """Method -> mean log-probability per token of the answer at each place."""
 
 
-def shares(places: int) -> tuple[float, ...]:
+def shares(count: int) -> tuple[float, ...]:
     """Return so many places from the first (0) to the last (1); a single one is the first."""
-    return tuple(place / max(1, places - 1) for place in range(places))
+    return tuple(index / max(1, count - 1) for index in range(count))
 
 
 def measure_places(
-    model: TunedModel, prompts: PromptMaker, objective: Objective, samples: Sequence[Sample], places: int
+    model: TunedModel, prompts: PromptMaker, objective: Objective, samples: Sequence[Sample], count: int
 ) -> Curves:
     """Return the mean log-probability per token of the answers at each place, for each method of the objective.
 
@@ -40,15 +40,16 @@ def measure_places(
 
     Cost: one forward pass per sample, place and method.
     """
-    found = {}
+    curves = {}
     model.loaded.model.eval()
     with torch.no_grad(), model.computing():
         for method in objective.methods:
-            at = shares(1 if method.is_order_invariant else places)
-            found[method.name] = tuple(
-                mean([_score(model, prompts, method, one, at_share) for one in samples]) for at_share in at
+            positions = shares(1 if method.is_order_invariant else count)
+            curves[method.name] = tuple(
+                mean([_score(model, prompts, method, sample, at_share) for sample in samples])
+                for at_share in positions
             )
-    return found
+    return curves
 
 
 def _score(model: TunedModel, prompts: PromptMaker, method: Mitigation, sample: Sample, share: float) -> float:
@@ -65,8 +66,8 @@ def worst_of(curves: Curves) -> float:
 def best_share(curves: Curves) -> float:
     """Return the place with the highest value of the first method, 0 (first) to 1 (last)."""
     curve = next(iter(curves.values()))
-    at = max(range(len(curve)), key=lambda place: curve[place])
-    return shares(len(curve))[at]
+    index = max(range(len(curve)), key=lambda index: curve[index])
+    return shares(len(curve))[index]
 
 
 _log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class RunState:
     @property
     def best(self) -> Evaluation:
         """The evaluation with the best worst place; the earliest of equal ones."""
-        return max(self.history, key=lambda one: (one.worst, -one.step))
+        return max(self.history, key=lambda evaluation: (evaluation.worst, -evaluation.step))
 
     @property
     def is_new_best(self) -> bool:
@@ -128,17 +129,20 @@ class RunState:
 
     def as_json(self) -> dict[str, Any]:
         """Return the state as JSON."""
-        history = [{"step": one.step, "curves": one.curves, "loss": one.loss} for one in self.history]
+        history = [
+            {"step": evaluation.step, "curves": evaluation.curves, "loss": evaluation.loss}
+            for evaluation in self.history
+        ]
         return {"step": self.step, "seconds": self.seconds, "history": history}
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> RunState:
+    def of(cls, payload: dict[str, Any]) -> RunState:
         """Return the state that ``as_json`` wrote."""
         history = tuple(
-            Evaluation(one["step"], {name: tuple(curve) for name, curve in one["curves"].items()}, one["loss"])
-            for one in found["history"]
+            Evaluation(entry["step"], {name: tuple(curve) for name, curve in entry["curves"].items()}, entry["loss"])
+            for entry in payload["history"]
         )
-        return cls(found["step"], found["seconds"], history)
+        return cls(payload["step"], payload["seconds"], history)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +162,9 @@ class RunFiles:
     def finished(self) -> RunState | None:
         """Return the end of a run that was finished earlier, or None."""
         try:
-            found = json.loads((self.folder / RESULT).read_text("utf-8"))
-            self._check(found["run"])
-            return RunState.of(found)
+            payload = json.loads((self.folder / RESULT).read_text("utf-8"))
+            self._check(payload["run"])
+            return RunState.of(payload)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -204,9 +208,9 @@ class RunFiles:
         """Put the weights of the best evaluation in place."""
         path = self.folder / BEST
         try:
-            tensors, kept = self._load(path)
-            if kept.step != state.best.step:
-                raise ValueError(f"it is of step {kept.step}, and step {state.best.step} was best")
+            tensors, best = self._load(path)
+            if best.step != state.best.step:
+                raise ValueError(f"it is of step {best.step}, and step {state.best.step} was best")
             model.put(tensors)
         except Exception as error:
             raise EvaluationError(f"{path} cannot be used ({error}); remove {self.folder} and train again") from error
@@ -221,16 +225,16 @@ class RunFiles:
     def _load(self, path: Path) -> tuple[dict[str, Tensor], RunState]:
         from safetensors import safe_open
 
-        with safe_open(path, framework="pt") as opened:
-            found = json.loads((opened.metadata() or {})["state"])
-            self._check(found["run"])
-            return {name: opened.get_tensor(name) for name in opened.keys()}, RunState.of(found)  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:
+            payload = json.loads((file.metadata() or {})["state"])
+            self._check(payload["run"])
+            return {name: file.get_tensor(name) for name in file.keys()}, RunState.of(payload)  # noqa: SIM118
 
     def _save(self, name: str, tensors: dict[str, Tensor], state: RunState) -> None:
         from safetensors.torch import save
 
         content = save(
-            {key: one.detach().to("cpu").contiguous().clone() for key, one in tensors.items()},
+            {key: tensor.detach().to("cpu").contiguous().clone() for key, tensor in tensors.items()},
             {"state": json.dumps({**state.as_json(), "run": self.run})},
         )
         self._write(name, content)

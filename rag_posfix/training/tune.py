@@ -58,7 +58,7 @@ def tune(
     facts, parameters = model_facts(engine), 0
     if state is None:
         model = prepare(engine, settings, base, teacher)
-        parameters = sum(one.numel() for one in model.trained().values())
+        parameters = sum(tensor.numel() for tensor in model.trained().values())
         training_run = new_training_run(engine, objective, samples, settings)
         with progress(f"{objective.name}: {parameters} of the weights are trained, steps") as report:
             state = train(model, training_run, files, report)
@@ -69,7 +69,7 @@ def tune(
         "objective": objective_facts, "data": {"name": data.name, "sha256": digest, "samples": len(samples)},
         "trained_parameters": parameters, "summary": _summary(objective, state, settings),
     }  # fmt: skip
-    record = ExperimentRecord(head, [_row(one) for one in state.as_json()["history"]], {}).write(out)
+    record = ExperimentRecord(head, [_row(evaluation) for evaluation in state.as_json()["history"]], {}).write(out)
     record = with_figure(record, draw_training)
     return replace(record, files={**record.files, tuned.name: tuned})
 
@@ -81,8 +81,10 @@ def new_training_run(
     cut = len(samples) - settings.held_out
     prompts = PromptMaker(engine.encoder, engine.context_window)
     held_out = samples[cut:]
-    asked = {one.question for one in held_out}  # a file that repeats its pairs would measure what was trained on
-    trained = [one for one in samples[:cut] if one.question not in asked]
+    held_out_questions = {
+        sample.question for sample in held_out
+    }  # a file that repeats its pairs would measure what was trained on
+    trained = [sample for sample in samples[:cut] if sample.question not in held_out_questions]
     if not trained:
         raise ConfigError(
             f"all questions are among those of the {len(held_out)} held-out samples; make data from more pairs, or "
@@ -93,16 +95,16 @@ def new_training_run(
 
 def _facts(objective: Objective) -> dict[str, Any]:
     facts: dict[str, Any] = {"name": objective.name}
-    facts["methods"] = {one.name: one.fingerprint() for one in objective.methods}
+    facts["methods"] = {method.name: method.fingerprint() for method in objective.methods}
     facts |= {name: getattr(objective, name) for name in ("anchor", "temperature") if hasattr(objective, name)}
     return facts
 
 
-def _row(one: Mapping[str, Any]) -> dict[str, Any]:
+def _row(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "step": one["step"],
-        "loss": one["loss"],
-        **{f"{name}": list(curve) for name, curve in one["curves"].items()},
+        "step": evaluation["step"],
+        "loss": evaluation["loss"],
+        **{f"{name}": list(curve) for name, curve in evaluation["curves"].items()},
     }
 
 
@@ -116,9 +118,9 @@ def _summary(objective: Objective, state: RunState, settings: TrainSettings) -> 
         "places": list(shares(settings.places)),
         "before": {"worst": before.worst, "log_probability": before.curves},
         "after": {"worst": best.worst, "log_probability": best.curves},
-        "steps_of_evaluations": [one.step for one in state.history],
-        "worst": [one.worst for one in state.history],
-        "loss": [one.loss for one in state.history[1:]],
+        "steps_of_evaluations": [evaluation.step for evaluation in state.history],
+        "worst": [evaluation.worst for evaluation in state.history],
+        "loss": [evaluation.loss for evaluation in state.history[1:]],
     }
 
 

@@ -43,13 +43,13 @@ class TunedModel:
 
     def trained(self) -> dict[str, Tensor]:
         """Return the tensors that are trained, by name."""
-        return {name: one for name, one in self.loaded.model.named_parameters() if one.requires_grad}
+        return {name: parameter for name, parameter in self.loaded.model.named_parameters() if parameter.requires_grad}
 
     def put(self, tensors: dict[str, Tensor]) -> None:
         """Replace the values of the tensors that are trained."""
         with torch.no_grad():
-            for name, one in self.trained().items():
-                one.copy_(tensors[name])
+            for name, parameter in self.trained().items():
+                parameter.copy_(tensors[name])
 
     def computing(self) -> Any:
         """Return the context in which the model computes."""
@@ -105,7 +105,9 @@ def prepare(engine: Engine, settings: TrainSettings, base: str, teacher: LoadedM
     except ImportError as error:
         raise missing_extra("peft", "train") from error
     names = (
-        settings.targets if settings.targets == "all-linear" else [one.strip() for one in settings.targets.split(",")]
+        settings.targets
+        if settings.targets == "all-linear"
+        else [target.strip() for target in settings.targets.split(",")]
     )
     config = LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, target_modules=names, lora_dropout=0.0, bias="none",

@@ -247,7 +247,7 @@ def _read_unscored(row: Any) -> GradedAnswer | None:
 def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_order: bool) -> str:
     """Return a digest of everything that an answer depends on; with ``any_order`` all orders have the same."""
     passages: Iterable[list[Any]] = ([p.key, p.relevance] for p in map(checked_document, trial.documents))
-    parts = {
+    fields = {
         "version": KEY_VERSION,
         "model": engine.fingerprint,
         "device": engine.loaded.device.type if isinstance(engine, Engine) else "remote",
@@ -260,4 +260,4 @@ def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_orde
         "max_new_tokens": max_new_tokens,
         **({} if trial.order == "original" else {"order": trial.order}),
     }
-    return content_hash(json.dumps(parts, sort_keys=True))
+    return content_hash(json.dumps(fields, sort_keys=True))

@@ -88,7 +88,7 @@ def with_baselines(arrangements: Sequence[Arrangement]) -> list[Arrangement]:
     and the best once more at the end. The experiment's own scorer is ``embedding`` where passages are selected.
     """
     result, plain = list(arrangements), MethodSpec("none")
-    for scorer in {one.scorer: one.reranker for one in arrangements}.values():
+    for scorer in {arrangement.scorer: arrangement.reranker for arrangement in arrangements}.values():
         selecting = scorer or MethodSpec("embedding")
         result += [
             *(Arrangement(plain, order, scorer) for order in ("relevance", "reverse", "ends_first")),
@@ -101,7 +101,7 @@ def with_baselines(arrangements: Sequence[Arrangement]) -> list[Arrangement]:
                 for repeat in ("all", "best")
             ),
         ]
-    return list({each.label: each for each in result}.values())
+    return list({arrangement.label: arrangement for arrangement in result}.values())
 
 
 def check_arrangements(choices: Sequence[MethodSpec | Arrangement]) -> list[Arrangement]:

@@ -93,7 +93,7 @@ class RayAnswers:
 
     def facts(self) -> tuple[dict[str, Any], str]:
         """Return ``engine_facts``, and the name of the reranker that scores passages."""
-        facts, relevance = self._workers.one("facts")
+        facts, relevance = self._workers.call("facts")
         return facts, relevance
 
     def rows(
@@ -135,9 +135,9 @@ def ray_answers(
     """
     if is_remote(settings.model):
         raise ConfigError(f"model={settings.model!r} is on a server, which answers many at once; leave --ray out")
-    with ray_workers(_Answerer, (opener or _opened, arrangements, settings, kept_bytes), actors) as workers:
+    with ray_workers(_Answerer, (opener or _load_models, arrangements, settings, kept_bytes), actors) as workers:
         yield RayAnswers(workers)
 
 
-def _opened(arrangements: Sequence[Arrangement], settings: Settings) -> tuple[Generator, Reranker, str]:
+def _load_models(arrangements: Sequence[Arrangement], settings: Settings) -> tuple[Generator, Reranker, str]:
     return load_models(arrangements, None, None, settings, silent)

@@ -291,6 +291,6 @@ def _squad_example(
             f"{location} is not a SQuAD question ({malformed(error)}); it needs question and answers with text"
         ) from error
     near = [document for p, document in enumerate(documents[article]) if p != paragraph]
-    others = [documents[(article + step) % len(documents)] for step in range(1, len(documents))]
-    far = [document for turn in itertools.zip_longest(*others) for document in turn if document is not None]
+    other_articles = [documents[(article + step) % len(documents)] for step in range(1, len(documents))]
+    far = [document for turn in itertools.zip_longest(*other_articles) for document in turn if document is not None]
     return PositionExample(str(name), question, answers, (documents[article][paragraph],), (*near, *far))

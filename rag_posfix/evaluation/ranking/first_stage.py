@@ -178,8 +178,8 @@ def open_first_stage(
 
 def stage_identity(spec: MethodSpec, collection: Collection, model: str | None) -> str:
     """Return the identity of a first stage that searches; ``model`` is that of the embedding model, if any."""
-    parts = [FIRST_STAGES.resolve(spec.name), repr(sorted(spec.parameters.items())), collection.digest]
-    return content_hash(*parts, *([] if model is None else [model]))
+    identity = [FIRST_STAGES.resolve(spec.name), repr(sorted(spec.parameters.items())), collection.digest]
+    return content_hash(*identity, *([] if model is None else [model]))
 
 
 def rank_topic(retriever: Retriever, name: str, topic: Topic, depth: int) -> Ranking:

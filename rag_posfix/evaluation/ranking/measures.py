@@ -37,7 +37,7 @@ def parse_measures(text: str = "") -> list[Measure]:
         text: Names of ir-measures, separated by commas: ``AP``, ``Success@5``, ``P(rel=2)@5``.
     """
     irm = _import()
-    names = [*DEFAULT_MEASURES, *(part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip())]
+    names = [*DEFAULT_MEASURES, *(name.strip() for name in re.split(r",(?![^()]*\))", text) if name.strip())]
     measures: dict[str, Measure] = {}
     for name in names:
         measure = _parse(irm, name)

@@ -258,31 +258,33 @@ def _identity(name: str, reranker: BaseDocumentCompressor) -> str:
     return content_hash(json.dumps([name, old_spelling(type(reranker), values), models], sort_keys=True))
 
 
-def rerank_one(opened: OpenedReranker, candidates: QueryCandidates) -> Ranking:
+def rerank_one(opened_reranker: OpenedReranker, candidates: QueryCandidates) -> Ranking:
     """Rank copies of the candidates of one query; without candidates the reranker is not called."""
     if not candidates.documents:
         return Ranking((), (), 0.0)
-    reranker = opened.reranker
+    reranker = opened_reranker.reranker
     copies = [Document(id=d.id, page_content=d.page_content, metadata=dict(d.metadata)) for d in candidates.documents]
     before = getattr(reranker, "generations", None)
     with count_work(getattr(reranker, "generator", None)) as work:
         started = time.perf_counter()
-        returned = rerank_or_raise(reranker, copies, candidates.question, label=opened.label, query=candidates.query)
+        returned = rerank_or_raise(
+            reranker, copies, candidates.question, label=opened_reranker.label, query=candidates.query
+        )
         seconds = time.perf_counter() - started
-    ids, scores = checked_ranking(opened.label, candidates.query, candidates.documents, returned)
+    ids, scores = checked_ranking(opened_reranker.label, candidates.query, candidates.documents, returned)
     after = getattr(reranker, "generations", None)
     calls = after - before if isinstance(before, int) and isinstance(after, int) else None
     return Ranking(ids, scores, seconds, calls, work.forward_passes, work.tokens)
 
 
-def local_ranker(opened: OpenedReranker) -> Ranker:
+def local_ranker(opened_reranker: OpenedReranker) -> Ranker:
     """Return a ranker that runs a reranker in this process, one query after the other."""
 
     def rank_all(queries: Sequence[QueryCandidates]) -> Iterator[tuple[int, Ranking]]:
         for index, candidates in enumerate(queries):
-            yield index, rerank_one(opened, candidates)
+            yield index, rerank_one(opened_reranker, candidates)
 
-    return Ranker(opened.label, opened.identity, rank_all)
+    return Ranker(opened_reranker.label, opened_reranker.identity, rank_all)
 
 
 def rerank(

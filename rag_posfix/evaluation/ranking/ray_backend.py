@@ -84,11 +84,11 @@ def ray_first_stage(
     documents = documents_with_text(collection)
     name = FIRST_STAGES.resolve(spec.name)
     arguments = (name, dict(spec.parameters), opener or _open_embeddings, settings)
-    with ray_workers(_Searcher, arguments, workers) as there:
-        model = None if name == "bm25" else there.one("identity")
+    with ray_workers(_Searcher, arguments, workers) as pool:
+        model = None if name == "bm25" else pool.call("identity")
 
         def embed(batches: Sequence[list[str]]) -> Iterator[tuple[int, NDArray[np.float32]]]:
-            return there.each("embed", [(texts,) for texts in batches])
+            return pool.each("embed", [(texts,) for texts in batches])
 
         @functools.cache
         def index() -> _Index:
@@ -96,13 +96,13 @@ def ray_first_stage(
             vectors = None
             if model is not None:
                 store = open_vectors(documents, _LoadedThere(model), collection.digest, embed, folder, progress)
-                vectors = there.put(store.vectors_of(ids))
-            words = None if name == "dense" else there.kept("count", searched_texts(documents))
-            return _Index(there.put(ids), vectors, words)
+                vectors = pool.put(store.vectors_of(ids))
+            words = None if name == "dense" else pool.call_for_reference("count", searched_texts(documents))
+            return _Index(pool.put(ids), vectors, words)
 
         def rank_all(topics: Sequence[Topic], depth: int) -> Iterator[tuple[int, Ranking]]:
             ungraded = [replace(topic, grades={}) for topic in topics]
-            return there.batches("search", ungraded, TOPICS_PER_CALL, index() if topics else None, depth)
+            return pool.batches("search", ungraded, TOPICS_PER_CALL, index() if topics else None, depth)
 
         yield FirstStage(name, stage_identity(spec, collection, model), rank_all)
 
@@ -181,10 +181,10 @@ def ray_rankers(
         def ranker(choice: RerankerChoice) -> Ranker:
             running.close()
             arguments = (opener or _open_reranker, choice, settings)
-            there = running.enter_context(ray_workers(_Ranking, arguments, workers))
-            rank_all = functools.partial(there.batches, "rank", size=QUERIES_PER_CALL)
+            pool = running.enter_context(ray_workers(_Ranking, arguments, workers))
+            rank_all = functools.partial(pool.batches, "rank", size=QUERIES_PER_CALL)
             # Asked of a process there: this one need not be able to load the model.
-            return Ranker(choice.label, there.one("identity"), rank_all)
+            return Ranker(choice.label, pool.call("identity"), rank_all)
 
         yield ranker
 

@@ -229,9 +229,9 @@ def time_methods(
     readings: list[Reading] = []
     for repeat in range(repeats):
         for name, run in _turns(stock, runs):
-            first, rest = run(new_tokens)
+            first, decode_seconds = run(new_tokens)
             more = extras[name].read(new_tokens) if name in extras else ({}, None)
-            readings.append(Reading(repeat, name, first, new_tokens / rest, *more))
+            readings.append(Reading(repeat, name, first, new_tokens / decode_seconds, *more))
             steps.advance()
     return SpeedMeasurement(tuple(readings), memory, refused)
 

@@ -71,15 +71,15 @@ def stock_run(engine: Engine, layout: Layout) -> TimedRun:
 
     @torch.inference_mode()
     def run(new_tokens: int) -> tuple[float, float]:
-        started = _now(ids.device)
+        started = _synchronized_time(ids.device)
         output = model(ids, use_cache=True, logits_to_keep=1)
         token = int(output.logits[0, -1].argmax())
-        first = _now(ids.device)
+        first = _synchronized_time(ids.device)
         for _ in range(new_tokens):
             step = torch.tensor([[token]], device=ids.device)
             output = model(step, past_key_values=output.past_key_values, use_cache=True)
             token = int(output.logits[0, -1].argmax())
-        return first - started, _now(ids.device) - first
+        return first - started, _synchronized_time(ids.device) - first
 
     return run
 
@@ -89,19 +89,19 @@ def method_run(engine: Engine, layout: Layout, choice: MitigationChoice, longest
     device = engine.loaded.device
 
     def run(new_tokens: int) -> tuple[float, float]:
-        started = _now(device)
+        started = _synchronized_time(device)
         session = engine.open(layout, choice, max(longest, new_tokens) + 1)
         token = int(session.next_log_probs().argmax())
-        first = _now(device)
+        first = _synchronized_time(device)
         for _ in range(new_tokens):
             session.advance(token)
             token = int(session.next_log_probs().argmax())
-        return first - started, _now(device) - first
+        return first - started, _synchronized_time(device) - first
 
     return run
 
 
-def _now(device: torch.device) -> float:
+def _synchronized_time(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -113,10 +113,10 @@ def concurrent_run(engine: Engine, layout: Layout, choice: MitigationChoice, cou
 
     def run(new_tokens: int) -> float:
         sessions = [engine.open(layout, choice, new_tokens + 1) for _ in range(count)]
-        started = _now(device)
+        started = _synchronized_time(device)
         for _ in range(new_tokens):
             advance_batch(sessions, [int(session.next_log_probs().argmax()) for session in sessions])
-        return _now(device) - started
+        return _synchronized_time(device) - started
 
     return run
 

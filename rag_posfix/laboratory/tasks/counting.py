@@ -71,9 +71,9 @@ class Counting(Task):
         weights = torch.tensor([WEIGHT_SET, WEIGHT_ADD, weight])
         kinds = torch.multinomial(weights, size * steps, replacement=True, generator=generator).view(size, steps)
         which = torch.randint(0, self.variables, (size, steps), generator=generator)
-        asked = torch.randint(0, self.variables, (size,), generator=generator)
+        question = torch.randint(0, self.variables, (size,), generator=generator)
         operations, values = self._run(kinds, which, lengths)
-        return _with_question(operations, lengths + self.variables, asked, values)
+        return _with_question(operations, lengths + self.variables, question, values)
 
     def _sizes(self) -> dict[str, tuple[int, float]]:
         """Return the most steps and the weight of passes of each split; steps that count are equally many."""
@@ -89,24 +89,24 @@ class Counting(Task):
         size, steps = kinds.shape
         rows = torch.arange(size)
         values = torch.zeros(size, self.variables, dtype=torch.long)
-        columns = [torch.full((size,), FIRST_VARIABLE + KINDS * one + SET) for one in range(self.variables)]
+        columns = [torch.full((size,), FIRST_VARIABLE + KINDS * variable + SET) for variable in range(self.variables)]
         for step in range(steps):
             kind, variable = kinds[:, step], which[:, step]
             runs = step < lengths
-            now = values[rows, variable]
-            sets, adds = runs & (kind == SET), runs & (kind == ADD) & (now < MOST)
-            values[rows, variable] = torch.where(sets, 0, now + adds.long())
+            value = values[rows, variable]
+            sets, adds = runs & (kind == SET), runs & (kind == ADD) & (value < MOST)
+            values[rows, variable] = torch.where(sets, 0, value + adds.long())
             token = FIRST_VARIABLE + KINDS * variable + torch.where(sets, SET, ADD)
             columns.append(torch.where(sets | adds, token, PASS))
         return torch.stack(columns, dim=1), values
 
 
-def _with_question(operations: Tensor, lengths: Tensor, asked: Tensor, values: Tensor) -> Batch:
+def _with_question(operations: Tensor, lengths: Tensor, question: Tensor, values: Tensor) -> Batch:
     """Return operations up to each length, then the question and the value, then padding."""
     size, longest = operations.shape
-    rows, at = torch.arange(size), torch.arange(longest + 2)
+    rows, positions = torch.arange(size), torch.arange(longest + 2)
     ids = torch.cat((operations, torch.full((size, 2), PAD)), dim=1)
-    ids = torch.where(at < lengths[:, None], ids, PAD)
-    ids[rows, lengths] = FIRST_VARIABLE + KINDS * asked + PRINT
-    ids[rows, lengths + 1] = FIRST_VALUE + values[rows, asked]
-    return joined(ids, at == lengths[:, None] + 1)
+    ids = torch.where(positions < lengths[:, None], ids, PAD)
+    ids[rows, lengths] = FIRST_VARIABLE + KINDS * question + PRINT
+    ids[rows, lengths + 1] = FIRST_VALUE + values[rows, question]
+    return joined(ids, positions == lengths[:, None] + 1)

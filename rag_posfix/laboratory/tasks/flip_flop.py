@@ -64,8 +64,8 @@ class FlipFlop(Task):
         kind = torch.where(draw < ignored, IGNORE, torch.where(draw < (1 + ignored) / 2, WRITE, READ))
         kind[:, 0], kind[:, -1] = WRITE, READ
         bits = torch.randint(0, 2, (size, self.pairs), generator=generator)
-        at = torch.arange(self.pairs).expand(size, -1)
-        last_write = torch.where(kind == WRITE, at, 0).cummax(dim=1).values
+        positions = torch.arange(self.pairs).expand(size, -1)
+        last_write = torch.where(kind == WRITE, positions, 0).cummax(dim=1).values
         bits = torch.where(kind == READ, bits.gather(1, last_write), bits)
         ids = torch.stack((kind, bits), dim=-1).flatten(1)  # (B, 2 pairs)
         wanted = torch.stack((torch.zeros_like(kind, dtype=torch.bool), kind == READ), dim=-1).flatten(1)

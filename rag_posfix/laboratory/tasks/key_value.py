@@ -79,14 +79,14 @@ class KeyValue(Task):
         pairs = self.pairs if split == TRAINED else 2 * self.pairs
         keys = torch.rand(size, self.keys, generator=generator).argsort(dim=1)[:, :pairs]
         values = torch.randint(0, self.values, (size, pairs), generator=generator)
-        asked = torch.rand(size, pairs, generator=generator).argsort(dim=1)[:, : self.questions]  # (B, Q)
+        question_positions = torch.rand(size, pairs, generator=generator).argsort(dim=1)[:, : self.questions]  # (B, Q)
         listed = torch.stack((SPECIAL + keys, SPECIAL + self.keys + values), dim=-1)  # (B, P, 2)
-        found = listed.gather(1, asked[..., None].expand(-1, -1, 2))  # (B, Q, 2)
+        question_pairs = listed.gather(1, question_positions[..., None].expand(-1, -1, 2))  # (B, Q, 2)
         mark = torch.full((size, self.questions, 1), ASK)
-        questions = torch.cat((mark, found), dim=-1).flatten(1)  # (B, 3 Q)
+        questions = torch.cat((mark, question_pairs), dim=-1).flatten(1)  # (B, 3 Q)
         ids = torch.cat((listed.flatten(1), questions), dim=1)
         wanted = torch.zeros_like(ids, dtype=torch.bool)
         wanted[:, 2 * pairs + 2 :: 3] = True
         scored = torch.zeros_like(wanted)
         scored[:, -1] = True
-        return joined(ids, wanted, scored, places=asked[:, -1])
+        return joined(ids, wanted, scored, places=question_positions[:, -1])

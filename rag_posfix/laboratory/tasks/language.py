@@ -104,7 +104,9 @@ class Language(Task):
     @property
     def splits(self) -> Mapping[str, str]:
         """The trained length, and longer contexts."""
-        return {TRAINED: f"{self.length} words"} | {f"x{one}": f"{one * self.length} words" for one in FACTORS}
+        return {TRAINED: f"{self.length} words"} | {
+            f"x{factor}": f"{factor * self.length} words" for factor in FACTORS
+        }
 
     def batch(self, split: str, size: int, generator: torch.Generator) -> Batch:
         """Return sequences that begin somewhere in a text."""

@@ -70,20 +70,20 @@ class LastSentence(Task):
         )  # (B, sentences)
         ends = (lengths + 1).cumsum(dim=1) - 1  # where each sentence ends
         widest = before * (longest + 1) + self.length + 1
-        at = torch.arange(widest)
+        positions = torch.arange(widest)
         ids = torch.randint(0, self.words, (size, widest), generator=generator) + FIRST_WORD
         ids.scatter_(1, ends, END)
-        asked = torch.randint(0, self.words, (size, 1), generator=generator) + FIRST_WORD
-        last = (at > ends[:, -2:-1]) & (at < ends[:, -1:])
-        counts = ((ids == asked) & last).sum(dim=1)
-        return self._with_question(ids, ends[:, -1] + 1, asked[:, 0], counts)
+        word = torch.randint(0, self.words, (size, 1), generator=generator) + FIRST_WORD
+        last = (positions > ends[:, -2:-1]) & (positions < ends[:, -1:])
+        counts = ((ids == word) & last).sum(dim=1)
+        return self._with_question(ids, ends[:, -1] + 1, word[:, 0], counts)
 
-    def _with_question(self, ids: Tensor, lengths: Tensor, asked: Tensor, counts: Tensor) -> Batch:
+    def _with_question(self, ids: Tensor, lengths: Tensor, word: Tensor, counts: Tensor) -> Batch:
         """Return texts up to each length, then the word and its count, then padding."""
         size, longest = ids.shape
-        rows, at = torch.arange(size), torch.arange(longest + 2)
+        rows, positions = torch.arange(size), torch.arange(longest + 2)
         ids = torch.cat((ids, torch.full((size, 2), PAD)), dim=1)
-        ids = torch.where(at < lengths[:, None], ids, PAD)
-        ids[rows, lengths] = asked
+        ids = torch.where(positions < lengths[:, None], ids, PAD)
+        ids[rows, lengths] = word
         ids[rows, lengths + 1] = FIRST_WORD + self.words + counts
-        return joined(ids, at == lengths[:, None] + 1)
+        return joined(ids, positions == lengths[:, None] + 1)

@@ -64,8 +64,8 @@ class SelectiveCopy(Task):
         blanks = {TRAINED: self.blanks, "dense": self.blanks // 2}.get(split, 2 * self.blanks)
         copied = SPECIAL + torch.randint(0, self.symbols, (size, self.tokens), generator=generator)
         order = torch.rand(size, self.tokens + blanks, generator=generator).argsort(dim=1)
-        places = order[:, : self.tokens].sort(dim=1).values
-        mixed = torch.full((size, self.tokens + blanks), BLANK).scatter(1, places, copied)
+        positions = order[:, : self.tokens].sort(dim=1).values
+        mixed = torch.full((size, self.tokens + blanks), BLANK).scatter(1, positions, copied)
         ids = torch.cat((mixed, torch.full((size, 1), COPY), copied), dim=1)
         wanted = torch.zeros_like(ids, dtype=torch.bool)
         wanted[:, -self.tokens :] = True

@@ -38,24 +38,24 @@ class FilePairs:
         contamination: Contamination,
         own_distractors: bool = False,
     ) -> None:
-        found = [_pair(example, words, own_distractors) for example in examples]
-        self._pairs = [pair for pair in found if pair is not None and not contamination.in_pair(pair)]
+        pairs = [_pair(example, words, own_distractors) for example in examples]
+        self._pairs = [pair for pair in pairs if pair is not None and not contamination.in_pair(pair)]
         self.removed = len(examples) - len(self._pairs)
         if not self._pairs:
             raise ConfigError(
                 f"none of {len(examples)} question-answer pairs is left: all are in the evaluation files, or their "
                 "passages lack the answers; give other pairs or other evaluation files"
             )
-        others = [document for example in examples for document in (*example.gold, *example.distractors)]
-        self._fillers = sorted(set(segments_of(others, words)), key=lambda one: (one.title, one.text))
+        documents = [document for example in examples for document in (*example.gold, *example.distractors)]
+        self._fillers = sorted(set(segments_of(documents, words)), key=lambda segment: (segment.title, segment.text))
         self._seed = seed
 
     def pair(self, index: int, random: Random, segments: int) -> Pair:
         """Return the pair of a sample; the file decides how many segments it has."""
-        turn, at = divmod(index, len(self._pairs))
+        turn, position = divmod(index, len(self._pairs))
         order = list(range(len(self._pairs)))
         drawn("order", self._seed, turn).shuffle(order)
-        return self._pairs[order[at]]
+        return self._pairs[order[position]]
 
     def filler(self, random: Random) -> Segment:
         """Return a segment of another passage of the file."""
@@ -78,25 +78,33 @@ def demo_examples() -> list[PositionExample]:
 
     return [
         PositionExample(
-            one.id, one.question, one.answers, (named(one.gold),), tuple(named(name) for name in one.distractors)
+            question.id,
+            question.question,
+            question.answers,
+            (named(question.gold),),
+            tuple(named(name) for name in question.distractors),
         )
-        for one in load_questions()
+        for question in load_questions()
     ]
 
 
 def _pair(example: PositionExample, words: int, own_distractors: bool) -> Pair | None:
     """Return the pair of a question, or None if a single gold passage does not have the answer in one segment."""
-    kept = []
+    gold_segments = []
     for document in example.gold:
         segments = segments_of([document], words)
-        having = [one for one in segments if any(answer.lower() in one.text.lower() for answer in example.answers)]
+        having = [
+            segment
+            for segment in segments
+            if any(answer.lower() in segment.text.lower() for answer in example.answers)
+        ]
         if len(segments) == 1:
-            kept += segments
+            gold_segments += segments
         elif having:
-            kept.append(having[0])
+            gold_segments.append(having[0])
         elif len(example.gold) > 1:  # of several passages, one leads to the other and lacks the answer
-            kept.append(segments[0])
+            gold_segments.append(segments[0])
         else:
             return None
     around = [segments_of([document], words)[0] for document in example.distractors] if own_distractors else []
-    return Pair(example.question, example.answers, tuple(kept), tuple(around))
+    return Pair(example.question, example.answers, tuple(gold_segments), tuple(around))

@@ -34,17 +34,17 @@ def place_counts(samples: Iterable[Sample], bins: int = PLACE_BINS) -> tuple[lis
         g |{p: part(p) = b}| / n of them in part b. For one gold passage per sample this is exact; several in one
         sample are not independent, and their statistic is smaller than chi-square.
     """
-    found, expected = [0] * bins, [0.0] * bins
-    for one in samples:
-        n = len(one.passages)
-        for place in range(n):
-            expected[bins * place // n] += len(one.gold) / n
-        for place in one.gold:
-            found[bins * place // n] += 1
-    return found, expected
+    counts, expected = [0] * bins, [0.0] * bins
+    for sample in samples:
+        n = len(sample.passages)
+        for position in range(n):
+            expected[bins * position // n] += len(sample.gold) / n
+        for position in sample.gold:
+            counts[bins * position // n] += 1
+    return counts, expected
 
 
-def chi_square(found: Sequence[float], expected: Sequence[float]) -> tuple[float, int, float]:
+def chi_square(observed: Sequence[float], expected: Sequence[float]) -> tuple[float, int, float]:
     """Return Pearson's statistic, its degrees of freedom, and the probability of a larger one.
 
     Formula: X = sum (O - E)^2 / E over the parts with E > 0; p = Q(df / 2, X / 2), the regularised upper incomplete
@@ -52,9 +52,9 @@ def chi_square(found: Sequence[float], expected: Sequence[float]) -> tuple[float
     """
     import torch
 
-    parts = [(o, e) for o, e in zip(found, expected, strict=True) if e > 0]
-    statistic = sum((o - e) ** 2 / e for o, e in parts)
-    degrees = max(len(parts) - 1, 0)
+    pairs = [(o, e) for o, e in zip(observed, expected, strict=True) if e > 0]
+    statistic = sum((o - e) ** 2 / e for o, e in pairs)
+    degrees = max(len(pairs) - 1, 0)
     if not degrees:
         return statistic, 0, 1.0
     half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
@@ -63,20 +63,20 @@ def chi_square(found: Sequence[float], expected: Sequence[float]) -> tuple[float
 
 def statistics_of(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return what is counted of training data, as JSON."""
-    found, expected = place_counts(samples)
-    statistic, degrees, p_value = chi_square(found, expected)
-    tokens = sorted(one.tokens for one in samples)
+    observed, expected = place_counts(samples)
+    statistic, degrees, p_value = chi_square(observed, expected)
+    tokens = sorted(sample.tokens for sample in samples)
     return {
         "n": len(samples),
-        "sources": dict(sorted(Counter(one.source for one in samples).items())),
-        "gold_passages": _counted(len(one.gold) for one in samples),
-        "length_bins": _counted(one.length_bin for one in samples),
+        "sources": dict(sorted(Counter(sample.source for sample in samples).items())),
+        "gold_passages": _counted(len(sample.gold) for sample in samples),
+        "length_bins": _counted(sample.length_bin for sample in samples),
         "tokens": {"least": tokens[0], "median": tokens[len(tokens) // 2], "most": tokens[-1]},
         "passages": {"least": min(_sizes(samples)), "most": max(_sizes(samples))},
-        "rejected": sum(one.rejected for one in samples),
+        "rejected": sum(sample.rejected for sample in samples),
         "places": {
-            "found": found,
-            "expected": [round(one, 3) for one in expected],
+            "found": observed,
+            "expected": [round(count, 3) for count in expected],
             "chi_square": statistic,
             "degrees_of_freedom": degrees,
             "p_value": p_value,
@@ -85,7 +85,7 @@ def statistics_of(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _sizes(samples: Sequence[Sample]) -> list[int]:
-    return [len(one.passages) for one in samples]
+    return [len(sample.passages) for sample in samples]
 
 
 def _counted(values: Iterable[int]) -> dict[str, int]:
@@ -94,14 +94,14 @@ def _counted(values: Iterable[int]) -> dict[str, int]:
 
 def draw_places(head: Mapping[str, Any]) -> Figure:
     """Return the figure of a record of ``train data``: gold passages by the part of the prompt that they are in."""
-    places = head["summary"]["places"]
+    positions = head["summary"]["places"]
     figure, axes = new_axes((5.4, 3.0))
-    at = range(len(places["found"]))
-    axes.bar(at, places["found"], 0.7, color=OTHER_COLORS[0], label="found")
-    axes.step(at, places["expected"], where="mid", color=OTHER_COLORS[2], label="expected")
+    bins = range(len(positions["found"]))
+    axes.bar(bins, positions["found"], 0.7, color=OTHER_COLORS[0], label="found")
+    axes.step(bins, positions["expected"], where="mid", color=OTHER_COLORS[2], label="expected")
     axes.set_xlabel("part of the prompt, from its beginning")
     axes.set_ylabel("gold passages")
-    axes.set_title(f"places of gold passages: p = {places['p_value']:.2f}", fontsize=10, loc="left")
+    axes.set_title(f"places of gold passages: p = {positions['p_value']:.2f}", fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=8)
     return figure
 
@@ -143,23 +143,23 @@ def make_training_data(
         sources: Templates, pairs, a teacher; at least one of them.
     """
     contamination = Contamination(sources.against, settings.n_gram)
-    found: list[PairSource] = list(template_sources(sources.templates)) if sources.templates else []
+    pair_sources: list[PairSource] = list(template_sources(sources.templates)) if sources.templates else []
     removed = 0
     for file in sources.pairs:
-        given = FilePairs(file, settings.seed, settings.segment_words, contamination, settings.own_distractors)
-        removed += given.removed
-        found.append(given)
+        file_pairs = FilePairs(file, settings.seed, settings.segment_words, contamination, settings.own_distractors)
+        removed += file_pairs.removed
+        pair_sources.append(file_pairs)
     if sources.teacher is not None:
-        found.append(TeacherPairs(sources.teacher, sources.segments))
-    if not found:
+        pair_sources.append(TeacherPairs(sources.teacher, sources.segments))
+    if not pair_sources:
         raise ConfigError("training data needs a source of pairs; give --templates, --pairs or --teacher")
     run = settings.digest(
         templates=sources.templates, tokenizer=tokenizer,
         pairs=[_digest(file) for file in sources.pairs], against=_digest(sources.against),
         teacher=None if sources.teacher is None else sources.teacher.fingerprint,
-        segments=content_hash(*(part for one in sources.segments for part in (one.title, one.text))),
+        segments=content_hash(*(text for segment in sources.segments for text in (segment.title, segment.text))),
     )  # fmt: skip
-    maker = SampleMaker(found, settings, count_tokens, list(sources.segments), contamination)
+    maker = SampleMaker(pair_sources, settings, count_tokens, list(sources.segments), contamination)
     with progress("making training samples") as report:
         path = write_samples(out, run, settings.samples, maker.make, report)
     summary = {**statistics_of(list(read_samples(path))), "removed_pairs": removed, "n_grams": len(contamination)}
@@ -172,7 +172,9 @@ def make_training_data(
 
 
 def _digest(examples: Sequence[PositionExample]) -> str:
-    texts = (text for one in examples for text in (one.id, one.question, *one.answers, *_passages(one)))
+    texts = (
+        text for example in examples for text in (example.id, example.question, *example.answers, *_passages(example))
+    )
     return content_hash(*texts)
 
 

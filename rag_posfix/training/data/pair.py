@@ -66,9 +66,9 @@ class PairSource(Protocol):
         """Return a segment that may stand around any pair of this source."""
 
 
-def drawn(*parts: object) -> Random:
+def drawn(*values: object) -> Random:
     """Return a generator that these values alone decide, in every process."""
-    return Random(":".join(map(str, parts)))  # a string is hashed by SHA-512, not by hash()
+    return Random(":".join(map(str, values)))  # a string is hashed by SHA-512, not by hash()
 
 
 _WORD = re.compile(r"\w+")
@@ -84,11 +84,13 @@ class Contamination:
 
     def __init__(self, examples: Iterable[PositionExample] = (), n: int = 10) -> None:
         self._n = n
-        texts = (text for one in examples for text in (one.question, *(gold.page_content for gold in one.gold)))
-        self._known = {gram for text in texts for gram in self._grams(text)}
+        texts = (
+            text for example in examples for text in (example.question, *(gold.page_content for gold in example.gold))
+        )
+        self._evaluation_grams = {gram for text in texts for gram in self._grams(text)}
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._evaluation_grams)
 
     def in_pair(self, pair: Pair) -> bool:
         """Return whether the question or a segment of a pair is known."""
@@ -99,7 +101,7 @@ class Contamination:
         return self._has(segment.text)
 
     def _has(self, text: str) -> bool:
-        return bool(self._known) and any(gram in self._known for gram in self._grams(text))
+        return bool(self._evaluation_grams) and any(gram in self._evaluation_grams for gram in self._grams(text))
 
     def _grams(self, text: str) -> Iterator[tuple[str, ...]]:
         words: Sequence[str] = _WORD.findall(text.lower())

@@ -108,8 +108,8 @@ class Sample:
             "question": self.question,
             "answers": list(self.answers),
             "ctxs": [
-                {"title": one.title, "text": one.text, "isgold": place in self.gold}
-                for place, one in enumerate(self.passages)
+                {"title": passage.title, "text": passage.text, "isgold": position in self.gold}
+                for position, passage in enumerate(self.passages)
             ],
             "id": self.id,
             "source": self.source,
@@ -121,28 +121,28 @@ class Sample:
     def documents(self) -> list[Document]:
         """Return the passages as documents, in the order of the prompt."""
         return [
-            Document(page_content=one.text, metadata={"title": one.title}, id=f"{self.id}-{place}")
-            for place, one in enumerate(self.passages)
+            Document(page_content=passage.text, metadata={"title": passage.title}, id=f"{self.id}-{position}")
+            for position, passage in enumerate(self.passages)
         ]
 
-    def moved(self, place: int) -> Sample:
+    def moved(self, position: int) -> Sample:
         """Return the sample with its gold passages together, in their order, the first of them at ``place``."""
         last = len(self.passages) - len(self.gold)
-        if not 0 <= place <= last:
-            raise ConfigError(f"sample {self.id}: place {place} of its gold passages must be between 0 and {last}")
-        others = [one for at, one in enumerate(self.passages) if at not in self.gold]
-        gold = [self.passages[at] for at in self.gold]
-        passages = (*others[:place], *gold, *others[place:])
-        return replace(self, passages=passages, gold=tuple(range(place, place + len(gold))))
+        if not 0 <= position <= last:
+            raise ConfigError(f"sample {self.id}: place {position} of its gold passages must be between 0 and {last}")
+        distractors = [passage for index, passage in enumerate(self.passages) if index not in self.gold]
+        gold = [self.passages[index] for index in self.gold]
+        passages = (*distractors[:position], *gold, *distractors[position:])
+        return replace(self, passages=passages, gold=tuple(range(position, position + len(gold))))
 
 
 def sample_of(row: Any, number: int) -> Sample:
     """Return the sample of a row in the format of Lost in the Middle."""
     question, answers = question_and_answers(row["question"], row["answers"])
-    passages = tuple(Segment(str(one.get("title", "")), one["text"]) for one in row["ctxs"])
-    if not all(visible(one.text) for one in passages):
+    passages = tuple(Segment(str(context.get("title", "")), context["text"]) for context in row["ctxs"])
+    if not all(visible(passage.text) for passage in passages):
         raise ValueError("a passage of ctxs has no visible text")
-    gold = tuple(place for place, one in enumerate(row["ctxs"]) if one.get("isgold"))
+    gold = tuple(position for position, context in enumerate(row["ctxs"]) if context.get("isgold"))
     if not gold:
         raise ValueError("no passage of ctxs has isgold")
     return Sample(
@@ -206,7 +206,7 @@ class SampleMaker:
         random: Random,
     ) -> Sample:
         """Return the sample of a pair; segments are added up to the nearest token count."""
-        tokens = sum(self._count(one.text) for one in pair.segments)
+        tokens = sum(self._count(segment.text) for segment in pair.segments)
         around: list[Segment] = []
         while tokens < target:
             other = self._filler(source, pair, around, random)
@@ -216,27 +216,29 @@ class SampleMaker:
             around.append(other)
             tokens += more
         total = len(around) + len(pair.segments)
-        places = sorted(random.sample(range(total), len(pair.segments)))
-        own = dict(zip(places, random.sample(pair.segments, len(pair.segments)), strict=True))
-        others = iter(around)
-        passages = tuple(own[place] if place in own else next(others) for place in range(total))
+        positions = sorted(random.sample(range(total), len(pair.segments)))
+        gold_segments = dict(zip(positions, random.sample(pair.segments, len(pair.segments)), strict=True))
+        fillers = iter(around)
+        passages = tuple(
+            gold_segments[position] if position in gold_segments else next(fillers) for position in range(total)
+        )
         return Sample(
-            number, pair.question, pair.answers, passages, tuple(places), source.name, tokens, length_bin, rejected
+            number, pair.question, pair.answers, passages, tuple(positions), source.name, tokens, length_bin, rejected
         )
 
     def _filler(self, source: PairSource, pair: Pair, around: list[Segment], random: Random) -> Segment:
-        known = {one.text for one in (*pair.segments, *around)}
+        used_texts = {segment.text for segment in (*pair.segments, *around)}
         answer_in = re.compile(
             "|".join(rf"(?<!\w){re.escape(answer)}(?!\w)" for answer in pair.answers), re.IGNORECASE
         )
-        own = random.sample(pair.around, len(pair.around))
-        for draw in range(len(own) + MOST_DRAWS):
-            if draw < len(own):
-                other = own[draw]
+        distractors = random.sample(pair.around, len(pair.around))
+        for draw in range(len(distractors) + MOST_DRAWS):
+            if draw < len(distractors):
+                other = distractors[draw]
             else:
                 other = random.choice(self._segments) if self._segments else source.filler(random)
             answered = answer_in.search(other.text) is not None
-            if other.text not in known and not answered and not self._contamination.in_segment(other):
+            if other.text not in used_texts and not answered and not self._contamination.in_segment(other):
                 return other
         raise ConfigError(
             f"{source.name}: too few different segments to stand around a pair ({len(around)} found); give more "
@@ -277,13 +279,13 @@ def write_samples(
         done, length = _whole_lines(partial, run)
         if partial.exists():
             os.truncate(partial, length)
-        with partial.open("ab") as opened:
+        with partial.open("ab") as file:
             for number in range(done, count):
                 row = {**make(number).row(), "run": run}
-                opened.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-                opened.flush()
+                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                file.flush()
                 report(number + 1, count)
-            os.fsync(opened.fileno())
+            os.fsync(file.fileno())
         os.replace(partial, final)
     except OSError as error:
         raise EvaluationError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
@@ -295,14 +297,14 @@ def _whole_lines(path: Path, run: str) -> tuple[int, int]:
     done = length = 0
     if not path.exists():
         return 0, 0
-    with path.open("rb") as opened:
-        for line in opened:
+    with path.open("rb") as file:
+        for line in file:
             try:
                 row = json.loads(line)
-                known = line.endswith(b"\n") and (row["run"], row["id"]) == (run, done)
+                is_of_run = line.endswith(b"\n") and (row["run"], row["id"]) == (run, done)
             except (ValueError, KeyError, TypeError):
-                known = False
-            if not known:
+                is_of_run = False
+            if not is_of_run:
                 if done == 0:
                     _log.warning("%s is of other settings and is replaced", path)
                 break
@@ -314,8 +316,8 @@ def _whole_lines(path: Path, run: str) -> tuple[int, int]:
 def read_samples(path: Path) -> Iterator[Sample]:
     """Yield the samples of a file in the format of Lost in the Middle."""
     try:
-        with path.open(encoding="utf-8") as opened:
-            for number, line in enumerate(opened):
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file):
                 if line.strip():
                     yield _read(path, number, line)
     except (OSError, UnicodeDecodeError) as error:

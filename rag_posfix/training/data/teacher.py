@@ -53,12 +53,12 @@ class TeacherPairs:
         """Ask the teacher about ``segments`` neighbouring segments; None if its answer cannot be used."""
         count = min(segments, len(self._segments))
         first = random.randrange(len(self._segments) - count + 1)
-        asked = tuple(self._segments[first : first + count])
-        texts = "\n\n".join(f"Text {number}:\n{one.text}" for number, one in enumerate(asked, start=1))
+        excerpt = tuple(self._segments[first : first + count])
+        texts = "\n\n".join(f"Text {number}:\n{segment.text}" for number, segment in enumerate(excerpt, start=1))
         prompt = f"{_TASK}{_TWO if count > 1 else ''}{_FORM}\n\n{texts}"
         layout = tokenize_prompt(self._teacher.encoder, PromptTemplate(), prompt, has_passages=False).with_passages(())
         request = GenerationRequest(layout, MitigationChoice("none"), Sampling(max_tokens=MOST_TOKENS))
-        pair = read_answer(self._teacher.generate(request).text, asked)
+        pair = read_answer(self._teacher.generate(request).text, excerpt)
         if pair is None:
             _log.info("the teacher's answer about segment %d cannot be used", first)
         return pair
@@ -70,9 +70,9 @@ class TeacherPairs:
 
 def read_answer(text: str, segments: tuple[Segment, ...]) -> Pair | None:
     """Return the pair of a teacher's answer, or None if it has another form or an answer of its own."""
-    found = _OBJECT.search(text)
+    match = _OBJECT.search(text)
     try:
-        read = json.loads(found[0]) if found else None
+        read = json.loads(match[0]) if match else None
     except ValueError:
         return None
     if not isinstance(read, dict):

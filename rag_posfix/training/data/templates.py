@@ -30,8 +30,8 @@ class KeyValue:
     def pair(self, index: int, random: Random, segments: int) -> Pair:
         """Return a question for the value of each of ``segments`` keys."""
         keys, values = ([_hexadecimal(random) for _ in range(segments)] for _ in range(2))
-        asked = " and of the key ".join(keys)
-        question = f"What is the value of the key {asked}?"
+        key_list = " and of the key ".join(keys)
+        question = f"What is the value of the key {key_list}?"
         records = tuple(self._record(key, value) for key, value in zip(keys, values, strict=True))
         return Pair(question, (" and ".join(values),), records)
 
@@ -54,13 +54,13 @@ class CodeFunction:
 
     def pair(self, index: int, random: Random, segments: int) -> Pair:
         """Return a question for the names of ``segments`` functions, by what they compute."""
-        functions, asked, names = [], [], []
+        functions, conditions, names = [], [], []
         for _ in range(segments):
             name, operation, number = self._drawn(random)
             functions.append(self._function(name, operation, number))
-            asked.append(f"{operation} {number}")
+            conditions.append(f"{operation} {number}")
             names.append(name)
-        question = f"Which function {' and which function '.join(asked)}?"
+        question = f"Which function {' and which function '.join(conditions)}?"
         return Pair(question, (" and ".join(names),), tuple(functions))
 
     def filler(self, random: Random) -> Segment:
@@ -90,8 +90,8 @@ class DatabaseRow:
         """Return a question for one field of each of ``segments`` rows."""
         rows = [self._row(random) for _ in range(segments)]
         field = random.choice(("supplier", "city", "price"))
-        asked = " and of item ".join(row["item"] for row in rows)
-        question = f"What is the {field} of item {asked}?"
+        item_list = " and of item ".join(row["item"] for row in rows)
+        question = f"What is the {field} of item {item_list}?"
         return Pair(question, (" and ".join(row[field] for row in rows),), tuple(map(self._text, rows)))
 
     def filler(self, random: Random) -> Segment:

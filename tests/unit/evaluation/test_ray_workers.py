@@ -98,7 +98,7 @@ def test_every_call_is_answered_once_by_the_processes_that_started(monkeypatch, 
         found = list(workers.each("double", [(number,) for number in range(7)]))
         assert sorted(found) == [(number, 2 * number) for number in range(7)]
         assert sorted(number for _, number in cluster.calls) == list(range(7))
-        assert workers.one("double", 8) == 16
+        assert workers.call("double", 8) == 16
         halves = sorted(workers.batches("double_all", list(range(5)), 2, 3))
         assert halves == [(number, 6 * number) for number in range(5)]
         assert list(workers.each("double", [])) == []
@@ -116,7 +116,7 @@ def test_a_call_that_fails_is_told_in_its_own_words_and_the_processes_end(monkey
 def test_what_is_kept_stays_there_until_it_is_used():
     cluster = Cluster(1)
     workers = RayWorkers(cluster, [Handle(cluster, 0, Doubling())])
-    assert cluster.get(workers.kept("double", 4)) == 8
-    failed = workers.kept("double", -4)
+    assert cluster.get(workers.call_for_reference("double", 4)) == 8
+    failed = workers.call_for_reference("double", -4)
     with pytest.raises(ConfigError, match="-4 is negative"):
         cluster.get(failed)

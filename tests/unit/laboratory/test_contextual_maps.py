@@ -10,7 +10,7 @@ import torch
 
 from rag_posfix.encodings import Decoder, DecoderShape, create_encoding
 from rag_posfix.errors import ConfigError
-from rag_posfix.laboratory.contextual_maps import above_others, counted, gates_by_kind, map_contextual_positions
+from rag_posfix.laboratory.contextual_maps import above_others, gates_by_kind, map_contextual_positions, record_cope
 from rag_posfix.laboratory.tasks.language import END, KINDS, PARAGRAPH, WORDS, numbered, sentences
 
 SHAPE = DecoderShape(len(WORDS), layers=2, heads=4, width=64)
@@ -72,7 +72,7 @@ def test_a_head_that_counts_for_one_kind_of_query_is_found_with_it():
 def test_the_mean_gate_is_worked_out_by_hand_from_all_pairs_of_words():
     decoder = Decoder(create_encoding("cope", {"p_max": 8}), SHAPE).eval()
     (ids,) = language_ids(words=20, people=2)
-    gates = counted(decoder, torch.tensor([ids])).gates[1][0, 3]
+    gates = record_cope(decoder, torch.tensor([ids])).gates[1][0, 3]
     kind = {word: number for number, words in enumerate(KINDS.values()) for word in words}
     kinds = [kind[WORDS[one]] for one in ids]
     pairs = [(i, j) for i in range(20) for j in range(i + 1) if (kinds[i], kinds[j]) == (1, 0)]
@@ -103,7 +103,7 @@ def test_what_is_counted_changes_no_logit():
     decoder = Decoder(create_encoding("cope_rope", {"p_max": 8}), SHAPE).eval()
     ids = torch.arange(20)[None]
     with torch.inference_mode():
-        assert torch.allclose(decoder(ids)[0], decoder(ids, positions=counted(decoder, ids))[0], atol=1e-5)
+        assert torch.allclose(decoder(ids)[0], decoder(ids, positions=record_cope(decoder, ids))[0], atol=1e-5)
 
 
 def test_other_decoders_are_refused(tmp_path):
