@@ -75,7 +75,7 @@ def compare_loads(
             alone = [ask(client, body) for body in requests]
             for count in together:
                 if count > 1 and MITIGATIONS.get(method).order_invariant:
-                    requests = [_shuffled(body, f"{count} {number}") for number, body in enumerate(requests)]
+                    requests = [_shuffle_passages(body, f"{count} {number}") for number, body in enumerate(requests)]
                 with ThreadPoolExecutor(count) as pool:
                     answers = list(pool.map(lambda body: ask(client, body), requests))
                 pairs = list(zip(answers, alone, strict=True))
@@ -88,7 +88,7 @@ def compare_loads(
                 }
 
 
-def _shuffled(body: dict[str, Any], seed: str) -> dict[str, Any]:
+def _shuffle_passages(body: dict[str, Any], seed: str) -> dict[str, Any]:
     documents = list(body["documents"])
     random.Random(seed).shuffle(documents)
     return {**body, "documents": documents}

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
         "summary": {
             "models": {name: position_curves(tasks) for name, tasks in records.items()},
-            "gains": {name: gained(records["before"], records[name]) for name in OBJECTIVES},
+            "gains": {name: compute_gains(records["before"], records[name]) for name in OBJECTIVES},
             "perplexity": forgotten,
             "trainings": {name: training(chosen.out / name) for name in OBJECTIVES},
         },
@@ -212,7 +212,7 @@ def position_curves(records: Mapping[str, Path]) -> dict[str, Any]:
     }
 
 
-def gained(before: Mapping[str, Path], after: Mapping[str, Path]) -> dict[str, Any]:
+def compute_gains(before: Mapping[str, Path], after: Mapping[str, Path]) -> dict[str, Any]:
     """Return what a training adds, by task and method."""
     answers = {path: scores(read_record(path).rows) for path in (*before.values(), *after.values())}
     return {task: gains(answers[before[task]], answers[path]) for task, path in after.items()}

@@ -1,8 +1,8 @@
 """Puts a record into benchmarks/results under a name: ``python -m benchmarks.keep_record RECORD NAME``.
 
-RECORD is the ``.json`` file that a command wrote with ``--out``, its rows beside it; or what ``rag-posfix demo
---json`` printed, which becomes a record of kind ``demo`` with a summary. The summary of a position experiment is made
-anew from its rows.
+RECORD is the ``.json`` file that a command wrote with ``--out``, with its rows next to it; or the output of
+``rag-posfix demo --json``, which becomes a record of kind ``demo`` with a summary. The summary of a position
+experiment is computed again from its rows.
 """
 
 from __future__ import annotations

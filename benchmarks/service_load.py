@@ -41,7 +41,7 @@ _SECRET = 43
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.service_load", description=__doc__.splitlines()[0])
-    parser.add_argument("--part", action="append", choices=PARTS, help="all without it; may be given again")
+    parser.add_argument("--part", action="append", choices=PARTS, help="measure this part; repeatable; default: all")
     parser.add_argument("--rate", type=float, default=300.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--out", type=Path, default=None, help="folder for the record")

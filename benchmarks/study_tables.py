@@ -30,7 +30,7 @@ def first_answer(heads: Sequence[Head]) -> Iterator[Row]:
 
 
 def service_load(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per load: what was asked for, and what was measured."""
+    """Yield a row per load: its limit and its measurement."""
     summary = heads[0]["summary"]
     cached, rerank, streams, added = (summary[load] for load in ("cached", "rerank", "streams", "added"))
     yield ["load", "limit", "measured"]
@@ -49,7 +49,7 @@ def service_load(heads: Sequence[Head]) -> Iterator[Row]:
 
 
 def faults(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per fault: requests, what failed, was wrong or lost, and what it cost."""
+    """Yield a row per fault: requests; failed, wrong and lost answers; and the cost."""
     yield ["fault", *FAULT_COLUMNS.values()]
     for name, row in heads[0]["summary"].items():
         yield [name, *(_cell(row.get(column)) for column in FAULT_COLUMNS)]
@@ -178,7 +178,7 @@ def _curve(task: Mapping[str, Any], method: str) -> Row:
 
 
 def fine_tuning_gains(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per task, method and trained model: what it adds by position, to the worst and to the spread."""
+    """Yield a row per task, method and trained model: its gain by position, worst position and spread."""
     gains = heads[0]["summary"]["gains"]
     yield ["task", "method", "model", "first", "middle", "last", "worst", "spread"]
     for task in next(iter(gains.values())):

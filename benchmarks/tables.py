@@ -78,7 +78,7 @@ def first_of(heads: Sequence[Head], key: str) -> dict[str, Any]:
 
 
 def experiment(head: Head) -> tuple[Any, ...]:
-    """Return what was asked about what: the same in all records of a table."""
+    """Return kind, data and settings; they are equal in all records of a table."""
     return head.get("kind"), head.get("data"), head["summary"].get("n"), head.get("settings", {}).get("gold_positions")
 
 
@@ -330,13 +330,13 @@ LAYOUTS: dict[str, Layout] = {
     "nothing-relevant": nothing_relevant,
     **STUDY_LAYOUTS,
 }
-"""By name; the layout of a record is that of its kind unless another is named."""
+"""By name; without a name a record has the layout of its kind."""
 
 WITH_FLOORS = ("positions", "stability", "settings", "arrangements")
 
 
 def table(heads: Sequence[Head], layout: str | None = None) -> str:
-    """Return the Markdown table of records, in a layout of ``LAYOUTS``; that of their kind if None."""
+    """Return the Markdown table of records, in a layout of ``LAYOUTS``; None: the layout of their kind."""
     name = layout or str(heads[0].get("kind"))
     if name not in LAYOUTS:
         raise EvaluationError(f"no table has the layout {name!r}; there are: {', '.join(LAYOUTS)}")

@@ -3,7 +3,7 @@
     python -m benchmarks.walks [--out DIR]
 
 Counted with ``sys.setprofile`` in every thread: a file counts where one of its functions was called. Start-up counts
-for the command line, whose process starts for a question, and not for the service.
+for the command line, which starts a process per question, and not for the service.
 """
 
 from __future__ import annotations

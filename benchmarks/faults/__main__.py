@@ -38,7 +38,7 @@ COLUMNS = ("requests", "failed", "wrong", "undocumented", "lost", "added_ms", "w
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.faults", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", metavar="NAME", help="a row of the table; may be given again")
+    parser.add_argument("--only", action="append", metavar="NAME", help="measure this row of the table; repeatable")
     parser.add_argument("--seconds", type=float, default=5.0, help="of load before, during and after each fault")
     parser.add_argument("--requests", type=int, default=10_000, help="of the fuzzed requests")
     parser.add_argument("--long", type=int, default=20_000, help="requests of the memory curve")

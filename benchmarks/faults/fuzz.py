@@ -97,7 +97,7 @@ class Maker:
 def fuzz(url: str, count: int, seed: int = 0) -> dict[str, Any]:
     """Send ``count`` requests; return their statuses and those that no route documents.
 
-    Among them, one in 50 is an ordinary question, whose answer is checked.
+    One request in 50 is an ordinary question; its answer is checked.
     """
     chance = random.Random(seed)
     document = httpx2.get(url + "/openapi.json", timeout=60).json()
@@ -152,13 +152,13 @@ def _request(chance: random.Random, maker: Maker, route: Route) -> tuple[bytes, 
         path, allowed = path + chance.choice(("/", "x", "/../..", "?a=b", "%ff")), allowed | OF_OTHER_PATHS
     body = b"" if route.schema is None else json.dumps(maker.value(route.schema)).encode()
     if body and chance.random() < 0.2:
-        body = _damaged(chance, body)
+        body = _damage_body(chance, body)
     kind = chance.choice(("application/json",) * 9 + ("text/plain",))
     lines = (f"{method} {path} HTTP/1.1", "Host: localhost", f"Content-Type: {kind}", f"Content-Length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode() + body, allowed
 
 
-def _damaged(chance: random.Random, body: bytes) -> bytes:
+def _damage_body(chance: random.Random, body: bytes) -> bytes:
     offset, other = chance.randrange(len(body)), bytes([chance.randrange(256)])
     start, end = body[:offset], body[offset:]
     return chance.choice((start, start + other + end[1:], start + other + end, body * 2, b"[" * 200))
@@ -167,7 +167,7 @@ def _damaged(chance: random.Random, body: bytes) -> bytes:
 def growth(host: Host, requests: int, samples: int = 40) -> dict[str, Any]:
     """Return the memory of the service and its growth for each request after the first half, which warms it up.
 
-    Questions are asked whole and as streams, with and without the answer cache, and every tenth body is refused.
+    Answers are complete or streamed, with and without the answer cache; every tenth body is rejected.
     """
     url = host.serve(memory_entries=50)
     chance, connection = random.Random(0), Connection(url)

@@ -43,7 +43,7 @@ def paused(server: RedisServer) -> Iterator[None]:
 
 @contextmanager
 def full(server: RedisServer) -> Iterator[None]:
-    """It refuses every write with an error, and serves every read."""
+    """Redis rejects every write with an error, and serves every read."""
     server.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
     server.command("CONFIG", "SET", "maxmemory", "1")
     yield
@@ -200,8 +200,8 @@ def slow_clients(host: Host, seconds: float, clients: int = 20) -> dict[str, Any
     @contextmanager
     def fault() -> Iterator[None]:
         with ExitStack() as stack:
-            senders = [stack.enter_context(_connected(url)) for _ in range(clients)]
-            readers = [stack.enter_context(_connected(url, receive_bytes=2048)) for _ in range(clients)]
+            senders = [stack.enter_context(_connect(url)) for _ in range(clients)]
+            readers = [stack.enter_context(_connect(url, receive_bytes=2048)) for _ in range(clients)]
             for number, reader in enumerate(readers):
                 reader.sendall(_request(body_of(number, stream=True)))
             for sender in senders:
@@ -224,7 +224,7 @@ def leaving_clients(host: Host, seconds: float, clients: int = 100) -> dict[str,
     def fault() -> Iterator[None]:
         for number in range(clients):
             request = _request(body_of(number % QUESTIONS, stream=number % 2 == 0, cache=False))
-            with _connected(url) as connection:
+            with _connect(url) as connection:
                 connection.sendall(request[: (10, len(request) // 2, len(request), len(request))[number % 4]])
                 if number % 4 == 3:
                     connection.recv(64)
@@ -276,7 +276,7 @@ def _median(outcomes: list[Outcome]) -> float:
 
 
 @contextmanager
-def _connected(url: str, receive_bytes: int | None = None) -> Iterator[socket.socket]:
+def _connect(url: str, receive_bytes: int | None = None) -> Iterator[socket.socket]:
     with socket.socket() as connection:
         if receive_bytes is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)

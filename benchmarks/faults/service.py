@@ -89,22 +89,22 @@ class Connection:
     def _response(self, connection: socket.socket) -> tuple[int, bytes]:
         data = b""
         while b"\r\n\r\n" not in data:
-            data += _received(connection)
+            data += _receive(connection)
         head, _, content = data.partition(b"\r\n\r\n")
         head = head.lower()
         if b"content-length:" not in head:  # a stream: it ends with an empty chunk
             while not content.endswith(b"0\r\n\r\n"):
-                content += _received(connection)
+                content += _receive(connection)
         else:
             length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
             while len(content) < length:
-                content += _received(connection)
+                content += _receive(connection)
         if b"connection: close" in head:
             self.close()
         return int(head.split()[1]), content
 
 
-def _received(connection: socket.socket) -> bytes:
+def _receive(connection: socket.socket) -> bytes:
     data = connection.recv(65536)
     if not data:
         raise ConnectionError("the connection was closed before the response was complete")

@@ -55,7 +55,7 @@ class Part:
 
 
 class Bench:
-    """The device, and the one model that is on it; ``dtype`` is that of the models of real shapes."""
+    """The device and the one model on it; the models of real shapes are loaded in ``dtype``."""
 
     def __init__(self, scale: Scale, device: torch.device, dtype: torch.dtype) -> None:
         self.scale, self.device, self.dtype = scale, device, dtype
@@ -100,7 +100,7 @@ def run_parts(
             late = time.monotonic() - started > 60.0 * minutes * share
             if late:
                 break
-            rows.append({**cell.labels, **_measured(cell, bench.device)})
+            rows.append({**cell.labels, **_measure_cell(cell, bench.device)})
             say(f"   {_line(rows[-1])}")
             write(out, f"{number}-{part.name}", head, rows)
         write(out, f"{number}-{part.name}", {**head, "complete": not late}, rows)
@@ -117,7 +117,7 @@ def _line(row: Row) -> str:
     )
 
 
-def _measured(cell: Cell, device: torch.device) -> Row:
+def _measure_cell(cell: Cell, device: torch.device) -> Row:
     """Return what a cell measures, or why it failed; the run goes on.
 
     Memory is given back only where it was short: that takes longer than many cells. The cell is then measured again.

@@ -47,7 +47,7 @@ class Exactness:
 
     @property
     def shape(self) -> ModelShape:
-        """The shape that methods are given."""
+        """The model shape that methods plan for."""
         return self.engine(torch.device("cpu"), torch.float32).loaded.spec.shape
 
     def method(self, name: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def cells(bench: Bench) -> Iterator[Cell]:
 
 
 def _log_probs(engine: Engine, layout: Layout, name: str) -> torch.Tensor:
-    """Return the log-probabilities after the prompt and after each of some given tokens, on the CPU."""
+    """Return the log-probabilities after the prompt and after each token of ``TOKENS``, on the CPU."""
     session = engine.open(layout, choice(name), len(TOKENS) + 1)
     log_probs = [session.next_log_probs().cpu()]
     for token in TOKENS:

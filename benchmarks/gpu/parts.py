@@ -147,10 +147,10 @@ class PinnedPassages(MemoryTier[PassageKV]):
 
     def put_many(self, entries: Mapping[str, PassageKV]) -> None:
         """Keep copies of ``entries`` in pinned memory."""
-        super().put_many({key: replace(entry, kv=_pinned(entry.kv)) for key, entry in entries.items()})
+        super().put_many({key: replace(entry, kv=_pin(entry.kv)) for key, entry in entries.items()})
 
 
-def _pinned(states: torch.Tensor) -> torch.Tensor:
+def _pin(states: torch.Tensor) -> torch.Tensor:
     """Return a copy in pinned memory; in ordinary memory where there is no GPU."""
     host = states.cpu()
     return host.pin_memory() if torch.cuda.is_available() else host
@@ -170,7 +170,7 @@ def store_cells(bench: Bench) -> Iterator[Cell]:
 def _bus(bench: Bench, pinned: bool, to_device: bool) -> Row:
     """Time copies of one large block between host and device."""
     host = torch.empty(bench.scale.copied_bytes, dtype=torch.uint8)
-    host = _pinned(host) if pinned else host
+    host = _pin(host) if pinned else host
     device = torch.empty_like(host, device=bench.device)
     source, target = (host, device) if to_device else (device, host)
     return _copy_rate(bench, source.nbytes, lambda: target.copy_(source, non_blocking=pinned))
@@ -264,7 +264,7 @@ def profile_cells(bench: Bench) -> Iterator[Cell]:
 
 def _prefill(bench: Bench, method: str) -> Row:
     engine, layout = _engine_and_layout(bench, bench.scale.model, bench.scale.ask_size)
-    return _profiled(bench, engine.loaded.model, lambda: engine.open(layout, choice(method)).next_log_probs(), 1)
+    return _profile(bench, engine.loaded.model, lambda: engine.open(layout, choice(method)).next_log_probs(), 1)
 
 
 def _decode(bench: Bench, method: str) -> Row:
@@ -276,13 +276,13 @@ def _decode(bench: Bench, method: str) -> Row:
         for _ in range(steps):
             session.advance(int(session.next_log_probs().argmax()))
 
-    return _profiled(bench, engine.loaded.model, run, steps)
+    return _profile(bench, engine.loaded.model, run, steps)
 
 
-def _profiled(bench: Bench, model: Any, action: Callable[[], object], steps: int) -> Row:
+def _profile(bench: Bench, model: Any, action: Callable[[], object], steps: int) -> Row:
     """Return seconds per step, seconds in kernels, the share of time outside of them, and the slowest kernels.
 
-    Time is measured without the profiler, which slows the host down. On a CPU operations stand for kernels.
+    Time is measured without the profiler, which slows the host down. On a CPU, operations replace kernels.
     """
     taken = seconds(action, bench.device, 2)
     on_gpu = bench.device.type == "cuda"

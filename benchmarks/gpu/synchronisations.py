@@ -27,7 +27,7 @@ _WAITING = {
     _aten.unique_dim.default: "unique",
     _aten._unique2.default: "unique",
 }
-"""Operations whose result, or its size, the host has to know."""
+"""Operations that make the host wait for a result or its size."""
 
 
 class Synchronisations:

@@ -20,7 +20,7 @@ OTHER_COLORS = ("#1f6f54", "#33658a", "#f2a541", "#6a4c93", "#8a8a8a", "#2ca6a4"
 COLORS = {"none": "#b3382c"}
 NAMES = {"none": "unmodified model"}
 _LONG_NUMBER = re.compile(r"(?<![\d.#])[1-9]\d*\.\d{4,}")
-"""Coordinates, whose last digits depend on the processor; scales of glyphs are below 1."""
+"""Coordinates: their last digits depend on the processor. Scales of glyphs are below 1."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
     paths = {kind: record.with_suffix(f".{kind}") for kind in ("svg", "png")}
     for kind, path in paths.items():
         try:
-            write_whole(path, [_drawn(figure, kind)])
+            write_whole(path, [_render(figure, kind)])
         except OSError as error:
             raise EvaluationError(
                 f"cannot write a figure to {path.parent}: {error.strerror}; choose another --out"
@@ -56,10 +56,10 @@ def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
 
 def svg_of(figure: Figure) -> str:
     """Return a figure as SVG; equal figures give equal text, on any processor."""
-    return _drawn(figure, "svg").decode()
+    return _render(figure, "svg").decode()
 
 
-def _drawn(figure: Figure, kind: str) -> bytes:
+def _render(figure: Figure, kind: str) -> bytes:
     from matplotlib import rc_context
 
     content = io.BytesIO()

@@ -17,7 +17,7 @@ RESTARTS = 3
 
 
 @contextmanager
-def connected() -> Iterator[Any]:
+def connect_ray() -> Iterator[Any]:
     """Connect to Ray and yield its module; a cluster that was started here ends with the block.
 
     A process that is connected already stays connected. Otherwise Ray itself decides what to connect to: the cluster
@@ -42,7 +42,7 @@ def connected() -> Iterator[Any]:
             ray.shutdown()
 
 
-def fetched(reference: Any) -> Any:
+def fetch(reference: Any) -> Any:
     """Return the value of a reference within a list or an object, in a process of the cluster.
 
     Ray itself fetches those that are arguments.
@@ -81,7 +81,7 @@ class RayWorkers:
         """Yield (index, result) of every call as results come.
 
         Args:
-            calls: The arguments of each call; a reference stands for its value, but not within a list or an object.
+            calls: The arguments of each call. Ray replaces references by values, but not within lists or objects.
         """
         for index, reference in self._finished(method, calls):
             yield index, self._get(reference)
@@ -131,7 +131,7 @@ def ray_workers(worker: type, arguments: Sequence[Any], count: int) -> Iterator[
         worker: The class of which each process holds an object. It should load models at the first call, and not when
             it is made: of an object that cannot be made, Ray tells the reason only within a longer text.
     """
-    with connected() as ray:
+    with connect_ray() as ray:
         remote = ray.remote(worker).options(num_cpus=1, max_restarts=RESTARTS, max_task_retries=RESTARTS)
         actors = [remote.remote(*arguments) for _ in range(count)]
         try:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["ExperimentRecord", "Progress", "read_record", "silent"]
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
-"""Called with the name of a step when it begins; returns a context whose value is called with (done, total)."""
+"""Called with the name of a step when it begins; returns a context that yields a function of (done, total)."""
 
 _PACKAGES = ("rag-posfix", "torch", "transformers", "sentence-transformers", "langchain-core", "faiss-cpu", "numpy")
 

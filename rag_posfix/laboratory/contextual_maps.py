@@ -17,14 +17,14 @@ from rag_posfix.encodings.decoder import Decoder, load_decoder
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent
-from rag_posfix.laboratory.tasks.language import KINDS, NAMES, WORDS, Language, numbered, sentences
+from rag_posfix.laboratory.tasks.language import KINDS, NAMES, WORDS, Language, sentences, token_ids_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN_SENTENCES = 8
 COUNTERS = {"sentences": "sentence end", "paragraphs": "paragraph end"}
-"""What a head may count, and the kind of word whose gates are then open."""
+"""What a head may count, and the kind of word with open gates."""
 
 
 class RecordingCope(Positions):
@@ -121,7 +121,7 @@ def map_contextual_positions(
             f"the decoder in {folder} knows {decoder.shape.vocabulary} tokens, the text of the task language has "
             f"{len(WORDS)}; give a decoder that was trained on language"
         )
-    people = Language(people=people).people  # refuses numbers that the task refuses
+    people = Language(people=people).people  # rejects numbers that the task rejects
     with progress("reading texts"):
         gates = gates_by_kind(decoder, texts, words, seed, people)
     token_ids = _figure_text(seed, people)
@@ -210,10 +210,12 @@ def _kinds() -> Tensor:
 
 
 def _text(draw: random.Random, words: int, people: int) -> list[int]:
-    return list(islice((token_id for sentence in sentences(draw, people) for token_id in numbered(sentence)), words))
+    return list(
+        islice((token_id for sentence in sentences(draw, people) for token_id in token_ids_of(sentence)), words)
+    )
 
 
 def _figure_text(seed: int, people: int) -> list[int]:
     """Return the text of the figure: two paragraphs."""
     text = islice(sentences(random.Random(seed), people), SHOWN_SENTENCES)
-    return [token_id for sentence in text for token_id in numbered(sentence)]
+    return [token_id for sentence in text for token_id in token_ids_of(sentence)]

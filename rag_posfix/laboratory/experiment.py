@@ -242,7 +242,7 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _with_table(record: ExperimentRecord) -> ExperimentRecord:
-    """Return the record with its rows as CSV beside it; as it is if it has no files."""
+    """Return the record with its rows as CSV next to it; unchanged if it has no files."""
     if "record" not in record.files:
         return record
     path = record.files["record"].with_suffix(".csv")

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """The configuration of one training run; ``seed`` is that of start values and training examples."""
+    """The configuration of one training run; ``seed`` decides start values and training examples."""
 
     task: Task
     encoding: Encoding

@@ -28,7 +28,7 @@ th { text-align: left; background: #f4f4f4; } .source { color: #555; font-size: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProbeSummary:
-    """What all probes found of a model.
+    """The results of all probes of a model.
 
     Attributes:
         facts: Of the model.
@@ -49,7 +49,7 @@ def run_probes(
     A probe that cannot measure this model is left out, and the page says why.
 
     Returns:
-        What was found, and the path of the page.
+        The results, and the path of the page.
     """
     records: dict[str, ExperimentRecord] = {}
     refused: dict[str, str] = {}

@@ -24,12 +24,12 @@ HEADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The next token of an answer where the value asked for and another value differ.
+    """The next token of an answer where the requested value and another value differ.
 
     Attributes:
         ids: The tokens before it.
-        gold, other: The token of the value asked for, and that of the other value.
-        gold_at, other_at: Where they stand among ``ids``.
+        gold, other: The token of the requested value, and the token of the other value.
+        gold_at, other_at: Their positions in ``ids``.
     """
 
     ids: tuple[int, ...]
@@ -40,20 +40,20 @@ class Choice:
 
 
 def choice_of(prompt: KeyValuePrompt, other: int) -> Choice | None:
-    """Return the first token at which the value of a prompt's gold pair and that of another differ; None if none."""
+    """Return the first token at which the gold value of a prompt and another value differ; None if there is none."""
     start = prompt.values[other].start
     rival = prompt.ids[prompt.values[other].slice]
-    for step, (ours, theirs) in enumerate(zip(prompt.answer, rival, strict=False)):
-        if ours != theirs:
+    for step, (gold_token, rival_token) in enumerate(zip(prompt.answer, rival, strict=False)):
+        if gold_token != rival_token:
             gold_at = prompt.values[prompt.gold].start + step
-            return Choice(prompt.ids + prompt.answer[:step], ours, theirs, gold_at, start + step)
+            return Choice(prompt.ids + prompt.answer[:step], gold_token, rival_token, gold_at, start + step)
     return None
 
 
 def scaled_score(
     key: int, factor: float, layer: int | None = None, heads: Sequence[int] | None = None
 ) -> Callable[[int, Tensor], Tensor]:
-    """Return the edit of one score: that of the newest query for one key.
+    """Return the edit of the score of the last query for one key.
 
     Formula: s' = s + (factor - 1) |s|. With factor 2 a score above 0 is doubled, one below 0 becomes 0, so that both
         rise by their size.
@@ -174,7 +174,7 @@ def _preference(model: Subject, choice: Choice, change: Change, watch: Watch | N
 
 
 def _strongest_heads(model: Subject, choices: Sequence[Choice]) -> tuple[list[tuple[int, int]], Tensor]:
-    """Return the heads that attend most to the value asked for, and the preference of each choice as it is."""
+    """Return the heads that attend most to the requested value, and the preference of each choice as it is."""
     total = torch.zeros(model.n_layers, model.n_heads)
     preferences = []
     for choice in choices:

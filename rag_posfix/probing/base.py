@@ -79,7 +79,7 @@ class Probe(Parametrised, ABC):
 
 @dataclass(frozen=True)
 class MeasuredProbe(Probe):
-    """A probe whose record is what ``measure`` returns, with the facts of the model and the settings."""
+    """A probe with a record of the result of ``measure``, the facts of the model and the settings."""
 
     @abstractmethod
     def measure(self, subject: Subject, progress: Progress) -> Found:

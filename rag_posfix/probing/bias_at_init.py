@@ -46,7 +46,7 @@ def forward_of(model: Any) -> Forward:
 
 
 def influence(forward: Forward, ids: Tensor, generator: torch.Generator) -> Tensor:
-    """Return how much the last token's output depends on each token: gradient norms, whose sum is 1.
+    """Return how much the last token's output depends on each token: gradient norms that sum to 1.
 
     Formula: I_t = |d (r . y_T) / d x_t|, y_T the last logits, x_t the embedding at t, r random signs.
 
@@ -77,7 +77,7 @@ def shares(curve: Tensor) -> dict[str, float]:
     return {name: float(section.mean() / values.mean()) for name, section in sections.items()}
 
 
-def untrained(subject: Subject, seed: int) -> Any:
+def create_untrained(subject: Subject, seed: int) -> Any:
     """Return a model of the same configuration with random weights, as its library draws them."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -123,7 +123,7 @@ class BiasAtInit(MeasuredProbe):
         models: dict[str, list[Tensor]] = {"trained": [], "untrained": []}
         for number in range(self.seeds):
             with progress(f"untrained model {number + 1} of {self.seeds}") as report:
-                model = untrained(subject, self.seed + number)
+                model = create_untrained(subject, self.seed + number)
                 models["untrained"] += self._curves(subject, model, report)
                 del model
         with progress("the model itself") as report:

@@ -15,7 +15,7 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.positional_channels import FEWEST_TOKENS, found_channels
+from rag_posfix.probing.positional_channels import FEWEST_TOKENS, find_channels
 from rag_posfix.probing.prompts import (
     KeyValuePrompt,
     check_length,
@@ -50,11 +50,11 @@ def cropped_mask(first: int, last: int, shift: int) -> Change:
 def implied_shift(curve: Tensor, changed: Tensor, first: int, last: int, margin: int) -> float:
     """Return by how many tokens a curve's values in a span have moved along the unchanged curve.
 
-    Formula: mean over the span of (changed_t - own_t) / slope, the least-squares slope of the unchanged curve from
-        ``margin`` before the span to its end. 0: the values are still those of their place.
+    Formula: mean over the span of (changed_t - curve_t) / slope, the least-squares slope of the unchanged curve from
+        ``margin`` before the span to its end. 0: the values still belong to their positions.
 
     Shapes:
-        own, changed: (T,).
+        curve, changed: (T,).
     """
     window = curve[max(0, first - margin) : last].double()
     positions = torch.arange(window.shape[0], dtype=torch.float64)
@@ -179,7 +179,7 @@ class CausalPerturbation(MeasuredProbe):
     def _channel(self, model: Subject, means: Tensor) -> tuple[int, int]:
         """Return the channel, and a layer in which it follows the position."""
         if self.channel is None:
-            best = found_channels(model, means, 1)[0]
+            best = find_channels(model, means, 1)[0]
             return best.channel, best.layers[len(best.layers) // 2]
         if self.channel >= model.width:
             raise ConfigError(f"channel={self.channel} must be below {model.width}, the channels of this model")

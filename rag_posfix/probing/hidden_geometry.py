@@ -29,8 +29,8 @@ class Decomposition:
     """h_ct = mu + pos_t + ctx_c + resid_ct, by layer.
 
     Shapes:
-        position: (L, T, width). context: (L, C, width). shares: (3, L), what of the variance is that of position,
-        context and residual.
+        position: (L, T, width). context: (L, C, width). shares: (3, L), the shares of position, context
+        and residual in the variance.
     """
 
     position: Tensor

@@ -34,7 +34,7 @@ class NormCurves:
     Shapes:
         variance: (L, T) over strings, averaged over the channels of all heads.
         norm, spread: (L, T) mean and standard deviation over strings of the norm of the output.
-        entropy: (L, T) of the attention probabilities in nats, averaged over heads and strings; None if not asked.
+        entropy: (L, T) of the attention probabilities in nats, averaged over heads and strings; None if not requested.
     """
 
     variance: Tensor

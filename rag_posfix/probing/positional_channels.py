@@ -83,14 +83,14 @@ def probe_positional_channels(
     model = LanguageModel(engine)
     with progress("reading random text") as report:
         means = mean_hidden_states(model, strings, tokens, seed, report)
-    channels = found_channels(model, means, top)
+    channels = find_channels(model, means, top)
     settings_used = {"strings": strings, "tokens": tokens, "seed": seed}
     record = PositionalChannelsRecord(channel_profile(model, channels, channels[0].channel, factor, settings_used))
     return record.write_profile(out)
 
 
-def found_channels(subject: Subject, means: Tensor, top: int) -> list[PositionalChannel]:
-    """Return what ``rank_channels`` finds."""
+def find_channels(subject: Subject, means: Tensor, top: int) -> list[PositionalChannel]:
+    """Return the channels of ``rank_channels``; an error if there are none."""
     channels = rank_channels(means, top)
     if not channels:
         raise UnsupportedModelError(

@@ -24,7 +24,7 @@ from rag_posfix.probing.positional_channels import (
     PositionalChannel,
     PositionalChannelsRecord,
     channel_profile,
-    found_channels,
+    find_channels,
     mean_hidden_states,
 )
 from rag_posfix.probing.prompts import KeyValuePrompt, key_value_prompts, retrieval_losses
@@ -132,7 +132,7 @@ class PositionalDimensions(Probe):
         self.check()
         with progress("reading random text") as report:
             means = mean_hidden_states(subject, self.strings, self.tokens, self.seed, report)
-        candidates = found_channels(subject, means, self.top)
+        candidates = find_channels(subject, means, self.top)
         channel, factor = candidates[0].channel, self.factor if self.factor is not None else 0.0
         tried: list[dict[str, Any]] = []
         if self.factor is None and isinstance(subject, LanguageModel) and _can_scale(subject):
@@ -153,7 +153,7 @@ class PositionalDimensions(Probe):
         step = max(1, self.tokens // PLACES)
         values = means[layer, self.tokens % step :, candidate.channel].unfold(0, step, step).mean(dim=-1)
         first = 3 * len(values) // 10  # as where channels are ranked
-        pieces = segmented_fit(values[first:])
+        segments = segmented_fit(values[first:])
         return {
             "channel": candidate.channel,
             "layer": layer,
@@ -161,7 +161,7 @@ class PositionalDimensions(Probe):
             "values": values.tolist(),
             "segments": [
                 {"first": first + a, "last": first + b, "intercept": c - d * first, "slope": d}
-                for a, b, c, d in pieces
+                for a, b, c, d in segments
             ],
         }
 
@@ -221,11 +221,11 @@ def _can_scale(subject: LanguageModel) -> bool:
 
 
 Segment = tuple[int, int, float, float]
-"""First and last place of a piece, both included, and intercept and slope of its line over the places."""
+"""First and last position of a segment, both included, and intercept and slope of its line over the positions."""
 
 
 def segmented_fit(curve: Tensor, penalty: float = 0.01) -> list[Segment]:
-    """Return the straight pieces whose squared error and number together cost least.
+    """Return the line segments with the least total cost of squared error and number.
 
     Source: Bellman (1961), On the approximation of curves by line segments using dynamic programming,
         https://doi.org/10.1145/366573.366611

@@ -105,9 +105,9 @@ class KeyValuePrompt:
 
 
 def key_value_prompts(model: LanguageModel, pairs: int, count: int, seed: int = 0) -> list[KeyValuePrompt]:
-    """Return prompts whose gold pair goes through all places in turn.
+    """Return prompts with the gold pair at each position in turn.
 
-    Keys are five random letters, values four random digits. Prompt n asks for the pair at place n modulo ``pairs``;
+    Keys are five random letters, values four random digits. Prompt n asks for the pair at position n modulo ``pairs``;
     the pairs of each ``pairs`` prompts in a row are the same and only the question differs.
 
     Source: Liu et al. (2024), Lost in the Middle, section 3, https://arxiv.org/abs/2307.03172

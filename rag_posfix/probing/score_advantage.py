@@ -245,7 +245,7 @@ class ScoreAdvantage(MeasuredProbe):
 
 
 def _finite(value: float) -> float | None:
-    """Return a number for a record, in which None stands for infinity."""
+    """Return a number for a record, with None for infinity."""
     return value if math.isfinite(value) else None
 
 

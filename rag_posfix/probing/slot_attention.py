@@ -54,7 +54,7 @@ def probe_slot_attention(
 ) -> SlotAttentionRecord:
     """Measure the attention to a dummy passage in each slot, averaged over questions (``mean_dummy_attention``).
 
-    The gold passage stands at another position from question to question; several of them stand first.
+    The position of the gold passage changes from question to question; several gold passages are first.
 
     Args:
         data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.

@@ -157,7 +157,7 @@ class WordCounting(MeasuredProbe):
 
 
 def _row(model: LanguageModel, prompt: CountingPrompt) -> dict[str, Any]:
-    """Return the answer to a prompt, and what it is the count of."""
+    """Return the answer to a prompt, and the kind of count that it equals."""
     encoder = model.engine.encoder
     prompt_ids = encoder.encode_template(encoder.render_chat([{"role": "user", "content": prompt.text}]))
     numbers = [encoder.encode_text(f"Answer: {number}") for number in range(MOST + 1)]

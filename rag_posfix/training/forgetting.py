@@ -48,10 +48,10 @@ def text_losses(engine: Engine, texts: Sequence[str], tokens: int, progress: Pro
 def compare_perplexity(
     engines: Mapping[str, Engine], texts: Sequence[str], tokens: int, out: Path | None, progress: Progress = silent
 ) -> ExperimentRecord:
-    """Return the perplexity of texts under a model and under what was trained from it.
+    """Return the perplexity of texts under a model and under the models trained from it.
 
     Formula: exp(sum of -log p / number of tokens), over all texts. The difference is the mean over texts of the
-        log-probability per token less that of the base; its interval is a 95 % bootstrap interval over texts.
+        log-probability per token less the value of the base; its interval is a 95 % bootstrap interval over texts.
 
     Args:
         engines: ``base`` and the trained models, by name.
@@ -68,12 +68,12 @@ def compare_perplexity(
     head = {
         "kind": "perplexity", **environment(), **model_facts(engines[BASE]),
         "settings": {"tokens": tokens, "texts": len(texts), "digest": content_hash(*texts)},
-        "summary": {name: _compared(model_losses, losses[BASE]) for name, model_losses in losses.items()},
+        "summary": {name: _compare(model_losses, losses[BASE]) for name, model_losses in losses.items()},
     }  # fmt: skip
     return ExperimentRecord(head, rows).write(out)
 
 
-def _compared(losses: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> dict[str, Any]:
+def _compare(losses: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> dict[str, Any]:
     values = [loss for text in losses for loss in text]
     differences = [mean(before) - mean(after) for after, before in zip(losses, base, strict=True)]
     return {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rag_posfix.errors import GenerationError
-from rag_posfix.training.data.pair import drawn
+from rag_posfix.training.data.pair import seeded_random
 from rag_posfix.training.data.sample import Sample
 from rag_posfix.training.objectives import LossTerm, Objective, add_gradients
 from rag_posfix.training.prompts import PromptMaker
@@ -38,7 +38,7 @@ class TrainingRun:
         """Return the sample that comes as the ``number``-th: each turn has all of them, in an order of its own."""
         turn, index = divmod(number, len(self.samples))
         order = list(range(len(self.samples)))
-        drawn("turn", self.settings.seed, turn).shuffle(order)
+        seeded_random("turn", self.settings.seed, turn).shuffle(order)
         return self.samples[order[index]]
 
 
@@ -57,7 +57,7 @@ def train(
     )
     state = files.resume(model, optimizer)
     if not state.history:
-        state = _evaluated(model, run, state, 0.0)
+        state = _evaluate(model, run, state, 0.0)
         files.keep(model, optimizer, state)
     while state.step < settings.steps and not _is_enough(state, settings):
         state = _interval(model, run, optimizer, state, report)
@@ -86,7 +86,7 @@ def _interval(
         losses.append(_step(model, run, optimizer, step, best_place))
         report(step + 1, settings.steps)
     trained = time.perf_counter() - began
-    after = _evaluated(model, run, replace(state, step=stop), sum(losses) / len(losses))
+    after = _evaluate(model, run, replace(state, step=stop), sum(losses) / len(losses))
     seconds = state.seconds + time.perf_counter() - began
     rate = (stop - state.step) / trained
     _log.info(
@@ -119,7 +119,7 @@ def _terms(model: TunedModel, run: TrainingRun, step: int, best_place: float) ->
     settings = run.settings
     waiting: list[LossTerm] = []
     for number in range(step * settings.batch, (step + 1) * settings.batch):
-        random = drawn("sample", settings.seed, number)
+        random = seeded_random("sample", settings.seed, number)
         waiting += run.objective.terms(model.loaded, run.prompts, run.sample(number), random, best_place)
         if not settings.packing:
             yield waiting
@@ -128,9 +128,9 @@ def _terms(model: TunedModel, run: TrainingRun, step: int, best_place: float) ->
         yield waiting
 
 
-def _evaluated(model: TunedModel, run: TrainingRun, state: RunState, loss: float) -> RunState:
+def _evaluate(model: TunedModel, run: TrainingRun, state: RunState, loss: float) -> RunState:
     curves = measure_places(model, run.prompts, run.objective, run.held_out, run.settings.places)
-    return state.evaluated(curves, loss)
+    return state.with_evaluation(curves, loss)
 
 
 def _is_enough(state: RunState, settings: TrainSettings) -> bool:

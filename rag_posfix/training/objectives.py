@@ -65,7 +65,7 @@ def add_gradients(model: TunedModel, terms: Sequence[LossTerm], divisor: int, mo
     """
     losses = []
     with model.computing():
-        said = _said(model, terms, most_tokens)
+        said = _untrained_logits(model, terms, most_tokens)
         for numbers, logits in read_packed(model.loaded, [term.read for term in terms], most_tokens):
             read = [terms[number] for number in numbers]
             term_losses = [
@@ -77,7 +77,7 @@ def add_gradients(model: TunedModel, terms: Sequence[LossTerm], divisor: int, mo
     return losses
 
 
-def _said(model: TunedModel, terms: Sequence[LossTerm], most_tokens: int) -> dict[AnsweredPrompt, Tensor]:
+def _untrained_logits(model: TunedModel, terms: Sequence[LossTerm], most_tokens: int) -> dict[AnsweredPrompt, Tensor]:
     """Return the logits of the untrained model for each prompt that it reads."""
     taught = list(dict.fromkeys(term.taught for term in terms if term.taught is not None))
     if not taught:
@@ -97,12 +97,12 @@ class Objective(Protocol):
 
     @property
     def methods(self) -> Sequence[Mitigation]:
-        """The methods whose plans the model is trained under, and evaluated under."""
+        """The methods that the model is trained and evaluated with."""
 
     def terms(
         self, loaded: LoadedModel, prompts: PromptMaker, sample: Sample, random: Random, best_place: float
     ) -> Iterator[LossTerm]:
-        """Yield the terms whose sum is the loss of a sample.
+        """Yield the terms of the loss of a sample.
 
         Args:
             best_place: Where the untrained model reads best, 0 (first) to 1 (last).
@@ -206,9 +206,9 @@ class Distill:
         """Yield the divergence at a drawn place, then the weighted one at the best place."""
         best = place_at(sample, best_place)
         positions = [position for position in range(len(sample.passages) - len(sample.gold) + 1) if position != best]
-        at_best = _read(loaded, self.method, prompts.make(sample.moved(best)))
+        at_best = _read(loaded, self.method, prompts.make(sample.move_gold(best)))
         if positions:
-            elsewhere = _read(loaded, self.method, prompts.make(sample.moved(random.choice(positions))))
+            elsewhere = _read(loaded, self.method, prompts.make(sample.move_gold(random.choice(positions))))
             yield LossTerm(elsewhere, at_best, temperature=self.temperature)
         if self.anchor:
             yield LossTerm(at_best, at_best, self.anchor, self.temperature)

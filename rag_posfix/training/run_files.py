@@ -27,7 +27,7 @@ Curves = dict[str, tuple[float, ...]]
 
 
 def shares(count: int) -> tuple[float, ...]:
-    """Return so many places from the first (0) to the last (1); a single one is the first."""
+    """Return ``count`` positions from the first (0) to the last (1); a single position is the first."""
     return tuple(index / max(1, count - 1) for index in range(count))
 
 
@@ -36,7 +36,7 @@ def measure_places(
 ) -> Curves:
     """Return the mean log-probability per token of the answers at each place, for each method of the objective.
 
-    A method whose answers do not depend on the order is measured at one place.
+    An order-invariant method is measured at one position.
 
     Cost: one forward pass per sample, place and method.
     """
@@ -53,7 +53,7 @@ def measure_places(
 
 
 def _score(model: TunedModel, prompts: PromptMaker, method: Mitigation, sample: Sample, share: float) -> float:
-    prompt = prompts.make(sample.moved(place_at(sample, share)))
+    prompt = prompts.make(sample.move_gold(place_at(sample, share)))
     plan = method.checked_plan(prompt.layout, model.loaded.spec.shape)
     return -float(answer_loss(answer_logits(model.loaded, prompt.layout, plan, prompt.answer), prompt.answer))
 
@@ -109,7 +109,7 @@ class RunState:
     seconds: float = 0.0
     history: tuple[Evaluation, ...] = ()
 
-    def evaluated(self, curves: Curves, loss: float) -> RunState:
+    def with_evaluation(self, curves: Curves, loss: float) -> RunState:
         """Return the state with another evaluation."""
         return replace(self, history=(*self.history, Evaluation(self.step, curves, loss)))
 

@@ -159,7 +159,7 @@ def answer_all(
         for trial, request in requests:
             started = time.perf_counter()
             generation = engine.generate(request)
-            yield _graded(generation, trial.example, None, time.perf_counter() - started), None
+            yield _grade(generation, trial.example, None, time.perf_counter() - started), None
         return
 
     def prefill(
@@ -179,7 +179,7 @@ def answer_all(
         for example, session, log_probs, score, generation in zip(
             examples, sessions, first, scores, generations, strict=True
         ):
-            yield _graded(generation, example, sum(score) / len(score), session.prefill_seconds + share), log_probs
+            yield _grade(generation, example, sum(score) / len(score), session.prefill_seconds + share), log_probs
 
 
 def _request(assembler: Assembler, trial: Trial, max_new_tokens: int) -> GenerationRequest:
@@ -195,7 +195,7 @@ def _request(assembler: Assembler, trial: Trial, max_new_tokens: int) -> Generat
     return GenerationRequest(assembled.layout, trial.choice, Sampling(max_tokens=max_new_tokens))
 
 
-def _graded(
+def _grade(
     generation: Generation, example: PositionExample, log_probability: float | None, seconds: float
 ) -> GradedAnswer:
     return GradedAnswer(

@@ -140,7 +140,7 @@ def evaluate_permutations(
 
 
 def draw_orders(count: int, n_orders: int, seed: int, name: str) -> list[tuple[int, ...]]:
-    """Return distinct orders of ``count`` passages for the question ``name``: the given one, then random ones."""
+    """Return distinct orders of ``count`` passages for the question ``name``: the original one, then random ones."""
     possible = math.factorial(count)
     if not 2 <= n_orders <= possible:
         raise EvaluationError(
@@ -247,7 +247,7 @@ def largest_difference(a: Tensor | None, b: Tensor | None) -> float | None:
 def summarize_permutations(rows: Sequence[PermutationRow]) -> dict[str, Any]:
     """Return how much each method's answers depend on the order, with intervals by question.
 
-    ``flip_rate`` is the share of (question, order other than the first) whose answer is not that of the first order;
+    ``flip_rate`` is the share of (question, order other than the first) with another answer than the first order;
     ``any_flip`` the share of questions with at least one such order; ``max_logit_difference`` the largest difference
     of a first token's log-probability between an order and the first; ``accuracy`` the mean over all orders. Numbers
     that the generator does not return are None, and ``not_measured`` says why.

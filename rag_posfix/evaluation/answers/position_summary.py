@@ -28,15 +28,15 @@ class PositionRow:
         accuracy: best_subspan_em of the first line.
         accuracy_full_text: best_subspan_em of the whole answer.
         log_probability: Mean log-probability per token of the first accepted answer; None from a generator that does
-            not score given answers.
+            not score reference answers.
         seconds: Time of the prefill, plus a share of the time to generate its batch.
         reused: Whether the answer was not computed for this row. It is from the journal, or from another order of the
-            same passages under an order-free arrangement.
+            same passages under an order-invariant arrangement.
         gold_rank: Rank of the gold passage among the scored ones, from 1; of several the lowest. None if the reranker
             left one out, and without distractors.
         asked: The text of the question.
         accepted: The accepted answers.
-        passages: Ids of the passages as they were given.
+        passages: Ids of the passages, in input order.
         planted: best_subspan_em of the first line with the wrong answer that a hostile passage gives; None without.
     """
 
@@ -68,7 +68,7 @@ def summarize_positions(rows: Sequence[PositionRow]) -> dict[str, Any]:
     difference in accuracy between these two positions if there were none. ``sound`` and ``repeats`` are shares of
     answers (``answering.is_sound``), ``recall_at_k`` is the scorer's. ``by_scorer`` splits the questions by whether
     the scorer ranks the gold passage first (of several: before all others), with the accuracy at the worst position
-    and that of the gold passage alone. ``planted`` is the share of answers that give the answer of a hostile passage.
+    and with the gold passage alone. ``planted`` is the share of answers that give the answer of a hostile passage.
     ``reused`` counts the rows that were not computed anew. Numbers that the generator does not return are None, and
     ``not_measured`` says why.
     """
@@ -135,7 +135,7 @@ def _summary(table: Table) -> dict[str, Any]:
 
 
 def _by_scorer(table: Table, alone: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return share and accuracy of the questions whose gold passages the scorer ranks first, and of the others."""
+    """Return share and accuracy of the questions with the gold passages ranked first, and of the other questions."""
     position = next(iter(table))
     n_gold = len(position) if isinstance(position, tuple) else 1
     worst = min(table.values(), key=lambda rows: mean([row.accuracy for row in rows]))

@@ -214,7 +214,7 @@ def answer_at_positions(
     rows: list[PositionRow] = []
     for start in range(0, len(examples), QUESTIONS_TOGETHER):
         planned = [row for example in examples[start : start + QUESTIONS_TOGETHER] for row in planned_rows(example)]
-        rows += _answered(engine, planned, journal, max_new_tokens, tick)
+        rows += _answer_rows(engine, planned, journal, max_new_tokens, tick)
     return rows
 
 
@@ -226,7 +226,7 @@ def _gold_rank(example: PositionExample, passages: Mapping[str, Document]) -> in
     return max(map(names.index, gold)) + 1 if set(gold) <= set(names) else None
 
 
-def _answered(
+def _answer_rows(
     engine: Generator,
     planned: Sequence[_PlannedRow],
     journal: AnswerJournal,

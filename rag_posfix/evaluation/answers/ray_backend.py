@@ -126,7 +126,7 @@ def ray_answers(
     kept_bytes: int = 0,
     opener: Opener | None = None,
 ) -> Iterator[RayAnswers]:
-    """Connect to Ray and yield actors that answer; ``ray_workers.connected`` says to which cluster.
+    """Connect to Ray and yield actors that answer; ``ray_workers.connect_ray`` chooses the cluster.
 
     Args:
         actors: Processes that hold a model, each with one CPU. One that dies is started again with its block.

@@ -98,8 +98,8 @@ def load_topics(
 ) -> tuple[list[Topic], dict[str, int]]:
     """Return the topics that were judged, in the order of the queries, and counts of what was left out.
 
-    A query without judgements says nothing about a ranking, so it is not asked. A topic whose judgements are all 0 is
-    asked and scores 0, as in trec_eval.
+    A query without judgements cannot score a ranking and is skipped. A topic with judgements of 0 alone is searched
+    and scores 0, as in trec_eval.
 
     Args:
         limit: Maximum number of topics.
@@ -142,12 +142,12 @@ def load_collection(
     """Return the documents of a corpus; one that is in the file twice with the same content is read once.
 
     Args:
-        topics: What will be asked, to count judgements of documents that the corpus lacks.
-        titles: Keep titles; without them documents are their text alone, for corpora whose text repeats the title.
+        topics: Used to count judgements of documents that the corpus lacks.
+        titles: Keep titles; without them documents are their text alone, for corpora with titles repeated in the text.
         only: Keep documents with these ids alone in memory, all if None.
 
     Raises:
-        EvaluationError: the file is missing or malformed, a document has no id, or one id stands for two documents.
+        EvaluationError: the file is missing or malformed, a document has no id, or two documents share an id.
     """
     documents: dict[str, Document] = {}
     hashes: dict[str, str] = {}

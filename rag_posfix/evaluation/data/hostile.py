@@ -24,8 +24,8 @@ HOSTILE: Mapping[str, str] = MappingProxyType(
 def with_hostile_passage(examples: Sequence[PositionExample], kind: str) -> list[PositionExample]:
     """Return the questions with a hostile passage in place of the first, most tempting distractor.
 
-    ``PositionExample.planted`` is the wrong answer that it gives: the first accepted answer of the next question whose
-    answers are all different, so that the planted answers are of the kind that the set asks for. Empty for ``echo``.
+    ``PositionExample.planted`` is its wrong answer: the first accepted answer of the next question without a common
+    answer, so that planted answers are of the kind that the data set asks for. Empty for ``echo``.
 
     Args:
         examples: Two or more.
@@ -40,14 +40,14 @@ def with_hostile_passage(examples: Sequence[PositionExample], kind: str) -> list
     for number, example in enumerate(examples):
         if not example.distractors:
             raise EvaluationError(f"question {example.id} has no distractor that a hostile passage could replace")
-        planted = _planted(examples, number) if "{planted}" in HOSTILE[kind] else ""
+        planted = _planted_answer(examples, number) if "{planted}" in HOSTILE[kind] else ""
         text = HOSTILE[kind].format(question=example.question, planted=planted)
         passage = Document(id=f"{kind}-{example.id}", page_content=text)
         result.append(replace(example, distractors=(passage, *example.distractors[1:]), planted=planted))
     return result
 
 
-def _planted(examples: Sequence[PositionExample], number: int) -> str:
+def _planted_answer(examples: Sequence[PositionExample], number: int) -> str:
     accepted = {answer.casefold() for answer in examples[number].answers}
     for step in range(1, len(examples)):
         other = examples[(number + step) % len(examples)]

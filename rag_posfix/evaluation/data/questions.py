@@ -67,11 +67,11 @@ class PositionExample:
             raise EvaluationError(
                 f"documents={count} must be between {len(self.gold)} and {max_count}, what question {self.id} has"
             )
-        gold = dict(zip(self._checked(gold_position, count), self.gold, strict=True))
+        gold = dict(zip(self._check_positions(gold_position, count), self.gold, strict=True))
         distractors = iter(self.distractors)
         return [gold.get(position) or next(distractors) for position in range(count)]
 
-    def _checked(self, gold_position: GoldPosition | None, count: int) -> tuple[int, ...]:
+    def _check_positions(self, gold_position: GoldPosition | None, count: int) -> tuple[int, ...]:
         if gold_position is None:
             return tuple(range(len(self.gold)))
         positions = (gold_position,) if isinstance(gold_position, int) else tuple(gold_position)

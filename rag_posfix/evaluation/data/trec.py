@@ -138,7 +138,7 @@ def decreasing(scores: Sequence[float]) -> list[float]:
 
     trec_eval orders equal scores by document id and keeps scores in single precision. A score that is not lower than
     the one before it by more than 1e-6 (relative to that one, where it is above 1) is moved down to there. So one that
-    follows k ties or near ties lies up to k times 1e-6 below what was given; all others are as given, to nine digits.
+    follows k ties or near ties lies up to k times 1e-6 below its input; all other scores keep nine digits of theirs.
 
     Args:
         scores: From best to worst, equal ones in the order that shall stay.

@@ -63,7 +63,7 @@ class FirstStage:
     Attributes:
         name: Its name in results.
         identity: Digest of its method, parameters, model and documents.
-        rank_all: Yields (index, ranking) of topics, in any order; a ranking has at most the given number of documents.
+        rank_all: Yields (index, ranking), in any order, from topics and the maximum length of a ranking.
         searches: Whether it searches, so that its rankings are stored in the journal.
     """
 
@@ -161,7 +161,7 @@ def open_first_stage(
         identity = embedding_identity(model)
 
         def embed(batches: Sequence[list[str]]) -> Iterator[tuple[int, NDArray[np.float32]]]:
-            return enumerate(embedded(model, texts) for texts in batches)
+            return enumerate(embed_batch(model, texts) for texts in batches)
 
         store = open_vectors(documents, model, collection.digest, embed, folder, progress)
         retrievers.append(PassageRetriever(store=store))
@@ -177,7 +177,7 @@ def open_first_stage(
 
 
 def stage_identity(spec: MethodSpec, collection: Collection, model: str | None) -> str:
-    """Return the identity of a first stage that searches; ``model`` is that of the embedding model, if any."""
+    """Return the identity of a first stage that searches; ``model`` identifies the embedding model, if any."""
     identity = [FIRST_STAGES.resolve(spec.name), repr(sorted(spec.parameters.items())), collection.digest]
     return content_hash(*identity, *([] if model is None else [model]))
 
@@ -238,13 +238,13 @@ def stored_ids(documents: Iterable[Document]) -> list[str]:
 
 
 def searched_texts(documents: Iterable[Document]) -> list[str]:
-    """Return the texts that are embedded and whose words are counted: title and text."""
+    """Return the texts (title and text) that are embedded and searched by words."""
     from rag_posfix.retrieval.index.documents import searchable_text, stored_copy
 
     return [searchable_text(stored_copy(document)) for document in documents]
 
 
-def embedded(embeddings: Embeddings, texts: Sequence[str]) -> NDArray[np.float32]:
+def embed_batch(embeddings: Embeddings, texts: Sequence[str]) -> NDArray[np.float32]:
     """Return a unit vector for each text of a batch; its last digits may depend on the batch."""
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
@@ -294,7 +294,7 @@ def open_vectors(
 
 
 def vectors_retriever(names: Sequence[str], rows: NDArray[np.float32], embeddings: Embeddings) -> Retriever:
-    """Return a retriever over unit vectors that a store returned, whose documents have no text."""
+    """Return a retriever over unit vectors from a store; its documents have no text."""
     from rag_posfix.retrieval.dense import PassageRetriever
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
     from rag_posfix.retrieval.index.documents import IndexEntry

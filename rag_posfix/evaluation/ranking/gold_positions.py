@@ -166,10 +166,10 @@ def rank_gold_positions(
 def summarize_gold_ranks(rows: Sequence[GoldRank]) -> dict[str, Any]:
     """Return recall of the gold passage per reranker and position, mean, worst, spread, and intervals by question.
 
-    ``recall@1`` is the share of questions whose gold passage is ranked first, ``recall@3`` among the first three; they
+    ``recall@1`` is the share of questions with the gold passage ranked first, ``recall@3`` among the first three; they
     are under ``places`` by gold position. For each of them ``spread`` is the best position minus the worst.
-    ``first_minus_last`` compares the first position asked for with the last, questions paired, and ``p`` is that of a
-    randomisation test, ``p_holm`` after Holm's correction over the rerankers and both cuts. ``rankings_that_change``
+    ``first_minus_last`` compares the first requested position with the last, questions paired; ``p`` is the p-value of
+    a randomisation test, ``p_holm`` after Holm's correction over the rerankers and both cuts. ``rankings_that_change``
     is the share of questions whose gold passage ends at another rank from another position: 0 for a scorer that does
     not look at the order. ``rows`` has every question at every position under every reranker.
     """

@@ -86,7 +86,7 @@ class RankedTopics:
     Attributes:
         label: Names it.
         rankings: By query id, in the order of the topics; a ranking may be empty.
-        reused: Queries whose ranking an earlier run made.
+        reused: Queries with a ranking from an earlier run.
     """
 
     label: str
@@ -143,7 +143,7 @@ def rerank_key(identity: str, candidates: QueryCandidates) -> str:
 def checked_ranking(
     label: str, query: str, candidates: Sequence[Document], returned: Sequence[Document]
 ) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """Return ids and scores of what a reranker returned, highest score first, equal scores as they were returned."""
+    """Return ids and scores of the returned documents, highest score first, equal scores as they were returned."""
     candidate_ids = {document.id for document in candidates}
     scores: dict[str, float] = {}
     for document in returned:
@@ -163,7 +163,7 @@ def checked_ranking(
 
 
 def relevance(scores: Sequence[float]) -> list[float]:
-    """Return scores of one query, from best to worst, as relevance in [0, 1], which is what rerankers are given.
+    """Return scores of one query, from best to worst, as relevance in [0, 1], the input of rerankers.
 
     Scores in [0, 1] stay. Others that are not negative are divided by the highest; with a negative one among them only
     the order is kept: 1, (n - 1) / n, ..., 1 / n.

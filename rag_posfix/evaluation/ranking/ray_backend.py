@@ -25,7 +25,7 @@ from rag_posfix.evaluation.ranking.first_stage import (
     FirstStage,
     count_words,
     documents_with_text,
-    embedded,
+    embed_batch,
     open_vectors,
     rank_topic,
     retriever_of,
@@ -44,7 +44,7 @@ from rag_posfix.evaluation.ranking.rankings import (
     open_reranker,
     rerank_one,
 )
-from rag_posfix.evaluation.ray_workers import connected, fetched, ray_workers
+from rag_posfix.evaluation.ray_workers import connect_ray, fetch, ray_workers
 from rag_posfix.evaluation.record import Progress, silent
 from rag_posfix.settings import Settings
 
@@ -131,7 +131,7 @@ class _Searcher:
         return embedding_identity(self._embeddings())
 
     def embed(self, texts: list[str]) -> NDArray[np.float32]:
-        return embedded(self._embeddings(), texts)
+        return embed_batch(self._embeddings(), texts)
 
     def count(self, texts: list[str]) -> BM25Index:
         return count_words(texts, self._parameters)
@@ -141,11 +141,11 @@ class _Searcher:
         return [rank_topic(retriever, self._name, topic, depth) for topic in topics]
 
     def _open_retriever(self, index: _Index) -> Retriever:
-        ids, retrievers = fetched(index.ids), []
+        ids, retrievers = fetch(index.ids), []
         if index.vectors is not None:
-            retrievers.append(vectors_retriever(ids, fetched(index.vectors), self._embeddings()))
+            retrievers.append(vectors_retriever(ids, fetch(index.vectors), self._embeddings()))
         if index.words is not None:
-            retrievers.append(words_retriever(ids, fetched(index.words)))
+            retrievers.append(words_retriever(ids, fetch(index.words)))
         return retriever_of(retrievers, self._parameters)
 
 
@@ -176,7 +176,7 @@ def ray_rankers(
         workers: Processes that hold a reranker, each with one CPU. One that dies is started again with its call.
         opener: Makes a reranker in a process; by name from the registry if None.
     """
-    with connected(), ExitStack() as running:
+    with connect_ray(), ExitStack() as running:
 
         def ranker(choice: RerankerChoice) -> Ranker:
             running.close()

@@ -41,7 +41,7 @@ from rag_posfix.evaluation.ranking.rankings import (
     rerank,
 )
 from rag_posfix.evaluation.ranking.report import check_matplotlib, draw_runs, render_page
-from rag_posfix.evaluation.ray_workers import connected
+from rag_posfix.evaluation.ray_workers import connect_ray
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, file_digest, silent
 from rag_posfix.settings import Settings
 
@@ -138,7 +138,7 @@ def evaluate_reranking(
     collection = load_collection(files.corpus, topics, titles=titles, only=names)
     actors = ray_actors if ray else 0
     paths = {} if out is None else run_files(out, [FIRST_STAGE, *(choice.label for choice in rerankers)])
-    with connected() if ray else nullcontext():  # one cluster for both stages
+    with connect_ray() if ray else nullcontext():  # one cluster for both stages
         with _stage(run or spec, collection, chosen, models, actors, out, progress) as stage:
             first = retrieve(stage, topics, depth, journal, progress)
         candidates = candidates_of(topics, first, collection)

@@ -157,7 +157,7 @@ def measure_speed(
 
 @contextmanager
 def _passage_stores(warm: bool, redis_url: str | None) -> Iterator[dict[str, PassageStore]]:
-    """Hold one passage store per tier, each alone, so that each is what is timed."""
+    """Open one passage KV store per tier, so that each tier is timed alone."""
     stores: dict[str, PassageStore] = {}
     with TemporaryDirectory(prefix="rag-posfix-bench-") as folder:
         if warm:
@@ -306,7 +306,7 @@ def _ratios(reading: Reading, before: Reading, after: Reading) -> _Ratios:
 
 
 def _medians(ratios: Sequence[_Ratios]) -> dict[str, float | None]:
-    """Return each ratio's median over rounds. The warm ratio as such is that of the first store."""
+    """Return each ratio's median over rounds. ``ttft_warm_ratio`` is the ratio of the first store."""
     medians: dict[str, float | None] = {
         name: statistics.median(round_[name] for round_ in ratios) for name in ratios[0]
     }

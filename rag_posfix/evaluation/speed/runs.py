@@ -132,8 +132,8 @@ class PeakMemory:
 def peak_memory(action: Callable[[], object], device: torch.device) -> PeakMemory | None:
     """Run ``action`` and return its peak memory; None if the operating system does not report it.
 
-    On a GPU the value counts torch's tensors there, otherwise the resident memory of this process, whose maximum Linux
-    records.
+    On a GPU the value counts torch's tensors there, otherwise the resident memory of this process; Linux records its
+    maximum.
     """
     gc.collect()
     if device.type == "cuda":

@@ -99,8 +99,8 @@ def next_token_targets(ids: Tensor, wanted: Tensor) -> Tensor:
     return targets
 
 
-def joined(ids: Tensor, wanted: Tensor, scored: Tensor | None = None, places: Tensor | None = None) -> Batch:
-    """Return the batch whose marked tokens are to be predicted; the measure counts them, or those of ``scored``.
+def create_batch(ids: Tensor, wanted: Tensor, scored: Tensor | None = None, places: Tensor | None = None) -> Batch:
+    """Return the batch for predicting the tokens marked in ``wanted``; ``scored`` marks the measured ones, if others.
 
     Shapes:
         ids, wanted, scored: (B, T), masks over the tokens themselves. places: (B,).

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
+from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, create_batch
 from rag_posfix.parameters import Integer
 
 FEWEST_STEPS = 3
@@ -109,4 +109,4 @@ def _with_question(operations: Tensor, lengths: Tensor, question: Tensor, values
     ids = torch.where(positions < lengths[:, None], ids, PAD)
     ids[rows, lengths] = FIRST_VARIABLE + KINDS * question + PRINT
     ids[rows, lengths + 1] = FIRST_VALUE + values[rows, question]
-    return joined(ids, positions == lengths[:, None] + 1)
+    return create_batch(ids, positions == lengths[:, None] + 1)

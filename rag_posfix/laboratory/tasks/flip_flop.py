@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
+from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, create_batch
 from rag_posfix.parameters import Integer, Number
 
 WRITE, READ, IGNORE = 2, 3, 4
@@ -71,4 +71,4 @@ class FlipFlop(Task):
         wanted = torch.stack((torch.zeros_like(kind, dtype=torch.bool), kind == READ), dim=-1).flatten(1)
         scored = torch.zeros_like(wanted)
         scored[:, -1] = True
-        return joined(ids, wanted, scored)
+        return create_batch(ids, wanted, scored)

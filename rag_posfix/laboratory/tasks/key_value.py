@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import torch
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
+from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, create_batch
 from rag_posfix.parameters import Integer
 
 ASK = 0
@@ -89,4 +89,4 @@ class KeyValue(Task):
         wanted[:, 2 * pairs + 2 :: 3] = True
         scored = torch.zeros_like(wanted)
         scored[:, -1] = True
-        return joined(ids, wanted, scored, places=question_positions[:, -1])
+        return create_batch(ids, wanted, scored, places=question_positions[:, -1])

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
+from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, create_batch
 from rag_posfix.parameters import Integer
 
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ian", "June", "Kim", "Lee")
@@ -112,14 +112,14 @@ class Language(Task):
         """Return sequences that begin somewhere in a text."""
         length = self.length * (1 if split == TRAINED else int(split[1:]))
         seeds = torch.randint(0, 2**62, (size,), generator=generator).tolist()
-        ids = torch.tensor([numbered(_excerpt(random.Random(seed), length, self.people)) for seed in seeds])
+        ids = torch.tensor([token_ids_of(_excerpt(random.Random(seed), length, self.people)) for seed in seeds])
         wanted = torch.ones_like(ids, dtype=torch.bool)
         scored = wanted.clone()
         scored[:, : -max(1, self.length // 4)] = False
-        return joined(ids, wanted, scored)
+        return create_batch(ids, wanted, scored)
 
 
-def numbered(words: Iterable[str]) -> list[int]:
+def token_ids_of(words: Iterable[str]) -> list[int]:
     """Return the token ids of words."""
     number = {word: index for index, word in enumerate(WORDS)}
     return [number[word] for word in words]

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
+from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, create_batch
 from rag_posfix.parameters import Integer
 
 PAD, END = 0, 1
@@ -86,4 +86,4 @@ class LastSentence(Task):
         ids = torch.where(positions < lengths[:, None], ids, PAD)
         ids[rows, lengths] = word
         ids[rows, lengths + 1] = FIRST_WORD + self.words + counts
-        return joined(ids, positions == lengths[:, None] + 1)
+        return create_batch(ids, positions == lengths[:, None] + 1)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, joined
+from rag_posfix.laboratory.tasks.base import TASKS, TRAINED, Batch, Task, create_batch
 from rag_posfix.parameters import Integer
 
 BLANK, COPY = 0, 1
@@ -69,4 +69,4 @@ class SelectiveCopy(Task):
         ids = torch.cat((mixed, torch.full((size, 1), COPY), copied), dim=1)
         wanted = torch.zeros_like(ids, dtype=torch.bool)
         wanted[:, -self.tokens :] = True
-        return joined(ids, wanted)
+        return create_batch(ids, wanted)

@@ -1,1 +1,1 @@
-"""Training data: questions whose answers depend on short segments at uniform places (IN2)."""
+"""Training data (IN2): answers depend on short segments at uniformly drawn positions."""

@@ -11,7 +11,7 @@ from langchain_core.documents import Document
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.data.questions import PositionExample, load_examples, take_examples
-from rag_posfix.training.data.pair import SHIPPED, Contamination, Pair, Segment, drawn, segments_of
+from rag_posfix.training.data.pair import SHIPPED, Contamination, Pair, Segment, seeded_random, segments_of
 
 
 class FilePairs:
@@ -22,7 +22,7 @@ class FilePairs:
     Args:
         words: Maximum number of words of a segment.
         contamination: Pairs that it knows are left out.
-        own_distractors: The distractors of a question stand around it before any others do.
+        own_distractors: Use the distractors of a question before any others.
 
     Raises:
         ConfigError: no pair is left.
@@ -54,7 +54,7 @@ class FilePairs:
         """Return the pair of a sample; the file decides how many segments it has."""
         turn, position = divmod(index, len(self._pairs))
         order = list(range(len(self._pairs)))
-        drawn("order", self._seed, turn).shuffle(order)
+        seeded_random("order", self._seed, turn).shuffle(order)
         return self._pairs[order[position]]
 
     def filler(self, random: Random) -> Segment:

@@ -28,10 +28,10 @@ PLACE_BINS = 10
 
 
 def place_counts(samples: Iterable[Sample], bins: int = PLACE_BINS) -> tuple[list[int], list[float]]:
-    """Return how many gold passages are in each part of their prompts, and how many are expected there.
+    """Return how many gold passages are in each bin of their prompts, and how many are expected there.
 
-    Formula: place p of n passages is in part floor(bins p / n). A sample with g gold passages is expected to have
-        g |{p: part(p) = b}| / n of them in part b. For one gold passage per sample this is exact; several in one
+    Formula: position p of n passages is in bin floor(bins p / n). A sample with g gold passages is expected to have
+        g |{p: bin(p) = b}| / n of them in bin b. For one gold passage per sample this is exact; several in one
         sample are not independent, and their statistic is smaller than chi-square.
     """
     counts, expected = [0] * bins, [0.0] * bins
@@ -47,7 +47,7 @@ def place_counts(samples: Iterable[Sample], bins: int = PLACE_BINS) -> tuple[lis
 def chi_square(observed: Sequence[float], expected: Sequence[float]) -> tuple[float, int, float]:
     """Return Pearson's statistic, its degrees of freedom, and the probability of a larger one.
 
-    Formula: X = sum (O - E)^2 / E over the parts with E > 0; p = Q(df / 2, X / 2), the regularised upper incomplete
+    Formula: X = sum (O - E)^2 / E over the bins with E > 0; p = Q(df / 2, X / 2), the regularised upper incomplete
         gamma function.
     """
     import torch
@@ -69,8 +69,8 @@ def statistics_of(samples: Sequence[Sample]) -> dict[str, Any]:
     return {
         "n": len(samples),
         "sources": dict(sorted(Counter(sample.source for sample in samples).items())),
-        "gold_passages": _counted(len(sample.gold) for sample in samples),
-        "length_bins": _counted(sample.length_bin for sample in samples),
+        "gold_passages": _count_values(len(sample.gold) for sample in samples),
+        "length_bins": _count_values(sample.length_bin for sample in samples),
         "tokens": {"least": tokens[0], "median": tokens[len(tokens) // 2], "most": tokens[-1]},
         "passages": {"least": min(_sizes(samples)), "most": max(_sizes(samples))},
         "rejected": sum(sample.rejected for sample in samples),
@@ -88,7 +88,7 @@ def _sizes(samples: Sequence[Sample]) -> list[int]:
     return [len(sample.passages) for sample in samples]
 
 
-def _counted(values: Iterable[int]) -> dict[str, int]:
+def _count_values(values: Iterable[int]) -> dict[str, int]:
     return {str(value): count for value, count in sorted(Counter(values).items())}
 
 

@@ -19,7 +19,7 @@ from rag_posfix.retrieval.ingest.ingest import PassageSize, read_documents, spli
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A short text with the title of what it is from.
+    """A short text with the title of its document.
 
     Attributes:
         title: The title; may be empty.
@@ -38,7 +38,7 @@ class Pair:
         question: The question.
         answers: Accepted answers; the first is trained on.
         segments: What the answer depends on, all of them.
-        around: Segments that stand around it before any others do.
+        around: Distractors that are used before any others.
     """
 
     question: str
@@ -48,7 +48,7 @@ class Pair:
 
 
 class PairSource(Protocol):
-    """Makes pairs, and segments that may stand around them. Equal generators give equal results."""
+    """Makes pairs and distractors for them. Equal generators give equal results."""
 
     @property
     def name(self) -> str:
@@ -63,10 +63,10 @@ class PairSource(Protocol):
         """
 
     def filler(self, random: Random) -> Segment:
-        """Return a segment that may stand around any pair of this source."""
+        """Return a distractor for any pair of this source."""
 
 
-def drawn(*values: object) -> Random:
+def seeded_random(*values: object) -> Random:
     """Return a generator that these values alone decide, in every process."""
     return Random(":".join(map(str, values)))  # a string is hashed by SHA-512, not by hash()
 

@@ -19,7 +19,7 @@ from langchain_core.documents import Document
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import malformed, question_and_answers, visible
 from rag_posfix.parameters import Integer, Number, check_parameters
-from rag_posfix.training.data.pair import Contamination, Pair, PairSource, Segment, drawn
+from rag_posfix.training.data.pair import Contamination, Pair, PairSource, Segment, seeded_random
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class DataSettings:
 
 
 MOST_DRAWS = 200
-"""Draws of a pair, or of a segment around it, in a row that may be refused."""
+"""Draws of a pair, or of a segment around it, in a row that may be rejected."""
 SEGMENTS_OF_MULTI = 2
 
 
@@ -85,11 +85,11 @@ class Sample:
         question: The question.
         answers: Accepted answers; the first is trained on.
         passages: All passages, in the order of the prompt.
-        gold: The places of those that the answer depends on, ascending.
+        gold: Positions of the passages that the answer depends on, ascending.
         source: What made the pair.
         tokens: Tokens of the passages' texts together.
         length_bin: The part of the range of lengths that it was drawn for.
-        rejected: Draws before it that were refused.
+        rejected: Rejected draws before it.
     """
 
     id: int
@@ -125,8 +125,8 @@ class Sample:
             for position, passage in enumerate(self.passages)
         ]
 
-    def moved(self, position: int) -> Sample:
-        """Return the sample with its gold passages together, in their order, the first of them at ``place``."""
+    def move_gold(self, position: int) -> Sample:
+        """Return the sample with its gold passages together, in their order, the first of them at ``position``."""
         last = len(self.passages) - len(self.gold)
         if not 0 <= position <= last:
             raise ConfigError(f"sample {self.id}: place {position} of its gold passages must be between 0 and {last}")
@@ -154,7 +154,7 @@ def sample_of(row: Any, number: int) -> Sample:
 class SampleMaker:
     """Makes the sample of each number; the number and the settings alone decide it.
 
-    The segments of a pair stand at places that are drawn uniformly, without those of other samples mattering.
+    The positions of the segments of a pair are drawn uniformly, independently of other samples.
 
     Source: An et al. (2024), IN2/FILM, section 3, https://arxiv.org/abs/2404.16811
     Differs from the paper: lengths are balanced by drawing an equal number of samples for each part of their range
@@ -163,7 +163,7 @@ class SampleMaker:
     Args:
         sources: What makes the pairs, in turn.
         count_tokens: Returns the number of tokens of a text.
-        segments: What stands around the pairs; each source's own segments if empty.
+        segments: Distractors of the pairs; each source's own segments if empty.
         contamination: What may not occur.
     """
 
@@ -184,18 +184,18 @@ class SampleMaker:
         source = self._sources[which]
         length_bin = self._settings.length_bin(index)
         for attempt in range(MOST_DRAWS):
-            random = drawn(self._settings.seed, number, attempt)
+            random = seeded_random(self._settings.seed, number, attempt)
             several = random.random() < self._settings.multi
             pair = source.pair(index, random, SEGMENTS_OF_MULTI if several else 1)
             if pair is not None and not self._contamination.in_pair(pair):
                 target = random.uniform(*self._settings.bounds(length_bin))
-                return self._placed(number, source, pair, target, length_bin, attempt, random)
+                return self._build(number, source, pair, target, length_bin, attempt, random)
         raise ConfigError(
             f"sample {number}: {source.name} gave no usable pair in {MOST_DRAWS} draws; give other texts or pairs, or "
             "fewer evaluation files"
         )
 
-    def _placed(
+    def _build(
         self,
         number: int,
         source: PairSource,
@@ -267,7 +267,7 @@ def write_samples(
 
     Samples are appended to ``samples.jsonl.partial``, which is renamed when it is complete. A file of an earlier run
     counts if each of its rows has the same ``run``; an incomplete last line is removed. So the file of a run that was
-    interrupted equals that of one that was not.
+    interrupted equals the file of an uninterrupted run.
     """
     final = folder / SAMPLES
     partial = folder / (SAMPLES + _UNFINISHED)

@@ -56,7 +56,7 @@ class CodeFunction:
         """Return a question for the names of ``segments`` functions, by what they compute."""
         functions, conditions, names = [], [], []
         for _ in range(segments):
-            name, operation, number = self._drawn(random)
+            name, operation, number = self._draw(random)
             functions.append(self._function(name, operation, number))
             conditions.append(f"{operation} {number}")
             names.append(name)
@@ -65,10 +65,10 @@ class CodeFunction:
 
     def filler(self, random: Random) -> Segment:
         """Return another function."""
-        return self._function(*self._drawn(random))
+        return self._function(*self._draw(random))
 
     @staticmethod
-    def _drawn(random: Random) -> tuple[str, str, int]:
+    def _draw(random: Random) -> tuple[str, str, int]:
         name = f"{random.choice(_NAMES)}_{random.choice(_KINDS)}_{random.randrange(1000)}"
         return name, random.choice(_OPERATIONS), random.randrange(10_000, 10_000_000)
 

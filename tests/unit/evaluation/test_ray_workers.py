@@ -77,7 +77,7 @@ class Cluster:
 
 def connect(monkeypatch, room):
     cluster = Cluster(room)
-    monkeypatch.setattr("rag_posfix.evaluation.ray_workers.connected", lambda: nullcontext(cluster))
+    monkeypatch.setattr("rag_posfix.evaluation.ray_workers.connect_ray", lambda: nullcontext(cluster))
     return cluster
 
 

@@ -11,7 +11,7 @@ import torch
 from rag_posfix.encodings import Decoder, DecoderShape, create_encoding
 from rag_posfix.errors import ConfigError
 from rag_posfix.laboratory.contextual_maps import above_others, gates_by_kind, map_contextual_positions, record_cope
-from rag_posfix.laboratory.tasks.language import END, KINDS, PARAGRAPH, WORDS, numbered, sentences
+from rag_posfix.laboratory.tasks.language import END, KINDS, PARAGRAPH, WORDS, sentences, token_ids_of
 
 SHAPE = DecoderShape(len(WORDS), layers=2, heads=4, width=64)
 
@@ -82,7 +82,7 @@ def test_the_mean_gate_is_worked_out_by_hand_from_all_pairs_of_words():
 
 def language_ids(words, people):
     text = (word for sentence in sentences(random.Random(0), people) for word in sentence)
-    return [numbered(islice(text, words))]
+    return [token_ids_of(islice(text, words))]
 
 
 def test_the_record_names_the_counters_and_their_positions_count_ends(tmp_path):

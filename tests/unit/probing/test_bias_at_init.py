@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rag_posfix.encodings import Decoder, DecoderShape, create_encoding
-from rag_posfix.probing.bias_at_init import BiasAtInit, forward_of, influence, shares, untrained
+from rag_posfix.probing.bias_at_init import BiasAtInit, create_untrained, forward_of, influence, shares
 from tests.support.probed import small_decoder, tiny_model
 
 IDS = torch.randint(0, 50, (1, 64), generator=torch.Generator().manual_seed(3))
@@ -46,11 +46,11 @@ def test_deeper_models_depend_more_on_the_first_tokens():
 
 def test_an_untrained_model_has_the_configuration_and_other_weights():
     model = tiny_model()
-    made = untrained(model, 0)
+    made = create_untrained(model, 0)
     trained = model.engine.loaded.model
     assert made.config.to_dict() == trained.config.to_dict()
     assert not torch.equal(made.lm_head.weight, trained.lm_head.weight)
-    assert torch.equal(made.lm_head.weight, untrained(model, 0).lm_head.weight)
+    assert torch.equal(made.lm_head.weight, create_untrained(model, 0).lm_head.weight)
 
 
 @pytest.mark.parametrize("subject", [tiny_model(), small_decoder("alibi")], ids=["language model", "decoder"])

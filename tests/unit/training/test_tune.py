@@ -242,7 +242,12 @@ def test_places_and_curves_of_cases_worked_by_hand():
     assert shares(1) == (0.0,)
     assert worst_of({"none": (-1.0, -3.0), "x": (-2.0,)}) == -3.0
     assert best_share({"none": (-2.0, -1.0, -3.0)}) == 0.5
-    state = RunState().evaluated({"a": (-2.0,)}, 0).evaluated({"a": (-1.0,)}, 0).evaluated({"a": (-1.5,)}, 0)
+    state = (
+        RunState()
+        .with_evaluation({"a": (-2.0,)}, 0)
+        .with_evaluation({"a": (-1.0,)}, 0)
+        .with_evaluation({"a": (-1.5,)}, 0)
+    )
     assert state.evaluations_since_best() == 1
     assert RunState.of(json.loads(json.dumps(state.as_json()))) == state
     assert not state.is_new_best

@@ -10,7 +10,7 @@ from rag_posfix.evaluation.ranking.first_stage import (
     candidates_of,
     count_words,
     documents_with_text,
-    embedded,
+    embed_batch,
     open_vectors,
     retrieve,
     retriever_of,
@@ -98,7 +98,7 @@ def opened(embeddings, backwards=False):
     def embed(batches):
         numbered = list(enumerate(batches))
         for index, texts in reversed(numbered) if backwards else numbered:
-            yield index, embedded(embeddings, texts)
+            yield index, embed_batch(embeddings, texts)
 
     return open_vectors(DOCUMENTS, embeddings, "digest", embed, None, silent)
 

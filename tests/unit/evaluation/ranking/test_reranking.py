@@ -232,7 +232,7 @@ def on_ray(monkeypatch):
         happened.append("ranked")
 
     ranking = "rag_posfix.evaluation.ranking"
-    monkeypatch.setattr(f"{ranking}.reranking.connected", connected)
+    monkeypatch.setattr(f"{ranking}.reranking.connect_ray", connected)
     monkeypatch.setattr(f"{ranking}.ray_backend.ray_first_stage", ray_first_stage)
     monkeypatch.setattr(f"{ranking}.ray_backend.ray_rankers", ray_rankers)
     return happened

@@ -12,7 +12,7 @@ from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample, load_examples
 from rag_posfix.training.data.file_pairs import FilePairs, demo_examples
 from rag_posfix.training.data.make_data import DataSources, chi_square, make_training_data, place_counts
-from rag_posfix.training.data.pair import Contamination, Pair, Segment, drawn, read_segments
+from rag_posfix.training.data.pair import Contamination, Pair, Segment, read_segments, seeded_random
 from rag_posfix.training.data.sample import DataSettings, Sample, SampleMaker, read_samples, write_samples
 from rag_posfix.training.data.teacher import TeacherPairs, read_answer
 from rag_posfix.training.data.templates import TEMPLATES, template_sources
@@ -134,11 +134,11 @@ def test_places_are_uniform(tmp_path):
 @pytest.mark.parametrize("several", [1, 2])
 def test_an_answer_of_a_template_is_in_its_segments_and_in_no_other(name, several):
     (source,) = template_sources(name)
-    pair = source.pair(0, drawn(1), several)
+    pair = source.pair(0, seeded_random(1), several)
     assert len(pair.segments) == several
     for part, segment in zip(pair.answers[0].split(" and "), pair.segments, strict=True):
         assert part in segment.text
-    assert not any(pair.answers[0] in source.filler(drawn(2, n)).text for n in range(50))
+    assert not any(pair.answers[0] in source.filler(seeded_random(2, n)).text for n in range(50))
 
 
 def test_what_is_in_an_evaluation_file_is_left_out():
@@ -173,10 +173,10 @@ def test_no_segment_around_a_pair_has_its_answer(tmp_path):
 
 def test_gold_passages_are_moved_together():
     sample = Sample(0, "q", ("a",), tuple(Segment("", text) for text in "abcde"), (1, 4))
-    moved = sample.moved(2)
+    moved = sample.move_gold(2)
     assert ["".join(one.text for one in moved.passages), moved.gold] == ["acbed", (2, 3)]
     with pytest.raises(ConfigError, match="between 0 and 3"):
-        sample.moved(4)
+        sample.move_gold(4)
 
 
 class Teacher:
