@@ -84,7 +84,9 @@ def gates_by_kind(decoder: Decoder, texts: int, words: int, seed: int = 0, peopl
     Shapes:
         returns: (L, H, len(KINDS), len(KINDS)) float64.
     """
-    kinds, n_kinds = _kinds(), len(KINDS)
+    n_kinds = len(KINDS)
+    kind_of = {word: index for index, kind in enumerate(KINDS.values()) for word in kind}
+    kinds = torch.tensor([kind_of[word] for word in WORDS])
     sums = torch.zeros(decoder.shape.layers, decoder.shape.heads, n_kinds, n_kinds, dtype=torch.float64)
     counts = torch.zeros(n_kinds, n_kinds, dtype=torch.float64)
     seen = torch.ones(words, words, dtype=torch.float64).tril()
@@ -202,11 +204,6 @@ def draw_maps(head: Mapping[str, Any]) -> Figure:
         axes.set_xlabel("key")
         axes.set_ylabel("query")
     return figure
-
-
-def _kinds() -> Tensor:
-    """Return the number of the kind of each word."""
-    return torch.tensor([next(index for index, words in enumerate(KINDS.values()) if word in words) for word in WORDS])
 
 
 def _text(draw: random.Random, words: int, people: int) -> list[int]:

@@ -135,7 +135,11 @@ class PositionalDimensions(Probe):
         candidates = find_channels(subject, means, self.top)
         channel, factor = candidates[0].channel, self.factor if self.factor is not None else 0.0
         tried: list[dict[str, Any]] = []
-        if self.factor is None and isinstance(subject, LanguageModel) and _can_scale(subject):
+        if (
+            self.factor is None
+            and isinstance(subject, LanguageModel)
+            and Capability.HIDDEN_CHANNEL in subject.engine.loaded.spec.shape.capabilities
+        ):
             prompts = key_value_prompts(subject, self.pairs, self.pairs, self.seed)
             with progress("trying channels and factors") as report:
                 channel, factor, tried = best_scale(
@@ -214,10 +218,6 @@ class PositionalDimensions(Probe):
             f"profile: {path}",
             f"to use it: --mitigation hidden_scaling:profile={path}",
         ]
-
-
-def _can_scale(subject: LanguageModel) -> bool:
-    return Capability.HIDDEN_CHANNEL in subject.engine.loaded.spec.shape.capabilities
 
 
 Segment = tuple[int, int, float, float]

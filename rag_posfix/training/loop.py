@@ -60,7 +60,7 @@ def train(
         state = _evaluate(model, run, state, 0.0)
         files.keep(model, optimizer, state)
     while state.step < settings.steps and not _is_enough(state, settings):
-        state = _interval(model, run, optimizer, state, report)
+        state = _train_interval(model, run, optimizer, state, report)
         files.keep(model, optimizer, state)
     files.restore_best(model, state)
     report(settings.steps, settings.steps)
@@ -68,7 +68,7 @@ def train(
     return state
 
 
-def _interval(
+def _train_interval(
     model: TunedModel,
     run: TrainingRun,
     optimizer: torch.optim.Optimizer,

@@ -172,11 +172,8 @@ def make_training_data(
 
 
 def _digest(examples: Sequence[PositionExample]) -> str:
-    texts = (
-        text for example in examples for text in (example.id, example.question, *example.answers, *_passages(example))
-    )
+    texts: list[str] = []
+    for example in examples:
+        passages = (document.page_content for document in (*example.gold, *example.distractors))
+        texts += (example.id, example.question, *example.answers, *passages)
     return content_hash(*texts)
-
-
-def _passages(example: PositionExample) -> list[str]:
-    return [document.page_content for document in (*example.gold, *example.distractors)]
