@@ -159,9 +159,9 @@ def _request(chance: random.Random, maker: Maker, route: Route) -> tuple[bytes, 
 
 
 def _damage_body(chance: random.Random, body: bytes) -> bytes:
-    offset, other = chance.randrange(len(body)), bytes([chance.randrange(256)])
+    offset, replacement = chance.randrange(len(body)), bytes([chance.randrange(256)])
     start, end = body[:offset], body[offset:]
-    return chance.choice((start, start + other + end[1:], start + other + end, body * 2, b"[" * 200))
+    return chance.choice((start, start + replacement + end[1:], start + replacement + end, body * 2, b"[" * 200))
 
 
 def growth(host: Host, requests: int, samples: int = 40) -> dict[str, Any]:

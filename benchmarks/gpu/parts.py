@@ -183,8 +183,8 @@ def _on_device(bench: Bench) -> Row:
 
 
 def _copy_rate(bench: Bench, n_bytes: int, action: Callable[[], object]) -> Row:
-    taken = seconds(action, bench.device, STORE_REPEATS)
-    return {"bytes": n_bytes, "copy_s": taken, "bytes_per_s": n_bytes / taken}
+    elapsed = seconds(action, bench.device, STORE_REPEATS)
+    return {"bytes": n_bytes, "copy_s": elapsed, "bytes_per_s": n_bytes / elapsed}
 
 
 def _store(bench: Bench, memory: str) -> Row:
@@ -206,14 +206,14 @@ def _store(bench: Bench, memory: str) -> Row:
             store.flush(300.0)
             cached_tokens = warm_engine.open(layout, chosen).cached_tokens
             n_bytes = sum(states.nbytes for states in find().values())
-            taken = seconds(find, bench.device, STORE_REPEATS)
+            elapsed = seconds(find, bench.device, STORE_REPEATS)
             first = seconds(
                 lambda: int(warm_engine.open(layout, chosen).next_log_probs().argmax()), bench.device, STORE_REPEATS
             )
         finally:
             store.close()
     return {
-        "cached_tokens": cached_tokens, "bytes": n_bytes, "find_s": taken, "bytes_per_s": n_bytes / taken,
+        "cached_tokens": cached_tokens, "bytes": n_bytes, "find_s": elapsed, "bytes_per_s": n_bytes / elapsed,
         "warm_first_s": first,
     }  # fmt: skip
 
@@ -250,8 +250,8 @@ def _together(bench: Bench, method: str, count: int) -> Row:
     started = synchronized_time(bench.device)
     for _ in range(steps):
         step()
-    taken = synchronized_time(bench.device) - started
-    return {"step_s": taken / steps, "tokens_per_s": count * steps / taken}
+    elapsed = synchronized_time(bench.device) - started
+    return {"step_s": elapsed / steps, "tokens_per_s": count * steps / elapsed}
 
 
 def profile_cells(bench: Bench) -> Iterator[Cell]:
@@ -284,7 +284,7 @@ def _profile(bench: Bench, model: Any, action: Callable[[], object], steps: int)
 
     Time is measured without the profiler, which slows the host down. On a CPU, operations replace kernels.
     """
-    taken = seconds(action, bench.device, 2)
+    elapsed = seconds(action, bench.device, 2)
     on_gpu = bench.device.type == "cuda"
     waits = count_synchronisations(action, model, bench.device)
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -298,9 +298,9 @@ def _profile(bench: Bench, model: Any, action: Callable[[], object], steps: int)
     kernels = sorted((kernel for kernel in kernels if kernel[2] > 0), key=lambda kernel: -kernel[2])
     inside = sum(kernel[2] for kernel in kernels)
     return {
-        "step_s": taken / steps,
+        "step_s": elapsed / steps,
         "kernel_s": inside / steps,
-        "outside_kernels": max(0.0, 1.0 - inside / taken),
+        "outside_kernels": max(0.0, 1.0 - inside / elapsed),
         "kernels_per_step": sum(kernel[1] for kernel in kernels) / steps,
         "synchronisations_per_step": waits / steps,
         "top": [

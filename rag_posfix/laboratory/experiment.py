@@ -157,8 +157,8 @@ def _check(
     labels = [encoding.label for encoding in encodings]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice or not labels or seeds < 1:
-        what = f"{twice[0]!r} is named twice" if twice else f"{len(labels)} encodings and {seeds} seeds"
-        raise ConfigError(f"nothing to compare: {what}; name each encoding once, and at least one with one seed")
+        problem = f"{twice[0]!r} is named twice" if twice else f"{len(labels)} encodings and {seeds} seeds"
+        raise ConfigError(f"nothing to compare: {problem}; name each encoding once, and at least one with one seed")
     for config in runs[::seeds]:
         decoder = new_decoder(config, device).eval()
         for split in task.splits:

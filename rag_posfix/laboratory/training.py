@@ -49,11 +49,11 @@ def train(
     Args:
         files: Checkpoint and result; a finished run is not repeated.
     """
-    earlier = files.finished()
+    finished_run = files.finished()
     settings, task = config.settings, config.task
-    if earlier is not None:
+    if finished_run is not None:
         report(settings.steps, settings.steps)
-        return earlier
+        return finished_run
     decoder = new_decoder(config, device).train()
     optimizer = torch.optim.Adam(decoder.parameters(), lr=settings.learning_rate)
     snapshot = files.resume(decoder, optimizer)

@@ -34,8 +34,10 @@ def slot_masses(
     for number, prompt in enumerate(prompts):
 
         def keep(layer: int, weights: Tensor, number: int = number, prompt: KeyValuePrompt = prompt) -> None:
-            newest = weights[0, :, -1].cpu()  # (H, T)
-            masses[number, layer] = torch.stack([newest[:, span.slice].sum(dim=-1) for span in prompt.pairs], dim=-1)
+            last_query = weights[0, :, -1].cpu()  # (H, T)
+            masses[number, layer] = torch.stack(
+                [last_query[:, span.slice].sum(dim=-1) for span in prompt.pairs], dim=-1
+            )
 
         model.read(prompt.tensor, Watch(weights=keep))
         if progress is not None:

@@ -191,8 +191,8 @@ class HiddenGeometry(MeasuredProbe):
         spiral = summary["spiral"]
         first = head["settings"]["skip"]
         positions = range(first, first + len(spiral[0]))
-        drawn = right.scatter(spiral[0], spiral[min(1, len(spiral) - 1)], c=list(positions), s=6, cmap="viridis")
-        figure.colorbar(drawn, ax=right, label="position")
+        points = right.scatter(spiral[0], spiral[min(1, len(spiral) - 1)], c=list(positions), s=6, cmap="viridis")
+        figure.colorbar(points, ax=right, label="position")
         right.set_title(f"main directions of pos, layer {summary['spiral_layer']}", fontsize=10, loc="left")
         return figure
 

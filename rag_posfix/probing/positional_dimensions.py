@@ -253,12 +253,12 @@ def segmented_fit(curve: Tensor, penalty: float = 0.01) -> list[Segment]:
         first = int(costs.argmin())
         best.append(float(costs[first]))
         came.append(first)
-    pieces, last = [], count - 1
+    segments, last = [], count - 1
     while last >= 0:
         first = came[last + 1]
-        pieces.append(_line(curve.double(), first, last))
+        segments.append(_line(curve.double(), first, last))
         last = first - 1
-    return pieces[::-1]
+    return segments[::-1]
 
 
 def _errors(values: Tensor) -> Tensor:

@@ -116,11 +116,11 @@ def key_value_prompts(model: LanguageModel, pairs: int, count: int, seed: int = 
     Args:
         pairs: Pairs of a prompt, 2 or more.
     """
-    drawn = random.Random(seed)
+    generator = random.Random(seed)
     prompts = []
     for number in range(count):
         if number % pairs == 0:
-            records = _pairs(drawn, pairs)
+            records = _pairs(generator, pairs)
         prompts.append(_prompt(model, records, number % pairs))
         needed = len(prompts[-1].ids) + len(prompts[-1].answer)
         if needed > model.longest:
@@ -131,10 +131,10 @@ def key_value_prompts(model: LanguageModel, pairs: int, count: int, seed: int = 
     return prompts
 
 
-def _pairs(drawn: random.Random, count: int) -> list[tuple[str, str]]:
+def _pairs(generator: random.Random, count: int) -> list[tuple[str, str]]:
     keys: dict[str, str] = {}
     while len(keys) < count:
-        keys["".join(drawn.choices(LETTERS, k=5))] = "".join(drawn.choices("0123456789", k=4))
+        keys["".join(generator.choices(LETTERS, k=5))] = "".join(generator.choices("0123456789", k=4))
     return list(keys.items())
 
 

@@ -35,11 +35,11 @@ def text_losses(engine: Engine, texts: Sequence[str], tokens: int, progress: Pro
     losses = []
     with progress("reading texts") as report, torch.no_grad():
         for number, text in enumerate(texts):
-            read = engine.encoder.encode_text(text)[:tokens]
-            if len(read) > 1:
-                prompt = AnsweredPrompt(read[:1], torch.zeros((1, 1)), Overrides(), read[1:])
+            token_ids = engine.encoder.encode_text(text)[:tokens]
+            if len(token_ids) > 1:
+                prompt = AnsweredPrompt(token_ids[:1], torch.zeros((1, 1)), Overrides(), token_ids[1:])
                 [logits] = forward_with_answers(engine.loaded, [prompt])
-                targets = torch.tensor(read[1:], device=logits.device)
+                targets = torch.tensor(token_ids[1:], device=logits.device)
                 losses.append(cross_entropy(logits.float(), targets, reduction="none").tolist())
             report(number + 1, len(texts))
     return losses

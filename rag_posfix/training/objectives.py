@@ -31,27 +31,27 @@ class LossTerm:
     """A term of the loss of a sample.
 
     Attributes:
-        read: What the model reads.
-        taught: What the untrained model reads; the model should say the same. None: it should say the answer.
+        prompt: Read by the model.
+        teacher_prompt: Read by the untrained model, whose logits are the target. None: the answer is the target.
         weight: What the loss is multiplied by.
-        temperature: Divisor of the logits of both, with ``taught``.
+        temperature: Divisor of the logits of both, with ``teacher_prompt``.
     """
 
-    read: AnsweredPrompt
-    taught: AnsweredPrompt | None = None
+    prompt: AnsweredPrompt
+    teacher_prompt: AnsweredPrompt | None = None
     weight: float = 1.0
     temperature: float = 1.0
 
-    def loss(self, logits: Tensor, said: Tensor | None = None) -> Tensor:
+    def loss(self, logits: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
         """Return the weighted loss.
 
         Args:
-            logits: What the model says, (len(answer), V).
-            said: What the untrained model says, in the same shape, with ``taught``.
+            logits: Of the model, (len(answer), V).
+            teacher_logits: Of the untrained model, in the same shape, with ``teacher_prompt``.
         """
-        if said is None:
-            return self.weight * answer_loss(logits, self.read.answer)
-        return self.weight * distillation_loss(logits, said, self.temperature)
+        if teacher_logits is None:
+            return self.weight * answer_loss(logits, self.prompt.answer)
+        return self.weight * distillation_loss(logits, teacher_logits, self.temperature)
 
 
 def add_gradients(model: TunedModel, terms: Sequence[LossTerm], divisor: int, most_tokens: int) -> list[float]:
@@ -65,12 +65,12 @@ def add_gradients(model: TunedModel, terms: Sequence[LossTerm], divisor: int, mo
     """
     losses = []
     with model.computing():
-        said = _untrained_logits(model, terms, most_tokens)
-        for numbers, logits in read_packed(model.loaded, [term.read for term in terms], most_tokens):
-            read = [terms[number] for number in numbers]
+        teacher_logits = _untrained_logits(model, terms, most_tokens)
+        for numbers, logits in read_packed(model.loaded, [term.prompt for term in terms], most_tokens):
+            pass_terms = [terms[number] for number in numbers]
             term_losses = [
-                term.loss(term_logits, None if term.taught is None else said[term.taught])
-                for term, term_logits in zip(read, logits, strict=True)
+                term.loss(term_logits, None if term.teacher_prompt is None else teacher_logits[term.teacher_prompt])
+                for term, term_logits in zip(pass_terms, logits, strict=True)
             ]
             torch.autograd.backward([loss / divisor for loss in term_losses])
             losses += [float(loss.detach()) for loss in term_losses]
@@ -79,14 +79,16 @@ def add_gradients(model: TunedModel, terms: Sequence[LossTerm], divisor: int, mo
 
 def _untrained_logits(model: TunedModel, terms: Sequence[LossTerm], most_tokens: int) -> dict[AnsweredPrompt, Tensor]:
     """Return the logits of the untrained model for each prompt that it reads."""
-    taught = list(dict.fromkeys(term.taught for term in terms if term.taught is not None))
-    if not taught:
+    prompts = list(dict.fromkeys(term.teacher_prompt for term in terms if term.teacher_prompt is not None))
+    if not prompts:
         return {}
-    said: dict[AnsweredPrompt, Tensor] = {}
+    teacher_logits: dict[AnsweredPrompt, Tensor] = {}
     with model.untrained() as teacher:
-        for numbers, logits in read_packed(teacher, taught, most_tokens):
-            said |= {taught[number]: prompt_logits for number, prompt_logits in zip(numbers, logits, strict=True)}
-    return said
+        for numbers, logits in read_packed(teacher, prompts, most_tokens):
+            teacher_logits |= {
+                prompts[number]: prompt_logits for number, prompt_logits in zip(numbers, logits, strict=True)
+            }
+    return teacher_logits
 
 
 class Objective(Protocol):

@@ -149,8 +149,8 @@ def checked_ranking(
     for document in returned:
         name = str(document.id)
         if document.id not in candidate_ids or name in scores:
-            what = "twice" if name in scores else "that it was not given"
-            raise EvaluationError(f"{label} returned document {document.id!r} of query {query!r} {what}")
+            problem = "twice" if name in scores else "that it was not given"
+            raise EvaluationError(f"{label} returned document {document.id!r} of query {query!r} {problem}")
         score = (document.metadata or {}).get("relevance_score")
         if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
             raise EvaluationError(

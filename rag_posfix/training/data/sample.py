@@ -209,11 +209,11 @@ class SampleMaker:
         tokens = sum(self._count(segment.text) for segment in pair.segments)
         around: list[Segment] = []
         while tokens < target:
-            other = self._filler(source, pair, around, random)
-            more = self._count(other.text)
+            filler = self._filler(source, pair, around, random)
+            more = self._count(filler.text)
             if around and tokens + more / 2 > target:
                 break
-            around.append(other)
+            around.append(filler)
             tokens += more
         total = len(around) + len(pair.segments)
         positions = sorted(random.sample(range(total), len(pair.segments)))
@@ -234,12 +234,12 @@ class SampleMaker:
         distractors = random.sample(pair.around, len(pair.around))
         for draw in range(len(distractors) + MOST_DRAWS):
             if draw < len(distractors):
-                other = distractors[draw]
+                filler = distractors[draw]
             else:
-                other = random.choice(self._segments) if self._segments else source.filler(random)
-            answered = answer_in.search(other.text) is not None
-            if other.text not in used_texts and not answered and not self._contamination.in_segment(other):
-                return other
+                filler = random.choice(self._segments) if self._segments else source.filler(random)
+            answered = answer_in.search(filler.text) is not None
+            if filler.text not in used_texts and not answered and not self._contamination.in_segment(filler):
+                return filler
         raise ConfigError(
             f"{source.name}: too few different segments to stand around a pair ({len(around)} found); give more "
             "--texts or lower --max-tokens"

@@ -72,12 +72,12 @@ def read_answer(text: str, segments: tuple[Segment, ...]) -> Pair | None:
     """Return the pair of a teacher's answer, or None if it has another form or an answer of its own."""
     match = _OBJECT.search(text)
     try:
-        read = json.loads(match[0]) if match else None
+        payload = json.loads(match[0]) if match else None
     except ValueError:
         return None
-    if not isinstance(read, dict):
+    if not isinstance(payload, dict):
         return None
-    question, answer = read.get("question"), read.get("answer")
+    question, answer = payload.get("question"), payload.get("answer")
     if not (isinstance(question, str) and isinstance(answer, str) and question.strip() and answer.strip()):
         return None
     if len(segments) == 1 and answer.strip().lower() not in segments[0].text.lower():
