@@ -192,7 +192,7 @@ def passes_of(monkeypatch, run):
 def test_the_untrained_model_reads_packed_prompts_once(folders, monkeypatch):
     model = trained(folders, SETTINGS)
     terms = terms_of(model, list(read_samples(folders[1]))[:4], "distill")
-    sizes = [one.read.n_tokens for one in terms]
+    sizes = [one.prompt.n_tokens for one in terms]
     found = passes_of(monkeypatch, lambda: add_gradients(model, terms, 4, 10_000))
     assert found == [sum(sizes) // 2, sum(sizes)]  # four prompts of the teacher, eight of the student
 
