@@ -13,7 +13,7 @@ QUERY_BLOCK = 256
 
 
 FOLD_FROM = 32
-"""Queries from which the heads of a group are computed as more queries of one head: larger pieces of work. So is a
+"""Queries from which the heads of a group are computed as more queries of one head: larger units of work. So is a
 single query, for which the keys would be read once for every head of the group."""
 
 
@@ -51,7 +51,7 @@ def attend_with_lse(
 
 
 def has_lse_kernel(device: torch.device) -> bool:
-    """Return whether a fused kernel that returns the log-sum-exp is at hand."""
+    """Return whether a fused kernel returns the log-sum-exp on a device."""
     return device.type in LSE_KERNELS
 
 
@@ -89,14 +89,14 @@ def flash(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: boo
 
 def efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of PyTorch's memory-efficient attention, which pads the latter."""
-    found = torch.ops.aten._scaled_dot_product_efficient_attention(
+    out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, None, True, 0.0, causal, scale=scaling
-    )
-    return found[0], found[1][..., : query.shape[2]]
+    )[:2]
+    return out, lse[..., : query.shape[2]]
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return the same as ``attend_with_lse``: the query heads of a group stand one after another as more queries."""
+    """Return the same as ``attend_with_lse``: the query heads of a group become more queries of one head."""
     folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, Hkv, G Tq, D)
     out, lse = attend_with_lse(folded, key, value, scaling)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
@@ -109,24 +109,24 @@ LSE_KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Ten
 """Attention with its log-sum-exp by the type of the device; elsewhere it is computed in blocks."""
 
 
-def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def merge(segments: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return attention over the union of disjoint segments of keys.
 
     Formula: w_g = softmax_g(lse_g); out = sum_g w_g out_g; lse = logsumexp_g(lse_g).
 
     Shapes:
-        parts: (B, Hq, Tq, D) and (B, Hq, Tq) each.
-        returns: the same shapes, in the dtype of the first part.
+        segments: (B, Hq, Tq, D) and (B, Hq, Tq) each.
+        returns: the same shapes, in the dtype of the first output.
     """
-    if len(parts) == 1:
-        return parts[0]
-    lses = torch.stack([lse for _, lse in parts])
+    if len(segments) == 1:
+        return segments[0]
+    lses = torch.stack([lse for _, lse in segments])
     total = lses.logsumexp(dim=0)
     weights = (lses - total).exp().unsqueeze(-1).unbind()
-    out = parts[0][0].float() * weights[0]
-    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
-        out.addcmul_(part.float(), weight)
-    return out.to(parts[0][0].dtype), total
+    out = segments[0][0].float() * weights[0]
+    for (segment_out, _), weight in zip(segments[1:], weights[1:], strict=True):
+        out.addcmul_(segment_out.float(), weight)
+    return out.to(segments[0][0].dtype), total
 
 
 def attend_segments(
@@ -140,13 +140,13 @@ def attend_segments(
         query: (B, Hq, Tq, D), the tokens start..start + Tq - 1. key, value: (B, Hkv, Tk, D), from token 0.
     """
     stop = start + query.shape[2]
-    parts = [
+    outs = [
         attend_with_lse(query, key[:, :, first:last], value[:, :, first:last], scaling)
         for first, last in segments
         if first < last
     ]
-    parts.append(attend_with_lse(query, key[:, :, start:stop], value[:, :, start:stop], scaling, causal=True))
-    return merge(parts)
+    outs.append(attend_with_lse(query, key[:, :, start:stop], value[:, :, start:stop], scaling, causal=True))
+    return merge(outs)
 
 
 def last_row(query: Tensor, key: Tensor, scaling: float) -> Tensor:

@@ -12,16 +12,16 @@ from rag_posfix.attention.blockwise import QUERY_BLOCK
 from rag_posfix.plan.plan import AttentionInput, AttentionOverride
 
 
-def deviation(fresh: Tensor, kept: Tensor) -> Tensor:
-    """Return how far each token's values are from what they should be, (T,) float32.
+def deviation(fresh: Tensor, cached: Tensor) -> Tensor:
+    """Return how far each token's cached values are from the recomputed ones, (T,) float32.
 
     Source: Yao et al. (2024), CacheBlend, section 4.2, https://arxiv.org/abs/2405.16444
-    Formula: the sum of (V - V kept)^2 over heads and channels.
+    Formula: the sum of (V - V cached)^2 over heads and channels.
 
     Shapes:
-        fresh, kept: (1, Hkv, T, D), values of one layer.
+        fresh, cached: (1, Hkv, T, D), values of one layer.
     """
-    return (fresh.float() - kept.float()).square().sum(dim=(0, 1, 3))
+    return (fresh.float() - cached.float()).square().sum(dim=(0, 1, 3))
 
 
 def most_deviating(deviations: Tensor, start: int, fraction: float) -> Tensor:
@@ -42,8 +42,8 @@ def first_tokens(spans: list[tuple[int, int]], fraction: float) -> Tensor:
 
     Source: Hu et al. (2024), EPIC, section 4 (LegoLink), https://arxiv.org/abs/2410.15332
     """
-    found = [torch.arange(start, start + _share(fraction, stop - start)) for start, stop in spans]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.long)
+    tokens = [torch.arange(start, start + _share(fraction, stop - start)) for start, stop in spans]
+    return torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.long)
 
 
 def _share(fraction: float, count: int) -> int:
@@ -55,7 +55,7 @@ class SelectedAttention(AttentionOverride):
     """Some tokens of a prompt, anywhere in it, see every token up to themselves.
 
     Args:
-        chosen: (n,) int64, which tokens the queries are, ascending. The keys are those of the whole prompt.
+        chosen: (n,) int64, which tokens the queries are, ascending. The keys cover the full prompt.
     """
 
     needs_mask: ClassVar[bool] = False
@@ -68,10 +68,10 @@ class SelectedAttention(AttentionOverride):
         self._lasts: list[int] = lasts.tolist()  # once, not in every layer: it waits for the device
 
     def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
-        """AttentionOverride block by block: a (256, Tk) mask at a time."""
+        """Attend block by block: a (256, Tk) mask at a time."""
         outs = []
-        for block, newest in enumerate(self._lasts):
-            first, last = block * QUERY_BLOCK, newest + 1
+        for block, last_token in enumerate(self._lasts):
+            first, last = block * QUERY_BLOCK, last_token + 1
             chosen = self._chosen[first : first + QUERY_BLOCK]
             query = inputs.query[:, :, first : first + QUERY_BLOCK]
             outs.append(_masked(query, inputs.key[:, :, :last], inputs.value[:, :, :last], chosen, inputs.scaling))

@@ -36,8 +36,8 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> 
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
     if has_lse_kernel(query.device):
         return attend_with_lse(query, key, value, scaling, causal=True)[0]
-    at = torch.arange(n_key, device=key.device)
-    mask = at[None, :] <= at[n_key - n_query :, None]
+    index = torch.arange(n_key, device=key.device)
+    mask = index[None, :] <= index[n_key - n_query :, None]
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa)
 
 
@@ -78,17 +78,17 @@ def attend_causal_fast(query: Tensor, key: Tensor, value: Tensor, scaling: float
     return attend_with_lse(query, key, value, scaling, causal=True)[0]
 
 
-def attend_causal_each(parts: Iterable[tuple[Tensor, Tensor, Tensor]], scaling: float) -> Tensor:
-    """Return ``attend_causal_fast`` of several queries, keys and values, the outputs end to end.
+def attend_causal_each(segments: Iterable[tuple[Tensor, Tensor, Tensor]], scaling: float) -> Tensor:
+    """Return ``attend_causal_fast`` of several segments (query, key, value), the outputs end to end.
 
-    Attention to what is before the queries and to themselves is merged once for all parts: fewer calls.
+    Attention to the keys before the queries and to the queries' own keys is merged once for all segments: fewer calls.
 
     Shapes:
-        parts: as ``attend_causal_fast``, each with keys before the queries, or one part alone with tokens.
+        segments: as ``attend_causal_fast``; each has keys before its queries, or only one has tokens.
         returns: (B, Hq, sum of Tq, D).
     """
     outs, before, within = [], [], []
-    for query, key, value in parts:
+    for query, key, value in segments:
         past = key.shape[2] - query.shape[2]
         if _in_tiles(query) or not past:
             outs.append(attend_causal_fast(query, key, value, scaling))
@@ -100,13 +100,13 @@ def attend_causal_each(parts: Iterable[tuple[Tensor, Tensor, Tensor]], scaling: 
     return torch.cat(outs, dim=2)
 
 
-def _end_to_end(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    outs, lses = zip(*parts, strict=True)
+def _end_to_end(outputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    outs, lses = zip(*outputs, strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
 def _in_tiles(query: Tensor) -> bool:
-    """Return whether plain products are faster than the fused kernel: on CPUs those of bfloat16 are."""
+    """Return whether plain products are faster than the fused kernel: on CPUs they are in bfloat16."""
     return query.device.type == "cpu" and query.dtype is torch.bfloat16
 
 
@@ -125,11 +125,11 @@ def attend_causal_tiled(query: Tensor, key: Tensor, value: Tensor, scaling: floa
     out, unused = torch.empty_like(query), query.new_zeros(1)
     index = torch.arange(n_query, device=query.device)
     for heads, rows in tiles(n_key_heads, groups, n_query, n_key):
-        part = query[heads, :, rows]  # (h, G, rows, D)
-        scores = torch.baddbmm(unused, part.flatten(1, 2), key[heads].transpose(1, 2), beta=0, alpha=scaling)
-        own_scores = scores.view(*part.shape[:3], n_key)[..., n_key - n_query :]
+        tile = query[heads, :, rows]  # (h, G, rows, D)
+        scores = torch.baddbmm(unused, tile.flatten(1, 2), key[heads].transpose(1, 2), beta=0, alpha=scaling)
+        own_scores = scores.view(*tile.shape[:3], n_key)[..., n_key - n_query :]
         own_scores.masked_fill_(index > index[rows, None], float("-inf"))
-        out[heads, :, rows] = torch.bmm(scores.softmax(dim=-1), value[heads]).view(part.shape)
+        out[heads, :, rows] = torch.bmm(scores.softmax(dim=-1), value[heads]).view(tile.shape)
     return out
 
 
@@ -140,8 +140,8 @@ def tiles(n_key_heads: int, groups: int, n_query: int, n_key: int) -> Iterator[t
     """
     if not n_query:
         return
-    most = max(1, TILE_SCORES // (groups * n_key))
-    rows = -(-n_query // -(-n_query // most))  # tiles of one size
+    max_rows = max(1, TILE_SCORES // (groups * n_key))
+    rows = -(-n_query // -(-n_query // max_rows))  # tiles of one size
     heads = max(1, TILE_SCORES // (groups * rows * n_key))
     for first in range(0, n_query, rows):
         for head in range(0, n_key_heads, heads):

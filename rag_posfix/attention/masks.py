@@ -21,7 +21,7 @@ def causal_mask(query: Tensor, key: Tensor) -> Tensor:
 
 
 def block_diagonal_mask(masks: Sequence[MaskFunction], lengths: Sequence[int]) -> MaskFunction:
-    """Return the mask of prompts that stand one after another: each has its own mask and sees nothing of the others.
+    """Return the mask of concatenated prompts: each has its own mask and does not see the other prompts.
 
     Args:
         masks: The mask of each prompt, whose tokens count from 0.
@@ -120,19 +120,19 @@ class WindowedAttention(AttentionOverride):
         self.standard_from = layout.suffix.start
 
     def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
-        """AttentionOverride window by window; the whole prompt arrives in one pass."""
+        """Attend window by window; the prompt arrives in one pass."""
         query, key, value, end = inputs.query, inputs.key, inputs.value, self.standard_from or 0
         outs = []
         for start, stop, seen in self._segments(end, query.shape[2]):
             if start < stop:
-                part = query[:, :, start:stop]
-                outs.append(attend_segments(part, key, value, inputs.scaling, start, seen)[0])
+                window = query[:, :, start:stop]
+                outs.append(attend_segments(window, key, value, inputs.scaling, start, seen)[0])
         return torch.cat(outs, dim=2), None
 
     def visible(self, n_tokens: int) -> Tensor | None:
         """Return the windows' mask."""
-        at = torch.arange(n_tokens)
-        return self._mask(at[:, None], at[None, :])
+        index = torch.arange(n_tokens)
+        return self._mask(index[:, None], index[None, :])
 
     def _segments(self, end: int, n_tokens: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
         """Return (first, last excluded, segments it sees) of prefix, windows and suffix."""

@@ -59,8 +59,8 @@ def document_importance(query: Tensor, key: Tensor, share: Tensor, scaling: floa
     mass = query.new_zeros((n_key_heads, groups, key.shape[1]), dtype=torch.float32)  # what each token gets from all m
     unused = query.new_zeros(1)
     for heads, rows in tiles(n_key_heads, groups, n_query, key.shape[1]):
-        part = query[heads, :, rows].flatten(1, 2)  # (h, G rows, D)
-        scores = torch.baddbmm(unused, part, key[heads].transpose(1, 2), beta=0, alpha=scaling)
+        tile = query[heads, :, rows].flatten(1, 2)  # (h, G rows, D)
+        scores = torch.baddbmm(unused, tile, key[heads].transpose(1, 2), beta=0, alpha=scaling)
         weights = scores.softmax(dim=-1).view(-1, rows.stop - rows.start, key.shape[1])  # (h G, rows, S)
         summed = torch.bmm(weights.new_ones(len(weights), 1, weights.shape[1]), weights)
         mass[heads].add_(summed.view(-1, groups, key.shape[1]))
@@ -86,7 +86,7 @@ ROWS = 64
 
 @dataclass(frozen=True, eq=False)
 class ImportanceOrderedAttention(AttentionOverride):
-    """Documents see each other whole; to each query the documents that matter most to it stand nearest.
+    """Documents see each other in full; for each query the documents that matter most to it are nearest.
 
     Source: Wang et al. (2024), Eliminating Position Bias of Language Models, section 3.3,
         https://arxiv.org/abs/2407.01100
@@ -96,7 +96,7 @@ class ImportanceOrderedAttention(AttentionOverride):
     for all of its tokens.
 
     Attributes:
-        spans: Where prefix and documents stand in the prompt.
+        spans: Positions of prefix and documents in the prompt.
         lengths: (N,) tokens of each document, n_j.
         segments: (P + S,) the segment of each token: 0 prefix, 1..N documents.
         offsets: (P + S,) position of each token inside of its segment.
@@ -146,24 +146,24 @@ class ImportanceOrderedAttention(AttentionOverride):
 
     def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Return the output and the last query's attention."""
-        now, end, n_key = _Pass(self, inputs), len(self.offsets), inputs.key.shape[2]
-        outs = [now.read_prefix(), now.read_documents()] if inputs.start == 0 else []
-        newest = None
+        attention_pass, end, n_key = _Pass(self, inputs), len(self.offsets), inputs.key.shape[2]
+        outs = [attention_pass.read_prefix(), attention_pass.read_documents()] if inputs.start == 0 else []
+        last_attention = None
         for first in range(max(inputs.start, end), n_key, ROWS):
-            out, newest = now.read_after(first, min(first + ROWS, n_key))
+            out, last_attention = attention_pass.read_after(first, min(first + ROWS, n_key))
             outs.append(out)
-        return torch.cat([out.to(inputs.query.dtype) for out in outs], dim=1)[None], newest
+        return torch.cat([out.to(inputs.query.dtype) for out in outs], dim=1)[None], last_attention
 
 
 def repeat_twice(states: Tensor, dim: int = -2) -> Tensor:
-    """Return tokens two times one after another: all but one document is a slice of that, in a circle."""
+    """Repeat the tokens: all documents but one are then one slice, in cyclic order."""
     return torch.cat((states, states), dim=dim)
 
 
 class _Pass:
     """One layer's attention in one forward pass. The batch axis is left out throughout.
 
-    ``home``: rotated to the position of the token inside of its own segment. ``grouped``: (Hkv, G, ...) instead of
+    ``relative_...``: rotated to the position of the token in its segment. ``grouped``: (Hkv, G, ...) instead of
     (Hq, ...), so that the G query heads of a key head broadcast over it.
     """
 
@@ -187,32 +187,34 @@ class _Pass:
         span, dtype = self.spans[0], self.inputs.query.dtype
         if span.start == span.stop:
             return self.inputs.query[0, :, :0]
-        query, key = (part.tokens(span).vectors(dtype)[None] for part in (self._relative_query(), self.relative_key))
+        query = self._relative_query().tokens(span).vectors(dtype)[None]
+        key = self.relative_key.tokens(span).vectors(dtype)[None]
         return attend_with_lse(query, key, self.inputs.value[:, :, span], self.inputs.scaling, causal=True)[0][0]
 
     def read_documents(self) -> Tensor:
         """Return the output of the documents, (Hq, S, D).
 
-        Queries stay at home; all other segments are moved to where they stand as seen from the document's beginning.
+        Queries keep their own position; all other segments are moved to their positions relative to the document's
+        beginning.
         """
         inputs, phases, query, dtype = self.inputs, self._moves(), self._relative_query(), self.inputs.query.dtype
         segment_relative = self.relative_key.tokens(slice(0, self.end))
-        pairs, rest = repeat_twice(segment_relative.pairs), repeat_twice(segment_relative.rest)
-        doubled = ComplexPairs(pairs, rest).grouped(1)  # (Hkv, 1, 2 (P + S), ...)
+        pairs, unrotated = repeat_twice(segment_relative.pairs), repeat_twice(segment_relative.unrotated)
+        doubled = ComplexPairs(pairs, unrotated).grouped(1)  # (Hkv, 1, 2 (P + S), ...)
         segments = repeat_twice(self.segments, 0)
         # Moved keys differ between the heads of a group, and the kernels want as many heads of values.
         value = repeat_twice(inputs.value[:, :, : self.end].repeat_interleave(self.groups, dim=1))
         buffer = phases.new_empty(*phases.shape[1:3], self.end, phases.shape[-1])
         queries = query.vectors(dtype)[None]
 
-        def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        def document_segments() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for span, moves in zip(self.spans[1:], phases, strict=True):
                 seen = slice(span.stop, self.end + span.stop)  # those after, the prefix, those before, and itself
                 torch.index_select(moves, 2, segments[seen], out=buffer).mul_(doubled.pairs[..., seen, :])
-                key = ComplexPairs(buffer, doubled.rest[..., seen, :]).vectors(dtype).flatten(0, 1)[None]
+                key = ComplexPairs(buffer, doubled.unrotated[..., seen, :]).vectors(dtype).flatten(0, 1)[None]
                 yield queries[:, :, span], key, value[:, :, seen]
 
-        return attend_causal_each(parts(), inputs.scaling)[0]
+        return attend_causal_each(document_segments(), inputs.scaling)[0]
 
     def _moves(self) -> Tensor:
         """Return what moves each segment for each document's queries, (N, Hkv, G, 1 + N, pairs) complex.
@@ -222,9 +224,9 @@ class _Pass:
         before = -distances(self._between_documents(), self.lengths)  # (N, Hq, N)
         before.diagonal(dim1=0, dim2=2).zero_()
         prefix = (self.lengths - self.end).float()[:, None, None].expand(-1, before.shape[1], 1)
-        at = torch.cat((prefix, before), dim=-1).transpose(0, 1)  # (Hq, N, 1 + N)
-        phases = torch.unflatten(self.inputs.rotate.phases(at.flatten(1)[None])[0], 1, at.shape[1:])
-        phases = phases / phases.abs()  # scaling is in the home rotation
+        positions = torch.cat((prefix, before), dim=-1).transpose(0, 1)  # (Hq, N, 1 + N)
+        phases = torch.unflatten(self.inputs.rotate.phases(positions.flatten(1)[None])[0], 1, positions.shape[1:])
+        phases = phases / phases.abs()  # scaling is in the segment-relative rotation
         return torch.unflatten(phases.transpose(0, 1), 1, (-1, self.groups))
 
     def _between_documents(self) -> Tensor:
@@ -240,14 +242,15 @@ class _Pass:
             )
             rows = []
             for span in self.spans[1:]:
-                others = slice(span.stop - begin, self.end + span.start - 2 * begin)
-                rows.append(document_importance(query[:, :, span], key[:, others], share[others], inputs.scaling))
+                other_documents = slice(span.stop - begin, self.end + span.start - 2 * begin)
+                others_key, others_share = key[:, other_documents], share[other_documents]
+                rows.append(document_importance(query[:, :, span], others_key, others_share, inputs.scaling))
             importance = torch.stack(rows).flatten(1, 2)
         importance.diagonal(dim1=0, dim2=2).fill_(float("-inf"))
         return importance
 
     def _relative_query(self) -> ComplexPairs:
-        """Return the queries of prefix and documents at home; for passes that read the whole prompt."""
+        """Return the queries of prefix and documents, segment-relative; for passes that read the whole prompt."""
         phases = self.relative_phases[:, : self.end]
         if phases.shape[0] > 1:
             phases = phases.repeat_interleave(self.groups, dim=0)
@@ -256,7 +259,8 @@ class _Pass:
     def read_after(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return the output of the tokens ``first`` to ``last``, (Hq, m, D), and the last one's attention, (1, Tk).
 
-        Keys stay at home; queries are moved to where they stand as seen from each segment's beginning.
+        Keys keep their position in the segment; queries are moved to their positions relative to each segment's
+        beginning.
         """
         inputs = self.inputs
         query = self.query.tokens(slice(first - inputs.start, last - inputs.start))
@@ -266,7 +270,7 @@ class _Pass:
         segment_relative = self.relative_key.tokens(slice(0, last)).vectors().transpose(1, 2)  # (Hkv, D, Tk)
         spans = (*self.spans, slice(self.end, last))
         scores = torch.cat(
-            [part @ segment_relative[:, :, span] for part, span in zip(moved, spans, strict=True)], dim=-1
+            [states @ segment_relative[:, :, span] for states, span in zip(moved, spans, strict=True)], dim=-1
         )
         scores = scores.view(query.pairs.shape[0], last - first, last)  # (Hq, m, Tk)
         index = torch.arange(last, device=scores.device)
@@ -286,5 +290,6 @@ class _Pass:
         begin = torch.nn.functional.pad(begin, (0, 1), value=float(self.end))
         begin = begin.view(self.inputs.query.shape[1], -1, len(self.spans) + 1)  # (Hq, m, N + 2)
         index = torch.arange(first, first + begin.shape[1], device=begin.device)
-        at = (index[:, None] - begin).transpose(1, 2)  # (Hq, N + 2, m)
-        return torch.unflatten(self.inputs.rotate.phases(at.flatten(1)[None])[0], 1, at.shape[1:]).transpose(0, 1)
+        positions = (index[:, None] - begin).transpose(1, 2)  # (Hq, N + 2, m)
+        phases = self.inputs.rotate.phases(positions.flatten(1)[None])[0]
+        return torch.unflatten(phases, 1, positions.shape[1:]).transpose(0, 1)

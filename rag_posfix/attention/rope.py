@@ -22,10 +22,10 @@ def rotate_half_split(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         states: (B, H, T, D). cos, sin: broadcast to (B, H, T, rotated), in the dtype of ``states``.
     """
     n_rotated = cos.shape[-1]
-    rotated, kept = states[..., :n_rotated], states[..., n_rotated:]
+    rotated, unrotated = states[..., :n_rotated], states[..., n_rotated:]
     first, second = rotated.chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((rotated, kept), dim=-1) if kept.shape[-1] else rotated
+    return torch.cat((rotated, unrotated), dim=-1) if unrotated.shape[-1] else rotated
 
 
 def add_rotation(states: Tensor, phases: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def add_rotation(states: Tensor, phases: Tensor) -> Tensor:
     phases = phases / phases.abs()
     if 1 < phases.shape[1] < states.shape[1]:  # the query heads of a group add_rotation like their key head
         phases = phases.repeat_interleave(states.shape[1] // phases.shape[1], dim=1)
-    cos, sin = (torch.cat((part, part), dim=-1) for part in (phases.real, phases.imag))
+    cos, sin = (torch.cat((values, values), dim=-1) for values in (phases.real, phases.imag))
     return rotate_half_split(states.float(), cos, sin).to(states.dtype)
 
 
@@ -53,11 +53,11 @@ class ComplexPairs:
     Formula: (x1, x2) -> z = x1 + i x2; rotated by the angle a: z e^(ia); by a and then b: z e^(ia) e^(ib).
 
     Shapes:
-        pairs: (..., H, T, pairs) complex64. rest: (..., H, T, D - 2 pairs) float32, the channels that do not rotate.
+        pairs: (..., H, T, pairs) complex64. unrotated: (..., H, T, D - 2 pairs) float32, channels that do not rotate.
     """
 
     pairs: Tensor
-    rest: Tensor
+    unrotated: Tensor
 
     @classmethod
     def of(cls, states: Tensor, n_pairs: int) -> ComplexPairs:
@@ -68,23 +68,23 @@ class ComplexPairs:
 
     def rotated(self, phases: Tensor) -> ComplexPairs:
         """Return the vectors rotated; ``phases`` broadcasts with (..., H, T, pairs)."""
-        return ComplexPairs(self.pairs * phases, self.rest)
+        return ComplexPairs(self.pairs * phases, self.unrotated)
 
     def tokens(self, which: slice) -> ComplexPairs:
         """Return some of the tokens."""
-        return ComplexPairs(self.pairs[..., which, :], self.rest[..., which, :])
+        return ComplexPairs(self.pairs[..., which, :], self.unrotated[..., which, :])
 
     def grouped(self, groups: int) -> ComplexPairs:
         """Return the vectors with the head axis split in two, (..., H / groups, groups, T, D)."""
-        return ComplexPairs(*(torch.unflatten(part, -3, (-1, groups)) for part in (self.pairs, self.rest)))
+        return ComplexPairs(*(torch.unflatten(states, -3, (-1, groups)) for states in (self.pairs, self.unrotated)))
 
     def vectors(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return (..., H, T, D) real, channels reordered, all vectors' alike: scalar products stay what they were."""
         flat = torch.view_as_real(self.pairs).flatten(-2).to(dtype)
-        if not self.rest.shape[-1]:
+        if not self.unrotated.shape[-1]:
             return flat
-        rest = self.rest.to(dtype).expand(*flat.shape[:-1], self.rest.shape[-1])
-        return torch.cat((flat, rest), dim=-1)
+        unrotated = self.unrotated.to(dtype).expand(*flat.shape[:-1], self.unrotated.shape[-1])
+        return torch.cat((flat, unrotated), dim=-1)
 
 
 TROUGH_SHARE = 0.1

@@ -12,7 +12,7 @@ from rag_posfix.attention.blockwise import scores
 from rag_posfix.attention.causal import runs
 
 ROWS = 64
-"""Queries at a time whose attention is materialised."""
+"""Number of queries whose attention is materialised at a time."""
 
 
 def last_query_attention(
@@ -34,9 +34,9 @@ def last_query_attention(
     Cost: the rows of the score matrix that are asked for, at most 64 at a time: (B, Hq, 64, Tk).
 
     Shapes:
-        query: (B, Hq, Tq, D), the newest of the tokens that the keys belong to. key: (B, Hkv, Tk, D).
+        query: (B, Hq, Tq, D), the last of the tokens that the keys belong to. key: (B, Hkv, Tk, D).
         attention_mask: (B, 1, Tq, Tk), bool or additive; None is causal.
-        starts: the first key of each row; those before it get 0.
+        starts: the first key of each row; keys before it get 0.
         returns: (B, Tk), each row sums to 1.
     """
     blocks = _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, approximate)
@@ -79,9 +79,9 @@ def _row_blocks(
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield the probabilities of some of the last queries, (B, Hq, R, Tk), and their share of the ``count``."""
     n_query = query.shape[2]
-    for at in range(n_query - count, n_query, ROWS):
-        stop = min(at + ROWS, n_query)
-        rows = query[:, :, at:stop]
+    for start in range(n_query - count, n_query, ROWS):
+        stop = min(start + ROWS, n_query)
+        rows = query[:, :, start:stop]
         score = _approximate_scores if approximate else scores
         logits = score(rows, key, scaling)  # (B, Hq, stop - at, Tk)
         if softcap is not None:
@@ -91,7 +91,7 @@ def _row_blocks(
             for rows_alike, first in runs(starts):  # slices, not a mask: a mask would be an upload in every layer
                 if first:
                     logits[rows_alike, :, :, :first] = float("-inf")
-        yield logits.softmax(dim=-1), (stop - at) / count
+        yield logits.softmax(dim=-1), (stop - start) / count
 
 
 def _masked(logits: Tensor, mask: Tensor | None, after: int) -> Tensor:
@@ -103,8 +103,8 @@ def _masked(logits: Tensor, mask: Tensor | None, after: int) -> Tensor:
         return logits.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else logits + rows.float()
     if n_rows + after == 1:  # the last query sees every key
         return logits
-    newest = torch.arange(n_key - after - n_rows, n_key - after, device=logits.device)[:, None]
-    return logits.masked_fill(torch.arange(n_key, device=logits.device) > newest, float("-inf"))
+    last_visible = torch.arange(n_key - after - n_rows, n_key - after, device=logits.device)[:, None]
+    return logits.masked_fill(torch.arange(n_key, device=logits.device) > last_visible, float("-inf"))
 
 
 def _approximate_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:

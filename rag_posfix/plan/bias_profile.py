@@ -3,7 +3,7 @@
 A slot profile holds one number for each slot of a prompt: the attention that a dummy passage got there. A channel
 profile names the hidden channel that follows the position. A head list names the attention heads that find passages.
 The probes write them as JSON files; methods take values. Slot profiles and head lists of the packaged models are
-shipped: where a method takes the path of a file, ``smollm2`` or ``gemma3-270m`` is that of the model.
+shipped: where a method takes the path of a file, ``smollm2`` or ``gemma3-270m`` names the file of that model.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def bias_profile_from(parameter: str) -> FileReader:
 
 def _slot_profile(parameter: str, path: str) -> Mapping[str, Any]:
     data = _read_json(path, 'a JSON object {"profile": [...]}, as rag-posfix probe slot-attention writes it')
-    found = data.get("profile") if isinstance(data, dict) else data
-    if not isinstance(found, list):
+    profile = data.get("profile") if isinstance(data, dict) else data
+    if not isinstance(profile, list):
         raise ConfigError(f"{path!r} holds no profile; give a record of rag-posfix probe slot-attention")
-    return {parameter: tuple(found)}
+    return {parameter: tuple(profile)}
 
 
 def read_channel_profile(path: str) -> Mapping[str, Any]:
@@ -78,10 +78,10 @@ def read_head_list(path: str) -> Mapping[str, Any]:
     data = _read_json(
         path, 'a JSON object {"heads": [[layer, head], ...]}, as rag-posfix probe retrieval-heads writes it'
     )
-    found = data.get("heads") if isinstance(data, dict) else data
-    if not isinstance(found, list):
+    heads = data.get("heads") if isinstance(data, dict) else data
+    if not isinstance(heads, list):
         raise ConfigError(f"{path!r} holds no heads; give a record of rag-posfix probe retrieval-heads")
-    return {"heads": found}
+    return {"heads": heads}
 
 
 def packaged_profiles() -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def packaged_profiles() -> tuple[str, ...]:
 
 
 def _read_json(path: str, expected: str) -> Any:
-    """Return what a regular file holds; devices and pipes are refused, and no more than ``FILE_BYTES`` are read.
+    """Return the JSON of a regular file; reject devices and pipes, and read at most ``FILE_BYTES``.
 
     The name of a packaged model is its shipped profile, unless a file has that name.
     """
@@ -98,13 +98,13 @@ def _read_json(path: str, expected: str) -> Any:
         path = str(PACKAGED / f"{path}.json")
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with os.fdopen(descriptor, "rb") as opened:
-            status = os.fstat(opened.fileno())
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{path!r} is not a regular file; give the path of {expected}")
             if status.st_size > FILE_BYTES:
                 raise ConfigError(f"{path!r} has more than {FILE_BYTES} bytes; give the path of {expected}")
-            return json.loads(opened.read(FILE_BYTES + 1))
+            return json.loads(file.read(FILE_BYTES + 1))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -123,9 +123,9 @@ def stretched(profile: Sequence[float], count: int) -> tuple[float, ...]:
     pairs = list(pairwise(profile))
     for slot in range(count):
         # In whole numbers, so that slots that mirror each other get the same value.
-        left, rest = divmod(slot * len(pairs), count - 1)
+        left, remainder = divmod(slot * len(pairs), count - 1)
         low, high = pairs[left] if left < len(pairs) else (profile[-1], profile[-1])
-        values.append((low * (count - 1 - rest) + high * rest) / (count - 1))
+        values.append((low * (count - 1 - remainder) + high * remainder) / (count - 1))
     return tuple(values)
 
 
@@ -139,16 +139,16 @@ def scaled(profile: Sequence[float], measured: Sequence[float]) -> tuple[float, 
         measured: The attention in each slot of the prompt.
     """
     largest = max(profile)  # divided by it, numbers near the smallest of floats keep their digits
-    found = stretched([value / largest for value in profile], len(measured))
-    total = math.fsum(found)
-    return tuple(value * math.fsum(measured) / total for value in found) if total > 0 else found
+    resized = stretched([value / largest for value in profile], len(measured))
+    total = math.fsum(resized)
+    return tuple(value * math.fsum(measured) / total for value in resized) if total > 0 else resized
 
 
 FILLER_TOKENS = 16
 
 
 def filler(layout: Layout) -> tuple[int, ...]:
-    """Return the tokens that stand in the most passages, up to 16: words that tell no passage from another.
+    """Return the tokens that are in the most passages, up to 16: words that distinguish no passages.
 
     Of tokens in equally many passages, the more frequent comes first, then the smaller id. The order of the passages
     makes no difference.

@@ -43,7 +43,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A tokenised prompt and where its parts stand.
+    """A tokenised prompt and the spans of its segments.
 
     The prompt is prefix, passages, suffix, without gaps: ``prefix`` starts at 0, each passage starts where the
     one before it ends, and ``suffix`` ends with the prompt. A passage's segment holds its heading, its text and
@@ -76,13 +76,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         bounds = [self.prefix, *self.passages, self.suffix]
-        at = 0
+        offset = 0
         for span in bounds:
-            if span.start != at:
-                raise ConfigError(f"layout segments must touch: expected a start of {at}, got {span}")
-            at = span.stop
-        if at != len(self.token_ids) or not len(self.suffix):
-            raise ConfigError(f"layout must cover its {len(self.token_ids)} tokens and end in a suffix, got {at}")
+            if span.start != offset:
+                raise ConfigError(f"layout segments must touch: expected a start of {offset}, got {span}")
+            offset = span.stop
+        if offset != len(self.token_ids) or not len(self.suffix):
+            raise ConfigError(f"layout must cover its {len(self.token_ids)} tokens and end in a suffix, got {offset}")
         counts = {len(self.passages), len(self.texts), len(self.keys)}
         if self.relevance is not None:
             counts.add(len(self.relevance))
@@ -100,8 +100,8 @@ class Layout:
         Raises:
             ConfigError: there is no token.
         """
-        whole = Span(0, len(token_ids))
-        return cls(tuple(token_ids), Span(0, 0), (), (), whole, whole, ())
+        full_span = Span(0, len(token_ids))
+        return cls(tuple(token_ids), Span(0, 0), (), (), full_span, full_span, ())
 
     def _holds_question(self, content: Span) -> bool:
         return content.start <= self.prefix.stop and self.question.stop <= content.stop <= self.suffix.stop
@@ -151,7 +151,7 @@ class Layout:
         )
 
     def _turns_with(self, shift: int) -> tuple[Turn, ...]:
-        """Return the turns of a layout whose suffix stands ``shift`` tokens further on; only the last reaches it."""
+        """Return the turns with the suffix ``shift`` tokens further on; only the last turn is in the suffix."""
         if not self.turns:
             return ()
         *earlier, last = self.turns

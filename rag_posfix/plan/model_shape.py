@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Capability(StrEnum):
-    """What a model lets a plan change. A mitigation names what it needs; a model that lacks it is refused."""
+    """What a plan may change in a model. A mitigation names the capabilities that it needs."""
 
     POSITIONS = "positions"
     """Positions of tokens may be set, the same for all heads."""

@@ -84,8 +84,8 @@ class AttentionOverride(ABC):
             built. Leave it off where it can be: a mask is a T x T tensor.
         differentiable: Whether gradients flow through it exactly, so that a model can be trained under it.
         layers: In which layers; None = all.
-        standard_from: Queries from this index on attend as the model was trained to; None = none do. Decoding is then
-            that of the unmodified model.
+        standard_from: Queries from this index on attend as the model was trained to, so that decoding equals the
+            unmodified model's; None = none do.
     """
 
     rotated: ClassVar[Rotated] = Rotated.BOTH
@@ -95,7 +95,7 @@ class AttentionOverride(ABC):
     standard_from: int | None = None
 
     @abstractmethod
-    def __call__(self, given: AttentionInput) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Return the output (B, Hq, Tq, D) and what the last query attends to.
 
         The second is (B, Tk) float32, the attention of the last query averaged over heads, each row summing to 1;
@@ -107,7 +107,7 @@ class AttentionOverride(ABC):
         return self
 
     def visible(self, n_tokens: int) -> Tensor | None:
-        """Return which token sees which in a prompt, (T, T) bool, for pictures and tests; None = causal."""
+        """Return which token sees which in a prompt, (T, T) bool, for figures and tests; None = causal."""
         return None
 
 
@@ -131,8 +131,8 @@ class CandidateAnswers:
 
 
 Choose = Callable[[CandidateAnswers], Tensor]
-"""Weighs candidates: (R,) weights of the rows, none negative, that sum to 1. Rows of weight 0 are not read further,
-and ``RowScores`` is then that of the other rows."""
+"""Weighs candidates: (R,) weights of the rows, none negative, that sum to 1. Rows of weight 0 are not read further
+and not in ``RowScores``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,10 +238,10 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CalibrationPass:
-    """Prompts that are read unmodified before it is decided what is done differently.
+    """Prompts that are read unmodified, before the plan is chosen.
 
     Attributes:
-        layouts: The prompts, each with as many passages as the others.
+        layouts: The prompts, all with the same number of passages.
         decide: (len(layouts), N) float32, the mean attention per token of each passage by the prompt's last token,
             averaged over layers and heads -> the plan that is run.
         continue_from: Index of the layout that equals the prompt; its prefill is reused. For plans of one row that
@@ -262,9 +262,9 @@ class Blend:
     """CacheBlend: encode passages independently, move them to their positions, recompute some of their tokens.
 
     Attributes:
-        fraction: How many of the passages' tokens are read again, 0 to 1.
-        by: Which: ``deviation``, those whose values differ most from what the whole prompt makes of them, or
-            ``first``, the first of each passage.
+        fraction: Share of the passages' tokens that are recomputed, 0 to 1.
+        by: Which tokens: ``deviation``, whose values differ most from the values in the full prompt, or ``first``, the
+            first of each passage.
         layers: The first layers, which are computed for all tokens; the last of them shows the deviation.
     """
 
