@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.patching.families import FAMILIES, REFUSED
+from rag_posfix.patching.families import FAMILIES, UNSUPPORTED
 
 PROMPT, EXPERTS_PROMPT = 3064, 4344
 """Tokens of 20 passages of 150 tokens with prefix and suffix of 32: read once, and by ``context_experts``."""
@@ -37,7 +37,7 @@ MODELS = (
 def families_table() -> str:
     """Return the supported model types, and the refused ones with the reason."""
     reasons: dict[str, list[str]] = {}
-    for name, reason in REFUSED.items():
+    for name, reason in UNSUPPORTED.items():
         reasons.setdefault(reason, []).append(name)
     rows = [f"| {', '.join(f'`{name}`' for name in sorted(FAMILIES))} | supported |"]
     rows += [f"| {', '.join(f'`{name}`' for name in sorted(names))} | {reason} |" for reason, names in reasons.items()]

@@ -1,1 +1,1 @@
-"""Patching: the attention hook in transformers models, the only room that touches its internals."""
+"""Patching: the attention hook in transformers models, the only package that touches their internals."""

@@ -47,15 +47,16 @@ def channel_columns(module: Any, channel: int, n_heads: int, n_kv_heads: int, ra
 
 
 def _column(projection: Any, channel: int, size: int, ranks: Ranks) -> Tensor:
-    """Return the column of a projection, ``size`` long: that of the outputs which attention gets here."""
+    """Return one column of a projection's weight, (size,): the outputs that attention gets on this rank."""
     weight: Any = projection.weight
     if not weight.is_floating_point():
         raise UnsupportedModelError(
             f"{type(projection).__name__} holds its weights as {weight.dtype}, from which no channel can be read; "
             "load the model without quantization to scale a channel"
         )
-    own = weight.to_local() if hasattr(weight, "to_local") else weight  # a DTensor where the model is split over ranks
-    return ranks.gather(own[:, channel], size, 0)
+    # A DTensor where the model is split over ranks.
+    local_weight = weight.to_local() if hasattr(weight, "to_local") else weight
+    return ranks.gather(local_weight[:, channel], size, 0)
 
 
 def attend_with_scaled_channel(
@@ -78,27 +79,27 @@ def attend_with_scaled_channel(
         (B, Hq, Tq', D).
     """
     n_query = query.shape[2]
-    first_newest = max(0, context.prompt_length - 1 - (key.shape[2] - n_query))
+    first_scaled = max(0, context.prompt_length - 1 - (key.shape[2] - n_query))
     ranks = rotation.spec.ranks
     query_column, key_column = channel_columns(module, scale.channel, query.shape[1], key.shape[1], ranks)
     amount = ((scale.factor - 1.0) * context.layer_state.channel.pop(module.layer_idx))[
         :, None, :, None
     ]  # (B, 1, Tq, 1)
-    at, fresh = positions[:, -n_query:], key[:, :, -n_query:]
-    raw = fresh.clone() if first_newest else None
-    fresh.copy_(rotation(fresh + amount * key_column[None, :, None], at))
-    newest = query[:, :, first_newest:] + amount[:, :, first_newest:] * query_column[None, :, None]
-    newest = rotation(newest, at[:, first_newest:])
-    out = standard_attention(newest, key)
+    query_positions, fresh = positions[:, -n_query:], key[:, :, -n_query:]
+    raw = fresh.clone() if first_scaled else None
+    fresh.copy_(rotation(fresh + amount * key_column[None, :, None], query_positions))
+    scaled_query = query[:, :, first_scaled:] + amount[:, :, first_scaled:] * query_column[None, :, None]
+    scaled_query = rotation(scaled_query, query_positions[:, first_scaled:])
+    out = standard_attention(scaled_query, key)
     if raw is None:
-        return out, newest
-    # The tokens before the newest see unscaled keys. Those before this pass are scaled in the cache already: a prompt
-    # is read in one pass, so there are none.
-    before = standard_attention(rotation(query, at), rotation(raw, at))[:, :first_newest]
-    return torch.cat((before, out), dim=1), newest
+        return out, scaled_query
+    # Tokens before the scaled queries see unscaled keys. The cache holds no earlier keys: a prompt is read in one
+    # pass.
+    before = standard_attention(rotation(query, query_positions), rotation(raw, query_positions))[:, :first_scaled]
+    return torch.cat((before, out), dim=1), scaled_query
 
 
-def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def before_attention(module: Any, arguments: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Pre-hook of every attention module: hands it the rotary angles that the context asks for.
 
     Angles that rotate nothing (cos 1, sin 0) where ``hooked_attention`` rotates queries and keys.
@@ -106,28 +107,31 @@ def before_attention(module: Any, arguments: Any, given: dict[str, Any]) -> tupl
     context = current()
     if context is None:
         return None
-    states = given["hidden_states"]
+    states = kwargs["hidden_states"]
     if context.on_hidden_states is not None:
         context.on_hidden_states(module.layer_idx, states)
     contexts = context.by_rows(states.shape[0])
-    if not any(one.overrides.rotates_in_hook or one.overrides.changes_angles for _, one in contexts):
+    overrides = [row_context.overrides for _, row_context in contexts]
+    if not any(override.rotates_in_hook or override.changes_angles for override in overrides):
         return None
-    own = given["position_embeddings"]
-    found = [_angles(one, module, states[rows], (own[0][rows], own[1][rows])) for rows, one in contexts]
-    return arguments, {**given, "position_embeddings": tuple(torch.cat(part) for part in zip(*found, strict=True))}
+    cos, sin = kwargs["position_embeddings"]
+    angles = [_angles(row_context, module, states[rows], (cos[rows], sin[rows])) for rows, row_context in contexts]
+    return arguments, {**kwargs, "position_embeddings": tuple(torch.cat(rows) for rows in zip(*angles, strict=True))}
 
 
-def _angles(context: ForwardContext, module: Any, states: Tensor, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cos and sin that a context asks for, (B, Tq, rotated); the model's own where it asks for nothing."""
+def _angles(
+    context: ForwardContext, module: Any, states: Tensor, model_angles: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of a context, (B, Tq, rotated); ``model_angles`` where its overrides change none."""
     overrides = context.overrides
     if not (overrides.rotates_in_hook or overrides.changes_angles):
-        return own
+        return model_angles
     spec, positions = _needed(context)
     hidden = overrides.hidden_scale
     if hidden is not None and module.layer_idx in hidden.layers:
         context.layer_state.channel[module.layer_idx] = states[..., hidden.channel]
     if overrides.rotates_in_hook:
-        return torch.ones_like(own[0]), torch.zeros_like(own[1])
+        return torch.ones_like(model_angles[0]), torch.zeros_like(model_angles[1])
     return layer_rotation(overrides, spec, module).angles(states, positions[:, -states.shape[1] :])
 
 
@@ -164,7 +168,7 @@ def hooked_attention(
         )
         return stock
     layer = _Layer(module, context, attention_mask, kwargs)
-    if context.last_layer == layer.layer:  # its keys are in the cache; what its attention returns, nobody reads
+    if context.last_layer == layer.layer:  # its keys are in the cache; the output of its attention is not used
         layer.observe(query, key)
         raise LastLayerRead
     return layer.run(query, key, value), None
@@ -230,8 +234,8 @@ class _Layer:
         """Return the divisors of the key heads that are here; they are decided by how all heads compare."""
         spec, _ = _needed(self.context)
         shape, ranks = spec.shape, spec.ranks
-        found = decide(self.layer, ranks.gather(query, shape.n_heads, 1), ranks.gather(key, shape.n_kv_heads, 1))
-        return None if found is None else ranks.own_heads(found, key.shape[1])
+        divisors = decide(self.layer, ranks.gather(query, shape.n_heads, 1), ranks.gather(key, shape.n_kv_heads, 1))
+        return None if divisors is None else ranks.own_heads(divisors, key.shape[1])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, rotate: LayerRotation) -> Tensor:
         """Run the plan's own attention."""
@@ -250,7 +254,7 @@ class _Layer:
             return self._standard_attention(*ordinary(), value).transpose(1, 2)
 
         observer = self._observer()
-        given = AttentionInput(
+        inputs = AttentionInput(
             query,
             key,
             value,
@@ -261,11 +265,11 @@ class _Layer:
             standard_attention,
             needs_weights=observer is not None,
         )
-        out, newest = attend(given)  # (B, Hq, Tq, D)
-        if observer is not None and newest is None:
+        out, last_attention = attend(inputs)  # (B, Hq, Tq, D)
+        if observer is not None and last_attention is None:
             self.observe(*ordinary())
-        elif observer is not None and newest is not None:
-            observer.add(newest)
+        elif observer is not None and last_attention is not None:
+            observer.add(last_attention)
         return out.transpose(1, 2)
 
     def _in_layers(self) -> bool:
@@ -273,11 +277,11 @@ class _Layer:
         return attend is not None and (attend.layers is None or self.layer in attend.layers)
 
     def _apart(self, query: Tensor) -> Tensor:
-        """AttentionOverride in each part to its own keys, as it would alone. Returns (B, Tq, Hq, D)."""
+        """Attend in each slice of the batch to its own keys, as it would alone. Returns (B, Tq, Hq, D)."""
         outs = []
-        for part in self.context.slices:
-            alone = _Layer(self.module, part.context, None, self.options)
-            outs.append(alone.run(query[part.rows], *part.keys(self.layer)))
+        for batch_slice in self.context.slices:
+            alone = _Layer(self.module, batch_slice.context, None, self.options)
+            outs.append(alone.run(query[batch_slice.rows], *batch_slice.keys(self.layer)))
         if n_padding := query.shape[0] - self.context.slices[-1].rows.stop:
             outs.append(outs[0].new_zeros((n_padding, *outs[0].shape[1:])))
         return torch.cat(outs)

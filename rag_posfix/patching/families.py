@@ -37,7 +37,7 @@ _RECURRENT = "it has no attention that keeps keys"
 _HYBRID = "some of its layers are recurrent and keep no keys"
 _LAYOUT = "its attention modules are not at model.layers[i].self_attn"
 
-REFUSED: Mapping[str, str] = {
+UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(("biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "xglm"), _ABSOLUTE),
     **dict.fromkeys(("bloom", "mpt"), _ALIBI),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _RECURRENT),
@@ -63,7 +63,7 @@ def family_of(config: Any) -> Family:
     """
     model_type = getattr(config, "model_type", None)
     if model_type not in FAMILIES:
-        reason = REFUSED.get(str(model_type))
+        reason = UNSUPPORTED.get(str(model_type))
         because = f": {reason}" if reason else ", nobody has checked it"
         raise UnsupportedModelError(
             f"model type {model_type!r} is not supported{because}; supported: {', '.join(sorted(FAMILIES))}"

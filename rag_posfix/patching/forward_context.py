@@ -71,7 +71,7 @@ class Overrides:
     @property
     def masks_only(self) -> bool:
         """Whether only the attention mask changes."""
-        return all(getattr(self, one.name) is None for one in fields(self) if one.name != "mask")
+        return all(getattr(self, override.name) is None for override in fields(self) if override.name != "mask")
 
     @property
     def rotates_in_hook(self) -> bool:
@@ -121,7 +121,7 @@ class ForwardContext:
         layer_state: Of this batch.
         prompt_length: Tokens that the prompt holds; queries from the last of them on are last tokens.
         observer: Receives the attention of the last queries.
-        on_hidden_states: Receives each layer's number and what its attention reads, (B, Tq, hidden).
+        on_hidden_states: Receives each layer's number and the input of its attention, (B, Tq, hidden).
         starts: The first token of each row among the keys; those before it are padding. If given, causality and
             padding follow from it, and a mask is made only where the plan has one. None: the model's own mask counts.
         last_layer: The pass ends with the keys, values and observed attention of this layer, by ``LastLayerRead``; for
@@ -142,21 +142,21 @@ class ForwardContext:
     slices: tuple[BatchSlice, ...] = ()
 
     def by_rows(self, n_rows: int) -> list[tuple[slice, ForwardContext]]:
-        """Return which of the rows of the pass have which context; rows of padding have one without overrides."""
+        """Return (rows, context) for all rows of the pass; rows of padding have a context without overrides."""
         if not self.slices:
             return [(slice(None), self)]
-        contexts = [(part.rows, part.context) for part in self.slices]
+        contexts = [(batch_slice.rows, batch_slice.context) for batch_slice in self.slices]
         stop = contexts[-1][0].stop
         return contexts if stop == n_rows else [*contexts, (slice(stop, n_rows), ForwardContext())]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchSlice:
-    """Some rows of a batch that have a cache of their own.
+    """Rows of a batch that have a cache of their own.
 
     Attributes:
         rows: Which rows of the batch.
-        context: That of a pass over these rows alone; it has ``starts`` and no mask.
+        context: As for a pass over these rows alone; it has ``starts`` and no mask.
         keys: Layer -> (keys, values), each (R, Hkv, Tk, D), of all tokens so far: the cache's own tensors.
     """
 

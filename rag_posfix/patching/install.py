@@ -91,15 +91,15 @@ def _with_extended(spec: ModelSpec, rotary: Any, config: Any, window: int) -> Mo
     long.rope_type = "default"
     extended = replace(spec, angles=_angles_of(long))
 
-    def frequencies_of_the_call(_: Any, given: tuple[Any, ...], options: dict[str, Any], own: Any) -> Any:
+    def frequencies_of_the_call(_: Any, arguments: tuple[Any, ...], options: dict[str, Any], original: Any) -> Any:
         context = current()
         if context is None:
-            return own
-        contexts = context.by_rows(own[0].shape[0])
-        if not any(part.spec is extended for _, part in contexts):
-            return own
-        later = type(long).forward(long, *given, **options)
-        chosen = [(later if part.spec is extended else own, rows) for rows, part in contexts]
+            return original
+        contexts = context.by_rows(original[0].shape[0])
+        if not any(row_context.spec is extended for _, row_context in contexts):
+            return original
+        later = type(long).forward(long, *arguments, **options)
+        chosen = [(later if row_context.spec is extended else original, rows) for rows, row_context in contexts]
         return tuple(torch.cat([angles[i][rows] for angles, rows in chosen]) for i in (0, 1))
 
     handle = rotary.register_forward_hook(frequencies_of_the_call, with_kwargs=True)

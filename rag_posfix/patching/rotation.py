@@ -23,10 +23,10 @@ class LayerRotation:
     """Rotates states of one layer to given positions. A ``Rotation`` of ``attention.attend``.
 
     Attributes:
-        spec: Whose angles.
+        spec: The model, whose angles are used.
         rotates: Whether the layer has RoPE.
-        base_factor: What the RoPE base is multiplied by.
-        scale: What positions are divided by in this layer.
+        base_factor: Factor of the RoPE base.
+        scale: Divisor of positions in this layer.
         ratios: (Hkv,) what positions are divided by in each key head and its group of query heads.
     """
 
@@ -45,23 +45,23 @@ class LayerRotation:
 
     def phases(self, positions: Tensor) -> Tensor:
         """Return cos + i sin of each pair of channels, (B | 1, h, T, pairs) complex64."""
-        at = positions if positions.dim() == 3 else positions[:, None]
+        positions = positions if positions.dim() == 3 else positions[:, None]
         if not self.rotates:
-            return torch.zeros((*at.shape, 0), dtype=torch.complex64, device=at.device)
-        n_heads = at.shape[1] if self.ratios is None else max(at.shape[1], self.ratios.shape[0])
-        cos, sin = self._per_head(at, at, n_heads)
+            return torch.zeros((*positions.shape, 0), dtype=torch.complex64, device=positions.device)
+        n_heads = positions.shape[1] if self.ratios is None else max(positions.shape[1], self.ratios.shape[0])
+        cos, sin = self._per_head(positions, positions, n_heads)
         pairs = cos.shape[-1] // 2  # both halves hold the same angles
         return torch.complex(cos[..., :pairs].contiguous(), sin[..., :pairs].contiguous())
 
     def _per_head(self, states: Tensor, positions: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin, (B | 1, h, T, rotated) in the dtype of ``states``; the heads' own divisors count."""
-        at = positions if positions.dim() == 3 else positions[:, None]  # (B | 1, h, T)
-        if 1 < at.shape[1] < n_heads:
-            at = at.repeat_interleave(n_heads // at.shape[1], dim=1)
+        positions = positions if positions.dim() == 3 else positions[:, None]  # (B | 1, h, T)
+        if 1 < positions.shape[1] < n_heads:
+            positions = positions.repeat_interleave(n_heads // positions.shape[1], dim=1)
         if self.ratios is not None:
-            at = at / self.ratios.repeat_interleave(n_heads // self.ratios.shape[0])[None, :, None]
-        cos, sin = self.angles(states, at.flatten(0, 1))
-        return cos.view(*at.shape, -1), sin.view(*at.shape, -1)
+            positions = positions / self.ratios.repeat_interleave(n_heads // self.ratios.shape[0])[None, :, None]
+        cos, sin = self.angles(states, positions.flatten(0, 1))
+        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
 
     def angles(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, (B, T, rotated), of positions (B, T) as this layer sees them."""

@@ -15,7 +15,7 @@ from rag_posfix.plan.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """What a process knows of the others. With one process every method is the identity.
+    """The ranks of a tensor-parallel model. With one process every method is the identity.
 
     Methods are collective: all ranks call them in the same order, with tensors of the same shape.
 
@@ -23,7 +23,7 @@ class Ranks:
         count: How many processes.
         rank: Which of them this is, from 0.
         control: Process group for what is not on the model's device; needed with two processes or more. It waits for
-            ever: the others wait in it for the first rank to tell them something.
+            ever: the other ranks wait in it for commands of the first rank.
         patience: How long ranks wait for each other in the middle of a step.
     """
 
@@ -46,22 +46,22 @@ class Ranks:
         return total / self.count
 
     def gather(self, local_heads: Tensor, size: int, dim: int) -> Tensor:
-        """Return what all ranks have, in their order, along one axis.
+        """Return the tensors of all ranks, concatenated in their order along one axis.
 
         Some families' projections are gathered before attention: there each rank has all heads already.
 
         Args:
-            size: What there is along the axis on all ranks together; returned as it is if this rank has as much.
+            size: Length of the axis on all ranks together; a tensor of that length is returned unchanged.
         """
         if local_heads.shape[dim] == size:
             return local_heads
         local_heads = local_heads.contiguous()
-        parts = [torch.empty_like(local_heads) for _ in range(self.count)]
-        torch.distributed.all_gather(parts, local_heads)
-        return torch.cat(parts, dim=dim)
+        gathered = [torch.empty_like(local_heads) for _ in range(self.count)]
+        torch.distributed.all_gather(gathered, local_heads)
+        return torch.cat(gathered, dim=dim)
 
     def own_heads(self, values: Tensor, n_own: int) -> Tensor:
-        """Return those of all heads' values that belong to this rank. Shapes: (H, ...) -> (n_own, ...)."""
+        """Return the values of this rank's heads. Shapes: (H, ...) -> (n_own, ...)."""
         if values.shape[0] == n_own:
             return values
         return values[self.rank * n_own : (self.rank + 1) * n_own]
@@ -75,7 +75,7 @@ class Ranks:
         return message.to(decision.device)
 
     def broadcast(self, values: Tensor, *, no_timeout: bool) -> None:
-        """Fill ``values`` on all ranks with those of the first one.
+        """Fill ``values`` on all ranks with the values of the first rank.
 
         Args:
             values: On the CPU.

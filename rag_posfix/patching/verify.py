@@ -136,21 +136,21 @@ def verify(model: Any, spec: ModelSpec, *, thorough: bool = False) -> Verificati
     for each in (hooked, stock):
         each.model.layers = each.model.layers[: _first_layers(model)]
     results += first.results(thorough=thorough)
-    found: dict[str, float] = {}
+    differences: dict[str, float] = {}
     excess: dict[str, str] = {}
-    for check, left, right in results:
-        allowed = TOLERANCE.get(right.dtype, 1e-5) * float(right.float().std()) * ROUNDING.get(check, 1)
-        difference = float((left.float() - right.float()).abs().max())
-        found[check] = max(difference, found.get(check, 0.0))
+    for check, actual, expected in results:
+        allowed = TOLERANCE.get(expected.dtype, 1e-5) * float(expected.float().std()) * ROUNDING.get(check, 1)
+        difference = float((actual.float() - expected.float()).abs().max())
+        differences[check] = max(difference, differences.get(check, 0.0))
         if not difference <= allowed:  # NaN differs too
             excess[check] = f"{check} {difference:.1e}, allowed {allowed:.1e}"
     if excess:
-        worst = max(found[check] for check in excess)
+        worst = max(differences[check] for check in excess)
         raise UnsupportedModelError(
             f"{type(model).__name__} differs from native by {worst:.1e} with the attention hook "
             f"({', '.join(excess.values())}); it cannot be patched safely"
         )
-    return Verification(found)
+    return Verification(differences)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +173,8 @@ class _Comparison:
         """Yield check, logits through the hook, logits of the stock model; a check may come several times."""
         n = min(PROBE_TOKENS, self.spec.original_window or PROBE_TOKENS, self.ids.shape[1]) - DECODE_STEPS
         n_long = self._long_length(thorough)
-        prompt, steps = self.ids[:, :n], [self.ids[:, at : at + 1] for at in range(n, n + DECODE_STEPS)]
+        prompt = self.ids[:, :n]
+        steps = [self.ids[:, position : position + 1] for position in range(n, n + DECODE_STEPS)]
         keeps_all = Capability.FULL_CACHE in self.spec.shape.capabilities
         native, *native_steps = _decoded(self.stock, prompt, steps, DynamicCache(config=self.stock.config))
         yield "idle", _logits(self.hooked, prompt), native
@@ -183,8 +184,8 @@ class _Comparison:
                 yield "rotation", _logits(self.hooked, prompt), native
         read, *read_steps = self._read(prompt, steps)
         yield "prompt", read, native
-        for left, right in zip(read_steps, native_steps, strict=True):
-            yield "decode", left, right
+        for actual, expected in zip(read_steps, native_steps, strict=True):
+            yield "decode", actual, expected
         long = _logits(self.stock, self.ids[:, :n_long])
         read_long = self._read_first(n_long)
         yield "long_prompt", read_long, long
@@ -194,8 +195,8 @@ class _Comparison:
         if self.spec.ranks.count == 1:  # threads of several processes would wait for each other's
             alone = {n // 2: self._read_first(n // 2), n: read, n_long: read_long}
             with ThreadPoolExecutor(len(alone)) as pool:
-                for left, right in zip(pool.map(self._read_first, alone), alone.values(), strict=True):
-                    yield "threads", left, right
+                for actual, expected in zip(pool.map(self._read_first, alone), alone.values(), strict=True):
+                    yield "threads", actual, expected
 
     def idle_in_all_layers(self, *, thorough: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield as ``results`` for a few tokens; nothing for large models on the CPU, which are read nevertheless.
@@ -227,14 +228,14 @@ class _Comparison:
         original = self.spec.original_window
         spec = self.spec if original is None or last <= original else self.spec.extended
         positions = torch.arange(last, device=prompt.device)[None]
-        found = []
+        logits = []
         for tokens in (prompt, *steps):
             start = cache.get_seq_length()
-            at = positions[:, : start + tokens.shape[1]]
-            context = ForwardContext(positions=at.float(), spec=spec, starts=(0,) if keeps_all else None)
+            token_positions = positions[:, : start + tokens.shape[1]]
+            context = ForwardContext(positions=token_positions.float(), spec=spec, starts=(0,) if keeps_all else None)
             with active(context):
-                found.append(_logits(self.hooked, tokens, cache, at[:, start:]))
-        return found
+                logits.append(_logits(self.hooked, tokens, cache, token_positions[:, start:]))
+        return logits
 
     def _long_length(self, thorough: bool) -> int:
         """Return the length of the long prompt: just beyond the first window, as far as that may cost."""
@@ -251,7 +252,8 @@ class _Comparison:
     def _read_batch(self, prompt: Tensor, lengths: Sequence[int]) -> Tensor:
         """Return the logits after the first tokens of a prompt, a row for each length. Shape (R, LOGITS, V).
 
-        All but the last tokens are read alone and joined, padded in front; the last are read in one pass.
+        All but the last tokens of each row are encoded independently and joined, padded in front; the last tokens are
+        read in one pass.
         """
         longest = max(lengths)
         cache, alone = DynamicCache(), [DynamicCache() for _ in lengths]
@@ -266,8 +268,8 @@ class _Comparison:
                 for held, length in zip(alone, lengths, strict=True)
             ]
             cache.update(*(torch.cat(states) for states in zip(*padded, strict=True)), layer)
-        at = torch.arange(longest, device=prompt.device)
-        positions = torch.stack([at - (longest - length) for length in lengths]).clamp(min=0)
+        columns = torch.arange(longest, device=prompt.device)
+        positions = torch.stack([columns - (longest - length) for length in lengths]).clamp(min=0)
         starts = tuple(longest - length for length in lengths)
         rows = torch.cat([prompt[:, length - LOGITS : length] for length in lengths])
         with active(ForwardContext(positions=positions.float(), spec=self.spec, starts=starts)):

@@ -11,7 +11,7 @@ import transformers
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.base import Mitigation
-from rag_posfix.patching.families import FAMILIES, REFUSED, family_of, original_window_of, shape_of
+from rag_posfix.patching.families import FAMILIES, UNSUPPORTED, family_of, original_window_of, shape_of
 from rag_posfix.patching.install import install
 from rag_posfix.plan.model_shape import Capability
 from tests.support.attention_hook import attention_of, count_hooks
@@ -89,8 +89,8 @@ def test_a_family_that_nobody_has_checked_is_refused_by_name():
 
 
 def test_no_family_is_both_served_and_refused_and_every_refused_one_exists():
-    assert not FAMILIES.keys() & REFUSED.keys()
-    assert REFUSED.keys() <= set(transformers.CONFIG_MAPPING.keys())
+    assert not FAMILIES.keys() & UNSUPPORTED.keys()
+    assert UNSUPPORTED.keys() <= set(transformers.CONFIG_MAPPING.keys())
 
 
 @pytest.mark.parametrize(
