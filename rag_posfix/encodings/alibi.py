@@ -17,10 +17,10 @@ def alibi_slopes(heads: int) -> list[float]:
     For a number of heads that is no power of 2: the slopes of the next smaller power, then every second slope of the
     next larger one, as in the paper's code.
     """
-    whole = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 * (head + 1) / whole) for head in range(whole)]
-    between = [2 ** (-8 * (head + 1) / (2 * whole)) for head in range(0, 2 * whole, 2)]
-    return [*slopes, *between[: heads - whole]]
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    between = [2 ** (-8 * (head + 1) / (2 * power)) for head in range(0, 2 * power, 2)]
+    return [*slopes, *between[: heads - power]]
 
 
 def alibi_bias(heads: int, n_query: int, n_key: int, device: torch.device) -> Tensor:

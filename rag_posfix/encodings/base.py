@@ -28,8 +28,8 @@ def distances(n_query: int, n_key: int, device: torch.device) -> Tensor:
     Shapes:
         returns: (Tq, Tk) int64.
     """
-    at = torch.arange(n_key, device=device)
-    return at[n_key - n_query :, None] - at
+    index = torch.arange(n_key, device=device)
+    return index[n_key - n_query :, None] - index
 
 
 def hide_future(scores: Tensor) -> Tensor:

@@ -41,12 +41,12 @@ class _Layer(nn.Module):
         self, index: int, positions: Positions, states: Tensor, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         read = self.norms[0](states) if self.norm_first else states
-        attended, kept = self._attend(index, positions, read, past)
+        attended, kv = self._attend(index, positions, read, past)
         states = states + self.drop(attended)
         if not self.norm_first:
             states = self.norms[0](states)
         states = states + self.drop(self.feed(self.norms[1](states) if self.norm_first else states))
-        return states if self.norm_first else self.norms[1](states), kept
+        return states if self.norm_first else self.norms[1](states), kv
 
     def _attend(
         self, index: int, positions: Positions, states: Tensor, past: tuple[Tensor, Tensor] | None
@@ -103,13 +103,13 @@ class Decoder(nn.Module):
         start = 0 if past is None else past[0][0].shape[2]
         encoded = positions or self.positions
         states = self.drop(encoded.embed(self.embedding[ids], start))  # (B, T, width)
-        kept = []
+        kv = []
         for index, layer in enumerate(self.layers):
             if on_states is not None:
                 on_states(index, states)
             states, pair = layer(index, encoded, states, None if past is None else past[index])
-            kept.append(pair)
-        return linear(self.norm(states), self.embedding), tuple(kept)
+            kv.append(pair)
+        return linear(self.norm(states), self.embedding), tuple(kv)
 
     def layer_input(self, layer: int, states: Tensor) -> Tensor:
         """Return what the attention of a layer reads of the states that enter it: with norm "pre", the normed ones.
@@ -117,8 +117,8 @@ class Decoder(nn.Module):
         Shapes:
             states: (B, T, width). returns: the same.
         """
-        own: Any = self.layers[layer]
-        read: Tensor = own.norms[0](states) if own.norm_first else states
+        block: Any = self.layers[layer]
+        read: Tensor = block.norms[0](states) if block.norm_first else states
         return read
 
     @torch.inference_mode()

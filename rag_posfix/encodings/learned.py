@@ -19,11 +19,11 @@ class _Table(Positions):
         self.table = nn.Parameter(torch.randn(n_positions, width) * width**-0.5)
 
     def embed(self, states: Tensor, start: int) -> Tensor:
-        stop, most = start + states.shape[1], self.table.shape[0]
-        if stop > most:
+        stop, max_positions = start + states.shape[1], self.table.shape[0]
+        if stop > max_positions:
             raise ConfigError(
-                f"learned: a sequence of {stop} tokens has no position vector after {most}; use a shorter sequence or "
-                f"learned:max_positions={stop}"
+                f"learned: a sequence of {stop} tokens has no position vector after {max_positions}; "
+                f"use a shorter sequence or learned:max_positions={stop}"
             )
         return states + self.table[start:stop]
 

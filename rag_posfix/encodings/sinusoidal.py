@@ -30,9 +30,10 @@ class _Sinusoids(Positions):
         self.base = base
 
     def embed(self, states: Tensor, start: int) -> Tensor:
-        at = torch.arange(start, start + states.shape[1], device=states.device)
+        positions = torch.arange(start, start + states.shape[1], device=states.device)
         width = states.shape[2]
-        added: Tensor = sinusoids(at, width, self.base) * math.sqrt(2 / width)  # norm 1, that of a token's embedding
+        scale = math.sqrt(2 / width)  # norm 1, as of a token's embedding
+        added: Tensor = sinusoids(positions, width, self.base) * scale
         return states + added.to(states.dtype)
 
 

@@ -13,8 +13,8 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Integer
 
 
-def spline_basis(n_points: int, degree: int, at: Tensor) -> Tensor:
-    """Return the B-spline basis with a clamped uniform knot vector: the weight of each control point at each place.
+def spline_basis(n_points: int, degree: int, positions: Tensor) -> Tensor:
+    """Return the B-spline basis with a clamped uniform knot vector: the weight of each control point at each position.
 
     Source: de Boor (1978), A Practical Guide to Splines (recursion of Cox and de Boor)
     Formula: N_i,0(t) = 1 for u_i <= t < u_(i+1), else 0; N_i,k(t) = (t - u_i) / (u_(i+k) - u_i) N_i,k-1(t)
@@ -22,19 +22,19 @@ def spline_basis(n_points: int, degree: int, at: Tensor) -> Tensor:
         at the first control point and ends at the last one.
 
     Shapes:
-        at: (T,). returns: (T, n_points) float64; each row sums to 1.
+        positions: (T,). returns: (T, n_points) float64; each row sums to 1.
     """
     inside = torch.linspace(0, 1, n_points - degree + 1, dtype=torch.float64)
     knots = torch.cat((inside.new_zeros(degree), inside, inside.new_ones(degree)))
-    place = at.double().clamp(0, 1)[:, None]
-    last = place >= 1  # the last interval is closed
-    basis = ((knots[:-1] <= place) & (place < knots[1:])).double()
+    position = positions.double().clamp(0, 1)[:, None]
+    last = position >= 1  # the last interval is closed
+    basis = ((knots[:-1] <= position) & (position < knots[1:])).double()
     basis[:, n_points - 1] = torch.where(last[:, 0], 1.0, basis[:, n_points - 1])
     for k in range(1, degree + 1):
         left_width, right_width = knots[k:-1] - knots[: -k - 1], knots[k + 1 :] - knots[1:-k]
-        left = torch.where(left_width > 0, (place - knots[: -k - 1]) / left_width.clamp(min=1e-12), 0.0)
-        right = torch.where(right_width > 0, (knots[k + 1 :] - place) / right_width.clamp(min=1e-12), 0.0)
-        basis = left * basis[:, :-1] + right * basis[:, 1:]
+        left_term = torch.where(left_width > 0, (position - knots[: -k - 1]) / left_width.clamp(min=1e-12), 0.0)
+        right_term = torch.where(right_width > 0, (knots[k + 1 :] - position) / right_width.clamp(min=1e-12), 0.0)
+        basis = left_term * basis[:, :-1] + right_term * basis[:, 1:]
     return basis
 
 
@@ -112,13 +112,13 @@ class SplineAutoencoder(nn.Module):
         return states[:, : self.spline.control_points]
 
     def trajectory(self, points: Tensor, length: int) -> Tensor:
-        """Return the curve at ``length`` places, evenly spaced from its start to its end.
+        """Return the curve at ``length`` positions, evenly spaced from its start to its end.
 
         Shapes:
             points: (B, n, width). returns: (B, length, width).
         """
-        places = torch.linspace(0, 1, length, dtype=torch.float64)
-        basis = spline_basis(self.spline.control_points, self.spline.degree, places)
+        positions = torch.linspace(0, 1, length, dtype=torch.float64)
+        basis = spline_basis(self.spline.control_points, self.spline.degree, positions)
         return basis.to(points) @ points
 
     def forward(self, ids: Tensor) -> Tensor:
