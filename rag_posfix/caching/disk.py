@@ -118,10 +118,10 @@ class DiskTier(Generic[V]):
         unusable: list[str] = []
         entries = map_in(self._readers, lambda item: self._load(*item, keys[item[0]], unusable), list(rows.items()))
         hits = {key: entry for key, entry in zip(rows, entries, strict=True) if entry is not None}
-        now = self._clock()
-        used = [key for key in hits if abs(now - rows[key].used_at) >= _TOUCH_SECONDS]
+        current_time = self._clock()
+        used = [key for key in hits if abs(current_time - rows[key].used_at) >= _TOUCH_SECONDS]
         if unusable or used:
-            self._try(self._reading, partial(self._on_file, partial(self._note, unusable, used, now)), None)
+            self._try(self._reading, partial(self._on_file, partial(self._note, unusable, used, current_time)), None)
         self._counters.add("hits", len(hits))
         self._counters.add("misses", len(keys) - len(hits))
         return hits
@@ -226,20 +226,24 @@ class DiskTier(Generic[V]):
                 filled += count
             return data[:filled]
 
-    def _note(self, unusable: Iterable[str], used: Iterable[str], now: float, connection: sqlite3.Connection) -> None:
+    def _note(
+        self, unusable: Iterable[str], used: Iterable[str], current_time: float, connection: sqlite3.Connection
+    ) -> None:
         """Remove unusable entries and write when entries were used; a disk that became read-only still serves them."""
         with suppress(sqlite3.OperationalError, PermissionError), transaction(connection):
             for key in unusable:
                 self._remove(connection, "key = ?", key)
-            connection.executemany("UPDATE entries SET used_at = ? WHERE key = ?", [(now, key) for key in used])
+            connection.executemany(
+                "UPDATE entries SET used_at = ? WHERE key = ?", [(current_time, key) for key in used]
+            )
 
     def _put(self, key: str, entry: V) -> None:
-        parts = self._codec.encode(key, entry)
-        n_bytes = sum(map(len, parts))
+        buffers = self._codec.encode(key, entry)
+        n_bytes = sum(map(len, buffers))
         if n_bytes > self._max_bytes // 4:
             return
         if n_bytes <= INLINE_BYTES:
-            self._on_file(lambda connection: self._insert(connection, key, entry, b"".join(parts)))
+            self._on_file(lambda connection: self._insert(connection, key, entry, b"".join(buffers)))
             return
         # The file before its row: what is in the table is always complete. No fsync: a file that a power failure
         # leaves incomplete fails its checksum. The table before both: all files are removed where it is new.
@@ -249,7 +253,7 @@ class DiskTier(Generic[V]):
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
             with open(os.open(path, flags, 0o600), "wb") as file:
-                file.writelines(parts)
+                file.writelines(buffers)
             self._on_file(lambda connection: self._insert(connection, key, entry, b"", (path.name, n_bytes)))
         except BaseException:
             with suppress(OSError):
@@ -259,11 +263,13 @@ class DiskTier(Generic[V]):
     def _insert(
         self, connection: sqlite3.Connection, key: str, entry: V, value: bytes, file: tuple[str, int] | None = None
     ) -> None:
-        now = self._clock()
+        current_time = self._clock()
         with transaction(connection):
-            self._remove(connection, f"expires_at <= ? LIMIT {_EXPIRED_ROWS_PER_WRITE}", now)
+            self._remove(connection, f"expires_at <= ? LIMIT {_EXPIRED_ROWS_PER_WRITE}", current_time)
             self._remove(connection, "key = ?", key)
-            connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?)", (key, value, float(entry.expires_at), now))
+            connection.execute(
+                "INSERT INTO entries VALUES (?, ?, ?, ?)", (key, value, float(entry.expires_at), current_time)
+            )
             if file is not None:
                 connection.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (key, *file))
             connection.executemany("INSERT OR IGNORE INTO tags VALUES (?, ?)", [(tag, key) for tag in entry.tags])

@@ -68,11 +68,11 @@ class CircuitBreaker:
         with self._lock:
             if self._retry_at is None:
                 return True
-            now = self._clock()
-            if now < self._retry_at:
+            current_time = self._clock()
+            if current_time < self._retry_at:
                 return False
             # The trial is a lease: if its caller never reports, another one follows after a cool-down.
-            self._retry_at = now + self._cooldown
+            self._retry_at = current_time + self._cooldown
             self._trying = True
             return True
 

@@ -55,17 +55,17 @@ class MemoryTier(Generic[V]):
         """Return the stored entries of ``keys``; an expired entry, or one that is not as expected, is removed."""
         hits: dict[str, V] = {}
         with self._lock:
-            now = self._clock()
+            current_time = self._clock()
             for key, expected in keys.items():
                 entry = self._entries.get(key)
                 if entry is None:
                     continue
-                if entry.expires_at > now and entry.fits(expected):
+                if entry.expires_at > current_time and entry.fits(expected):
                     self._entries.move_to_end(key)
                     hits[key] = entry
                 else:
                     self._discard(key)
-                    self._counters.add("corrupt", int(entry.expires_at > now))
+                    self._counters.add("corrupt", int(entry.expires_at > current_time))
         self._counters.add("hits", len(hits))
         self._counters.add("misses", len(keys) - len(hits))
         return hits
@@ -89,8 +89,12 @@ class MemoryTier(Generic[V]):
     def keys(self, prefix: str = "") -> list[str]:
         """Return the keys that begin with ``prefix``, sorted. This is no use of their entries."""
         with self._lock:
-            now = self._clock()
-            return sorted(key for key, e in self._entries.items() if key.startswith(prefix) and e.expires_at > now)
+            current_time = self._clock()
+            return sorted(
+                key
+                for key, entry in self._entries.items()
+                if key.startswith(prefix) and entry.expires_at > current_time
+            )
 
     def tags(self) -> frozenset[str]:
         """Return the tags of all entries."""

@@ -204,8 +204,8 @@ class RedisTier(Generic[V]):
 
     def _put(self, entries: Mapping[str, V]) -> bool:
         """Send ``entries``; return whether Redis accepted them."""
-        now = self._clock()
-        lifetimes = {key: min(self._ttl, entry.expires_at - now) for key, entry in entries.items()}
+        current_time = self._clock()
+        lifetimes = {key: min(self._ttl, entry.expires_at - current_time) for key, entry in entries.items()}
         data = {
             key: b"".join(self._codec.encode(key, entry)) for key, entry in entries.items() if lifetimes[key] >= 0.001
         }
@@ -215,10 +215,10 @@ class RedisTier(Generic[V]):
         def store(client: Any) -> bool:
             # Tags and index go first: an entry without them could not be deleted and would not count.
             for key in data:
-                self._add_tags(client, key, entries[key].tags, now, lifetimes[key])
+                self._add_tags(client, key, entries[key].tags, current_time, lifetimes[key])
             pipeline = client.pipeline(transaction=False)
             if index is not None:
-                pipeline.zadd(index, dict.fromkeys(data, now))
+                pipeline.zadd(index, dict.fromkeys(data, current_time))
                 pipeline.pexpire(index, int(self._ttl * 1000))
             for key, content in data.items():
                 pipeline.set(self._codec.redis_prefix + key, content, px=int(lifetimes[key] * 1000))
@@ -236,15 +236,15 @@ class RedisTier(Generic[V]):
                 self._counters.add("evictions", self._delete(self._evict))
         return True
 
-    def _add_tags(self, client: Any, key: str, tags: Sequence[str], now: float, lifetime: float) -> None:
+    def _add_tags(self, client: Any, key: str, tags: Sequence[str], current_time: float, lifetime: float) -> None:
         """Record that ``key`` has ``tags``, for ``lifetime`` seconds."""
         if not tags:
             return
         pipeline = client.pipeline(transaction=False)
         names = [self._codec.redis_tag_prefix + tag for tag in tags]
         for name in names:
-            pipeline.zremrangebyscore(name, "-inf", now - _CLOCK_SKEW_SECONDS)
-            pipeline.zadd(name, {key: now + lifetime})
+            pipeline.zremrangebyscore(name, "-inf", current_time - _CLOCK_SKEW_SECONDS)
+            pipeline.zadd(name, {key: current_time + lifetime})
             pipeline.ttl(name)
         remaining = pipeline.execute()[2::3]
         # A tag must outlive each of its entries: EXPIRE may only set a later time. Its GT option needs Redis 7.
@@ -256,12 +256,12 @@ class RedisTier(Generic[V]):
 
     def _evict(self, client: Any) -> int:
         """Delete the least recently used entries if all together exceed the limit; return how many."""
-        sizes, now = self._sizes(client), self._clock()
+        sizes, current_time = self._sizes(client), self._clock()
         used = sum(size for _, _, size in sizes)
         evicted, expired = [], []
         limit = self._max_bytes if used <= self._max_bytes else self._max_bytes - self._max_bytes // _HEADROOM
         for key, used_at, size in sizes:  # least recently used first
-            if not size and used_at < now - _WRITE_SECONDS:
+            if not size and used_at < current_time - _WRITE_SECONDS:
                 expired.append(key)
             elif size and used > limit:
                 evicted.append(key)

@@ -70,25 +70,26 @@ def redis_target(url: str, timeout_seconds: float) -> RedisTarget:
             return _several_hosts(redis, url, scheme, options)
         return _one_server(redis, url, options)
     except (ValueError, TypeError, redis.RedisError):
-        known = scheme in {"redis", "rediss", "unix", *_DEFAULT_PORTS}
-        shown = f"the {scheme}:// URL" if known else "the URL"
+        is_known_scheme = scheme in {"redis", "rediss", "unix", *_DEFAULT_PORTS}
+        url_description = f"the {scheme}:// URL" if is_known_scheme else "the URL"
         # Not chained: the cause may quote the password.
         raise CacheError(
-            f"redis cache: {shown} is not valid; allowed: {_ALLOWED}; percent-encode special characters in a password"
+            f"redis cache: {url_description} is not valid; allowed: {_ALLOWED}; "
+            "percent-encode special characters in a password"
         ) from None
 
 
 def _one_server(redis: Any, url: str, options: dict[str, Any]) -> RedisTarget:
-    parts = urlsplit(url)
-    if parts.scheme != "unix":
-        if not parts.hostname:
+    address = urlsplit(url)
+    if address.scheme != "unix":
+        if not address.hostname:
             raise ValueError("no host")
-        int(parts.path.strip("/") or 0)  # redis-py would use database 0 without an error
+        int(address.path.strip("/") or 0)  # redis-py would use database 0 without an error
     parsed = redis.connection.parse_url(url)
     for name in ("retry_on_timeout", "retry_on_error", "health_check_interval"):
         parsed.pop(name, None)
     pool_options = {**parsed, **options}
-    redis.ConnectionPool(**pool_options).make_connection()  # does not connect, but refuses unknown options
+    redis.ConnectionPool(**pool_options).make_connection()  # does not connect, but rejects unknown options
     where = parsed.get("path") or f"{parsed['host']}:{parsed.get('port', 6379)}/{parsed.get('db', 0)}"
 
     def connect() -> Any:
@@ -96,15 +97,15 @@ def _one_server(redis: Any, url: str, options: dict[str, Any]) -> RedisTarget:
         client.auto_close_connection_pool = True
         return client
 
-    return RedisTarget(f"{parts.scheme}://{where}", connect)
+    return RedisTarget(f"{address.scheme}://{where}", connect)
 
 
 def _several_hosts(redis: Any, url: str, scheme: str, options: dict[str, Any]) -> RedisTarget:
     # urlsplit does not parse URLs with several hosts.
-    rest, _, query = url.partition("://")[2].partition("?")
-    if query or "#" in rest:
+    location, _, query = url.partition("://")[2].partition("?")
+    if query or "#" in location:
         raise ValueError("no options are understood")
-    authority, _, path = rest.partition("/")
+    authority, _, path = location.partition("/")
     credentials, _, hosts = authority.rpartition("@")
     user, _, password = credentials.partition(":")
     nodes = [_host_and_port(host, _DEFAULT_PORTS[scheme]) for host in hosts.split(",")]
@@ -122,10 +123,10 @@ def _several_hosts(redis: Any, url: str, scheme: str, options: dict[str, Any]) -
 
 
 def _host_and_port(text: str, default_port: int) -> tuple[str, int]:
-    parts = urlsplit(f"//{text}")
-    if not parts.hostname or parts.path or parts.username is not None:
+    address = urlsplit(f"//{text}")
+    if not address.hostname or address.path or address.username is not None:
         raise ValueError("no host")
-    return parts.hostname, parts.port or default_port
+    return address.hostname, address.port or default_port
 
 
 def _cluster(redis: Any, nodes: list[tuple[str, int]], options: dict[str, Any]) -> Any:

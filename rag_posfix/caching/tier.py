@@ -126,7 +126,7 @@ class Tier(Protocol[V]):
         ...
 
     def get_many(self, keys: Mapping[str, Any]) -> dict[str, V]:
-        """Return the entries of those of ``keys`` that are stored undamaged and as expected.
+        """Return the stored entries of ``keys``, without damaged and unexpected ones.
 
         Args:
             keys: For each key what ``fits`` and the codec compare an entry with; None in the answer cache.

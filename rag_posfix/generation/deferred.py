@@ -1,4 +1,4 @@
-"""A generator whose model is loaded at the first generated answer; until then the tokenizer and the files suffice."""
+"""A generator whose model is loaded at the first generated answer; tokenizer and metadata need no weights."""
 
 from __future__ import annotations
 

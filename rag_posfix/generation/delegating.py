@@ -1,4 +1,4 @@
-"""A generator around another one: what both say of the model is the same. No torch, no model."""
+"""A generator around another one, with the same model metadata. Imports no torch."""
 
 from __future__ import annotations
 

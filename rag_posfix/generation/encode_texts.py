@@ -73,7 +73,7 @@ class TextEncoder:
                 with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
                     return np.concatenate(list(pool.map(encode, batches)))
             finally:
-                torch.set_num_threads(before)  # a worker's number becomes that of threads that start later
+                torch.set_num_threads(before)  # threads that start later inherit a worker's number
 
     def _encode(self, model: Any, batch: list[str]) -> NDArray[np.float32]:
         import torch
@@ -83,5 +83,5 @@ class TextEncoder:
                 batch, batch_size=self._batch_size, show_progress_bar=False, convert_to_numpy=True,
                 normalize_embeddings=True,
             )  # fmt: skip
-        found: NDArray[np.float32] = vectors.astype("float32")
-        return found
+        embeddings: NDArray[np.float32] = vectors.astype("float32")
+        return embeddings

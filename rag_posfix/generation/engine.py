@@ -296,7 +296,7 @@ class Engine:
         """Read a prompt under a plan that was made for it by ``plan``, and return the session that continues it.
 
         Args:
-            choice: What the plan was made by; without it nothing is found in the passage store, or kept there.
+            choice: What the plan was made by; without it the passage KV store is neither read nor written.
             salt: As in ``GenerationRequest``.
         """
         kv_lookup, loaded = None, self.loaded.reading(max(_lengths(layout, plan)))
@@ -313,7 +313,7 @@ class Engine:
         return plan
 
     def _check_length(self, layout: Layout, plan: Plan, max_tokens: int) -> None:
-        """Refuse a plan whose longest row would leave the positions that the model was trained for."""
+        """Reject a plan whose longest row would leave the positions that the model was trained for."""
         window = self.context_window
         if plan.draft is not None:
             max_tokens = max(max_tokens, plan.draft.max_tokens)

@@ -90,20 +90,20 @@ class FakeGenerator:
         yield Chunk("", generation)
 
     def _scored_prompt(self, request: GenerationRequest) -> tuple[ScoredToken, ...]:
-        pieces = [self.encoder.decode([token]) for token in request.layout.token_ids]
-        first, *others = _scored_pieces(pieces, request.sampling.top_logprobs or 0)
-        return (ScoredToken(TokenScore(first.token.data, None), 0), *others)
+        texts = [self.encoder.decode([token]) for token in request.layout.token_ids]
+        first, *following = _scored_pieces(texts, request.sampling.top_logprobs or 0)
+        return (ScoredToken(TokenScore(first.token.data, None), 0), *following)
 
 
 def _scored(text: str, sampling: Sampling) -> tuple[ScoredToken, ...]:
     return () if sampling.top_logprobs is None else _scored_pieces(_WORDS.findall(text), sampling.top_logprobs)
 
 
-def _scored_pieces(pieces: Sequence[str], n_top: int) -> tuple[ScoredToken, ...]:
-    starts = accumulate(map(len, pieces), initial=0)
+def _scored_pieces(texts: Sequence[str], n_top: int) -> tuple[ScoredToken, ...]:
+    starts = accumulate(map(len, texts), initial=0)
     scored = []
-    for piece, start in zip(pieces, starts, strict=False):
-        others = [TokenScore(f"other{rank}".encode(), -math.log(2) * (rank + 1)) for rank in range(1, n_top)]
-        token = TokenScore(piece.encode(), -math.log(2))
-        scored.append(ScoredToken(token, start, (token, *others)[:n_top]))
+    for text, start in zip(texts, starts, strict=False):
+        alternatives = [TokenScore(f"other{rank}".encode(), -math.log(2) * (rank + 1)) for rank in range(1, n_top)]
+        token = TokenScore(text.encode(), -math.log(2))
+        scored.append(ScoredToken(token, start, (token, *alternatives)[:n_top]))
     return tuple(scored)

@@ -93,22 +93,22 @@ def load_engine(
     """
     if adapter is not None:
         check_adapter(adapter)
-    place = usable_device(device)
-    torch_dtype = _dtype(dtype, place)
+    model_device = usable_device(device)
+    torch_dtype = _dtype(dtype, model_device)
     options = _placing(device_map, ranks)
     packaged = PACKAGED.get(model)
     if packaged is not None:
         source, loaded, tokenizer = _load_packaged(
-            packaged, cache_dir or default_cache_dir(), torch_dtype, place, **options
+            packaged, cache_dir or default_cache_dir(), torch_dtype, model_device, **options
         )
     else:
-        source, (loaded, tokenizer) = model, load_pretrained(model, torch_dtype, place, **options)
+        source, (loaded, tokenizer) = model, load_pretrained(model, torch_dtype, model_device, **options)
     if adapter is not None:
         loaded = merge_adapter(loaded, adapter)
     fingerprint = _fingerprint(source, torch_dtype, cache_dir or default_cache_dir(), adapter)
     generation_config = read_generation_config(folder_of(source))
     with _as_config_error(
-        source, f"run in {str(torch_dtype).removeprefix('torch.')} on {place}", "use another dtype or device"
+        source, f"run in {str(torch_dtype).removeprefix('torch.')} on {model_device}", "use another dtype or device"
     ):
         spec = install(loaded, ranks)
         spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
@@ -116,7 +116,7 @@ def load_engine(
         rows = 1 if ranks is not None else rows_for(batch_invariant, loaded)
         encoder = Tokenizer(tokenizer, eos_ids=generation_config.eos_ids)
     name = _name_of(model, adapter)
-    _log.info("loaded %s as %s on %s", name, torch_dtype, place)
+    _log.info("loaded %s as %s on %s", name, torch_dtype, model_device)
     if generation_config.ignored:
         _log.info("settings of its generation config that are not applied: %s", generation_config.ignored)
     return Engine(LoadedModel(loaded, spec, rows), encoder, name, fingerprint)
@@ -249,7 +249,7 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
     except ImportError as error:
         raise missing_extra("transformers", "local") from error
     with _as_config_error(source), quiet_loading():
-        if "gguf_file" not in options:  # a family that is refused is told before its weights are read
+        if "gguf_file" not in options:  # an unsupported family raises before its weights are read
             config = _read_config(source)
             family_of(config.get_text_config())
             if is_quantised(config) and not _PLACED & options.keys():
@@ -334,7 +334,7 @@ def _converted(packaged: PackagedModel, cache_dir: Path, *, again: bool = False)
 
 
 def convert(gguf: Path, target: Path) -> None:
-    """Write the dequantised model beside ``target`` and move it there whole; the last writer of several wins."""
+    """Write the dequantised model next to ``target``, then rename it; the last of several writers wins."""
     import torch
 
     dense: dict[str, Any] = {}

@@ -14,7 +14,7 @@ def tenant_salt(*tenants: str) -> str:
     """Return the salt that separates the entries of tenants, "" if no tenant is named.
 
     Args:
-        tenants: The tenant of the process's settings and that of the question; "" for none.
+        tenants: The tenants of the process's settings and of the question; "" for none.
     """
     return repr(tenants) if any(tenants) else ""
 

@@ -260,10 +260,10 @@ def _memory_of(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _checksum(key: str, *parts: bytes | memoryview) -> bytes:
+def _checksum(key: str, *chunks: bytes | memoryview) -> bytes:
     # The key is part of the checksum: a store that mixes up its replies returns an entry that fails the check.
     name = key.encode()
     digest = hashlib.sha256(len(name).to_bytes(8, "big") + name)
-    for part in parts:
-        digest.update(part)
+    for chunk in chunks:
+        digest.update(chunk)
     return digest.digest()

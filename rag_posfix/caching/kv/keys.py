@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 """Part of every key. Increase it when stored entries or their meaning change: older entries are then misses."""
 
-Part: TypeAlias = str | int | float | bool | tuple["Part", ...] | None
+EncodingKey: TypeAlias = str | int | float | bool | tuple["EncodingKey", ...] | None
 """What a plan changes in the encoding of a passage, as plain data."""
 
 
 def passage_key(
     model_fingerprint: str,
     dtype: torch.dtype,
-    part: Part,
+    encoding: EncodingKey,
     prefix_tokens: Sequence[int],
     tokens: Sequence[int],
     salt: str,
@@ -36,39 +36,39 @@ def passage_key(
 
     Args:
         dtype: Type of the keys and values.
-        part: What the plan changes in the encoding: first position, base of the rotation, scale per layer, ... 1 and
-            1.0 are different parts.
+        encoding: What the plan changes in the encoding: first position, base of the rotation, scale per layer, ... 1
+            and 1.0 are different.
         prefix_tokens: Tokens before the passage that it attends to.
         salt: Separates the entries of tenants.
 
     Raises:
-        CacheError: ``part`` contains something other than plain data, or a token is no 64-bit integer.
+        CacheError: ``encoding`` contains something other than plain data, or a token is no 64-bit integer.
     """
     digest = hashlib.blake2b(digest_size=32)
-    digest.update(_encoded(("passage", SCHEMA_VERSION, model_fingerprint, str(dtype), part, salt)))
+    digest.update(_encoded(("passage", SCHEMA_VERSION, model_fingerprint, str(dtype), encoding, salt)))
     digest.update(_tokens(prefix_tokens))
     digest.update(_tokens(tokens))
     return digest.hexdigest()
 
 
-def _encoded(part: Part) -> bytes:
-    """Return an unambiguous encoding of ``part``: a letter for the type, the length, the content."""
-    match part:
+def _encoded(encoding: EncodingKey) -> bytes:
+    """Return an unambiguous encoding of a key: a letter for the type, the length, the content."""
+    match encoding:
         case None:
             letter, content = b"n", b""
         case bool():
-            letter, content = b"b", str(part).encode()
+            letter, content = b"b", str(encoding).encode()
         case str():
-            letter, content = b"s", part.encode("utf-8", "surrogatepass")
+            letter, content = b"s", encoding.encode("utf-8", "surrogatepass")
         case int():
-            letter, content = b"i", str(part).encode()
+            letter, content = b"i", str(encoding).encode()
         case float():
-            letter, content = b"f", struct.pack(">d", part + 0.0)  # -0.0 is 0.0
+            letter, content = b"f", struct.pack(">d", encoding + 0.0)  # -0.0 is 0.0
         case tuple():
-            letter, content = b"t", b"".join(map(_encoded, part))
+            letter, content = b"t", b"".join(map(_encoded, encoding))
         case _:
             raise CacheError(
-                f"passage key: a part of type {type(part).__name__} is not understood; allowed: str, int, float, "
+                f"passage key: a part of type {type(encoding).__name__} is not understood; allowed: str, int, float, "
                 "bool, None and tuples of them"
             )
     return letter + len(content).to_bytes(8, "big") + content

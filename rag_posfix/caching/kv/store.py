@@ -97,7 +97,7 @@ class PassageStore(TieredCache[PassageKV]):
         return self._behind.max_bytes
 
     def get_many(self, keys: Mapping[str, EntryShape]) -> dict[str, PassageKV]:
-        """Return the entries of those of ``keys`` that a tier holds undamaged, on the store's device."""
+        """Return the stored entries of ``keys`` on the store's device, without damaged ones."""
         hits = self._search(keys, self._on_device)
         self._counters.add("hits", len(hits))
         self._counters.add("misses", len(keys) - len(hits))
@@ -175,7 +175,7 @@ class PassageStore(TieredCache[PassageKV]):
             self._counters.add("dropped_writes", self._behind.add(entries, n_tiers))
 
     def _write(self, entries: Mapping[str, PassageKV], n_tiers: int, *, immediate: bool) -> None:
-        """Write ``entries`` to those of the first ``n_tiers`` tiers that are immediate, or to those that are not."""
+        """Write ``entries`` to the immediate, or to the other, tiers among the first ``n_tiers``."""
         for tier in self._tiers[:n_tiers]:
             if tier.immediate == immediate:
                 self._call(tier, lambda tier: tier.put_many(entries), None)

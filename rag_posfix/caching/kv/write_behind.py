@@ -25,8 +25,8 @@ class WriteBehind:
     """Calls ``write`` with entries, in their order, in a daemon thread that starts with the first of them.
 
     Args:
-        write: Takes entries and a number n, and writes them to those of the first n tiers that are not immediate. It
-            must not raise.
+        write: Takes entries and a number n, and writes them to the tiers among the first n that are not
+            immediate. It must not raise.
         max_bytes: Most bytes of entries in the queue. An entry that would exceed it is not written, unless the queue
             is empty.
     """
@@ -61,12 +61,12 @@ class WriteBehind:
         Returns:
             How many did not fit into the queue and will not be written.
         """
-        refused = 0
+        rejected = 0
         with self._changed:
             for key, entry in entries.items():
                 full = bool(self._waiting) and self._waiting_bytes + entry.n_bytes > self._max_bytes
                 if full or self._closed:
-                    refused += 1
+                    rejected += 1
                     continue
                 self._waiting.append(_Write(key, entry, n_tiers))
                 self._waiting_bytes += entry.n_bytes
@@ -74,15 +74,17 @@ class WriteBehind:
                 self._thread = threading.Thread(target=self._work, name="rag-posfix-passages", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-        return refused
+        return rejected
 
     def cancel(self, tags: Collection[str] | None = None) -> None:
         """Remove entries with one of ``tags`` from the queue, all if None, and wait for the write that is running."""
         with self._changed:
             unwanted = None if tags is None else set(tags)
-            kept = [w for w in self._waiting if unwanted is not None and unwanted.isdisjoint(w.entry.tags)]
-            self._waiting = deque(kept)
-            self._waiting_bytes = sum(write.entry.n_bytes for write in kept)
+            remaining = [
+                write for write in self._waiting if unwanted is not None and unwanted.isdisjoint(write.entry.tags)
+            ]
+            self._waiting = deque(remaining)
+            self._waiting_bytes = sum(write.entry.n_bytes for write in remaining)
             self._changed.notify_all()
             # The wait is bounded: if the disk hangs, the caller must not.
             self._changed.wait_for(lambda: not self._writing, _MAX_WAIT_SECONDS)

@@ -24,7 +24,7 @@ from rag_posfix.plan.layout import Layout
 
 @runtime_checkable
 class SteppedGenerator(Generator, Protocol):
-    """A generator whose answers can be written step by step from outside, several together. The engine is one."""
+    """A generator that a caller can advance step by step, several answers together; for example the engine."""
 
     @property
     def encoder(self) -> Tokenizer: ...

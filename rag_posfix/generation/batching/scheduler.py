@@ -1,6 +1,6 @@
 """Continuous batching: answers many requests at the same time with one model, whose decode steps they share.
 
-Requests join and leave between any two steps. The answers are those of the engine, one request at a time: to the last
+Requests join and leave between any two steps. Answers equal the engine's, one request at a time: to the last
 bit with a batch-invariant model (``generation/model/batch_invariance.py``), else up to rounding.
 """
 
@@ -125,7 +125,7 @@ class Worker:
         self._running = [request for request in self._running if request.handle.is_wanted()]
 
     def _prefill_one(self) -> None:
-        """Read the prompt that has waited longest and write its first token, if there is room for one more answer."""
+        """Read the prompt that has waited longest and write its first token, if ``max_running`` permits."""
         if not self._waiting or len(self._running) >= self._max_running:
             return
         handle = self._waiting[0]  # stays there meanwhile: whatever happens, `_end` finds it

@@ -1,6 +1,6 @@
 """Several sessions decoded together: each prompt is prefilled alone, then one forward pass per step serves all.
 
-The answers are those of one session at a time: to the last bit with a batch-invariant model
+The answers equal those of one session at a time: to the last bit with a batch-invariant model
 (``generation/model/batch_invariance.py``). ``score_batch`` pads answers to the longest, which changes the last digits:
 where scores are compared, score them in equal batches.
 """
@@ -36,8 +36,8 @@ MAX_TOKENS = 8 * 3072
 def advance_batch(sessions: Sequence[Session], tokens: Sequence[int]) -> None:
     """Append a generated token to each session.
 
-    Sessions share one forward pass, whatever their mitigations; those of models whose layers do not keep all keys
-    advance on their own. Any sessions of one model may come together at any step.
+    Sessions share one forward pass, whatever their mitigations; sessions of models whose layers do not keep all
+    keys advance on their own. Any sessions of one model may come together at any step.
     """
     shared = [i for i, session in enumerate(sessions) if session.can_share_pass]
     if len(shared) < 2:

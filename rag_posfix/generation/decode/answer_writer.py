@@ -98,18 +98,18 @@ class StopMatcher:
         """How many characters at the end of the text may be the beginning of a string."""
         return max(self._matched, default=0)
 
-    def push(self, piece: str) -> int | None:
+    def push(self, chunk: str) -> int | None:
         """Return the start of the first string in the text that ``piece`` completes, or None.
 
         Of strings that it completes together, the one that starts first counts. Nothing may be pushed after a match.
         """
-        starts = [start for i in range(len(self._stops)) if (start := self._first(i, piece)) is not None]
-        self._length += len(piece)
+        starts = [start for i in range(len(self._stops)) if (start := self._first(i, chunk)) is not None]
+        self._length += len(chunk)
         return min(starts, default=None)
 
-    def _first(self, index: int, piece: str) -> int | None:
+    def _first(self, index: int, chunk: str) -> int | None:
         stop, borders, matched = self._stops[index], self._borders[index], self._matched[index]
-        for offset, character in enumerate(piece):
+        for offset, character in enumerate(chunk):
             while matched and stop[matched] != character:
                 matched = borders[matched - 1]
             if stop[matched] == character:

@@ -78,12 +78,12 @@ def question_attention_by_head(
     heads = {layer: tuple(range(shape.n_heads)) for layer in range(shape.n_layers)}
     last = shape.n_layers - 1
     before = prefill_context(loaded, layouts[0], kv_lookup, last) if layouts and loaded.keeps_all_keys else None
-    found = []
+    attention = []
     for layout in layouts:
         observer = Observer(queries=len(layout.suffix), heads=heads)
         _read_suffix(loaded, layout, before, observer, last)
-        found.append(torch.stack([observer.by_head[layer][0].float().cpu() for layer in heads]))
-    return found
+        attention.append(torch.stack([observer.by_head[layer][0].float().cpu() for layer in heads]))
+    return attention
 
 
 def _by_layer(heads: Collection[tuple[int, int]], shape: ModelShape) -> dict[int, tuple[int, ...]]:

@@ -60,7 +60,7 @@ class Session:
 
     @property
     def can_share_pass(self) -> bool:
-        """Whether its next token may be read in one pass with those of other sessions."""
+        """Whether its next token may share a pass with the next tokens of other sessions."""
         return all(batch.can_share_pass for batch in self.batches)
 
     @torch.inference_mode()
@@ -89,7 +89,7 @@ class Session:
             self._attribution = AttributionTracker(self.batches, self._attention)
 
     def token_shares(self) -> list[tuple[float, ...]]:
-        """Return each passage's share in every token whose log-probabilities were asked for; empty if not tracked."""
+        """Return each passage's share in every token whose log-probabilities were requested; empty if not tracked."""
         return [] if self._attribution is None else self._attribution.shares()
 
     def observers(self) -> list[Observer | None]:
@@ -108,7 +108,7 @@ class Session:
 
         The session's own batches are not advanced: from then on every token must come this way.
 
-        ``logits`` are (R, V), in the model's dtype, ``observers`` those of ``observers()`` after the pass.
+        ``logits`` are (R, V), in the model's dtype, ``observers`` the ``observers()`` after the pass.
         """
         self._answer = self._answer + self._log_probs[:, token_id]
         self._log_probs = logits.float().log_softmax(dim=-1)
@@ -179,7 +179,7 @@ class Session:
         return torch.cat(forward_batches(batches, ids, len(tokens), observers))
 
     def _weigh_rows(self, step: Draft, text: AnswerText) -> None:
-        """Weigh the rows by the short answers that they write; those of weight 0 are not read any further."""
+        """Weigh the rows by the short answers that they write; rows of weight 0 are not read further."""
         candidates = write_candidates(self.batches, self._log_probs, self._question, step.max_tokens, text)
         weights = self.batches[0].loaded.spec.ranks.broadcast_decision(step.choose(candidates))
         is_kept = [weight > 0 for weight in weights.tolist()]  # read once

@@ -96,7 +96,7 @@ def _holds_one_each(batch: SequenceBatch) -> bool:
 
 
 def _segments(batch: SequenceBatch, n_passages: int) -> Tensor | None:
-    """Return the passage of each token in the cache, (R, length), N for those of none; None if no row holds two."""
+    """Return each cached token's passage, (R, length), N outside of passages; None if no row holds two passages."""
     if _holds_one_each(batch):
         return None
     segments = torch.full((batch.n_rows, batch.length), n_passages, dtype=torch.long)

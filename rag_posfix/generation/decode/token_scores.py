@@ -19,7 +19,7 @@ def score_tokens(
 ) -> list[ScoredToken]:
     """Return tokens with their log-probabilities, in two reads from the device.
 
-    Scores of rows that were combined need not sum to 1; the log-probabilities are those of the combined distribution:
+    Scores of rows that were combined need not sum to 1; the log-probabilities describe the combined distribution:
     log softmax of the scores.
 
     Args:
@@ -39,9 +39,9 @@ def score_tokens(
         ScoredToken(
             _score(token, value, data_of),
             start,
-            tuple(_score(other, score, data_of) for other, score in zip(others, scores, strict=True)),
+            tuple(_score(top_token, score, data_of) for top_token, score in zip(top_tokens, scores, strict=True)),
         )
-        for token, start, (value, *scores), others in rows
+        for token, start, (value, *scores), top_tokens in rows
     ]
 
 
@@ -85,11 +85,11 @@ def open_scored(
     return session, scored
 
 
-def _starts(pieces: Sequence[bytes]) -> list[int]:
+def _starts(token_bytes: Sequence[bytes]) -> list[int]:
     """Return the number of characters before each token's bytes. A character begins with its first byte."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     starts, length = [], 0
-    for piece in pieces:
+    for data in token_bytes:
         starts.append(length)
-        length += len(decoder.decode(piece))
+        length += len(decoder.decode(data))
     return starts

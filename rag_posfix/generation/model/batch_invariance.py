@@ -1,8 +1,8 @@
 """Batch invariance: an answer's numbers must not depend on how many other answers are decoded in the same pass.
 
 Matrix products choose a kernel by their number of rows. One row takes another kernel than two or more on many
-processors, whose sums round differently: in bfloat16 a greedy answer then changes with the load. What differs is
-measured on the model itself, and passes with too few rows are padded (``sequence_batch.forward_batches``).
+processors, whose sums round differently: in bfloat16 a greedy answer then changes with the load. The difference
+is measured on the model itself, and passes with too few rows are padded (``sequence_batch.forward_batches``).
 """
 
 from __future__ import annotations

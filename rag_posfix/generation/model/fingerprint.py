@@ -65,8 +65,8 @@ def model_fingerprint(folder: Path, dtype: str, digests: FileDigests, adapters: 
 class FileDigests:
     """SHA-256 digests of files, remembered for as long as ``stat`` says that a file is the same.
 
-    A remembered digest is used only if path, size, modification time, change time, inode and device are those of the
-    file that was digested. A file that is rewritten in place, with its size and its modification time restored, still
+    A remembered digest is used only if path, size, modification time, change time, inode and device equal the
+    digested file's. A file that is rewritten in place, with its size and its modification time restored, still
     has another change time, which no program can set. Not noticed: a change that leaves the change time alone, which
     takes a clock that was set back, writing to the disk past the file system, or Windows, which has no such time.
 
@@ -99,10 +99,10 @@ class FileDigests:
     def _digest(self, path: str) -> _Taken:
         started = self._now_ns()
         try:
-            with open(path, "rb", buffering=0) as opened:
-                before = _Stamp.of(os.fstat(opened.fileno()))
-                sha256 = sha256_of(opened)
-                after = _Stamp.of(os.fstat(opened.fileno()))
+            with open(path, "rb", buffering=0) as file:
+                before = _Stamp.of(os.fstat(file.fileno()))
+                sha256 = sha256_of(file)
+                after = _Stamp.of(os.fstat(file.fileno()))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read for the fingerprint of its model: {error.strerror}") from error
         settled = max(before.mtime_ns, before.ctime_ns) < started - SETTLED_NS
@@ -130,16 +130,18 @@ class FileDigests:
 
     def _remember(self, taken: Mapping[str, _Taken]) -> None:
         """Add to what is remembered, and forget files that are gone. The file is replaced whole."""
-        added = {path: {**asdict(one.stamp), "sha256": one.sha256} for path, one in taken.items() if one.stamp}
+        added = {
+            path: {**asdict(digest.stamp), "sha256": digest.sha256} for path, digest in taken.items() if digest.stamp
+        }
         if self._path is None or not added:
             return
-        kept = {path: entry for path, entry in self._read().items() if os.path.exists(path)}
+        remembered = {path: entry for path, entry in self._read().items() if os.path.exists(path)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor, scratch = tempfile.mkstemp(prefix=f".{self._path.name}-", dir=self._path.parent)  # mode 0600
             try:
-                with open(descriptor, "w", encoding="utf-8") as opened:
-                    json.dump({"format": FORMAT, "files": {**kept, **added}}, opened, indent=1)
+                with open(descriptor, "w", encoding="utf-8") as file:
+                    json.dump({"format": FORMAT, "files": {**remembered, **added}}, file, indent=1)
                 os.replace(scratch, self._path)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -149,9 +151,9 @@ class FileDigests:
             _log.info("digests are not remembered, each start takes them again: %s: %s", self._path, error.strerror)
 
 
-def sha256_of(opened: FileIO) -> str:
+def sha256_of(file: FileIO) -> str:
     """Return the SHA-256 of a file that is open for reading. All reads of weights for a fingerprint are in here."""
-    return hashlib.file_digest(opened, "sha256").hexdigest()
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class _Taken:
 
 
 def _files_in(folder: Path, of_what: str) -> list[Path]:
-    """Return the files that make a model or an adapter what it is, by name; links are not resolved."""
+    """Return the files that determine the output of a model or an adapter, by name; links are not resolved."""
     try:
         files = sorted(file for file in folder.iterdir() if _is_part_of_model(file) and file.is_file())
     except OSError as error:

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 SPARE_TOKENS = 64
-"""Spare capacity of a buffer beyond what it is made for, in tokens, at least."""
+"""Minimum spare capacity of a buffer, in tokens."""
 
 GROWTH = 8
-"""A buffer that is full grows by one part in so many: each token is then copied that often at most, on average."""
+"""A full buffer grows by 1 / GROWTH of its length: on average each token is copied at most GROWTH times."""
 
 
 class GrowingLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -82,7 +82,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class GrowingCache(Cache):  # type: ignore[misc]
-    """The KV cache of a batch, for models whose every layer keeps all keys."""
+    """The KV cache of a batch, for models that keep all keys in every layer."""
 
     def __init__(self, n_layers: int) -> None:
         super().__init__(layers=[GrowingLayer() for _ in range(n_layers)])
@@ -120,10 +120,10 @@ class GrowingCache(Cache):  # type: ignore[misc]
 class ConcatenatedCache(Cache):  # type: ignore[misc]
     """The KV caches of several batches in one forward pass: each batch's new tokens go to its own cache.
 
-    The attention hook reads the batches' own caches: what ``update`` returns are the new tokens alone. Rows beyond
-    those of the batches are padding, which no cache keeps.
+    The attention hook reads the batches' own caches: ``update`` returns only the new tokens. Rows beyond the batches
+    are padding, which no cache keeps.
 
-    ``counts`` are the rows of each batch, then those of padding, if there are any.
+    ``counts`` are the rows of each batch, then the rows of padding, if there are any.
     """
 
     def __init__(self, caches: Sequence[GrowingCache], counts: Sequence[int]) -> None:

@@ -34,9 +34,9 @@ class AnsweredPrompt:
 
 
 def can_share_pass(loaded: LoadedModel, prompt: AnsweredPrompt) -> bool:
-    """Return whether a prompt may be read in one pass with others: all that its plan changes is mask and positions.
+    """Return whether a prompt may be read in one pass with others: its plan changes only mask and positions.
 
-    Models with sliding windows have masks of their own. Those with LongRoPE would read a prompt differently beside a
+    Models with sliding windows have masks of their own. Models with LongRoPE would read a prompt differently next to a
     longer one.
     """
     if loaded.spec.original_window is not None:
@@ -47,9 +47,9 @@ def can_share_pass(loaded: LoadedModel, prompt: AnsweredPrompt) -> bool:
 def forward_with_answers(loaded: LoadedModel, prompts: Sequence[AnsweredPrompt]) -> list[Tensor]:
     """Return the logits of each token of the answers after their prompts and the tokens before them.
 
-    One pass without a cache, so that gradients flow. Positions of an answer are those of decoding
-    (``SequenceBatch.next_positions``), and its tokens see all before them, as generated ones do. Several prompts stand
-    one after another in one sequence, each with its own mask and positions, and see nothing of each other.
+    One pass without a cache, so that gradients flow. An answer has the positions of decoding
+    (``SequenceBatch.next_positions``), and its tokens see all tokens before them, as in decoding. Several prompts are
+    concatenated to one sequence, each with its own mask and positions; they do not see each other.
 
     Shapes:
         returns: (len(answer), V) for each, in the model's dtype.
@@ -72,14 +72,14 @@ def forward_with_answers(loaded: LoadedModel, prompts: Sequence[AnsweredPrompt])
     positions = torch.cat([row for _, row in rows], dim=1)
     context = SequenceBatch(loaded, None, positions[:, :0]).append(positions)
     context = replace(context, overrides=rows[0][0] if len(rows) == 1 else _packed(rows))
-    whole = all(torch.equal(prompt.positions.round(), prompt.positions) for prompt in prompts)
+    integer_positions = all(torch.equal(prompt.positions.round(), prompt.positions) for prompt in prompts)
     ids = torch.tensor(
         [[token for prompt in prompts for token in (*prompt.prompt, *prompt.answer)]], device=loaded.device
     )
     counts = [len(prompt.answer) + 1 for prompt in prompts]
     ends = accumulate(prompt.n_tokens for prompt in prompts)
     keep = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-    logits = run_model(loaded, context, None, ids, position_ids(positions, whole), keep.to(loaded.device))
+    logits = run_model(loaded, context, None, ids, position_ids(positions, integer_positions), keep.to(loaded.device))
     return [row[:-1] for row in torch.split(logits[0], counts)]
 
 

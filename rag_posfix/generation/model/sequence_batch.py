@@ -33,7 +33,7 @@ class LoadedModel:
     """A model with the attention hook, and what patching learned of it.
 
     Attributes:
-        least_rows: Rows that a decode pass has at least, so that its results are those of any larger pass; see
+        least_rows: Minimum of rows of a decode pass, so that its results equal the results of any larger pass; see
             ``batch_invariance``.
     """
 
@@ -52,7 +52,7 @@ class LoadedModel:
         return Capability.FULL_CACHE in self.spec.shape.capabilities
 
     def reading(self, n_positions: float) -> LoadedModel:
-        """Return the model as it reads calls of so many positions, answers included; see ``ModelSpec.extended``."""
+        """Return the model for calls of ``n_positions`` positions, answers included; see ``ModelSpec.extended``."""
         window, extended = self.spec.original_window, self.spec.extended
         return self if window is None or extended is None or n_positions <= window else replace(self, spec=extended)
 
@@ -71,8 +71,8 @@ class SequenceBatch:
         layer_state: What the layers remember between passes.
         prompt_length: Tokens of the prompt, padding included; 0 until its last token has been read.
         length: Tokens in the cache, padding included.
-        integer_positions: Whether the positions of the prompt's last pass are integers; those of generated tokens then
-            are too.
+        integer_positions: Whether the positions of the prompt's last pass are integers; the
+            positions of generated tokens then are too.
         passage_spans: For each row the passages that it holds: (passage, first token, token after the last), counted
             in the cache.
     """
@@ -102,7 +102,7 @@ class SequenceBatch:
 
     @property
     def can_share_pass(self) -> bool:
-        """Whether the next tokens may be read in one pass with those of other batches: see ``forward_batches``."""
+        """Whether the next tokens may share a pass with the next tokens of other batches: see ``forward_batches``."""
         return self.loaded.keeps_all_keys and self.current_overrides().mask is None
 
     @property
@@ -122,7 +122,7 @@ class SequenceBatch:
         """Append tokens to every row and return the logits of the last ``keep`` of them.
 
         Args:
-            positions: Those of a prompt may be on the CPU.
+            positions: May be on the CPU for a prompt.
             observer: Receives the attention of the last tokens.
             ends_prompt: Whether the prompt, where it is still being read, ends with these tokens.
 
@@ -211,7 +211,7 @@ class SequenceBatch:
     def truncated(self, length: int, overrides: Overrides | None = None) -> SequenceBatch:
         """Return a batch that holds a copy of the first ``length`` tokens, under other overrides; this one stays.
 
-        For unpadded rows of models whose every layer keeps all keys.
+        For unpadded rows of models that keep all keys in every layer.
         """
         return SequenceBatch(
             self.loaded,

@@ -89,24 +89,24 @@ class Tokenizer:
             parts: Text of a chat template, whose control tokens are recognised, alternating with contents, in which
                 they become ordinary text. The first and the last part are of the template.
         """
-        written = [
-            self._writable(part) if index % 2 else self._control_names.sub("\0\\g<0>\0", clean_text(part))
-            for index, part in enumerate(parts)
+        texts = [
+            self._writable(text) if index % 2 else self._control_names.sub("\0\\g<0>\0", clean_text(text))
+            for index, text in enumerate(parts)
         ]
-        encoding = self._text.encode("".join(written), add_special_tokens=False)
+        encoding = self._text.encode("".join(texts), add_special_tokens=False)
         ids: list[int] = encoding.ids
         starts, stops = zip(*encoding.offsets, strict=True) if ids else ((), ())
         spans: list[Span] = []
         begin = 0
-        for index, part in enumerate(written):
-            first, last = bisect_right(stops, begin), bisect_left(starts, begin + len(part))
+        for index, text in enumerate(texts):
+            first, last = bisect_right(stops, begin), bisect_left(starts, begin + len(text))
             # Some control tokens hold the white space around them, where a content may begin or end.
             while index % 2 and first < last and ids[first] in self.control_ids:
                 first += 1
             while index % 2 and first < last and ids[last - 1] in self.control_ids:
                 last -= 1
             spans.append(Span(first, max(first, last)))
-            begin += len(part)
+            begin += len(text)
         return ids, spans
 
     def encode_template(self, text: str) -> list[int]:
@@ -165,7 +165,7 @@ class Tokenizer:
         except Exception as error:
             roles = ", ".join(message["role"] for message in chat)
             raise ConfigError(
-                f"the chat template refused messages with the roles {roles}: {error}; move the content of a role that "
+                f"the chat template rejected messages with the roles {roles}: {error}; move the content of a role "
                 "the model does not know into the user's message"
             ) from error
         return str(rendered)
@@ -179,7 +179,7 @@ class Tokenizer:
         return text if self._unwritable is None else self._unwritable.sub(_REPLACEMENT, text)
 
     def _find_eos(self, eos_ids: Iterable[int]) -> frozenset[int]:
-        found = {*eos_ids, self._chat.eos_token_id} - {None}
+        eos = {*eos_ids, self._chat.eos_token_id} - {None}
         if self.has_chat_template:
             try:
                 chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}]
@@ -187,8 +187,8 @@ class Tokenizer:
             except ConfigError:
                 after = []
             # What follows an answer ends it, unless it is mere text.
-            found |= {token for token in after[:1] if token in self.control_ids}
-        return frozenset(found)
+            eos |= {token for token in after[:1] if token in self.control_ids}
+        return frozenset(eos)
 
 
 def _backends(backend: Any) -> tuple[Any, Any, Mapping[str, int], frozenset[int]]:
@@ -256,12 +256,12 @@ def _unwritable(backend: Any) -> re.Pattern[str] | None:
 def byte_of_character() -> dict[str, int]:
     """Return the byte of each character of the alphabet.
 
-    Printable bytes of Latin-1 stand for themselves, the others for the characters from 256 on, in order. Source:
+    Printable bytes of Latin-1 map to themselves, all other bytes to the characters from 256 on, in order. Source:
     Radford et al. (2019), https://github.com/openai/gpt-2, and the ``ByteLevel`` decoder of tokenizers.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
 
 
 def is_byte_level(backend: Any) -> bool:

@@ -80,8 +80,8 @@ def encode_passages(
     if not len(prefix):
         return _find_or_encode(loaded, layout, needed, None, overrides, kv_lookup)
     kv, cached = _find_or_encode(loaded, layout, {_PREFIX: prefix}, None, overrides, kv_lookup)
-    more, found = _find_or_encode(loaded, layout, needed, (prefix, kv[_PREFIX]), overrides, kv_lookup)
-    return {**kv, **more}, cached + found
+    passage_kv, n_cached = _find_or_encode(loaded, layout, needed, (prefix, kv[_PREFIX]), overrides, kv_lookup)
+    return {**kv, **passage_kv}, cached + n_cached
 
 
 def _find_or_encode(
@@ -97,16 +97,16 @@ def _find_or_encode(
         key: KVRequest(segment, before, tags=() if key == _PREFIX else (layout.keys[key[0]],))
         for key, segment in needed.items()
     }
-    found: list[Tensor | None] = [None] * len(requests)
+    entries: list[Tensor | None] = [None] * len(requests)
     if kv_lookup is not None and requests:
-        found = kv_lookup.find(loaded, kv_lookup.independent_part(overrides), list(requests.values()))
-    kv = {key: entry for key, entry in zip(requests, found, strict=True) if entry is not None}
+        entries = kv_lookup.find(loaded, kv_lookup.independent_encoding(overrides), list(requests.values()))
+    kv = {key: entry for key, entry in zip(requests, entries, strict=True) if entry is not None}
     cached = sum(len(needed[key]) for key in kv)
     missing = [key for key in requests if key not in kv]
     encoded = encode_segments(loaded, [needed[key] for key in missing], prefix, overrides)
     kv.update(zip(missing, encoded, strict=True))
     if kv_lookup is not None:
-        kv_lookup.add(kv_lookup.independent_part(overrides), [(requests[key], kv[key]) for key in missing])
+        kv_lookup.add(kv_lookup.independent_encoding(overrides), [(requests[key], kv[key]) for key in missing])
     return kv, cached
 
 
@@ -142,13 +142,13 @@ def prefill_blended(
 def _moved(loaded: LoadedModel, row: ResolvedRow, kv: dict[tuple[int, float], Tensor]) -> SequenceBatch:
     """Return a batch that holds prefix and passages, keys rotated to their positions in the prompt."""
     first = len(row.layout.prefix)
-    found = [kv[-1, 0.0]] if first else []
+    segments = [kv[-1, 0.0]] if first else []
     for passage, span in row.passage_spans:
         if len(span):
             keys, values = kv[passage, float(first)]
-            found.append(torch.stack((rerotate(loaded.model, loaded.spec, keys, span.start - first), values)))
+            segments.append(torch.stack((rerotate(loaded.model, loaded.spec, keys, span.start - first), values)))
     length = row.layout.suffix.start
-    return concatenate_kv(loaded, [found], [row.positions[:, :length]], len(row.layout.suffix), row.overrides)
+    return concatenate_kv(loaded, [segments], [row.positions[:, :length]], len(row.layout.suffix), row.overrides)
 
 
 def _tokens_to_recompute(loaded: LoadedModel, row: ResolvedRow, batch: SequenceBatch, blend: Blend) -> Tensor:

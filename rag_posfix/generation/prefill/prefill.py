@@ -52,7 +52,7 @@ def prefill_context(
 ) -> SequenceBatch:
     """Read prefix and passages of a prompt as the model was trained to; any suffix may follow in the batch returned.
 
-    For models whose every layer keeps all keys. Shares what ``kv_lookup`` finds with prompts that are read whole.
+    For models that keep all keys in every layer. Shares stored segments with prompts that are read in full.
 
     ``last_layer`` is the last layer that is read (``SequenceBatch.read_layers``), without ``kv_lookup``: the store has
     all layers, so all are read.
@@ -76,13 +76,13 @@ def prefill_context(
 
 
 class _CachedPrefix:
-    """The first tokens of a row: ``batch`` has the segments that the store holds, and those of ``read_missing``."""
+    """The first tokens of a row: ``batch`` has the stored segments, then the segments of ``read_missing``."""
 
     def __init__(self, loaded: LoadedModel, row: ResolvedRow, kv_lookup: KVLookup) -> None:
         self._kv_lookup, self._row = kv_lookup, row
-        self._part, requests = kv_lookup.prefix_part(row.overrides), _prefix_requests(row)
-        found = [*kv_lookup.find(loaded, self._part, requests), None]
-        held = [kv for kv in found[: found.index(None)] if kv is not None]
+        self._encoding, requests = kv_lookup.prefix_encoding(row.overrides), _prefix_requests(row)
+        entries = [*kv_lookup.find(loaded, self._encoding, requests), None]
+        held = [kv for kv in entries[: entries.index(None)] if kv is not None]
         self._missing = requests[len(held) :]
         self.cached_tokens = row.reusable[len(held) - 1] if held else 0
         self.batch = SequenceBatch.empty(loaded, overrides=row.overrides)
@@ -102,7 +102,7 @@ class _CachedPrefix:
         bounds = list(itertools.pairwise((0, *self._row.reusable)))
         bounds = bounds[len(bounds) - len(self._missing) :]
         added = [(request, copy_kv(batch, *span)) for request, span in zip(self._missing, bounds, strict=True)]
-        self._kv_lookup.add(self._part, added)
+        self._kv_lookup.add(self._encoding, added)
 
 
 def _prefill_row(
@@ -181,8 +181,8 @@ def passage_attention(
 ) -> tuple[Tensor, PrefilledGroup]:
     """Read prompts unmodified; return the last token's mean attention per token of each passage, and one prefill.
 
-    Cost: the prompt ``base`` is read whole; of every other, only what follows the tokens that it shares with it.
-    ``check`` is called before each of the others; what it raises ends the pass.
+    Cost: the prompt ``base`` is read in full; of every other prompt, only the tokens after their common beginning.
+    ``check`` is called before each other prompt; its exception ends the pass.
 
     Shapes:
         returns: (len(layouts), N) float32 on the CPU, averaged over layers and heads; the prefill of ``base``.

@@ -68,8 +68,8 @@ class PrefilledGroup:
     """Rows of a plan that were read in one batch, ready to decode.
 
     Attributes:
-        logits: (R, K, V): the last is that of the next token; the others are those of the question, if asked for.
-        question: (R,) mean log-probability of the question's tokens, zeros if not asked for.
+        logits: (R, K, V): of the question's tokens, if requested, then of the next token.
+        question: (R,) mean log-probability of the question's tokens, zeros if not requested.
         passage_attention: (R, N) attention of the last token to each passage, averaged over layers and heads.
         passage_shares: (R, N) the same as shares of the attention to passages; rows sum to 1 or are 0.
         cached_tokens: Tokens of the prompt whose keys and values were in the store.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.caching.kv.entry import EntryShape, PassageKV
-from rag_posfix.caching.kv.keys import Part, passage_key
+from rag_posfix.caching.kv.keys import EncodingKey, passage_key
 from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.generation.model.kv_cache import SPARE_TOKENS, GrowingCache
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch
@@ -26,7 +26,7 @@ COPIED_NUMBERS = 2**24
 """Keys or values of all rows that are copied at a time: few operations for short passages, little memory for long."""
 
 TILE = 16
-"""Query rows that attention kernels compute at once. Those of an incomplete tile are computed in another way, in
+"""Query rows that attention kernels compute at once. Rows of an incomplete tile are computed in another way, in
 bfloat16 with other last bits. Padded to whole tiles, the encoding of a segment does not depend on the longest of its
 batch."""
 
@@ -143,8 +143,8 @@ class KVRequest:
     """A segment of tokens whose keys and values are needed.
 
     Attributes:
-        before: What was read before it: all that its keys and values depend on besides the model.
-        tags: What the entry can be dropped by: the content keys of its passages.
+        before: The segments before it. Its keys and values depend on them and the model only.
+        tags: The content keys of its passages; the entry can be deleted by them.
     """
 
     segment: Segment
@@ -167,21 +167,21 @@ class KVLookup:
     method: str
     salt: str = ""
 
-    def independent_part(self, overrides: Overrides) -> Part:
-        """Return the key part of segments that are encoded independently: what changes them besides their tokens.
+    def independent_encoding(self, overrides: Overrides) -> EncodingKey:
+        """Return what changes segments that are encoded independently, besides their tokens; part of their keys.
 
         Methods that differ in nothing else share entries.
         """
         return "apart", overrides.rope_base_factor, overrides.layer_scale
 
-    def prefix_part(self, overrides: Overrides) -> Part:
-        """Return the key part of a prompt's first tokens. What is read causally is shared between methods."""
+    def prefix_encoding(self, overrides: Overrides) -> EncodingKey:
+        """Return what changes the first tokens of a prompt. Methods share segments that are read causally."""
         causal = overrides.attend is None and overrides.mask is None and not overrides.rotates_in_hook
         return "leading", overrides.rope_base_factor, overrides.layer_scale, "" if causal else self.method
 
-    def find(self, loaded: LoadedModel, part: Part, requests: Sequence[KVRequest]) -> list[Tensor | None]:
+    def find(self, loaded: LoadedModel, encoding: EncodingKey, requests: Sequence[KVRequest]) -> list[Tensor | None]:
         """Return the keys and values (2, L, Hkv, T, D) of each segment, on the model's device; None if not stored."""
-        keys = [self._key(loaded.model.dtype, part, request) for request in requests]
+        keys = [self._key(loaded.model.dtype, encoding, request) for request in requests]
         shape, dtype = loaded.spec.shape, loaded.model.dtype
         shapes = {
             key: EntryShape(shape.n_layers, shape.n_kv_heads, shape.head_dim, dtype, len(request.segment))
@@ -190,22 +190,22 @@ class KVLookup:
         entries = self.store.get_many(shapes)
         return [entries[key].kv.to(loaded.device) if key in entries else None for key in keys]
 
-    def add(self, part: Part, encoded: Sequence[tuple[KVRequest, Tensor]]) -> None:
+    def add(self, encoding: EncodingKey, encoded: Sequence[tuple[KVRequest, Tensor]]) -> None:
         """Add the keys and values of segments to the store."""
         if not encoded:
             return
         entries: dict[str, PassageKV] = {}
         tags: dict[str, Sequence[str]] = {}
         for request, kv in encoded:
-            key = self._key(kv.dtype, part, request)
+            key = self._key(kv.dtype, encoding, request)
             entries[key] = PassageKV(kv)
             tags[key] = (*request.tags, *own_tags(self.salt, request.tags))
         self.store.put_many(entries, tags)
 
-    def _key(self, dtype: torch.dtype, part: Part, request: KVRequest) -> str:
+    def _key(self, dtype: torch.dtype, encoding: EncodingKey, request: KVRequest) -> str:
         before = tuple(token for segment in request.before for token in segment.token_ids)
         positions = torch.cat([segment.positions for segment in (*request.before, request.segment)])
-        where = (part, _consecutive_runs(positions))
+        where = (encoding, _consecutive_runs(positions))
         return passage_key(self.model, dtype, where, before, request.segment.token_ids, self.salt)
 
 

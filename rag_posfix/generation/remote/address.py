@@ -36,11 +36,11 @@ def parse_remote(model: str) -> RemoteModel:
     Raises:
         ConfigError: the text has another form, or the URL holds a user, a password, a query or the path of a route.
     """
-    found = _ADDRESS.fullmatch(model) if len(model) <= _LONGEST else None
-    if found is None or not found["name"].strip():
+    match = _ADDRESS.fullmatch(model) if len(model) <= _LONGEST else None
+    if match is None or not match["name"].strip():
         raise ConfigError(f"model={_shown(model)} must be openai:NAME@URL, for example {EXAMPLE}")
     try:
-        url = urlsplit(found["url"])
+        url = urlsplit(match["url"])
         url.port  # noqa: B018 - raises for a port that is no number
     except ValueError as error:
         raise ConfigError(f"model={_shown(model)}: the URL cannot be read ({error}); for example {EXAMPLE}") from error
@@ -48,7 +48,7 @@ def parse_remote(model: str) -> RemoteModel:
         raise ConfigError(
             "model=openai:...: the URL holds a user or a password; give the key in RAG_POSFIX_REMOTE_API_KEY"
         )
-    return RemoteModel(found["name"].strip(), _base(model, url))
+    return RemoteModel(match["name"].strip(), _base(model, url))
 
 
 def _base(model: str, url: SplitResult) -> str:

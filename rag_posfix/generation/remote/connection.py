@@ -265,7 +265,7 @@ def _retry_after(header: str) -> float:
 def failure_of_status(server: str, status: int, body: bytes) -> GenerationError | OverloadedError | PromptTooLongError:
     """Return the error for a response that is not a success.
 
-    Messages hold no key. What a server says may quote a prompt, so it is only in errors whose text the HTTP service
+    Messages hold no key. A server's text may quote a prompt, so it is only in errors whose text the HTTP service
     does not send; ``OverloadedError`` and ``PromptTooLongError`` are sent as they are.
     """
     try:

@@ -52,7 +52,7 @@ class PieceEncoder(TokenEncoder):
         return b"".join(pieces).decode("utf-8", "replace")
 
     def render_chat(self, messages: Sequence[ChatMessage], *, open_answer: bool = True) -> str:
-        """Return the messages as ChatML, whose marks stand for those that the server will add."""
+        """Return the messages as ChatML, whose marks represent the server's own."""
         turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
         return "".join(turns) + ("<|im_start|>assistant\n" if open_answer else "")
 
@@ -134,7 +134,7 @@ class RemoteGenerator:
     def _chunks(self, request: GenerationRequest, events: Events) -> Iterator[Chunk]:
         started = time.perf_counter()
         first: float | None = None
-        parts: list[str] = []
+        texts: list[str] = []
         finish: FinishReason | None = None
         usage: object = None
         with closing(events):
@@ -147,13 +147,13 @@ class RemoteGenerator:
                 finish = self._finish(choice) or finish
                 if text:
                     first = first or time.perf_counter()
-                    parts.append(text)
+                    texts.append(text)
                     yield Chunk(text)
         if finish is None:
             raise UpstreamError(f"{self._connection.url} ended its stream in the middle of the answer; try again")
         ended = time.perf_counter()
         timings = {"prefill": (first or ended) - started, "decode": ended - (first or ended)}
-        yield Chunk("", self._generation(request, "".join(parts), finish, usage, timings))
+        yield Chunk("", self._generation(request, "".join(texts), finish, usage, timings))
 
     def _post(self, request: GenerationRequest, *, stream: bool) -> Events:
         """Check a request, and return the objects of its answer; nothing is sent yet."""

@@ -1,7 +1,7 @@
 """A model that is split over several processes by tensor parallelism: starts them, loads a share in each.
 
 Every process, a *rank*, holds some of the heads and channels of each layer, and all run the same steps. This process
-is the first rank. The others are started on this machine (``python -m ...tensor_parallel.launch CONFIG``), or, by
+is the first rank. The other ranks are started on this machine (``python -m ...tensor_parallel.launch CONFIG``), or, by
 torchrun, on any: it runs the same command everywhere, and all but the first rank end up in ``run_torchrun_worker``.
 They talk over gloo on CPUs and NCCL on GPUs, neither of which authenticates: several machines need a private network.
 """
@@ -191,13 +191,13 @@ def _join_group(config: RankConfig, processes: Processes | None = None) -> Ranks
         torch.set_num_threads(config.threads)
     backend = "nccl" if config.device == "cuda" else "gloo"
     distributed.init_process_group(backend, timeout=patience, **meeting)
-    # Between requests the others wait for the first rank as long as it takes.
+    # Between requests the other ranks wait for the first one without a limit.
     control = distributed.new_group(backend="gloo", timeout=_FOREVER)
     return Ranks(config.count, config.rank, control, patience)
 
 
 def _wait_until_ready(store: Any, count: int, processes: Processes) -> None:
-    """Wait until all ranks have imported what they need: from there on a broken one is noticed by the others."""
+    """Wait until all ranks have finished their imports: from then on the other ranks notice a broken one."""
     deadline = time.monotonic() + STARTING_SECONDS
     while not store.check([f"ready-{rank}" for rank in range(1, count)]):
         if processes.failure(patience_seconds=0.05) is not None:

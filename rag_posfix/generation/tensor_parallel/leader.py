@@ -1,8 +1,8 @@
-"""One engine on several ranks: the leader (rank 0) talks to the caller and announces every step to the others.
+"""One engine on several ranks: the leader (rank 0) talks to the caller and announces every step to the workers.
 
 Every rank must run the same forward passes in the same order, or they wait for each other for ever. So the leader runs
-one step at a time and announces it first; the others run what was announced and nothing else. Only the leader chooses
-tokens. A stream that is closed is not advanced any more, on any rank.
+one step at a time and announces it first; workers run the announced steps only. Only the leader chooses tokens. A
+stream that is closed is not advanced any more, on any rank.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _layout(payload: Mapping[str, Any]) -> Layout:
 
 
 class Channel:
-    """Carries commands from the first rank to the others, as bytes of JSON, in the ``control`` group of ``ranks``."""
+    """Sends the first rank's commands to the workers, as bytes of JSON, in the ``control`` group of ``ranks``."""
 
     BLOCK = 256
     """Bytes that are always sent: the length, and a short command whole."""

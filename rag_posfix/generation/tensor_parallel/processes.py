@@ -26,13 +26,13 @@ class Processes:
 
     torchrun ends its whole tree with one process and cannot end it with its own parent, so that they are started here:
     each holds the reading end of a pipe whose other end is here, and detects the exit of this process, however it
-    ended. Ctrl-C does not reach them: this process ends them. If one ends by itself, the others are ended too.
+    ended. Ctrl-C does not reach them: this process ends them. If one ends by itself, all are ended.
 
     Args:
         commands: Arguments of the interpreter, one list for each program; the first is rank 1.
-        folder: What the programs share; removed by ``close``.
+        folder: Shared by the programs; removed by ``close``.
         variables: Environment variables that they inherit.
-        on_failure: Called in a thread when one has ended by itself and the others are being ended.
+        on_failure: Called in a thread when one has ended by itself, while the other programs are being ended.
         on_close: Called at the beginning of ``close``.
     """
 

@@ -11,7 +11,7 @@ from rag_posfix.errors import CacheError
 
 texts = st.text(max_size=6)
 tokens = st.lists(st.integers(0, 50_000) | st.integers(-(2**63), 2**63 - 1), max_size=6)
-parts = st.recursive(
+encodings = st.recursive(
     st.none() | st.booleans() | texts | st.integers() | st.floats(allow_nan=False),
     lambda inner: st.lists(inner, max_size=3).map(tuple),
     max_leaves=6,
@@ -20,7 +20,7 @@ arguments = st.fixed_dictionaries(
     {
         "model_fingerprint": texts,
         "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-        "part": parts,
+        "encoding": encodings,
         "prefix_tokens": tokens,
         "tokens": tokens,
         "salt": texts,
@@ -29,18 +29,18 @@ arguments = st.fixed_dictionaries(
 KEY = {
     "model_fingerprint": "model",
     "dtype": torch.bfloat16,
-    "part": ("start", 12.0, None, (1.0, 1.5)),
+    "encoding": ("start", 12.0, None, (1.0, 1.5)),
     "prefix_tokens": [1, 2, 3],
     "tokens": [4, 5],
     "salt": "tenant",
 }
 
 
-def typed(part):
-    """``part`` with its types: 1, 1.0 and True are equal in Python."""
-    if isinstance(part, tuple):
-        return tuple(map(typed, part))
-    return (type(part), part)
+def typed(encoding):
+    """``encoding`` with its types: 1, 1.0 and True are equal in Python."""
+    if isinstance(encoding, tuple):
+        return tuple(map(typed, encoding))
+    return (type(encoding), encoding)
 
 
 def test_the_key_is_64_hexadecimal_digits():
@@ -55,14 +55,14 @@ def test_the_key_does_not_depend_on_the_process():
 
 @given(arguments, arguments)
 def test_two_keys_are_equal_only_if_everything_is(one, two):
-    equal = {**one, "part": typed(one["part"])} == {**two, "part": typed(two["part"])}
+    equal = {**one, "encoding": typed(one["encoding"])} == {**two, "encoding": typed(two["encoding"])}
     assert (passage_key(**one) == passage_key(**two)) == equal
 
 
 @given(arguments, arguments, st.sampled_from(sorted(KEY)))
 def test_each_argument_alone_changes_the_key(one, two, name):
     other = {**one, name: two[name]}
-    equal = typed(one[name]) == typed(two[name]) if name == "part" else one[name] == two[name]
+    equal = typed(one[name]) == typed(two[name]) if name == "encoding" else one[name] == two[name]
     assert (passage_key(**one) == passage_key(**other)) == equal
 
 
@@ -97,14 +97,14 @@ def test_the_boundary_between_texts_counts(text, first, second):
         ((1, (2, 3)), (1, 2, 3)),
     ],
 )
-def test_parts_that_look_alike_are_different(one, two):
-    assert passage_key(**{**KEY, "part": one}) != passage_key(**{**KEY, "part": two})
+def test_encodings_that_look_alike_are_different(one, two):
+    assert passage_key(**{**KEY, "encoding": one}) != passage_key(**{**KEY, "encoding": two})
 
 
-def test_parts_that_mean_the_same_are_the_same():
-    assert passage_key(**{**KEY, "part": -0.0}) == passage_key(**{**KEY, "part": 0.0})
-    nan = passage_key(**{**KEY, "part": math.nan})
-    assert nan == passage_key(**{**KEY, "part": float("nan")})
+def test_encodings_that_mean_the_same_are_the_same():
+    assert passage_key(**{**KEY, "encoding": -0.0}) == passage_key(**{**KEY, "encoding": 0.0})
+    nan = passage_key(**{**KEY, "encoding": math.nan})
+    assert nan == passage_key(**{**KEY, "encoding": float("nan")})
 
 
 def test_any_sequence_of_tokens_will_do():
@@ -117,10 +117,10 @@ def test_the_schema_version_changes_the_key(monkeypatch):
     assert passage_key(**KEY) != before
 
 
-@pytest.mark.parametrize("part", [[1], {"a": 1}, b"a", torch.tensor(1.0), (1, [2])])
-def test_a_part_that_is_no_plain_data_is_refused(part):
+@pytest.mark.parametrize("encoding", [[1], {"a": 1}, b"a", torch.tensor(1.0), (1, [2])])
+def test_an_encoding_that_is_no_plain_data_is_rejected(encoding):
     with pytest.raises(CacheError, match="allowed: str, int, float, bool, None and tuples"):
-        passage_key(**{**KEY, "part": part})
+        passage_key(**{**KEY, "encoding": encoding})
 
 
 @pytest.mark.parametrize("wrong", [[2**63], [1.5], ["a"]])

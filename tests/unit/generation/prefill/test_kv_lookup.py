@@ -132,7 +132,7 @@ def test_leading_passages_behind_a_hole_are_read_again(loaded, lost, shared):
     ],
 )
 def test_methods_share_the_first_tokens_of_a_prompt_only_if_they_read_them_causally(overrides, shared):
-    one, other = (KVLookup(store_of(), "model", method).prefix_part(overrides) for method in ("one", "other"))
+    one, other = (KVLookup(store_of(), "model", method).prefix_encoding(overrides) for method in ("one", "other"))
     assert (one == other) == shared
 
 
