@@ -45,8 +45,8 @@ def attend_with_lse(
             ]
         )
     if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
-        return _in_blocks(query, key, value, scaling, causal)
-    kernel = LSE_KERNELS.get(query.device.type, _in_blocks)
+        return _attend_in_blocks(query, key, value, scaling, causal)
+    kernel = LSE_KERNELS.get(query.device.type, _attend_in_blocks)
     return kernel(query, key, value, scaling, causal and n_query > 1)
 
 
@@ -55,22 +55,22 @@ def has_lse_kernel(device: torch.device) -> bool:
     return device.type in LSE_KERNELS
 
 
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the same as ``attend_with_lse`` by the CPU's flash attention."""
     n_query = query.shape[2]
     if query.shape[1] > key.shape[1] and (n_query == 1 or (not causal and n_query >= FOLD_FROM)):
-        return _folded(query, key, value, scaling)
+        return _attend_folded(query, key, value, scaling)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, scale=scaling
     )
     return out, lse
 
 
-def _on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the same as ``attend_with_lse`` by the fastest kernel that takes these tensors on this GPU."""
     gqa = query.shape[1] != key.shape[1]
     if gqa and query.shape[2] == 1:
-        return _folded(query, key, value, scaling)
+        return _attend_folded(query, key, value, scaling)
     if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, causal, gqa)):
         return flash(query, key, value, scaling, causal)
     if gqa:
@@ -78,7 +78,7 @@ def _on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: b
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     if can_use_efficient_attention(SDPAParams(query, key, value, None, 0.0, causal, False)):
         return efficient(query, key, value, scaling, causal)
-    return _in_blocks(query, key, value, scaling, causal)
+    return _attend_in_blocks(query, key, value, scaling, causal)
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def efficient(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal:
     return out, lse[..., : query.shape[2]]
 
 
-def _folded(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def _attend_folded(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Return the same as ``attend_with_lse``: the query heads of a group become more queries of one head."""
     folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, Hkv, G Tq, D)
     out, lse = attend_with_lse(folded, key, value, scaling)
@@ -103,8 +103,8 @@ def _folded(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[
 
 
 LSE_KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]] = {
-    "cpu": _on_cpu,
-    "cuda": _on_gpu,
+    "cpu": _attend_on_cpu,
+    "cuda": _attend_on_gpu,
 }
 """Attention with its log-sum-exp by the type of the device; elsewhere it is computed in blocks."""
 
@@ -180,7 +180,9 @@ def _by_key_head(states: Tensor, n_kv_heads: int) -> Tensor:
     return states.reshape(states.shape[0], n_kv_heads, -1, states.shape[3])
 
 
-def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Return the same as ``attend_with_lse``, with materialised logits."""
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).float() for states in (key, value))

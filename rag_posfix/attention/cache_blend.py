@@ -74,11 +74,13 @@ class SelectedAttention(AttentionOverride):
             first, last = block * QUERY_BLOCK, last_token + 1
             chosen = self._chosen[first : first + QUERY_BLOCK]
             query = inputs.query[:, :, first : first + QUERY_BLOCK]
-            outs.append(_masked(query, inputs.key[:, :, :last], inputs.value[:, :, :last], chosen, inputs.scaling))
+            outs.append(
+                _attend_masked(query, inputs.key[:, :, :last], inputs.value[:, :, :last], chosen, inputs.scaling)
+            )
         return torch.cat(outs, dim=2), None
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scaling: float) -> Tensor:
+def _attend_masked(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scaling: float) -> Tensor:
     """Return attention of tokens ``chosen`` over all keys up to each; the heads of a group share their keys."""
     groups = query.shape[1] // key.shape[1]
     mask = torch.arange(key.shape[2], device=key.device) <= chosen[:, None]  # (n, Tk)

@@ -96,11 +96,11 @@ def attend_causal_each(segments: Iterable[tuple[Tensor, Tensor, Tensor]], scalin
             before.append(attend_with_lse(query, key[:, :, :past], value[:, :, :past], scaling))
             within.append(attend_with_lse(query, key[:, :, past:], value[:, :, past:], scaling, causal=True))
     if before:
-        outs.append(merge([_end_to_end(before), _end_to_end(within)])[0])
+        outs.append(merge([_concatenate(before), _concatenate(within)])[0])
     return torch.cat(outs, dim=2)
 
 
-def _end_to_end(outputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _concatenate(outputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     outs, lses = zip(*outputs, strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 

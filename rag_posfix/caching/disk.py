@@ -121,7 +121,9 @@ class DiskTier(Generic[V]):
         current_time = self._clock()
         used = [key for key in hits if abs(current_time - rows[key].used_at) >= _TOUCH_SECONDS]
         if unusable or used:
-            self._try(self._reading, partial(self._on_file, partial(self._note, unusable, used, current_time)), None)
+            self._try(
+                self._reading, partial(self._on_file, partial(self._record_use, unusable, used, current_time)), None
+            )
         self._counters.add("hits", len(hits))
         self._counters.add("misses", len(keys) - len(hits))
         return hits
@@ -226,7 +228,7 @@ class DiskTier(Generic[V]):
                 filled += count
             return data[:filled]
 
-    def _note(
+    def _record_use(
         self, unusable: Iterable[str], used: Iterable[str], current_time: float, connection: sqlite3.Connection
     ) -> None:
         """Remove unusable entries and write when entries were used; a disk that became read-only still serves them."""

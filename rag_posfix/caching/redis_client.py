@@ -67,8 +67,8 @@ def redis_target(url: str, timeout_seconds: float) -> RedisTarget:
     scheme = url.partition("://")[0]
     try:
         if scheme in _DEFAULT_PORTS:
-            return _several_hosts(redis, url, scheme, options)
-        return _one_server(redis, url, options)
+            return _multi_host_target(redis, url, scheme, options)
+        return _single_server_target(redis, url, options)
     except (ValueError, TypeError, redis.RedisError):
         is_known_scheme = scheme in {"redis", "rediss", "unix", *_DEFAULT_PORTS}
         url_description = f"the {scheme}:// URL" if is_known_scheme else "the URL"
@@ -79,7 +79,7 @@ def redis_target(url: str, timeout_seconds: float) -> RedisTarget:
         ) from None
 
 
-def _one_server(redis: Any, url: str, options: dict[str, Any]) -> RedisTarget:
+def _single_server_target(redis: Any, url: str, options: dict[str, Any]) -> RedisTarget:
     address = urlsplit(url)
     if address.scheme != "unix":
         if not address.hostname:
@@ -100,7 +100,7 @@ def _one_server(redis: Any, url: str, options: dict[str, Any]) -> RedisTarget:
     return RedisTarget(f"{address.scheme}://{where}", connect)
 
 
-def _several_hosts(redis: Any, url: str, scheme: str, options: dict[str, Any]) -> RedisTarget:
+def _multi_host_target(redis: Any, url: str, scheme: str, options: dict[str, Any]) -> RedisTarget:
     # urlsplit does not parse URLs with several hosts.
     location, _, query = url.partition("://")[2].partition("?")
     if query or "#" in location:

@@ -151,7 +151,7 @@ class Decoder(nn.Module):
         step = ids
         for _ in range(new_tokens):
             logits, past = self(step, past)
-            step = _chosen(logits[:, -1], temperature, generator)
+            step = _sample(logits[:, -1], temperature, generator)
             written.append(step)
         self.train(training)
         return torch.cat(written, dim=1)
@@ -203,7 +203,7 @@ def load_decoder(folder: Path, device: torch.device | str = "cpu") -> Decoder:
     return decoder
 
 
-def _chosen(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+def _sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     """Return the next token of each sequence, (B, 1)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)

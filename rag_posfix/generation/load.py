@@ -95,7 +95,7 @@ def load_engine(
         check_adapter(adapter)
     model_device = usable_device(device)
     torch_dtype = _dtype(dtype, model_device)
-    options = _placing(device_map, ranks)
+    options = _placement_options(device_map, ranks)
     packaged = PACKAGED.get(model)
     if packaged is not None:
         source, loaded, tokenizer = _load_packaged(
@@ -122,7 +122,7 @@ def load_engine(
     return Engine(LoadedModel(loaded, spec, rows), encoder, name, fingerprint)
 
 
-def _placing(device_map: str | None, ranks: Ranks | None) -> dict[str, Any]:
+def _placement_options(device_map: str | None, ranks: Ranks | None) -> dict[str, Any]:
     """Return what transformers needs to place the weights other than on one device."""
     if device_map is None and (ranks is None or ranks.count == 1):
         return {}
@@ -141,7 +141,7 @@ def _placing(device_map: str | None, ranks: Ranks | None) -> dict[str, Any]:
 def source_of(model: str, cache_dir: Path | None = None) -> str:
     """Return the folder or the id that a model is loaded from; a packaged model is converted if it has not been."""
     packaged = PACKAGED.get(model)
-    return model if packaged is None else str(_converted(packaged, cache_dir or default_cache_dir()))
+    return model if packaged is None else str(_converted_folder(packaged, cache_dir or default_cache_dir()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,17 +306,17 @@ def _load_packaged(
     packaged: PackagedModel, cache_dir: Path, dtype: Any, device: str, **options: Any
 ) -> tuple[str, Any, Any]:
     """Return where the model was loaded from, and it; damaged converted weights are converted again, once."""
-    source = str(_converted(packaged, cache_dir))
+    source = str(_converted_folder(packaged, cache_dir))
     try:
         loaded, tokenizer = load_pretrained(source, dtype, device, **options)
     except ConfigError as error:
         _log.warning("the converted weights are damaged and are made again: %s", error)
-        source = str(_converted(packaged, cache_dir, again=True))
+        source = str(_converted_folder(packaged, cache_dir, again=True))
         loaded, tokenizer = load_pretrained(source, dtype, device, **options)
     return source, loaded, tokenizer
 
 
-def _converted(packaged: PackagedModel, cache_dir: Path, *, again: bool = False) -> Path:
+def _converted_folder(packaged: PackagedModel, cache_dir: Path, *, again: bool = False) -> Path:
     """Return the folder with the model as bfloat16 safetensors, converting it from the package's GGUF once."""
     packaged.files(cache_dir)  # a package that was removed is told, whatever was converted from it before
     target = cache_dir / "models" / packaged.folder_name

@@ -38,15 +38,15 @@ def channel_columns(module: Any, channel: int, n_heads: int, n_kv_heads: int, ra
     size = module.head_dim
     if hasattr(module, "qkv_proj"):
         n_query, n_key = n_heads * size, n_kv_heads * size
-        column = _column(module.qkv_proj, channel, n_query + 2 * n_key, ranks)
+        column = _read_column(module.qkv_proj, channel, n_query + 2 * n_key, ranks)
         return column[:n_query].view(-1, size), column[n_query : n_query + n_key].view(-1, size)
     if not hasattr(module, "q_proj") or not hasattr(module, "k_proj"):
         raise UnsupportedModelError(f"{type(module).__name__} has no q_proj and k_proj; it cannot scale a channel")
-    query = _column(module.q_proj, channel, n_heads * size, ranks)
-    return query.view(-1, size), _column(module.k_proj, channel, n_kv_heads * size, ranks).view(-1, size)
+    query = _read_column(module.q_proj, channel, n_heads * size, ranks)
+    return query.view(-1, size), _read_column(module.k_proj, channel, n_kv_heads * size, ranks).view(-1, size)
 
 
-def _column(projection: Any, channel: int, size: int, ranks: Ranks) -> Tensor:
+def _read_column(projection: Any, channel: int, size: int, ranks: Ranks) -> Tensor:
     """Return one column of a projection's weight, (size,): the outputs that attention gets on this rank."""
     weight: Any = projection.weight
     if not weight.is_floating_point():
@@ -100,7 +100,7 @@ def attend_with_scaled_channel(
 
 
 def before_attention(module: Any, arguments: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Pre-hook of every attention module: hands it the rotary angles that the context asks for.
+    """Pre-hook of every attention module: passes it the rotary angles of the active context.
 
     Angles that rotate nothing (cos 1, sin 0) where ``hooked_attention`` rotates queries and keys.
     """
@@ -126,7 +126,7 @@ def _angles(
     overrides = context.overrides
     if not (overrides.rotates_in_hook or overrides.changes_angles):
         return model_angles
-    spec, positions = _needed(context)
+    spec, positions = _spec_and_positions(context)
     hidden = overrides.hidden_scale
     if hidden is not None and module.layer_idx in hidden.layers:
         context.layer_state.channel[module.layer_idx] = states[..., hidden.channel]
@@ -156,7 +156,7 @@ def hooked_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kw
 def hooked_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention function: transformers' own SDPA, or what the active context asks for.
+    """Attention function: transformers' own SDPA, or the attention of the active context.
 
     Shapes:
         query: (B, Hq, Tq, D). key, value: (B, Hkv, Tk, D). returns: (B, Tq, Hq, D).
@@ -185,29 +185,28 @@ class _Layer:
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.context.slices:
-            return self._apart(query)
+            return self._attend_per_slice(query)
         overrides = self.context.overrides
         if overrides.rotates_in_hook:
-            return self._rotating(query, key, value)
-        if overrides.attend is not None and self._in_layers():
-            return self._attend(
-                query, key, value, layer_rotation(self.context.overrides, _needed(self.context)[0], self.module)
-            )
+            return self._rotate_and_attend(query, key, value)
+        if overrides.attend is not None and self._is_overridden():
+            spec, _ = _spec_and_positions(self.context)
+            return self._attend(query, key, value, layer_rotation(overrides, spec, self.module))
         self.observe(query, key)
         return self._standard_attention(query, key, value)
 
-    def _rotating(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Rotate here; keys in place, so that the cache holds them as the next pass needs them."""
-        overrides, positions, n_query = self.context.overrides, _needed(self.context)[1], query.shape[2]
+    def _rotate_and_attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Rotate in the hook; keys in place, so that the cache holds them for the next pass."""
+        overrides, positions, n_query = self.context.overrides, _spec_and_positions(self.context)[1], query.shape[2]
         rotation = self._rotation(query, key)
         if overrides.hidden_scale is not None and self.layer in overrides.hidden_scale.layers:
-            out, turned = attend_with_scaled_channel(
+            out, scaled_query = attend_with_scaled_channel(
                 self.module, self.context, overrides.hidden_scale, rotation, query, key, positions,
                 lambda q, k: self._standard_attention(q, k, value),
             )  # fmt: skip
-            self.observe(turned, key)
+            self.observe(scaled_query, key)
             return out
-        attend = overrides.attend if self._in_layers() else None
+        attend = overrides.attend if self._is_overridden() else None
         rotated = Rotated.BOTH if attend is None else attend.rotated
         if rotated is Rotated.NEITHER:
             return self._attend(query, key, value, rotation)
@@ -221,25 +220,25 @@ class _Layer:
 
     def _rotation(self, query: Tensor, key: Tensor) -> LayerRotation:
         """Return the layer's rotation; the divisors of its heads are decided in the pass that reads the prompt."""
-        spec, _ = _needed(self.context)
+        spec, _ = _spec_and_positions(self.context)
         rotation = layer_rotation(self.context.overrides, spec, self.module)
         decide, ratios = self.context.overrides.head_scale, self.context.layer_state.head_divisors
         if decide is None:
             return rotation
         if self.layer not in ratios:
-            ratios[self.layer] = self._divisors(decide, query[:, :, -1:], key)
+            ratios[self.layer] = self._decide_divisors(decide, query[:, :, -1:], key)
         return replace(rotation, ratios=ratios[self.layer])
 
-    def _divisors(self, decide: HeadScale, query: Tensor, key: Tensor) -> Tensor | None:
+    def _decide_divisors(self, decide: HeadScale, query: Tensor, key: Tensor) -> Tensor | None:
         """Return the divisors of the key heads that are here; they are decided by how all heads compare."""
-        spec, _ = _needed(self.context)
+        spec, _ = _spec_and_positions(self.context)
         shape, ranks = spec.shape, spec.ranks
         divisors = decide(self.layer, ranks.gather(query, shape.n_heads, 1), ranks.gather(key, shape.n_kv_heads, 1))
         return None if divisors is None else ranks.own_heads(divisors, key.shape[1])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, rotate: LayerRotation) -> Tensor:
         """Run the plan's own attention."""
-        attend, positions = self.context.overrides.attend, _needed(self.context)[1]
+        attend, positions = self.context.overrides.attend, _spec_and_positions(self.context)[1]
         if attend is None:
             raise GenerationError(
                 "the attention hook was called for an attention override that the context lacks; please report this"
@@ -272,11 +271,11 @@ class _Layer:
             observer.add(last_attention)
         return out.transpose(1, 2)
 
-    def _in_layers(self) -> bool:
+    def _is_overridden(self) -> bool:
         attend = self.context.overrides.attend
         return attend is not None and (attend.layers is None or self.layer in attend.layers)
 
-    def _apart(self, query: Tensor) -> Tensor:
+    def _attend_per_slice(self, query: Tensor) -> Tensor:
         """Attend in each slice of the batch to its own keys, as it would alone. Returns (B, Tq, Hq, D)."""
         outs = []
         for batch_slice in self.context.slices:
@@ -296,7 +295,7 @@ class _Layer:
         return out
 
     def _observer(self) -> Observer | None:
-        """Return the observer that wants this layer's attention, if there is one."""
+        """Return the observer if it needs this layer's attention."""
         observer = self.context.observer
         return observer if observer is not None and observer.asks(self.layer) else None
 
@@ -323,7 +322,7 @@ class _Layer:
         )
 
 
-def _needed(context: ForwardContext) -> tuple[ModelSpec, Tensor]:
+def _spec_and_positions(context: ForwardContext) -> tuple[ModelSpec, Tensor]:
     if context.spec is None or context.positions is None:
         raise GenerationError(
             "the attention hook was asked to rotate without angles and positions; please report this"

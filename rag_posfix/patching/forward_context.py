@@ -21,8 +21,8 @@ class Observer:
         total: (B, Tk) float32, summed over layers.
         n_layers: Layers that have reported.
         queries: How many of the last queries count. With a plan that replaces attention: one.
-        layers: Which layers are asked; None asks all.
-        approximate: Whether shares are wanted, and their last digits are not.
+        layers: The observed layers; None = all.
+        approximate: Whether shares suffice whose last digits may be wrong.
         heads: Layer -> query heads that count; then nothing is averaged over heads and layers, and ``by_head`` is
             filled instead of ``total``.
         by_head: Layer -> (B, heads, Tk) float32.

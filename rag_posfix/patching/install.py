@@ -63,7 +63,7 @@ def install(model: Any, ranks: Ranks | None = None) -> ModelSpec:
         ranks=ranks or Ranks(),
     )
     window = original_window_of(config)
-    return spec if window is None else _with_extended(spec, rotary, config, window)
+    return spec if window is None else _add_extended(spec, rotary, config, window)
 
 
 def _angles_of(rotary: Any) -> Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]:
@@ -84,25 +84,27 @@ def new_rotary(rotary: Any, config: Any) -> Any:
     return type(rotary)(config).to(next(rotary.buffers()))
 
 
-def _with_extended(spec: ModelSpec, rotary: Any, config: Any, window: int) -> ModelSpec:
-    """Return what is known of a model with LongRoPE: contexts with ``extended`` rotate by the long frequencies."""
+def _add_extended(spec: ModelSpec, rotary: Any, config: Any, window: int) -> ModelSpec:
+    """Return the spec of a model with LongRoPE: contexts with ``extended`` rotate by the long frequencies."""
     long = new_rotary(rotary, config)
     long(torch.zeros(1, device=long.inv_freq.device), torch.tensor([[window]], device=long.inv_freq.device))
     long.rope_type = "default"
     extended = replace(spec, angles=_angles_of(long))
 
-    def frequencies_of_the_call(_: Any, arguments: tuple[Any, ...], options: dict[str, Any], original: Any) -> Any:
+    def select_frequencies(_: Any, arguments: tuple[Any, ...], options: dict[str, Any], original: Any) -> Any:
         context = current()
         if context is None:
             return original
         contexts = context.by_rows(original[0].shape[0])
         if not any(row_context.spec is extended for _, row_context in contexts):
             return original
-        later = type(long).forward(long, *arguments, **options)
-        chosen = [(later if row_context.spec is extended else original, rows) for rows, row_context in contexts]
+        extended_angles = type(long).forward(long, *arguments, **options)
+        chosen = [
+            (extended_angles if row_context.spec is extended else original, rows) for rows, row_context in contexts
+        ]
         return tuple(torch.cat([angles[i][rows] for angles, rows in chosen]) for i in (0, 1))
 
-    handle = rotary.register_forward_hook(frequencies_of_the_call, with_kwargs=True)
+    handle = rotary.register_forward_hook(select_frequencies, with_kwargs=True)
     return replace(spec, handles=(*spec.handles, handle), original_window=window, extended=extended)
 
 

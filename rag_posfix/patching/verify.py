@@ -36,14 +36,14 @@ def check_computed(model: Any) -> None:
         for name, expected in type(rotary)(config=rotary.config).named_buffers():
             held = loaded[name]
             if not held.is_meta and not torch.allclose(held, expected.to(held), rtol=1e-5, atol=0):
-                raise _not_computed(model, f"rotary_emb.{name}")
+                raise _uninitialised_error(model, f"rotary_emb.{name}")
     for name, module in model.named_modules():
         expected = getattr(module, "scalar_embed_scale", None)
         if expected is not None and not math.isclose(float(module.embed_scale), expected, rel_tol=1e-2):  # bfloat16
-            raise _not_computed(model, f"{name}.embed_scale")
+            raise _uninitialised_error(model, f"{name}.embed_scale")
 
 
-def _not_computed(model: Any, name: str) -> UnsupportedModelError:
+def _uninitialised_error(model: Any, name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{type(model).__name__} was loaded with a {name} that is not what its configuration says: transformers left "
         "memory uninitialised; load it again, or with another version of transformers"
@@ -176,11 +176,11 @@ class _Comparison:
         prompt = self.ids[:, :n]
         steps = [self.ids[:, position : position + 1] for position in range(n, n + DECODE_STEPS)]
         keeps_all = Capability.FULL_CACHE in self.spec.shape.capabilities
-        native, *native_steps = _decoded(self.stock, prompt, steps, DynamicCache(config=self.stock.config))
+        native, *native_steps = _decode_stock(self.stock, prompt, steps, DynamicCache(config=self.stock.config))
         yield "idle", _logits(self.hooked, prompt), native
         if Capability.ROTATION in self.spec.shape.capabilities:
             positions = torch.arange(n, device=prompt.device, dtype=torch.float32)[None]
-            with active(ForwardContext(Overrides(head_scale=_undivided), positions, self.spec)):
+            with active(ForwardContext(Overrides(head_scale=_no_divisors), positions, self.spec)):
                 yield "rotation", _logits(self.hooked, prompt), native
         read, *read_steps = self._read(prompt, steps)
         yield "prompt", read, native
@@ -284,11 +284,11 @@ def _first_layers(model: Any) -> int:
     return max(kinds.index(kind) for kind in set(kinds)) + 2
 
 
-def _undivided(layer: int, query: Tensor, key: Tensor) -> None:
+def _no_divisors(layer: int, query: Tensor, key: Tensor) -> None:
     """Divide no head's positions: the hook rotates, as the model would."""
 
 
-def _decoded(model: Any, prompt: Tensor, steps: Sequence[Tensor], cache: Any) -> list[Tensor]:
+def _decode_stock(model: Any, prompt: Tensor, steps: Sequence[Tensor], cache: Any) -> list[Tensor]:
     """Return the logits of a prompt and of each step after it, by stock code."""
     return [_logits(model, tokens, cache) for tokens in (prompt, *steps)]
 

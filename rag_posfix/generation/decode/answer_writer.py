@@ -99,15 +99,15 @@ class StopMatcher:
         return max(self._matched, default=0)
 
     def push(self, chunk: str) -> int | None:
-        """Return the start of the first string in the text that ``piece`` completes, or None.
+        """Return the start of the first string in the text that ``chunk`` completes, or None.
 
-        Of strings that it completes together, the one that starts first counts. Nothing may be pushed after a match.
+        Of several completed strings the first one counts. Nothing may be pushed after a match.
         """
-        starts = [start for i in range(len(self._stops)) if (start := self._first(i, chunk)) is not None]
+        starts = [start for i in range(len(self._stops)) if (start := self._match_stop(i, chunk)) is not None]
         self._length += len(chunk)
         return min(starts, default=None)
 
-    def _first(self, index: int, chunk: str) -> int | None:
+    def _match_stop(self, index: int, chunk: str) -> int | None:
         stop, borders, matched = self._stops[index], self._borders[index], self._matched[index]
         for offset, character in enumerate(chunk):
             while matched and stop[matched] != character:
@@ -237,7 +237,7 @@ class AnswerWriter:
             self.done = self._text.stopped or len(self._ids) >= self._request.sampling.max_tokens
         self._ends.append(len(self._text.text))
         self._seconds = time.perf_counter() - self._started
-        return Chunk(new, log_probs=self._begun_in(new))
+        return Chunk(new, log_probs=self._take_begun_tokens(new))
 
     def end(self) -> Chunk:
         """Return the text that was held back, with the whole answer. Call once, when ``done``."""
@@ -261,7 +261,7 @@ class AnswerWriter:
         )
         return Chunk(held_back, generation, tuple(self._scored[self._sent_tokens :]))
 
-    def _begun_in(self, new: str) -> tuple[ScoredToken, ...]:
+    def _take_begun_tokens(self, new: str) -> tuple[ScoredToken, ...]:
         """Return the tokens whose text begins in what was sent, and that were not returned before."""
         self._sent_characters += len(new)
         first = self._sent_tokens

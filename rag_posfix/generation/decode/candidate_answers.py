@@ -1,6 +1,6 @@
-"""Lets every row of a plan write a short answer alone, and scores every answer in every row.
+"""Candidate answers: every row of a plan writes a short answer alone, and every row scores every answer.
 
-Knows rows and what ends an answer; knows no method and leaves the rows as they are.
+Independent of the method; the rows stay unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rag_posfix.plan.plan import CandidateAnswers
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:
-    """What the tokens of an answer mean: which of them end it, and how they read.
+    """How tokens of an answer are read: which of them end it, and their text.
 
     Attributes:
         eos_ids: Tokens that end an answer.
@@ -27,12 +27,12 @@ class AnswerText:
     eos_ids: frozenset[int] = frozenset()
     decode: Callable[[Sequence[int]], str] | None = None
 
-    def ended(self, token_ids: Sequence[int]) -> bool:
+    def is_complete(self, token_ids: Sequence[int]) -> bool:
         """Return whether a short answer is over: its first line is complete."""
         return self.decode is not None and "\n" in self.decode(token_ids).lstrip()
 
     def key(self, token_ids: Sequence[int]) -> str | tuple[int, ...]:
-        """Return what equal answers have in common: their words, whatever case, spaces and the stop after them."""
+        """Return a key that equal answers share: their words, without case, spaces and the final stop."""
         if self.decode is None:
             return tuple(token_ids)
         return " ".join(self.decode(token_ids).casefold().split()).rstrip(" .")
@@ -79,7 +79,7 @@ def _write(
         for row in sorted(open_rows):
             if tokens[row] not in text.eos_ids:
                 answers[row].append(tokens[row])
-            if tokens[row] in text.eos_ids or text.ended(answers[row]):
+            if tokens[row] in text.eos_ids or text.is_complete(answers[row]):
                 open_rows.discard(row)
         if not open_rows or step + 1 == max_tokens:
             break
@@ -99,6 +99,6 @@ def _score(batches: Sequence[SequenceBatch], log_probs: Tensor, ids: Tensor) -> 
 
 
 def _step(batches: Sequence[SequenceBatch], tokens: Tensor) -> Tensor:
-    """Append each row's own tokens and return what the rows say after each of them, (R, n, V) float32."""
+    """Append each row's own tokens and return the log-probabilities after each of them, (R, n, V) float32."""
     ids = torch.split(tokens, [batch.n_rows for batch in batches])
     return torch.cat(forward_batches(batches, ids, tokens.shape[1])).float().log_softmax(dim=-1)

@@ -47,7 +47,7 @@ def question_attention(
         raise ConfigError(
             f"layers={sorted(layers)} must name one or more of the model's layers, 0 to {shape.n_layers - 1}"
         )
-    by_layer = None if heads is None else _by_layer(heads, shape)
+    by_layer = None if heads is None else _group_by_layer(heads, shape)
     leading = {layout.token_ids[: layout.suffix.start] for layout in layouts}
     if len(leading) > 1 or len({layout.passages for layout in layouts}) > 1:
         raise ConfigError(
@@ -59,7 +59,7 @@ def question_attention(
     for layout in layouts:
         if check is not None:
             check()
-        attended = _of_suffix(loaded, layout, before, layers, by_layer)
+        attended = _suffix_attention(loaded, layout, before, layers, by_layer)
         scores.append(tuple(tuple(attended[span.slice].tolist()) for span in layout.passages))
     return scores
 
@@ -86,7 +86,7 @@ def question_attention_by_head(
     return attention
 
 
-def _by_layer(heads: Collection[tuple[int, int]], shape: ModelShape) -> dict[int, tuple[int, ...]]:
+def _group_by_layer(heads: Collection[tuple[int, int]], shape: ModelShape) -> dict[int, tuple[int, ...]]:
     """Return the heads of each layer."""
     if not heads or not all(0 <= layer < shape.n_layers and 0 <= head < shape.n_heads for layer, head in heads):
         raise ConfigError(
@@ -112,7 +112,7 @@ def _read_suffix(
     batch.read_layers(ids, positions[None], last_layer, observer)
 
 
-def _of_suffix(
+def _suffix_attention(
     loaded: LoadedModel,
     layout: Layout,
     before: SequenceBatch | None,
@@ -142,7 +142,7 @@ def question_likelihood(loaded: LoadedModel, layout: Layout, kv_lookup: KVLookup
     if not layout.n_passages:
         return ()
     rows = tuple(RowPlan(passages=(index,)) for index in range(layout.n_passages))
-    plan = Plan(rows=rows, combine=_first, independent_passages=True, score_question=True)
+    plan = Plan(rows=rows, combine=_take_first_row, independent_passages=True, score_question=True)
     groups = prefill(loaded, layout, plan, kv_lookup)
     return tuple(value for group in groups for value in group.question.tolist())
 
@@ -156,13 +156,13 @@ def first_token_log_probs(
     Row k has passage k alone, the last row has no passage. Cost: as ``question_likelihood``, and one suffix more.
     """
     rows = (*(RowPlan(passages=(index,)) for index in range(layout.n_passages)), RowPlan(passages=()))
-    plan = Plan(rows=rows, combine=_first, independent_passages=True)
+    plan = Plan(rows=rows, combine=_take_first_row, independent_passages=True)
     logits = [group.logits[:, -1] for group in prefill(loaded, layout, plan, kv_lookup)]
     log_probs = torch.cat([each.float().log_softmax(dim=-1)[:, list(tokens)] for each in logits])
     return [tuple(row) for row in log_probs.tolist()]
 
 
-def _first(scores: RowScores) -> tuple[Tensor, Tensor]:
+def _take_first_row(scores: RowScores) -> tuple[Tensor, Tensor]:
     """Combine rows that generate nothing: a plan of several rows needs a combination."""
     weights = torch.zeros_like(scores.question)
     weights[0] = 1.0

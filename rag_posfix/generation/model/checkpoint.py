@@ -192,15 +192,15 @@ def merge_adapter(model: Any, folder: Path) -> Any:
             merged = adapted.merge_and_unload(safe_merge=True)
     # peft raises what torch and safetensors raise.
     except Exception as error:
-        raise _of_another(folder, " ".join(str(error).split())[:200]) from error
+        raise _misfit_error(folder, " ".join(str(error).split())[:200]) from error
     if report.missing_keys or report.unexpected_keys:
-        raise _of_another(
+        raise _misfit_error(
             folder, f"{len(report.missing_keys)} tensors missing, {len(report.unexpected_keys)} unexpected"
         )
     return merged
 
 
-def _of_another(folder: Path, reason: str) -> ConfigError:
+def _misfit_error(folder: Path, reason: str) -> ConfigError:
     return ConfigError(
         f"adapter={str(folder)!r} does not fit this model ({reason}); give the model that it was trained on"
     )

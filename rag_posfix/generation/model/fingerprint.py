@@ -1,7 +1,7 @@
 """The fingerprint of a model: equal for equal files wherever they lie, different when any byte of them differs.
 
 Every byte of the weights is digested, once per file: the digest of a file is remembered in the cache directory with
-what ``stat`` says of the file, so that a later start reads no weights. Knows files; loads nothing.
+what ``stat`` says of the file, so that a later start reads no weights. Loads no model.
 """
 
 from __future__ import annotations

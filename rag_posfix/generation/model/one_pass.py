@@ -71,7 +71,7 @@ def forward_with_answers(loaded: LoadedModel, prompts: Sequence[AnsweredPrompt])
     rows = [_with_answer(loaded, prompt) for prompt in prompts]
     positions = torch.cat([row for _, row in rows], dim=1)
     context = SequenceBatch(loaded, None, positions[:, :0]).append(positions)
-    context = replace(context, overrides=rows[0][0] if len(rows) == 1 else _packed(rows))
+    context = replace(context, overrides=rows[0][0] if len(rows) == 1 else _pack_masks(rows))
     integer_positions = all(torch.equal(prompt.positions.round(), prompt.positions) for prompt in prompts)
     ids = torch.tensor(
         [[token for prompt in prompts for token in (*prompt.prompt, *prompt.answer)]], device=loaded.device
@@ -130,7 +130,7 @@ def _with_answer(loaded: LoadedModel, prompt: AnsweredPrompt) -> tuple[Overrides
     return overrides, batch.positions
 
 
-def _packed(rows: Sequence[tuple[Overrides, Tensor]]) -> Overrides:
+def _pack_masks(rows: Sequence[tuple[Overrides, Tensor]]) -> Overrides:
     masks = [overrides.mask or causal_mask for overrides, _ in rows]
     return Overrides(mask=block_diagonal_mask(masks, [positions.shape[1] for _, positions in rows]))
 

@@ -57,7 +57,7 @@ class Tokenizer:
         # Copies of the backend: truncation, padding and whether control tokens are recognised are state of a backend,
         # so that other users of a shared one would change the encoding.
         self._template, self._text, controls, self.control_ids = _backends(backend)
-        self._control_names = _any_of(controls)
+        self._control_names = _alternation(controls)
         self._unwritable = _unwritable(self._text)
         self._bytes = byte_of_character() if is_byte_level(self._template) else None
         self._added: dict[int, str] = {
@@ -228,7 +228,7 @@ def _rename(model: dict[str, Any], renamed: Mapping[str, str]) -> None:
         model["unk_token"] = renamed[model["unk_token"]]
 
 
-def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+def _alternation(names: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
 
@@ -237,18 +237,18 @@ def _unwritable(backend: Any) -> re.Pattern[str] | None:
     if type(backend.decoder).__name__ != "ByteLevel":
         return None
 
-    def lost(character: str) -> bool:
+    def is_lost(character: str) -> bool:
         ids = backend.encode(character, add_special_tokens=False).ids
         return character not in str(backend.decode(ids, skip_special_tokens=False))
 
-    ranges = [(code, code) for code in range(0x80) if lost(chr(code))]
+    ranges = [(code, code) for code in range(0x80) if is_lost(chr(code))]
     # All characters with the same leading byte in UTF-8 share its fate; each such range is tried at both ends, since
     # a normaliser may change one of them.
     leading = [(low, low + 0x3F) for low in range(0x80, 0x800, 0x40)]
     leading += [(0x800, 0xFFF), *((low, low + 0xFFF) for low in range(0x1000, 0xD000, 0x1000)), (0xD000, 0xD7FF)]
     leading += [(0xE000, 0xEFFF), (0xF000, 0xFFFF), (0x10000, 0x3FFFF), (0x40000, 0x7FFFF), (0x80000, 0xBFFFF)]
     leading += [(0xC0000, 0xFFFFF), (0x100000, 0x10FFFF)]
-    ranges += [(low, high) for low, high in leading if lost(chr(low)) and lost(chr(high))]
+    ranges += [(low, high) for low, high in leading if is_lost(chr(low)) and is_lost(chr(high))]
     body = "".join(f"{re.escape(chr(low))}-{re.escape(chr(high))}" for low, high in ranges)
     return re.compile(f"[{body}]") if body else None
 

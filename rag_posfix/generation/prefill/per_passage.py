@@ -64,7 +64,7 @@ _PREFIX: _Key = (-1, 0.0)
 def encode_passages(
     loaded: LoadedModel, layout: Layout, rows: Sequence[ResolvedRow], kv_lookup: KVLookup | None
 ) -> tuple[dict[_Key, Tensor], int]:
-    """Return keys and values of the prefix and of every passage that a row holds, and how many tokens were found.
+    """Return keys and values of the prefix and of every passage of a row, and the number of cached tokens.
 
     Cost: one forward pass over the prefix and one, or few, over all missing passages. New ones are added to the store.
     """
@@ -125,11 +125,11 @@ def prefill_blended(
 ) -> PrefilledGroup:
     """Encode or find passages, move them to their positions, recompute a fraction of their tokens, read the suffix.
 
-    Cost with everything found: the first layers of the whole prompt, a fraction of it in all layers, the suffix.
+    Cost with all segments cached: the first layers of the whole prompt, a fraction of it in all layers, the suffix.
     """
     alone = replace(row, positions=window_positions(layout, windows_of(layout, None)))
     kv, cached = encode_passages(loaded, layout, [alone], kv_lookup)
-    batch = _moved(loaded, row, kv)
+    batch = _move_passages(loaded, row, kv)
     chosen = _tokens_to_recompute(loaded, row, batch, blend)
     if len(chosen):
         _recompute(loaded, row, batch, chosen)
@@ -139,7 +139,7 @@ def prefill_blended(
     return prefilled_group(batch, logits, layout, [row], observer, max(0, cached - len(chosen)))
 
 
-def _moved(loaded: LoadedModel, row: ResolvedRow, kv: dict[tuple[int, float], Tensor]) -> SequenceBatch:
+def _move_passages(loaded: LoadedModel, row: ResolvedRow, kv: dict[tuple[int, float], Tensor]) -> SequenceBatch:
     """Return a batch that holds prefix and passages, keys rotated to their positions in the prompt."""
     first = len(row.layout.prefix)
     segments = [kv[-1, 0.0]] if first else []
@@ -193,7 +193,7 @@ def _first_layers(loaded: LoadedModel, row: ResolvedRow, count: int) -> GrowingC
 
 
 class _OverwritingCache(GrowingCache):
-    """A cache whose update replaces some of the tokens that it holds."""
+    """A cache whose update replaces the tokens ``chosen``."""
 
     def __init__(self, held: GrowingCache, chosen: Tensor) -> None:
         super().__init__(0)
@@ -210,7 +210,7 @@ class _OverwritingCache(GrowingCache):
 
 
 def _recompute(loaded: LoadedModel, row: ResolvedRow, batch: SequenceBatch, chosen: Tensor) -> None:
-    """Replace keys and values of some tokens by what they are when they see all tokens before them."""
+    """Replace keys and values of tokens ``chosen`` by their values after all tokens before them."""
     context = ForwardContext(
         Overrides(attend=SelectedAttention(chosen)),
         batch.positions,

@@ -42,9 +42,9 @@ def prefill(
 
 
 def extend(loaded: LoadedModel, layout: Layout, row: RowPlan, before: SequenceBatch, length: int) -> PrefilledGroup:
-    """Read a prompt as ``row`` asks, after a copy of the first ``length`` tokens of a batch that begins as it does."""
+    """Read a prompt by ``row`` after a copy of the first ``length`` tokens of a batch with the same beginning."""
     resolved = resolve(row, layout, loaded.device)
-    return _prefill_rest(loaded, layout, resolved, before.truncated(length, resolved.overrides), 1)
+    return _prefill_remaining(loaded, layout, resolved, before.truncated(length, resolved.overrides), 1)
 
 
 def prefill_context(
@@ -116,12 +116,12 @@ def _prefill_row(
     keep = logits_to_keep(row.layout, score_question)
     if kv_lookup is None or not row.reusable or not loaded.keeps_all_keys:
         empty = SequenceBatch.empty(loaded, overrides=row.overrides)
-        return _prefill_rest(loaded, layout, row, empty, keep)
+        return _prefill_remaining(loaded, layout, row, empty, keep)
     prefix = _CachedPrefix(loaded, row, kv_lookup)
     attend = row.overrides.attend
     if attend is None or row.reusable == (attend.standard_from,):  # else its attention needs the whole prompt at once
         prefix.read_missing()
-    group = _prefill_rest(loaded, layout, row, prefix.batch, keep, prefix.cached_tokens)
+    group = _prefill_remaining(loaded, layout, row, prefix.batch, keep, prefix.cached_tokens)
     prefix.add_missing(group.batch)
     return group
 
@@ -137,7 +137,7 @@ def _prefix_requests(row: ResolvedRow) -> list[KVRequest]:
     return [KVRequest(segment, tuple(segments[:i]), tags[i]) for i, segment in enumerate(segments)]
 
 
-def _prefill_rest(
+def _prefill_remaining(
     loaded: LoadedModel, layout: Layout, row: ResolvedRow, before: SequenceBatch, keep: int, cached_tokens: int = 0
 ) -> PrefilledGroup:
     """Read the tokens of a row that ``before`` does not hold yet."""

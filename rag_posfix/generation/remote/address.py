@@ -38,31 +38,33 @@ def parse_remote(model: str) -> RemoteModel:
     """
     match = _ADDRESS.fullmatch(model) if len(model) <= _LONGEST else None
     if match is None or not match["name"].strip():
-        raise ConfigError(f"model={_shown(model)} must be openai:NAME@URL, for example {EXAMPLE}")
+        raise ConfigError(f"model={_redact(model)} must be openai:NAME@URL, for example {EXAMPLE}")
     try:
         url = urlsplit(match["url"])
         url.port  # noqa: B018 - raises for a port that is no number
     except ValueError as error:
-        raise ConfigError(f"model={_shown(model)}: the URL cannot be read ({error}); for example {EXAMPLE}") from error
+        raise ConfigError(
+            f"model={_redact(model)}: the URL cannot be read ({error}); for example {EXAMPLE}"
+        ) from error
     if url.username is not None or url.password is not None:  # names of models are shown and logged
         raise ConfigError(
             "model=openai:...: the URL holds a user or a password; give the key in RAG_POSFIX_REMOTE_API_KEY"
         )
-    return RemoteModel(match["name"].strip(), _base(model, url))
+    return RemoteModel(match["name"].strip(), _base_url(model, url))
 
 
-def _base(model: str, url: SplitResult) -> str:
+def _base_url(model: str, url: SplitResult) -> str:
     path = url.path.rstrip("/")
     if not url.hostname or url.query or url.fragment or re.search(r"[\s\x00-\x1f]", url.netloc + url.path):
-        raise ConfigError(f"model={_shown(model)}: the URL needs a host and takes no query; for example {EXAMPLE}")
+        raise ConfigError(f"model={_redact(model)}: the URL needs a host and takes no query; for example {EXAMPLE}")
     if path.endswith("/completions"):
         raise ConfigError(
-            f"model={_shown(model)}: give the base URL, without the path of a route; for example {EXAMPLE}"
+            f"model={_redact(model)}: give the base URL, without the path of a route; for example {EXAMPLE}"
         )
     return urlunsplit((url.scheme, url.netloc, path or "/v1", "", ""))
 
 
-def _shown(model: str) -> str:
+def _redact(model: str) -> str:
     """Return a model name for an error message, shortened, without what may be a password."""
     hidden = re.sub(r"//[^/@]*@", "//...@", model)
     return repr(hidden if len(hidden) <= 200 else f"{hidden[:200]}...")

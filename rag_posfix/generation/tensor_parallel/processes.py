@@ -1,4 +1,4 @@
-"""The processes that hold the other ranks of a model on this machine: started, watched, ended. Knows no models."""
+"""The processes that hold the other ranks of a model on this machine: started, watched, ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDING_SECONDS = 10.0
 MAX_LOG_BYTES = 1 << 14
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """The default of ``on_failure`` and ``on_close``."""
 
 
@@ -41,8 +41,8 @@ class Processes:
         commands: Sequence[Sequence[str]],
         folder: Path | None,
         variables: Mapping[str, str],
-        on_failure: Callable[[], None] = _nothing,
-        on_close: Callable[[], None] = _nothing,
+        on_failure: Callable[[], None] = _do_nothing,
+        on_close: Callable[[], None] = _do_nothing,
     ) -> None:
         self._folder = folder
         self._on_failure, self._on_close = on_failure, on_close
@@ -110,14 +110,14 @@ class Processes:
             if self._ending:
                 return
             self._ending = True
-            said = self._last_words(rank)
-            self._failure = f"the process of rank {rank} of {self._count} ended with exit code {code}{said}"
+            last_line = self._last_line(rank)
+            self._failure = f"the process of rank {rank} of {self._count} ended with exit code {code}{last_line}"
             self._changed.notify_all()
         for other in self._running:
             other.kill()
         self._on_failure()
 
-    def _last_words(self, rank: int) -> str:
+    def _last_line(self, rank: int) -> str:
         """Return the last line that a process wrote, to follow its exit code."""
         try:
             lines = self._log_of(rank).read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace").split("\n")
