@@ -31,7 +31,7 @@ def attend_with_lse(
     With ``causal``, query i sees keys 0..i + Tk - Tq: the queries are the last tokens.
 
     Cost: fused on CPUs, and on GPUs by the kernels that PyTorch's own attention uses: flash attention in 16 bits, the
-        memory-efficient one in float32. Elsewhere, and where a gradient is wanted, a (B, Hq, 256, Tk) float32 score
+        memory-efficient one in float32. Elsewhere, and where gradients are enabled, a (B, Hq, 256, Tk) float32 score
         tensor at a time: the fused kernels have no gradient of the log-sum-exp.
     """
     n_query, n_key = query.shape[2], key.shape[2]

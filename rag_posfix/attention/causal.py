@@ -20,7 +20,7 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> 
 
     A whole prompt (Tq = Tk) is computed by the call that transformers' own SDPA path makes. A single token is computed
     with the query heads of a group as queries of one head, so that no key is read twice. In between, keys of the past
-    and of the queries are attended to apart and merged.
+    and of the queries are attended to separately and merged.
 
     Shapes:
         query: (B, Hq, Tq, D). key, value: (B, Hkv, Tk, D), Tk >= Tq. returns: (B, Hq, Tq, D).

@@ -27,7 +27,7 @@ def block_diagonal_mask(masks: Sequence[MaskFunction], lengths: Sequence[int]) -
         masks: The mask of each prompt, whose tokens count from 0.
         lengths: Tokens of each prompt; there are no others.
 
-    Cost: each mask is asked about the tokens of its own prompt alone; a T x T bool tensor, T the tokens of all.
+    Cost: each mask is evaluated for the tokens of its own prompt alone; a T x T bool tensor, T the tokens of all.
     """
 
     def mask(query: Tensor, key: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ class _Pass:
         pairs, unrotated = repeat_twice(segment_relative.pairs), repeat_twice(segment_relative.unrotated)
         doubled = ComplexPairs(pairs, unrotated).grouped(1)  # (Hkv, 1, 2 (P + S), ...)
         segments = repeat_twice(self.segments, 0)
-        # Moved keys differ between the heads of a group, and the kernels want as many heads of values.
+        # Moved keys differ between the heads of a group, and the kernels need as many heads of values.
         value = repeat_twice(inputs.value[:, :, : self.end].repeat_interleave(self.groups, dim=1))
         buffer = phases.new_empty(*phases.shape[1:3], self.end, phases.shape[-1])
         queries = query.vectors(dtype)[None]

@@ -31,7 +31,7 @@ def last_query_attention(
     ``approximate`` multiplies queries and keys in their own dtype, which spares a float32 copy of all keys: for
     shares.
 
-    Cost: the rows of the score matrix that are asked for, at most 64 at a time: (B, Hq, 64, Tk).
+    Cost: the requested rows of the score matrix, at most 64 at a time: (B, Hq, 64, Tk).
 
     Shapes:
         query: (B, Hq, Tq, D), the last of the tokens that the keys belong to. key: (B, Hkv, Tk, D).

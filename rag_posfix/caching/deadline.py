@@ -55,7 +55,7 @@ class DeadlineRunner:
 
     @property
     def running(self) -> int:
-        """How many operations are running, including those that nobody waits for any more."""
+        """How many operations are running, including those past their deadline."""
         with self._lock:
             return self._running
 

@@ -67,7 +67,7 @@ class DiskTier(Generic[V]):
         max_bytes: Size limit of all files, >= 65536; the least recently used entries are evicted first. The
             write-ahead log adds up to 4 MiB. An entry larger than a quarter is not stored.
         busy_seconds: Longest wait for another thread or process.
-        breaker: Decides when a failing disk is asked again.
+        breaker: Decides when a failing disk is tried again.
         clock: Seconds since 1970, the same for every process that shares the folder.
 
     Raises:

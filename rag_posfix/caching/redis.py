@@ -3,7 +3,7 @@
 An entry is one string, written with one SET that carries its time to live. A tag is one sorted set of the keys that
 have it, scored by the time at which they expire; adding to a tag removes what has expired from it. If the tier has a
 size limit, its index is a sorted set of the keys, scored by their last use: the first ones are evicted. Sizes are
-asked of Redis, because a count next to the entries could disagree with them. Every command names one key, as a
+read from Redis, because a count next to the entries could disagree with them. Every command names one key, as a
 cluster demands.
 """
 
@@ -166,7 +166,7 @@ class RedisTier(Generic[V]):
         return self._delete(delete)
 
     def stats(self) -> TierStats:
-        """Return what the tier has done and, with an index, what it holds. Cost: each entry's size is asked for."""
+        """Return the counts of the tier and, with an index, its content. Cost: reads the size of each entry."""
         entries = n_bytes = None
         if self._codec.redis_index is not None and not self._closed:
             sizes = self._try(self._reading, self._sizes, None)
@@ -301,7 +301,7 @@ class RedisTier(Generic[V]):
         return 0
 
     def _try(self, use: str, operation: Callable[[Any], _T], default: _T) -> _T:
-        """Call Redis within the deadline of now, and record the latency, also if nobody waits for it any more."""
+        """Call Redis within the deadline of now, and record the latency, also after the deadline."""
         seconds, started = self._deadline.seconds, time.monotonic()
 
         def run(client: Any) -> _T:

@@ -71,12 +71,12 @@ class TierStats:
 
     Attributes:
         name: Name of the tier: ``memory``, ``disk``, ``redis``.
-        hits: Number of keys that were found.
-        misses: Number of keys that the store was asked for and did not have.
+        hits: Number of keys with an entry.
+        misses: Number of requested keys without an entry.
         errors: Number of operations that failed.
         skipped: Number of look-ups that were not made, because the circuit breaker was open.
         corrupt: Number of damaged entries; each was a miss.
-        evictions: Number of entries that were removed to make room for others.
+        evictions: Number of entries that were removed to keep the size limit.
         entries: Number of entries, or None if counting is expensive.
         bytes: Size of the entries, or None likewise.
         available: False while the tier is failing and its circuit breaker is open.
@@ -189,7 +189,7 @@ class TieredCache(Generic[V]):
         return self._call(tier, lambda tier: tier.get_many(keys), {})
 
     def _search(self, keys: Mapping[str, Any], accept: Callable[[dict[str, V]], dict[str, V]]) -> dict[str, V]:
-        """Return the entries that ``accept`` accepts; a tier is asked for the keys that the tiers before it lack."""
+        """Return the entries that ``accept`` accepts; a tier is searched for the keys that earlier tiers lack."""
         hits: dict[str, V] = {}
         deletions = self._deletions
         missing = dict(keys)

@@ -19,9 +19,9 @@ class _Vectors(Positions):
         self.vectors = nn.Parameter(torch.zeros(layers, max_distance + 1, size))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        apart = distances(query.shape[2], key.shape[2], query.device).clamp(0, self.max_distance)
+        distance = distances(query.shape[2], key.shape[2], query.device).clamp(0, self.max_distance)
         by_distance = query @ self.vectors[layer].transpose(0, 1)  # (B, H, Tq, max_distance + 1)
-        relative = by_distance.gather(-1, apart.expand(*query.shape[:3], key.shape[2]))  # (B, H, Tq, Tk)
+        relative = by_distance.gather(-1, distance.expand(*query.shape[:3], key.shape[2]))  # (B, H, Tq, Tk)
         return attend_scores((query @ key.transpose(-1, -2) + relative) * query.shape[-1] ** -0.5, value)
 
 

@@ -38,8 +38,8 @@ class _Buckets(Positions):
         self.bias = nn.Parameter(torch.zeros(heads, buckets))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        apart = distances(query.shape[2], key.shape[2], query.device)
-        return attend_with_bias(query, key, value, self.bias[:, bucket_of(apart, self.buckets, self.max_distance)])
+        distance = distances(query.shape[2], key.shape[2], query.device)
+        return attend_with_bias(query, key, value, self.bias[:, bucket_of(distance, self.buckets, self.max_distance)])
 
 
 @ENCODINGS.register("t5", aliases=("relative_bias",))

@@ -1,4 +1,4 @@
-"""The engine: runs any plan on one patched model. Knows plans, never methods by name."""
+"""The engine: runs any plan on one patched model, whatever method made it."""
 
 from __future__ import annotations
 
@@ -257,8 +257,8 @@ class Engine:
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; the last chunk carries the whole.
 
-        Errors as those of ``open``; they raise here, before the first piece is asked for. Closing the iterator stops
-        the computation: no step runs unless its text is asked for.
+        Errors as those of ``open``; they raise here, before the first piece is requested. Closing the iterator stops
+        the computation: no step runs unless its text is requested.
         """
         return self._stream(request, self.plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
@@ -281,7 +281,7 @@ class Engine:
 
         Args:
             advance: Called with each token in the place of ``session.advance``.
-            prompt: The tokens of the prompt with their log-probabilities, if the request asked for them.
+            prompt: The tokens of the prompt with their log-probabilities, if requested.
         """
         advance = advance or session.advance
         writer = AnswerWriter(self.encoder, session, request, prompt)

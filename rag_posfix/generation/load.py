@@ -269,7 +269,7 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
 
 
 def is_quantised(config: Any) -> bool:
-    """Return whether a checkpoint holds quantised weights: bitsandbytes, torchao, GPTQ and AWQ say so alike."""
+    """Return whether a checkpoint holds quantised weights: bitsandbytes, torchao, GPTQ and AWQ share this field."""
     return getattr(config, "quantization_config", None) is not None
 
 
@@ -283,7 +283,7 @@ def _read_config(source: str) -> Any:
 
 
 @contextmanager
-def _as_config_error(source: str, wanted: str = "be loaded", advice: str = "") -> Iterator[None]:
+def _as_config_error(source: str, action: str = "be loaded", advice: str = "") -> Iterator[None]:
     """Make a ``ConfigError`` with the name of the model of every error that is not ours.
 
     Hub, configuration, tokenizer, weights and kernels come from different libraries, which raise what they like.
@@ -299,7 +299,7 @@ def _as_config_error(source: str, wanted: str = "be loaded", advice: str = "") -
             reason = "there is no such folder"
         elif isinstance(error, MemoryError) or "out of memory" in reason:
             advice = "use a smaller or quantised model, tp, or device_map='auto'"
-        raise ConfigError(f"model {source!r} cannot {wanted}: {reason}; {advice}") from error
+        raise ConfigError(f"model {source!r} cannot {action}: {reason}; {advice}") from error
 
 
 def _load_packaged(
@@ -318,7 +318,7 @@ def _load_packaged(
 
 def _converted_folder(packaged: PackagedModel, cache_dir: Path, *, again: bool = False) -> Path:
     """Return the folder with the model as bfloat16 safetensors, converting it from the package's GGUF once."""
-    packaged.files(cache_dir)  # a package that was removed is told, whatever was converted from it before
+    packaged.files(cache_dir)  # raises for a removed package, also if its weights were converted before
     target = cache_dir / "models" / packaged.folder_name
     if again or not (target / "complete").exists():
         _log.info("converting %s once, to %s", packaged.gguf, target)

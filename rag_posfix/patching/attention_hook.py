@@ -72,7 +72,7 @@ def attend_with_scaled_channel(
     """Return the layer's output and its last query, rotated; the cache keeps scaled keys.
 
     Formula: W (x with x_p scaled by s) = W x + (s - 1) x_p W[:, p]. The last tokens (the prompt's last and every
-        generated one) ask with scaled queries and scaled keys; the tokens before them with neither.
+        generated one) attend with scaled queries and scaled keys; the tokens before them with neither.
 
     Shapes:
         query: (B, Hq, Tq, D) and the last Tq of key (B, Hkv, Tk, D), unrotated. returns: (B, Tq, Hq, D),
@@ -297,7 +297,7 @@ class _Layer:
     def _observer(self) -> Observer | None:
         """Return the observer if it needs this layer's attention."""
         observer = self.context.observer
-        return observer if observer is not None and observer.asks(self.layer) else None
+        return observer if observer is not None and observer.observes(self.layer) else None
 
     def observe(self, query: Tensor, key: Tensor) -> None:
         """Hand the attention of the last queries to the observer."""

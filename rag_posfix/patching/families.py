@@ -52,7 +52,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "gpt_oss": "its softmax has sinks, which sdpa attention cannot do",
     "llama4_text": "its layers rotate or not, and attend in chunks or not, in turns",
 }
-"""Model types that cannot be served, and why. What is in neither table has not been looked at."""
+"""Model types that cannot be served, and why. Types in neither table were not checked."""
 
 
 def family_of(config: Any) -> Family:
@@ -146,7 +146,7 @@ def devices_of(model: Any) -> tuple[str, ...]:
 
 
 def main_device(model: Any) -> torch.device:
-    """Return the device that token ids are given on: that of the first weights, wherever these wait meanwhile."""
+    """Return the device for token ids: the device on which the first weights compute."""
     device: torch.device = model.device
     if device.type != "meta":
         return device
@@ -168,7 +168,7 @@ def shape_as_placed(shape: ModelShape, model: Any, modules: Sequence[Any]) -> Mo
 
 
 def _has_plain_weights(module: Any) -> bool:
-    """Return whether queries and keys are made by matrices of numbers; a part of one (a DTensor) is one too."""
+    """Return whether queries and keys are made by unquantised matrices; a shard (DTensor) counts as one."""
     projections = (getattr(module, name, None) for name in ("qkv_proj", "q_proj", "k_proj"))
     weights = [getattr(projection, "weight", None) for projection in projections if projection is not None]
     return bool(weights) and all(map(_is_plain, weights))

@@ -36,8 +36,8 @@ class Observer:
     heads: Mapping[int, tuple[int, ...]] | None = None
     by_head: dict[int, Tensor] = field(default_factory=dict)
 
-    def asks(self, layer: int) -> bool:
-        """Return whether a layer's attention is wanted."""
+    def observes(self, layer: int) -> bool:
+        """Return whether a layer's attention is observed."""
         if self.heads is not None:
             return layer in self.heads
         return self.layers is None or layer in self.layers
@@ -114,7 +114,7 @@ class ForwardContext:
     """What one forward pass does differently.
 
     Attributes:
-        overrides: What the plan asks for.
+        overrides: The plan's changes.
         positions: (B | 1, Tk) positions of every token so far; the queries are the last of them. Needed with overrides
             that rotate or change angles.
         spec: The model's; needed with ``positions``.

@@ -1,4 +1,4 @@
-"""Rotation inside the attention hook: the model's own angles, at the positions that a plan asks for."""
+"""Rotation inside the attention hook: the model's own angles at the positions of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What patching knows of a model, and the processes that it is split over."""
+"""The specification of a patched model, and the ranks that it is split over."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ from rag_posfix.plan.model_shape import Capability
 
 
 def check_computed(model: Any) -> None:
-    """Compare the rotary frequencies and the scale of the embeddings with what the configuration says.
+    """Compare the rotary frequencies and the scale of the embeddings with the configuration.
 
-    A buffer that its module did not fill holds whatever was in that memory, another model at every load.
+    A buffer that its module did not fill holds uninitialised memory: another model at every load.
 
     Raises:
         UnsupportedModelError: they differ.
@@ -75,7 +75,7 @@ LONG_PROMPT_OPERATIONS: Mapping[str, float] = {"cpu": 5e9}
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What the checks found.
+    """Results of the checks.
 
     Attributes:
         differences: Check -> largest logit difference from the stock model. ``idle``: a prompt without a context, 0
@@ -176,7 +176,8 @@ class _Comparison:
         prompt = self.ids[:, :n]
         steps = [self.ids[:, position : position + 1] for position in range(n, n + DECODE_STEPS)]
         keeps_all = Capability.FULL_CACHE in self.spec.shape.capabilities
-        native, *native_steps = _decode_stock(self.stock, prompt, steps, DynamicCache(config=self.stock.config))
+        cache = DynamicCache(config=self.stock.config)
+        native, *native_steps = [_logits(self.stock, tokens, cache) for tokens in (prompt, *steps)]
         yield "idle", _logits(self.hooked, prompt), native
         if Capability.ROTATION in self.spec.shape.capabilities:
             positions = torch.arange(n, device=prompt.device, dtype=torch.float32)[None]
@@ -242,12 +243,12 @@ class _Comparison:
         config = self.stock.config.get_text_config()
         windows = [self.spec.original_window, getattr(config, "sliding_window", None)]
         first = min((window for window in windows if window is not None), default=2 * PROBE_TOKENS)
-        wanted = min(first + PROBE_TOKENS, self.ids.shape[1])
+        length = min(first + PROBE_TOKENS, self.ids.shape[1])
         if thorough:
-            return wanted
+            return length
         n_parameters = sum(map(Tensor.numel, self.stock.model.layers.parameters()))
         affordable = LONG_PROMPT_OPERATIONS.get(self.ids.device.type, 1e13) / (2 * n_parameters)
-        return min(wanted, max(2 * PROBE_TOKENS, int(affordable)))
+        return min(length, max(2 * PROBE_TOKENS, int(affordable)))
 
     def _read_batch(self, prompt: Tensor, lengths: Sequence[int]) -> Tensor:
         """Return the logits after the first tokens of a prompt, a row for each length. Shape (R, LOGITS, V).
@@ -286,11 +287,6 @@ def _first_layers(model: Any) -> int:
 
 def _no_divisors(layer: int, query: Tensor, key: Tensor) -> None:
     """Divide no head's positions: the hook rotates, as the model would."""
-
-
-def _decode_stock(model: Any, prompt: Tensor, steps: Sequence[Tensor], cache: Any) -> list[Tensor]:
-    """Return the logits of a prompt and of each step after it, by stock code."""
-    return [_logits(model, tokens, cache) for tokens in (prompt, *steps)]
 
 
 def _logits(model: Any, ids: Tensor, cache: Any = None, positions: Tensor | None = None) -> Tensor:

@@ -99,7 +99,7 @@ class AttentionOverride(ABC):
         """Return the output (B, Hq, Tq, D) and what the last query attends to.
 
         The second is (B, Tk) float32, the attention of the last query averaged over heads, each row summing to 1;
-        None where that is the ordinary attention of the last query at its own position, or is not asked for.
+        None where that is the ordinary attention of the last query at its own position, or is not requested.
         """
 
     def on(self, device: torch.device) -> AttentionOverride:
@@ -120,7 +120,7 @@ class CandidateAnswers:
 
     Shapes:
         log_probs: (R, R) float32, [d, k] the summed log-probability of answer d in row k.
-        same: (R, R) bool, whether two answers say the same.
+        same: (R, R) bool, whether two answers are equal.
         question: (R,) float32, as in ``RowScores``.
     """
 

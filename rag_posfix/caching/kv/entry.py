@@ -139,7 +139,7 @@ class KVCodec:
         self._compress = compress
 
     def encode(self, key: str, entry: PassageKV) -> tuple[bytes | memoryview, ...]:
-        """Return the serialised entry; compressed if that is asked for and makes it smaller."""
+        """Return the serialised entry; compressed if requested and smaller."""
         if not self._compress:
             return serialize_parts(key, entry)
         data = serialize(key, entry)

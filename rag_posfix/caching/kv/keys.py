@@ -31,8 +31,8 @@ def passage_key(
 ) -> str:
     """Return the key of a passage as 64 hexadecimal digits. Two keys are equal only if all arguments are.
 
-    The hash has 256 bits, so that nobody can construct two passages with the same key: questions about one would be
-    answered from the other.
+    The hash has 256 bits, so that two passages with the same key cannot be constructed: questions about one passage
+    would be answered from the other.
 
     Args:
         dtype: Type of the keys and values.

@@ -1,7 +1,4 @@
-"""The passage KV store: keys and values of passages in tiers, fastest first. A failing tier never fails a question.
-
-It knows tiers and entries, and neither models nor plans.
-"""
+"""The passage KV store: keys and values of passages in tiers, fastest first. A failing tier never fails a question."""
 
 from __future__ import annotations
 
@@ -64,9 +61,9 @@ class PassageStore(TieredCache[PassageKV]):
     """Keeps entries in every tier and returns them from the first that has them.
 
     Tiers that are not immediate are written in the background, after the answer. A hit is copied to the tiers before
-    it, with its tags, so that a copy can be dropped with the original. A tier is asked only for what those before it
-    lack, so an entry that memory serves is not marked as used on disk. ``drop`` and ``clear`` reach the tiers of this
-    process; the memory of other processes keeps its copies.
+    it, with its tags, so that a copy can be dropped with the original. A tier is searched only for entries that
+    earlier tiers lack, so an entry that memory serves is not marked as used on disk. ``drop`` and ``clear`` reach the
+    tiers of this process; the memory of other processes keeps its copies.
 
     Args:
         tiers: The tiers, fastest first, at least one.
@@ -109,8 +106,8 @@ class PassageStore(TieredCache[PassageKV]):
 
         Args:
             entries: The entries by key. Their tensors must not be written to from now on.
-            tags: For each key the content keys of the documents it was made from. A key that is put again loses the
-                tags it had; one that is found keeps them.
+            tags: For each key the content keys of the documents it was made from. A key that is put again loses
+                its earlier tags; a hit keeps them.
         """
         tags_of = tags or {}
         tagged = {key: entry.tagged(tags_of.get(key, ())) for key, entry in entries.items()}
@@ -131,8 +128,8 @@ class PassageStore(TieredCache[PassageKV]):
     def stats(self) -> dict[str, Any]:
         """Return the counts of the store and, under ``tiers``, those of each tier.
 
-        ``hits`` and ``misses`` count the entries asked for, ``hit_bytes`` the bytes of the hits, ``bytes`` those that
-        the tiers hold, ``dropped_writes`` entries that did not fit into the queue, ``pending_writes`` those in it.
+        ``hits`` and ``misses`` count requested entries, ``hit_bytes`` the bytes of the hits, ``bytes`` the size of the
+        tiers, ``dropped_writes`` entries that did not fit into the queue, ``pending_writes`` entries in the queue.
         """
         tiers = self.tier_stats()
         counts = {name: self._counters[name] for name in ("hits", "misses", "hit_bytes", "errors", "dropped_writes")}
@@ -140,7 +137,7 @@ class PassageStore(TieredCache[PassageKV]):
         return {**counts, "bytes": n_bytes, "pending_writes": self._behind.pending, "tiers": tiers}
 
     def memory_tags(self) -> frozenset[str]:
-        """Return the tags of the entries in memory: what is found without a look at the disk or at Redis."""
+        """Return the tags of the entries in memory; reads neither disk nor Redis."""
         tags: frozenset[str] = frozenset()
         return tags.union(*(tier.tags() for tier in self._tiers if tier.immediate and isinstance(tier, MemoryTier)))
 

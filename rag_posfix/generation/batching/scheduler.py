@@ -115,7 +115,7 @@ class Worker:
             return not self.closed
 
     def _drop_cancelled(self) -> None:
-        """Drop requests that nobody waits for."""
+        """Drop cancelled requests."""
         with self._changed:
             waiting = list(self._waiting)
         for handle in waiting:

@@ -182,7 +182,7 @@ class AnswerWriter:
 
     Args:
         session: Has just read the request's prompt.
-        prompt: The tokens of the prompt with their log-probabilities, if the request asked for them.
+        prompt: The tokens of the prompt with their log-probabilities, if requested.
 
     Attributes:
         sampler: Chooses its tokens.

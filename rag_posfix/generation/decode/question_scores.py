@@ -1,4 +1,4 @@
-"""What a question says of its passages: how much attention it pays to each, and how likely each makes it."""
+"""Scores of passages by a question: its attention to each, and its likelihood after each."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Session:
 
     Attributes:
         batches: Their rows, in order, are the plan's rows.
-        cached_tokens: Tokens of the prompt that were found in ``kv_lookup``, whichever row they are read in.
+        cached_tokens: Tokens of the prompt that ``kv_lookup`` returned, in any row.
     """
 
     @torch.inference_mode()

@@ -45,7 +45,7 @@ class GenerationConfig:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """Return what ``generation_config.json`` says, or ``config.json`` without it, as transformers does.
+    """Return the settings of ``generation_config.json``, or of ``config.json`` without it, as transformers does.
 
     The token that begins a text is not taken from here: prompts get theirs from the chat template or the tokenizer.
 
@@ -164,7 +164,7 @@ def check_adapter(folder: Path) -> None:
     if kind != "LORA":
         raise ConfigError(f"adapter={str(folder)!r} is of type {kind}, which cannot be merged into weights; use LORA")
     try:
-        import peft  # noqa: F401 - told before the weights of the model are read
+        import peft  # noqa: F401 - fail before the weights of the model are read
     except ImportError as error:
         raise missing_extra("peft", "train") from error
 

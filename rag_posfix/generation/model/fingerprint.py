@@ -113,7 +113,7 @@ class FileDigests:
         for path in paths:
             entry = remembered.get(path)
             if isinstance(entry, dict) and re.fullmatch("[0-9a-f]{64}", str(entry.get("sha256"))):
-                with contextlib.suppress(OSError):  # a file that is gone is told when it is opened
+                with contextlib.suppress(OSError):  # opening a missing file raises
                     if entry == {**asdict(_Stamp.of(os.stat(path))), "sha256": entry["sha256"]}:
                         digests[path] = entry["sha256"]
         return digests

@@ -127,7 +127,7 @@ class ConcatenatedCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, caches: Sequence[GrowingCache], counts: Sequence[int]) -> None:
-        super().__init__(layers=[GrowingLayer()])  # empty: whoever asks for lengths sees the new tokens alone
+        super().__init__(layers=[GrowingLayer()])  # empty: its length is the number of new tokens
         self._caches = list(caches)
         self._counts = list(counts)
 

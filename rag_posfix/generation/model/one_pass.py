@@ -84,7 +84,7 @@ def forward_with_answers(loaded: LoadedModel, prompts: Sequence[AnsweredPrompt])
 
 
 def mask_with_answer(mask: MaskFunction, n_prompt: int) -> MaskFunction:
-    """Return the mask of a prompt that tokens follow: they see everything before them, as ``MaskFunction`` says."""
+    """Return the mask of a prompt with tokens after it, which see everything before them (``MaskFunction``)."""
 
     def extended(query: Tensor, key: Tensor) -> Tensor:
         last = n_prompt - 1

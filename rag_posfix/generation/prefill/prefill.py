@@ -1,6 +1,6 @@
 """Prefill: reads a prompt under a plan, row by row, or passage by passage where passages are independent.
 
-Knows plans, layouts and batches. Knows no method by name, no text and no sampling.
+Independent of the method, the text and sampling.
 """
 
 from __future__ import annotations

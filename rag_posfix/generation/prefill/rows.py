@@ -126,7 +126,7 @@ def prefilled_group(
 
 
 def _question_log_probs(logits: Tensor, layout: Layout) -> Tensor:
-    """Return the mean log-probability of the question's tokens in each row, (R,); zeros where it was not asked for."""
+    """Return the mean log-probability of the question's tokens in each row, (R,); zeros where it was not requested."""
     means = torch.zeros(logits.shape[0], device=logits.device)
     if logits.shape[1] > 1:
         target = torch.tensor(layout.tokens(layout.question), device=logits.device)

@@ -1,4 +1,4 @@
-"""HTTP to a server: an event loop in a thread of its own, one task per answer, which is cancelled when nobody waits.
+"""HTTP to a server: an event loop in a thread of its own, one task per answer, cancelled with its caller.
 
 A task holds its connection in a ``with`` block, so that cancelling closes it, also while the server is still reading
 the prompt. A blocking client could only be stopped between two pieces of an answer. openai's client is not used: it
@@ -50,7 +50,7 @@ _BASE_BYTES = 1024 * 1024
 _BYTES_PER_TOKEN = 4096
 """An event of one token takes about 300 bytes, more with log-probabilities; a server that sends more is stopped."""
 _RETRIED = frozenset({429, 503})
-"""Statuses that say that the same request may succeed later."""
+"""Statuses after which the same request may succeed later."""
 _SHOWN = 300
 _TOO_LONG = re.compile(r"context[ _](length|window|size)|maximum context|too many tokens|n_ctx", re.IGNORECASE)
 _ADVICE = {
@@ -62,7 +62,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """How long a server may take, and how often it is asked.
+    """Time limits of a server, and the number of attempts.
 
     Attributes:
         connect_seconds: Time limit for opening a connection.
@@ -121,18 +121,18 @@ class Connection:
     def post(self, route: str, body: Event, max_tokens: int) -> Generator[Event, None, None]:
         """Send a request and yield the JSON objects of its answer: one, or with ``stream`` one for each event.
 
-        Nothing is sent before the first object is asked for. Closing the iterator closes the connection.
+        Nothing is sent before the first object is requested. Closing the iterator closes the connection.
 
         Args:
             route: Path below the base URL.
-            body: The JSON body; ``stream`` in it says which kind of answer is expected.
+            body: The JSON body; its ``stream`` selects the kind of answer.
             max_tokens: Tokens of the answer, which bound its size in bytes.
 
         Raises:
             UpstreamTimeoutError: the server was silent for longer than ``read_seconds``.
             UpstreamError: the connection failed or was cut, or the answer is not what the API promises.
             OverloadedError: the server has no capacity (429), also after the retries.
-            PromptTooLongError: the server says that the prompt exceeds its context window.
+            PromptTooLongError: the server reports that the prompt exceeds its context window.
         """
         received: SimpleQueue[Event | None] = SimpleQueue()
         max_bytes = _BASE_BYTES + _BYTES_PER_TOKEN * max_tokens
@@ -157,7 +157,7 @@ class Connection:
             wait([task], timeout=_CLOSE_SECONDS)
 
     async def _run(self, route: str, body: Event, max_bytes: int, emit: Callable[[Event], None]) -> None:
-        """Ask until there is an answer or no retry is left, and emit the objects of the answer. In the event loop."""
+        """Repeat the request until an answer or the last retry; emit the objects of the answer. In the event loop."""
         import anyio
         import httpx2
 

@@ -57,7 +57,7 @@ class LaunchEnvironment:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def torchrun_rank(self, tp: int) -> int | None:
-        """Return which of its ``tp`` processes torchrun says that this is; None if torchrun has not started it."""
+        """Return torchrun's rank of this process, one of ``tp``; None if torchrun has not started it."""
         if self.rank is None or self.world_size is None:
             return None
         if self.world_size != tp:
@@ -67,14 +67,14 @@ class LaunchEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """What a rank needs to load its share of a model; ``model`` and ``dtype`` as in ``load_engine``.
+    """Settings for loading the share of one rank; ``model`` and ``dtype`` as in ``load_engine``.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
         rank: Which rank, from 0, of ``count``.
         timeout_seconds: How long ranks wait for each other in the middle of a step.
-        folder: Where ranks on one machine find each other; None where torchrun has told them.
-        threads: With which each computes on a CPU; None leaves them as they are.
+        folder: Where ranks on one machine find each other; None under torchrun.
+        threads: Threads of each rank on a CPU; None leaves them unchanged.
     """
 
     model: str
