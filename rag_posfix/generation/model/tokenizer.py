@@ -165,7 +165,7 @@ class Tokenizer:
         except Exception as error:
             roles = ", ".join(message["role"] for message in chat)
             raise ConfigError(
-                f"the chat template rejected messages with the roles {roles}: {error}; move the content of a role "
+                f"the chat template refused messages with the roles {roles}: {error}; move the content of a role "
                 "the model does not know into the user's message"
             ) from error
         return str(rendered)

@@ -113,7 +113,7 @@ def test_each_row_of_a_batch_has_the_passages_of_its_own_tokens():
 
 def test_rows_of_one_passage_need_no_attention(engine, monkeypatch):
     """Their shares are the weights that the plan gives the rows: nothing is looked at."""
-    monkeypatch.setattr(Observer, "asks", lambda self, layer: self.layers is None)
+    monkeypatch.setattr(Observer, "observes", lambda self, layer: self.layers is None)
     with_weights = engine.generate(request("context_experts")).sources
     assert any(source.shares != with_weights[0].shares for source in with_weights)
     monkeypatch.setattr(token_trace, "Observer", None)
