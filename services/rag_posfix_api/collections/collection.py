@@ -197,7 +197,7 @@ class Collection:
 
     @contextmanager
     def _transaction(self) -> Iterator[tuple[DocumentFile, FaissVectorStore]]:
-        """Be the only writer, on a connection of its own: readers in this process do not wait for its lock."""
+        """Write alone, on a separate connection: readers in this process do not wait for its lock."""
         path = existing_file(self.folder)
         with storage_errors(self.folder):
             file = DocumentFile(path, wait_seconds=WAIT_SECONDS)

@@ -75,7 +75,7 @@ async def ready(service: ReadyService) -> Readiness:
 async def metrics(request: Request, service: ServiceState) -> Response:
     """Return the metrics in the text format, or in OpenMetrics if the client accepts it."""
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
-    # In a thread: a tier may ask its store what it holds.
+    # In a thread: a tier may query its store.
     text = await anyio.to_thread.run_sync(encode, service.metrics.registry)
     return Response(text, headers={"content-type": media_type})
 

@@ -139,7 +139,7 @@ def build_question(
         system: Instructions before the conversation.
         use_cache: Whether the answer cache may be used.
         param: The field of the messages in this dialect.
-        sampling: Sampling parameters; None takes the default. ``seed`` is that of the order ``random`` too.
+        sampling: Sampling parameters; None takes the default. ``seed`` also seeds the order ``random``.
 
     Raises:
         InvalidRequestError: the last message is not the user's or is empty, or fields of ``posfix`` contradict each

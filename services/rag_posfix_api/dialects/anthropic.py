@@ -119,9 +119,9 @@ def _texts_only(schema: dict[str, Any]) -> None:
     """Say that instructions have no documents."""
     for member in schema["anyOf"]:
         if "oneOf" in member or "anyOf" in member or member.get("type") == "array":
-            part = {"type": "object", **_kind("text", "text", {"type": "string"})}
+            text_block = {"type": "object", **_kind("text", "text", {"type": "string"})}
             member.clear()
-            member["anyOf"] = [{"type": "string"}, {"type": "array", "items": part}]
+            member["anyOf"] = [{"type": "string"}, {"type": "array", "items": text_block}]
 
 
 class AnthropicRequest(RequestModel):
@@ -273,9 +273,9 @@ def _source_blocks(source: DocumentSource | None, index: int) -> tuple[str, ...]
     if source.type == "text" and source.data is not None:
         return (source.data,)
     if source.type == "content" and source.content is not None:
-        parts = [source.content] if isinstance(source.content, str) else [part.text for part in source.content]
-        if None not in parts:
-            return tuple(part for part in parts if part is not None)
+        texts = [source.content] if isinstance(source.content, str) else [block.text for block in source.content]
+        if None not in texts:
+            return tuple(text for text in texts if text is not None)
     raise UnsupportedFeatureError(
         f"document {index}: a source of type {shown(source.type)} without text is not supported; use "
         '{"type": "text", "media_type": "text/plain", "data": ...}',

@@ -204,7 +204,7 @@ async def search_collection(
         raise InvalidRequestError("query is empty; give at least one visible character", param="query")
     collection = service.collection(name)
     hits = await _with_embeddings(service, request, lambda: collection.search(body.query, body.k))
-    return SearchResults(data=[_found(document) for document in hits])
+    return SearchResults(data=[_found_document(document) for document in hits])
 
 
 @router.post(
@@ -218,16 +218,16 @@ async def start_precompute(name: Name, body: Precompute, service: ReadyService) 
 @router.get("/{name}/precompute", responses=OPENAI.responses(401, 403, 404, 422, 429, 500))
 async def retrieve_precompute(name: Name, service: ServiceState) -> PrecomputeStatus:
     """Return how far the last job of a collection is. Jobs are known to the process that runs them."""
-    return _status(service.precomputing.state(await _existing(service, name)))
+    return _status(service.precomputing.state(await _resolve_collection(service, name)))
 
 
 @router.delete("/{name}/precompute", responses=OPENAI.responses(401, 403, 404, 422, 429, 500))
 async def cancel_precompute(name: Name, service: ServiceState) -> PrecomputeStatus:
     """End the job of a collection after its current batch. What was computed stays."""
-    return _status(service.precomputing.cancel(await _existing(service, name)))
+    return _status(service.precomputing.cancel(await _resolve_collection(service, name)))
 
 
-async def _existing(service: Service, name: str) -> tuple[str, str]:
+async def _resolve_collection(service: Service, name: str) -> tuple[str, str]:
     """Return the tenant and the name of a collection of the caller; 404 without one."""
     tenant = CALLER.get().tenant
     await anyio.to_thread.run_sync(service.collections.info, tenant, name)
@@ -246,7 +246,7 @@ def _document(document: NewDocument, index: int) -> Document:
     return Document(id=document.id, page_content=document.text, metadata=document.metadata | title)
 
 
-def _found(document: Document) -> FoundDocument:
+def _found_document(document: Document) -> FoundDocument:
     metadata = dict(document.metadata)
     score = float(metadata.pop("relevance_score"))
     title = metadata.pop("title") if isinstance(metadata.get("title"), str) else None

@@ -216,7 +216,7 @@ def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -
         )
     is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     prompts: Any = [body.prompt] if is_single else body.prompt
-    for prompt in [_read(encoder, prompt, index) for index, prompt in enumerate(prompts)]:
+    for prompt in [_read_prompt(encoder, prompt, index) for index, prompt in enumerate(prompts)]:
         request = GenerationRequest(
             Layout.plain(prompt.token_ids),
             MitigationChoice("none"),
@@ -224,10 +224,10 @@ def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -
             tenant_salt(pipeline.defaults.tenant, ""),
             prompt_scored=scored and bool(body.echo),
         )
-        yield from _completed(pipeline, request, prompt, body)
+        yield from _complete_prompt(pipeline, request, prompt, body)
 
 
-def _read(encoder: PromptEncoder, prompt: str | Sequence[int], index: int) -> _Prompt:
+def _read_prompt(encoder: PromptEncoder, prompt: str | Sequence[int], index: int) -> _Prompt:
     if isinstance(prompt, str):
         ids = tuple(encoder.encode_prompt(prompt))
         read = _Prompt(prompt, ids, max(0, len(encoder.decode(ids)) - len(prompt)))
@@ -244,24 +244,24 @@ def _read(encoder: PromptEncoder, prompt: str | Sequence[int], index: int) -> _P
     return read
 
 
-def _completed(
+def _complete_prompt(
     pipeline: Pipeline, request: GenerationRequest, prompt: _Prompt, body: CompletionRequest
 ) -> Iterator[AnswerChunk]:
     offset = len(prompt.text) if body.echo else 0
-    # The log-probabilities of the prompt are known at the end, and precede those of the answer.
+    # The log-probabilities of the prompt are complete at the end, and precede the answer's.
     at_once = request.prompt_scored or body.max_tokens == 0
     if offset and not at_once:
         yield AnswerChunk(prompt.text)
     for chunk in pipeline.generator.stream(request):
         if chunk.generation is None:
             if not at_once:
-                yield AnswerChunk(chunk.text, log_probs=_moved(chunk.log_probs, offset))
+                yield AnswerChunk(chunk.text, log_probs=_shift(chunk.log_probs, offset))
             continue
         answer = _answer(chunk.generation, prompt, body)
         if at_once:
             yield AnswerChunk(answer.text, answer, answer.log_probs)
         else:
-            yield AnswerChunk(chunk.text, answer, _moved(chunk.log_probs, offset))
+            yield AnswerChunk(chunk.text, answer, _shift(chunk.log_probs, offset))
 
 
 def _answer(generation: Generation, prompt: _Prompt, body: CompletionRequest) -> Answer:
@@ -270,7 +270,7 @@ def _answer(generation: Generation, prompt: _Prompt, body: CompletionRequest) ->
         usage, text, log_probs = Usage(usage.prompt_tokens, 0, usage.cached_tokens), "", ()
     if body.echo:
         text = prompt.text + text
-        log_probs = (*_moved(generation.prompt_log_probs, -prompt.lead), *_moved(log_probs, len(prompt.text)))
+        log_probs = (*_shift(generation.prompt_log_probs, -prompt.lead), *_shift(log_probs, len(prompt.text)))
     return Answer(
         text=text,
         documents=(),
@@ -285,7 +285,7 @@ def _answer(generation: Generation, prompt: _Prompt, body: CompletionRequest) ->
     )
 
 
-def _moved(scored: Sequence[ScoredToken], offset: int) -> tuple[ScoredToken, ...]:
+def _shift(scored: Sequence[ScoredToken], offset: int) -> tuple[ScoredToken, ...]:
     return tuple(replace(token, start=max(0, token.start + offset)) for token in scored)
 
 

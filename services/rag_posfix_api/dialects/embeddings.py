@@ -100,14 +100,14 @@ def _embed(pipeline: Pipeline, texts: Sequence[str], body: EmbeddingRequest, mod
         )
     # Plain data, not ``EmbeddingList``: it would check every number once more.
     data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+        {"object": "embedding", "index": index, "embedding": _encode_vector(vector, body.encoding_format)}
         for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return encode_json({"object": "list", "data": data, "model": model, "usage": usage})
 
 
-def _encoded(vector: Sequence[float], encoding_format: str | None) -> Sequence[float] | str:
+def _encode_vector(vector: Sequence[float], encoding_format: str | None) -> Sequence[float] | str:
     if encoding_format != "base64":
         return list(vector)
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")

@@ -1,4 +1,4 @@
-"""Errors of each wire format: a table of bodies."""
+"""Errors of each API format: a table of bodies."""
 
 from __future__ import annotations
 

@@ -171,10 +171,10 @@ def summarize(texts: Sequence[str]) -> tuple[float, list[str], list[int]]:
     """Return how the answers of several orders differ. Answers that differ in white space alone are the same.
 
     Args:
-        texts: The answer of each order, that of the original order first; at least two.
+        texts: The answer of each order, the original order first; at least two.
 
     Returns:
-        The share of the other orders whose answer is not that of the first, the distinct answers in the order of their
+        The share of the other orders whose answer differs from the first, the distinct answers in the order of their
         first occurrence, and for each order the index of its answer among them.
     """
     distinct: dict[str, int] = {}

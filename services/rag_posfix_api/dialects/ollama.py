@@ -144,8 +144,8 @@ class OllamaRenderer(AnswerRenderer):
         )
 
     def _body(self, text: str, **fields: Any) -> dict[str, Any]:
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        body = OllamaChatResponse(model=self._model, created_at=now, message=OllamaMessage(content=text), **fields)
+        time = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        body = OllamaChatResponse(model=self._model, created_at=time, message=OllamaMessage(content=text), **fields)
         return body.model_dump(exclude_none=True)
 
 

@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON types, documents, messages of text, and what this service adds to each wire format.
+"""Bodies of requests: JSON types, documents, messages of text, and what this service adds to each API format.
 
 A value of another JSON type is rejected, not converted, as the schema says.
 """
@@ -95,7 +95,7 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-def _without_point(value: Any) -> Any:
+def _drop_point(value: Any) -> Any:
     """Return 226.0 as 226: JSON has one kind of number, and some clients write all of them with a point."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -104,22 +104,22 @@ def _in_64_bits(seed: int) -> int:
     return seed if -(2**63) <= seed < 2**63 else seed % 2**63
 
 
-WHOLE = BeforeValidator(_without_point)
+WHOLE = BeforeValidator(_drop_point)
 """Takes whole numbers with a decimal point; must follow the bounds, or the schema loses them."""
 
-Integer = Annotated[int, BeforeValidator(_without_point)]
+Integer = Annotated[int, BeforeValidator(_drop_point)]
 """A whole number, with or without a decimal point."""
 
-Natural = Annotated[int, Field(ge=0), BeforeValidator(_without_point)]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(_drop_point)]
 """A whole number from 0 on."""
 
-Count = Annotated[int, Field(ge=1), BeforeValidator(_without_point)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_drop_point)]
 """A whole number from 1 on."""
 
-Passages = Annotated[int, Field(ge=1, le=1000), BeforeValidator(_without_point)]
+Passages = Annotated[int, Field(ge=1, le=1000), BeforeValidator(_drop_point)]
 """A number of passages to retrieve."""
 
-Seed = Annotated[int, BeforeValidator(_without_point), AfterValidator(_in_64_bits)]
+Seed = Annotated[int, BeforeValidator(_drop_point), AfterValidator(_in_64_bits)]
 """A seed; those of more than 64 bits are reduced."""
 
 # Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
@@ -294,15 +294,15 @@ def chat_message(message: Message, index: int, param: str = "messages") -> ChatM
         )
     if isinstance(message.content, str):
         return {"role": role, "content": message.content}
-    parts = message.content or []
-    for part in parts:
-        if part.type != "text" or part.text is None:
+    content_parts = message.content or []
+    for content_part in content_parts:
+        if content_part.type != "text" or content_part.text is None:
             raise UnsupportedFeatureError(
-                f"{param}[{index}]: a part of type {shown(part.type)} is not supported; use "
+                f"{param}[{index}]: a part of type {shown(content_part.type)} is not supported; use "
                 '{"type": "text", "text": ...}',
                 param=param,
             )
-    return {"role": role, "content": "\n".join(part.text or "" for part in parts)}
+    return {"role": role, "content": "\n".join(content_part.text or "" for content_part in content_parts)}
 
 
 MAX_FIELDS = 16

@@ -204,8 +204,11 @@ def _chat_message(item: InputItem, index: int) -> ChatMessage:
         )
     if item.content is None or isinstance(item.content, str):
         return chat_message(Message(role=item.role, content=item.content), index, "input")
-    parts = [Part(type="text" if part.type in _TEXTS else part.type, text=part.text) for part in item.content]
-    return chat_message(Message(role=item.role, content=parts), index, "input")
+    content_parts = [
+        Part(type="text" if content_part.type in _TEXTS else content_part.type, text=content_part.text)
+        for content_part in item.content
+    ]
+    return chat_message(Message(role=item.role, content=content_parts), index, "input")
 
 
 class ResponseRenderer(AnswerRenderer):
@@ -250,9 +253,9 @@ class ResponseRenderer(AnswerRenderer):
             return
         response = self.whole(chunk.answer)
         (item,) = response["output"]
-        (part,) = item["content"]
-        yield self._part_event("response.output_text.done", text=part["text"], logprobs=[])
-        yield self._part_event("response.content_part.done", part=part)
+        (content_part,) = item["content"]
+        yield self._part_event("response.output_text.done", text=content_part["text"], logprobs=[])
+        yield self._part_event("response.content_part.done", part=content_part)
         yield self._event("response.output_item.done", output_index=0, item=item)
         yield self._event(f"response.{response['status']}", response=response)
 

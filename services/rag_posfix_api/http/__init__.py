@@ -1,1 +1,1 @@
-"""What every route shares: authentication, errors, metrics, logs, middlewares. Knows no wire format."""
+"""What every route shares: authentication, errors, metrics, logs, middlewares. Independent of the API formats."""

@@ -87,7 +87,7 @@ class KeyChecker:
 
     def __init__(self, store: KeyStore, single: SecretStr | None = None) -> None:
         self._store = store
-        self._single = None if single is None else _hashed(single.get_secret_value().encode())
+        self._single = None if single is None else _hash(single.get_secret_value().encode())
         # Digests that replace scrypt hashes, also where the key file cannot be written.
         self._renewed: dict[str, str] = {}
         self._one_per_key: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
@@ -111,7 +111,7 @@ class KeyChecker:
             if scope in ANONYMOUS.scopes:
                 return ANONYMOUS
             raise ForbiddenError("this needs a key with the scope 'admin', and none exists; create one on the server")
-        presented = _presented(headers)
+        presented = _read_key(headers)
         caller = None if presented is None else await self.caller(presented)
         if caller is None:
             problem = "missing" if presented is None else "wrong"
@@ -130,7 +130,7 @@ class KeyChecker:
         Raises:
             OverloadedError: too many secrets are presented for one key with a scrypt hash.
         """
-        if self._single is not None and hmac.compare_digest(_hashed(presented), self._single):
+        if self._single is not None and hmac.compare_digest(_hash(presented), self._single):
             return OPERATOR
         identity, secret = split_key(presented.decode("latin-1")) or ("", "")
         key = self._valid(identity)
@@ -182,7 +182,7 @@ class KeyChecker:
             return self._renewed[key.hash]
 
 
-def _presented(headers: Headers) -> bytes | None:
+def _read_key(headers: Headers) -> bytes | None:
     """Return the key of a request; None without one, "" for headers that are no key or contradict each other."""
     authorizations, keys = headers.getlist("authorization"), headers.getlist("x-api-key")
     if len(authorizations) > 1 or len(keys) > 1:  # a proxy may have checked the other one
@@ -193,7 +193,7 @@ def _presented(headers: Headers) -> bytes | None:
     return keys[0].strip().encode("latin-1") or None if keys else None  # Anthropic's clients
 
 
-def _hashed(key: bytes) -> bytes:
+def _hash(key: bytes) -> bytes:
     """Return bytes of one length, so that a comparison does not show the length of a key."""
     return hashlib.blake2b(key).digest()
 
@@ -236,9 +236,9 @@ class Quotas:
 
     def _take(self, caller: Caller, key_id: str) -> _Use:
         rate, max_concurrent = caller.requests_per_minute, caller.max_concurrent
-        now = self._clock()
+        current_time = self._clock()
         with self._lock:
-            use = self._uses.setdefault(key_id, _Use(float(rate or 0), now))
+            use = self._uses.setdefault(key_id, _Use(float(rate or 0), current_time))
             if max_concurrent is not None and use.running >= max_concurrent:
                 raise QuotaError(
                     f"{use.running} requests of this key are running and {max_concurrent} are allowed; wait until "
@@ -246,8 +246,8 @@ class Quotas:
                     1,
                 )
             if rate is not None:
-                use.tokens = min(float(rate), use.tokens + (now - use.counted_at) * rate / 60)
-                use.counted_at = now
+                use.tokens = min(float(rate), use.tokens + (current_time - use.counted_at) * rate / 60)
+                use.counted_at = current_time
                 if use.tokens < 1:
                     seconds = math.ceil((1 - use.tokens) * 60 / rate)
                     raise QuotaError(
@@ -271,7 +271,7 @@ class Pace:
 
     def pause(self) -> float:
         """Return the seconds that the next rejection waits."""
-        now = self._clock()
-        pause = min(max(self._next - now, 0.0), _MAX_PAUSE_SECONDS)
-        self._next = now + pause + 1 / _REJECTIONS_PER_SECOND
+        current_time = self._clock()
+        pause = min(max(self._next - current_time, 0.0), _MAX_PAUSE_SECONDS)
+        self._next = current_time + pause + 1 / _REJECTIONS_PER_SECOND
         return pause

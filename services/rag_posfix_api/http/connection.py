@@ -155,7 +155,7 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
     """Raise unless both files are absent, or both are there, readable and belong together. The protocol is uvicorn's.
 
     Args:
-        cert: The certificate and those of its issuers, in PEM format.
+        cert: The certificate and its issuers' certificates, in PEM format.
         key: Its private key in PEM format, without a passphrase.
 
     Raises:
@@ -173,7 +173,7 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
             raise ConfigError(f"{name} {path} cannot be read: {error.strerror}; give a file in PEM format") from error
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(cert, key, password=lambda: b"")  # a passphrase is not asked for on the terminal
+        context.load_cert_chain(cert, key, password=lambda: b"")  # no prompt for a passphrase on the terminal
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or type(error).__name__
         raise ConfigError(

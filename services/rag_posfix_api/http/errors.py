@@ -239,10 +239,10 @@ _DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class ErrorForm:
-    """The errors of a wire format; called with a problem it returns the body.
+    """The errors of an API format; called with a problem it returns the body.
 
     Attributes:
-        dialect: The wire format, as metrics name it.
+        dialect: The API format, as metrics name it.
         body: The schema of the body.
         fields: Returns the fields of the body.
     """
@@ -261,7 +261,7 @@ class ErrorForm:
 
 
 def kind_of(error: Exception) -> Kind:
-    """Return the kind of an error: that of its class, or of its nearest base class."""
+    """Return the kind of an error's class, or of its nearest base class."""
     kind = getattr(error, "kind", None)
     return kind if isinstance(kind, Kind) else next(KINDS[cls] for cls in type(error).__mro__ if cls in KINDS)
 
@@ -320,5 +320,5 @@ def _shorten(text: str) -> str:
 
 def log_failure(error: Exception) -> None:
     """Log the type of an error and its stack without messages: the text of an error may quote a prompt."""
-    places = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
-    _log.error("request failed: %s", type(error).__name__, extra={"fields": {"places": places[-12:]}})
+    frames = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
+    _log.error("request failed: %s", type(error).__name__, extra={"fields": {"places": frames[-12:]}})

@@ -86,7 +86,7 @@ RequestLogFields = Annotated[LogFields, Depends(log_fields)]
 
 
 class _Formatter(logging.Formatter):
-    """Collects the fields of a line: those of every record, and the entries of ``extra={"fields": {...}}``."""
+    """Collects the fields of a line: the fields of every record, and the entries of ``extra={"fields": {...}}``."""
 
     def fields(self, record: logging.LogRecord) -> dict[str, Any]:
         line: dict[str, Any] = {
@@ -101,7 +101,7 @@ class _Formatter(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]
-            line["traceback"] = self.formatException(record.exc_info) if request_id is None else _places(error)
+            line["traceback"] = self.formatException(record.exc_info) if request_id is None else _format_stack(error)
         return line
 
 
@@ -121,7 +121,7 @@ class TextFormatter(_Formatter):
         trace = line.pop("traceback", None)
         first = " ".join(str(line.pop(name)) for name in ("time", "level", "logger", "message"))
         pairs = "".join(f" {name}={json.dumps(value, default=str)}" for name, value in line.items())
-        text = (first + pairs).replace("\r", "\\r").replace("\n", "\\n")  # one record, one line: nobody can forge one
+        text = (first + pairs).replace("\r", "\\r").replace("\n", "\\n")  # no value forges a record
         return text if trace is None else f"{text}\n{trace}"
 
 
@@ -132,8 +132,7 @@ def configure_logging(log_format: LogFormat = "json", level: int = logging.INFO)
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
-def _places(error: BaseException) -> str:
+def _format_stack(error: BaseException) -> str:
     """Return the type of an error and where it was raised, without its message."""
     frames = traceback.extract_tb(error.__traceback__)
-    places = [f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-    return "\n".join([type(error).__name__, *places])
+    return "\n".join([type(error).__name__, *(f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in frames)])

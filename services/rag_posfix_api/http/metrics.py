@@ -94,7 +94,7 @@ class Metrics:
             queued.labels(work).set_function(count)
 
     def count_request(self, route: str, status: int, seconds: float, dialect: str, code: str) -> None:
-        """Count one request; ``dialect`` is the wire format of the response, ``code`` ``ok`` or that of the error."""
+        """Count one request; ``dialect`` is the API format of the response, ``code`` is ``ok`` or the error's code."""
         self._requests.labels(route, str(status)).observe(seconds)
         self._codes.labels(dialect, code).inc()
 

@@ -104,7 +104,7 @@ def install_handlers(app: FastAPI, form_of: FormOf) -> None:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Return the methods that the path of ``request`` takes. The router itself names those of one route only."""
+    """Return the methods that the path of ``request`` takes. The router itself names the methods of one route."""
     scopes = {method: {**request.scope, "method": method} for method in _METHODS}
     routes = request.app.routes
     return [m for m, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
@@ -135,7 +135,7 @@ class AllowedHosts:
 
 
 class ApiKeyAuth:
-    """ASGI middleware that tells the caller from the API key, checks its scope and counts its requests.
+    """ASGI middleware that identifies the caller by the API key, checks its scope and counts its requests.
 
     Keys are sent as ``Authorization: Bearer`` or ``x-api-key``. The caller is then in ``CALLER``. Requests are
     rejected before their body is read.
@@ -179,10 +179,10 @@ class BodyLimit:
             length = Headers(scope=scope).get("content-length", "")
             if length.isdecimal():
                 self._check(int(length), "")
-            receive = self._bounded(receive)
+            receive = self._limit_body(receive)
         await self._app(scope, receive, send)
 
-    def _bounded(self, receive: Receive) -> Receive:
+    def _limit_body(self, receive: Receive) -> Receive:
         """Return ``receive`` with a byte count, for chunked bodies, whose length is not known in advance."""
         received = 0
 
@@ -207,8 +207,8 @@ class ObservedRequests:
     """ASGI middleware, the outermost one of the app; it sends errors that were raised outside of a route.
 
     Args:
-        dialects: The wire format of each endpoint.
-        tracer: Starts the span of each request but those of probes; None starts none.
+        dialects: The API format of each endpoint.
+        tracer: Starts the span of each request except probes; None starts none.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class ObservedRequests:
         _access.log(level, "request", extra={"fields": line})
 
     def _dialect(self, scope: Scope, status: int) -> str:
-        """Return the wire format of the response: that of its route, or of its error if none was reached."""
+        """Return the API format of the response: of its route, or of its error if no route was reached."""
         endpoint = getattr(scope.get("route"), "endpoint", None)
         if endpoint is None and status not in (404, 405):
             return self._form_of(scope["path"]).dialect

@@ -58,7 +58,7 @@ class RequestSpan:
 def request_span(tracer: Tracer | None, scope: Scope, request_id: str) -> Iterator[RequestSpan]:
     """Make the span of a request the current one during the block, in worker threads too; none without a tracer.
 
-    Its parent is that of the header ``traceparent``; other formats are read if ``OTEL_PROPAGATORS`` names them.
+    Its parent is the span of the header ``traceparent``; other formats are read if ``OTEL_PROPAGATORS`` names them.
     """
     if tracer is None:
         yield RequestSpan()

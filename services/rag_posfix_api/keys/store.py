@@ -1,11 +1,11 @@
 """API keys and the key file, which has digests of secrets and the cache salts of tenants.
 
 A key is ``rpk_ID_SECRET``: 16 hexadecimal digits that name it, and 256 random bits. Of the secret part the file has a
-digest: BLAKE2b (RFC 7693) with the id as its key. Nobody can guess 256 random bits, so the digest may be fast.
+digest: BLAKE2b (RFC 7693) with the id as its key. 256 random bits cannot be guessed, so the digest may be fast.
 Earlier releases kept a scrypt hash, which is replaced at the next use of the key.
 
 The file is replaced atomically. Readers notice a replaced file by its inode, time and size, at every look. Writers, of
-several processes too, hold a lock beside it.
+several processes too, hold a lock file next to it.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class KeyStore:
 
     @contextmanager
     def _writing(self) -> Iterator[KeyTable]:
-        """Be the only writer of the file; yields what it holds."""
+        """Lock the file for writing, and yield its table."""
         try:
             from filelock import FileLock, Timeout
         except ImportError as error:
@@ -275,7 +275,7 @@ class KeyStore:
 
 
 def _signature(file: Path) -> tuple[int, int, int] | None:
-    """Return what changes when the file is replaced; None if it is not there or cannot be asked for."""
+    """Return the identity of the file, which a replacement changes; None if there is no file."""
     try:
         status = file.stat()
     except FileNotFoundError:

@@ -92,7 +92,7 @@ class ModelParts:
 
     Attributes:
         load: Loads the model, in a replica.
-        describe: Returns what is known of it without its weights, in the ingress.
+        describe: Describes it without its weights, in the ingress.
     """
 
     load: Callable[[Settings], ReplicaModel]
@@ -116,8 +116,8 @@ def application(args: Mapping[str, Any]) -> Any:
     return make_application(options, ModelParts(load_model, describe_model))
 
 
-def make_application(options: ApplicationOptions, parts: ModelParts) -> Any:
-    """Return the application with a model of the caller's. Errors as those of ``application``."""
+def make_application(options: ApplicationOptions, model_parts: ModelParts) -> Any:
+    """Return the application with the caller's model. Raises the errors of ``application``."""
     try:
         from ray import serve
     except ImportError as error:
@@ -145,7 +145,7 @@ def make_application(options: ApplicationOptions, parts: ModelParts) -> Any:
 
     def ingress() -> FastAPI:  # in the replica of the ingress: an application cannot travel
         handle = serve.get_deployment_handle(MODEL_DEPLOYMENT)
-        return build_ingress(options, parts, handle)
+        return build_ingress(options, model_parts, handle)
 
     front = serve.deployment(
         serve.ingress(ingress)(),
@@ -154,20 +154,20 @@ def make_application(options: ApplicationOptions, parts: ModelParts) -> Any:
         max_ongoing_requests=limits.max_open,
         ray_actor_options={"num_cpus": options.ingress_cpus},
     )
-    return front.bind(model.bind(partial(_loaded, options, parts), at_once, waiting, options.sketch_passages))
+    return front.bind(model.bind(partial(_load, options, model_parts), at_once, waiting, options.sketch_passages))
 
 
-def build_ingress(options: ApplicationOptions, parts: ModelParts, handle: Any) -> FastAPI:
+def build_ingress(options: ApplicationOptions, model_parts: ModelParts, handle: Any) -> FastAPI:
     """Return the HTTP service whose answers come from the replicas behind ``handle``.
 
-    Its limits are those of one replica times the most replicas: what the ingress lets through, they can take.
+    Its limits are the limits of one replica times ``max_replicas``: the replicas can take every admitted request.
     """
     from rag_posfix.pipeline.build import build_pipeline  # torch and transformers: in the replica alone
     from rag_posfix_api.app import create_app
     from rag_posfix_api.ray_serve.cluster import ServeReplicas
 
     settings, limits = _settings_of(options)
-    generator = ReplicatedGenerator(parts.describe(settings), ServeReplicas(handle), options.attempts)
+    generator = ReplicatedGenerator(model_parts.describe(settings), ServeReplicas(handle), options.attempts)
     limits = limits.model_copy(
         update={
             "max_concurrent": limits.max_concurrent * options.max_replicas,
@@ -178,7 +178,7 @@ def build_ingress(options: ApplicationOptions, parts: ModelParts, handle: Any) -
 
 
 def _settings_of(options: ApplicationOptions) -> tuple[Settings, ServiceSettings]:
-    """Return the settings of this process's environment with those of the options."""
+    """Return the settings of this process's environment, overridden by the options."""
     try:
         return Settings(**options.settings), ServiceSettings(**options.service)
     except ValidationError as error:
@@ -206,8 +206,8 @@ def router_config(options: ApplicationOptions) -> dict[str, Any]:
     }
 
 
-def _loaded(options: ApplicationOptions, parts: ModelParts) -> ReplicaModel:
-    return parts.load(_settings_of(options)[0])
+def _load(options: ApplicationOptions, model_parts: ModelParts) -> ReplicaModel:
+    return model_parts.load(_settings_of(options)[0])
 
 
 def load_model(settings: Settings) -> ReplicaModel:
@@ -228,7 +228,7 @@ def load_model(settings: Settings) -> ReplicaModel:
 
 
 def describe_model(settings: Settings) -> Generator:
-    """Return what is known of the model of ``settings`` without its weights.
+    """Return the description of the model of ``settings``, without its weights.
 
     Raises:
         ConfigError: the model is on a server, cannot be found, or cannot be read.

@@ -44,28 +44,28 @@ class OverlapRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas, each a rank of its own, the best first."""
+        """Return the replicas, one per rank, the best first."""
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # otherwise full queues are asked without a pause
-        now = time.time()
+            pending_request.routing_context.should_backoff = True  # otherwise full queues are polled without a pause
+        current_time = time.time()
         replicas = {_name(replica.replica_id): replica for replica in candidate_replicas}
-        candidates = [self._candidate(name, replica, now) for name, replica in replicas.items()]
+        candidates = [self._candidate(name, replica, current_time) for name, replica in replicas.items()]
         ranking = ranked(_passages(pending_request), candidates, self._queue_weight)
         return [[replicas[candidate.name]] for candidate in ranking]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Remember which passages the replica reads now."""
+        """Remember the passages that were sent to the replica."""
         self._recent.add(_name(replica_id), _passages(pending_request), time.time())
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the replicas that there are now, and forget the others."""
+        """Take the current replicas, and forget the others."""
         super().update_replicas(replicas)
         self._recent.keep_only(_name(replica.replica_id) for replica in replicas)
 
-    def _candidate(self, name: str, replica: RunningReplica, now: float) -> Candidate:
-        sketch = Sketch.from_stats(replica.routing_stats, now, self._max_age_seconds)
+    def _candidate(self, name: str, replica: RunningReplica, current_time: float) -> Candidate:
+        sketch = Sketch.from_stats(replica.routing_stats, current_time, self._max_age_seconds)
         queue = self.replica_queue_len_cache.get(replica.replica_id)
-        return Candidate(name, queue or 0, sketch.marks | self._recent.marks(name, now))
+        return Candidate(name, queue or 0, sketch.marks | self._recent.marks(name, current_time))
 
 
 def _name(replica_id: ReplicaID) -> str:
@@ -78,7 +78,7 @@ def _passages(pending: PendingRequest | None) -> Mapping[int, int]:
 
 
 class ServeReplicas:
-    """Implements ``replicas.Replicas``. For threads without an event loop, such as those of the service's jobs.
+    """Implements ``replicas.Replicas``. For threads without an event loop, such as the service's jobs.
 
     Args:
         handle: Handle of the deployment of ``GeneratorReplica``.
@@ -105,10 +105,10 @@ class ServeReplicas:
         except RagPosfixError:
             raise
         except Exception as error:  # Ray wraps what the replica raised in classes that it makes at run time
-            raise _translated(error) from error
+            raise _translate_error(error) from error
 
 
-def _translated(error: Exception) -> RagPosfixError:
+def _translate_error(error: Exception) -> RagPosfixError:
     cause = getattr(error, "cause", None)
     if isinstance(error, _LOST) or isinstance(cause, _LOST):
         return ReplicaLost("the replica was lost")

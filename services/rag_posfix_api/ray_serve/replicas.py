@@ -39,7 +39,7 @@ class HeldPassages(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaModel:
-    """A loaded model; ``passages`` keeps keys and values for it, None where that is not known."""
+    """A loaded model; ``passages`` keeps keys and values for it, None if unknown."""
 
     generator: Generator
     passages: HeldPassages | None = None
@@ -64,7 +64,7 @@ class GeneratorReplica:
         model = opener()
         self._passages = model.passages
         self._model = model.generator
-        self._generator = _batched(model.generator, at_once)
+        self._generator = _add_batching(model.generator, at_once)
         self._read = ReadPassages(max_marks)
         # A thread waits for each answer; the event loop stays free for the queue length, the sketch and the health.
         self._threads = ThreadPoolExecutor(at_once + waiting, thread_name_prefix="answer")
@@ -83,7 +83,7 @@ class GeneratorReplica:
                 yield chunk
                 step = self._threads.submit(next, chunks, None)
         finally:
-            step.add_done_callback(lambda done: self._ended(done, chunks))
+            step.add_done_callback(lambda done: self._close_after_last_step(done, chunks))
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the sketch of the passages in memory; Ray Serve sends it to the routers."""
@@ -104,14 +104,14 @@ class GeneratorReplica:
         if died is not None:
             raise GenerationError(f"the model cannot answer any more: {died}")
 
-    def _ended(self, step: Future[Chunk | None], chunks: Iterator[Chunk]) -> None:
+    def _close_after_last_step(self, step: Future[Chunk | None], chunks: Iterator[Chunk]) -> None:
         """Close an answer after its last step, in the thread of that step; what that raised was raised already."""
         close = getattr(chunks, "close", None)
         if close is not None:
             close()
 
 
-def _batched(generator: Generator, at_once: int) -> Generator:
+def _add_batching(generator: Generator, at_once: int) -> Generator:
     if at_once == 1 or not isinstance(generator, SteppedGenerator):
         return generator
     from rag_posfix.generation.batching.scheduler import BatchingGenerator  # torch
@@ -130,7 +130,7 @@ class Replicas(Protocol):
         """Yield the answer in pieces; closing the iterator stops the replica's work.
 
         Raises:
-            ReplicaLost: the replica is gone; another one may be asked.
+            ReplicaLost: the replica is gone; try another one.
             RagPosfixError: what the replica raised.
         """
         ...
@@ -169,7 +169,7 @@ class ReplicatedGenerator(DelegatingGenerator[Generator]):
             UpstreamError: every attempt lost its replica, or the second answer does not begin as the first did.
             RagPosfixError: what the replica raised.
         """
-        routed = RoutedRequest.of(self._repeatable(request))
+        routed = RoutedRequest.of(self._fix_seed(request))
         sent = _Sent()
         for attempt in range(1, self._attempts + 1):
             chunks = self._replicas.ask(routed)
@@ -186,7 +186,7 @@ class ReplicatedGenerator(DelegatingGenerator[Generator]):
                 if isinstance(chunks, Generated):  # any other iterator has nothing to close
                     chunks.close()
 
-    def _repeatable(self, request: GenerationRequest) -> GenerationRequest:
+    def _fix_seed(self, request: GenerationRequest) -> GenerationRequest:
         if request.sampling.deterministic:
             return request
         return replace(request, sampling=replace(request.sampling, seed=self._new_seed()))

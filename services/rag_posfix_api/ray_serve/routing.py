@@ -32,7 +32,7 @@ _FIRST_CHARACTER = 0x10000
 
 
 def tags_of(request: GenerationRequest) -> tuple[str, ...]:
-    """Return the tag of each passage by which the passage KV store knows this tenant's entries of it."""
+    """Return the tag of each passage of this tenant's entries in the passage KV store."""
     keys = request.layout.keys
     return own_tags(request.salt, keys) if request.salt else keys
 
@@ -88,18 +88,18 @@ class Sketch:
         return {"marks": sorted(self.marks), "made_at": self.made_at}
 
     @classmethod
-    def from_stats(cls, stats: Mapping[str, Any] | None, now: float, max_age_seconds: float) -> Sketch:
+    def from_stats(cls, stats: Mapping[str, Any] | None, current_time: float, max_age_seconds: float) -> Sketch:
         """Return the sketch in a replica's ``routing_stats``; an empty one if it is unknown, malformed or stale.
 
         Args:
             stats: What ``as_stats`` made, or what another version of this program made.
-            now: Seconds since 1970.
+            current_time: Seconds since 1970.
             max_age_seconds: An older sketch is stale.
         """
         if not stats or not set(stats) >= _FIELDS:
             return cls()
         marks, made_at = stats["marks"], stats["made_at"]
-        if not isinstance(made_at, float | int) or now - made_at > max_age_seconds:
+        if not isinstance(made_at, float | int) or current_time - made_at > max_age_seconds:
             return cls()
         if not isinstance(marks, Collection) or not all(isinstance(mark, int) for mark in marks):
             return cls()
@@ -131,17 +131,17 @@ class ReadPassages:
             while len(self._tags) > self._max_marks:
                 self._tags.popitem(last=False)
 
-    def sketch(self, held: Collection[str] | None, now: float) -> Sketch:
+    def sketch(self, held: Collection[str] | None, current_time: float) -> Sketch:
         """Return the sketch of what was read and is still held.
 
         Args:
-            held: The tags of the passages whose keys and values are in memory; None where that is not known, and
+            held: The tags of the passages whose keys and values are in memory; None if unknown, and
                 every passage that was read counts.
-            now: Seconds since 1970.
+            current_time: Seconds since 1970.
         """
         with self._lock:
             tags = [tag for tag in self._tags if held is None or tag in held]
-        return Sketch(frozenset(map(mark_of, tags)), now)
+        return Sketch(frozenset(map(mark_of, tags)), current_time)
 
 
 class RecentRoutes:
@@ -156,21 +156,21 @@ class RecentRoutes:
         self._sent: defaultdict[str, dict[int, float]] = defaultdict(dict)  # by replica: when each was sent last
         self._lock = threading.Lock()
 
-    def add(self, replica: str, marks: Iterable[int], now: float) -> None:
-        """Note that a question with ``marks`` was sent to ``replica`` at ``now``."""
+    def add(self, replica: str, marks: Iterable[int], current_time: float) -> None:
+        """Note that a question with ``marks`` was sent to ``replica`` at ``current_time``."""
         with self._lock:
             sent = self._sent[replica]
             for mark in marks:
                 sent.pop(mark, None)
-                sent[mark] = now
+                sent[mark] = current_time
             while len(sent) > _MAX_RECENT_MARKS:
                 del sent[next(iter(sent))]
 
-    def marks(self, replica: str, now: float) -> frozenset[int]:
-        """Return what was sent to ``replica`` within the last seconds before ``now``."""
+    def marks(self, replica: str, current_time: float) -> frozenset[int]:
+        """Return what was sent to ``replica`` within the last seconds before ``current_time``."""
         with self._lock:
             sent = self._sent.get(replica, {})
-            for mark in [mark for mark, time in sent.items() if now - time > self._seconds]:
+            for mark in [mark for mark, time in sent.items() if current_time - time > self._seconds]:
                 del sent[mark]
             return frozenset(sent)
 
@@ -213,7 +213,7 @@ def ranked(
     """Return the replicas, the best first: by score, then by the shorter queue.
 
     Where both are equal, a hash of the replica's name and of the passages decides (rendezvous hashing): questions
-    about other passages are spread over the replicas, and routers that know nothing of each other choose the same one.
+    about other passages are spread over the replicas, and independent routers choose the same one.
     """
     marks = ",".join(map(str, sorted(passages)))
 

@@ -6,7 +6,7 @@ generation, and a full queue does not turn it away.
 
 Permits are limited by number and by *tokens*: those of the prompt, and as many as the answer may have. The tokens of a
 request are known exactly when it asks for a permit, because its prompt is assembled by then. Requests take permits in
-the order of arrival: a long prompt waits until it fits, and nobody overtakes it.
+the order of arrival: a long prompt waits until it fits, and no request overtakes it.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ class WorkRate:
 
     def finished(self, tokens: int, *, idle: bool) -> None:
         """Count a request that leaves the model; ``idle`` if no other request works."""
-        now = self._clock()
-        seconds = 0.0 if self._busy_since is None else now - self._busy_since
+        current_time = self._clock()
+        seconds = 0.0 if self._busy_since is None else current_time - self._busy_since
         decay = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
         self._tokens = self._tokens * decay + tokens
         self._busy_seconds = self._busy_seconds * decay + seconds
-        self._busy_since = None if idle else now
+        self._busy_since = None if idle else current_time
 
     def seconds_for(self, tokens: float) -> float | None:
         """Return how long the model takes for ``tokens``; None before the first request has ended."""

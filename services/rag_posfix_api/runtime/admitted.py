@@ -41,11 +41,11 @@ class AdmittedGenerator(DelegatingGenerator[Generator]):
         if ticket is None:  # a question of this process itself, such as the one that warms the model
             yield from self._inner.stream(request)
         elif self._metrics is None:
-            yield from self._admitted(request, ticket)
+            yield from self._admit(request, ticket)
         else:
-            yield from _measured(self._admitted(request, ticket), ticket, self._metrics)
+            yield from _measure(self._admit(request, ticket), ticket, self._metrics)
 
-    def _admitted(self, request: GenerationRequest, ticket: Ticket) -> Generated[Chunk, None, None]:
+    def _admit(self, request: GenerationRequest, ticket: Ticket) -> Generated[Chunk, None, None]:
         self._admission.acquire(ticket, len(request.layout.token_ids) + request.sampling.max_tokens)
         if isinstance(self._inner, WatchedGenerator):
             stream = self._inner.stream_watched(request, ticket.check, partial(self._admission.release, ticket))
@@ -66,7 +66,7 @@ class AdmittedGenerator(DelegatingGenerator[Generator]):
             self._admission.release(ticket)
 
 
-def _measured(chunks: Generated[Chunk, None, None], ticket: Ticket, metrics: Metrics) -> Iterator[Chunk]:
+def _measure(chunks: Generated[Chunk, None, None], ticket: Ticket, metrics: Metrics) -> Iterator[Chunk]:
     has_text = False
     generation: Generation | None = None
     try:

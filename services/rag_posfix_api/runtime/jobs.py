@@ -115,7 +115,7 @@ class Jobs:
         self.admission = admission
         self._timeout = timeout
         self._count_wait = count_wait
-        # Every queue slot may block a thread. The free ones are for requests that wait for nobody.
+        # Every queue slot may block a thread. The free ones are for requests that do not wait for the model.
         self._limiter = anyio.CapacityLimiter(admission.capacity + _FREE_THREADS)
 
     @contextmanager
@@ -141,7 +141,7 @@ class Jobs:
 
 
 class EventRenderer(Protocol):
-    """Renders the server-sent events of one response in one dialect; each part is bytes that end an event."""
+    """Renders the server-sent events of one response in one dialect; each item is bytes that end an event."""
 
     def opening(self) -> Iterable[bytes]:
         """Return the events before the answer; none if the format has none."""
@@ -215,28 +215,28 @@ class AnswerStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for part in self._events():
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+        async for event in self._events():
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        for part in self._renderer.opening():
-            yield part
+        for event in self._renderer.opening():
+            yield event
         chunk = self._first
         try:
             while chunk is not None:
-                for part in self._renderer.piece(chunk):
-                    yield part
+                for event in self._renderer.piece(chunk):
+                    yield event
                 if chunk.answer is not None:
                     self._record(chunk.answer)
                 chunk = await self._next()
         except Exception as error:  # the status is sent; the client learns of it in the stream
             self._fields.error = kind_of(error).code
-            for part in self._renderer.failure(problem_of(error)):
-                yield part
+            for event in self._renderer.failure(problem_of(error)):
+                yield event
             return
-        for part in self._renderer.closing():
-            yield part
+        for event in self._renderer.closing():
+            yield event
 
     async def _next(self) -> AnswerChunk | None:
         return await self._job.call(lambda: next(self._chunks, None))

@@ -161,7 +161,7 @@ class Service:
         # By default every prompt that the model can read fits.
         default_tokens = max(pipeline.generator.context_window, _TOKENS_PER_ANSWER * limits.max_concurrent)
         admission.limit_tokens(limits.max_tokens_in_flight or default_tokens)
-        generator = AdmittedGenerator(self._batched(pipeline.generator), admission, self.metrics)
+        generator = AdmittedGenerator(self._add_batching(pipeline.generator), admission, self.metrics)
         cache = None if pipeline.cache is None else AdmittedCache(pipeline.cache, admission)
         served = pipeline.with_generator(generator, cache)
         # A pipeline that its caller traces already stays as it is.
@@ -291,7 +291,7 @@ class Service:
         if self._pipeline is not None:
             self._pipeline.invalidate(documents, salt)
 
-    def _batched(self, generator: Generator) -> Generator:
+    def _add_batching(self, generator: Generator) -> Generator:
         """Return ``generator`` with continuous batching, if it supports that and the settings allow it."""
         if self.limits.max_concurrent == 1 or not isinstance(generator, SteppedGenerator):
             return generator
